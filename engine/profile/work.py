@@ -25,14 +25,12 @@ _REDUCTION = re.compile(r"reduce", re.IGNORECASE)
 """Matches the reduction kernel that follows a library GEMM split over K."""
 _EXPERTS_KERNELS = {
     "_route": "route",
-    "_route_tile": "route",
     "_logits": "route",
     "_choose": "choose",
     "_up_gemv": "experts up",
     "_up_dot": "experts up",
     "_down_gemv": "experts down",
     "_down_dot": "experts down",
-    "_count": "sort",
     "_combine": "combine",
 }
 """The labels of a mixture's kernels."""
@@ -250,9 +248,8 @@ def _of_mixture(
     read = expected_experts(experts, tokens) * matrix * weight
     # GEMMs of sorted tokens leave the sum of each token's experts, and the residual, to "combine".
     written = choices if _GROUPED in launched else 2 * tokens
-    # Some kernels quantise their own inputs or results.
-    quantised = tokens * hidden * ("_route_tile" in launched)
-    quantised += choices * width * ("_down_gemv" not in launched)
+    # Some kernels quantise their own results.
+    quantised = choices * width * ("_down_gemv" not in launched)
     return {
         "route": KernelWork(
             count * hidden * number + tokens * (hidden * number + 8 * top_k), 2.0 * tokens * count * hidden

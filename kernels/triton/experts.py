@@ -68,13 +68,13 @@ def activate(
     values = None if scale is None else weight.dtype
     router = (x.contiguous(), norm_weight, eps, experts.router, experts.top_k)
     options: dict[str, Any] = {"normalised": experts.normalised, "values": values, "pdl": pdl}
-    if len(x) <= MAX_ROUTE_TOKENS:
+    if len(x) <= MAX_ROUTE_TOKENS and not plans.grouped:
         routed = experts_route.route(*router, workspace=workspace, **options)
     else:
         routed = experts_route.route_many(*router, **options)
     by_expert = None
     if plans.grouped:
-        by_expert = experts_many.sort(routed.chosen, count, pdl=pdl)
+        by_expert = experts_many.sort(routed, count, pdl=pdl)
         activations = experts_many.up(
             routed.normed,
             routed.scales,

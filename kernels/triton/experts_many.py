@@ -2,11 +2,11 @@
 """Computes the experts of many tokens. The choices are sorted by expert on the device, and each GEMM is one
 launch for the tokens of all experts.
 
-`sort` is a stable counting sort. One launch counts the choices of each expert in each block of tokens. A
-second launch adds the counts of all blocks and writes each choice to its position. `up` reads the tokens in
-the sorted order and computes SwiGLU. `down` writes its results in the original order of the choices.
-`combine` multiplies the results by their routing weights, and adds each token's results, in the order of its
-choices, and the residual. No kernel uses atomic additions, so results do not depend on timing.
+`sort` is the second half of a stable counting sort. The router has counted the choices of each expert in
+each block of tokens. One launch adds the counts of all blocks and writes each choice to its position. `up`
+reads the tokens in the sorted order and computes SwiGLU. `down` writes its results in the original order of
+the choices. `combine` multiplies the results by their routing weights, and adds each token's results, in the
+order of its choices, and the residual. No kernel uses atomic additions, so results do not depend on timing.
 
 The GEMMs have a fixed number of programs, which read each expert's number of tokens on the device and compute
 the tiles one after another. No launch depends on the routing, so all launches can be captured in a CUDA
@@ -26,10 +26,11 @@ import triton
 import triton.language as tl
 
 from kernels.triton.experts_plans import ExpertsPlan
+from kernels.triton.experts_route import Routed, block_tokens
 from kernels.triton.linear_rows import gated, weight_rows
 
-_ONE_HOT = 8192
-"""Number of elements in the one-hot table (tokens × experts) of one `sort` program."""
+_SUMMED = 1 << 14
+"""Maximum number of counts that a `sort` program adds up at a time."""
 
 _COMBINED_COLUMNS = 1024
 """Number of columns per program of `combine`."""
@@ -46,22 +47,32 @@ class Sorted:
     """Each expert's first position in `order`, followed by the number of choices: [experts + 1] int32."""
 
 
-def sort(chosen: torch.Tensor, experts: int, *, pdl: bool = True) -> Sorted:
-    """Sort the choices `chosen [tokens, top_k]` int32 by expert. `chosen` must be contiguous, and each
-    token's experts must be distinct."""
-    tokens, top_k = chosen.shape
-    device = chosen.device
+def sort(routed: Routed, experts: int, *, pdl: bool = True) -> Sorted:
+    """Sort the choices of `experts_route.route_many`; the experts of a token are distinct."""
+    if routed.places is None or routed.counts is None:
+        raise ValueError("routed has no counts; route the tokens with route_many")
+    tokens, top_k = routed.chosen.shape
+    device = routed.chosen.device
     order = torch.empty(tokens * top_k, dtype=torch.int32, device=device)
     begins = torch.empty(experts + 1, dtype=torch.int32, device=device)
-    every = triton.next_power_of_2(experts)
-    block = max(1, _ONE_HOT // every)
-    blocks = max(1, triton.cdiv(tokens, block))
-    counts = torch.empty((blocks, every), dtype=torch.int32, device=device)
-    shape = {"TOP_K": top_k, "BLOCK": block, "ALL": every, "PDL": pdl, "num_warps": 8, "launch_pdl": pdl}
-    if blocks > 1:
-        _count[(blocks,)](chosen, counts, tokens, **shape)
-    _place[(blocks,)](
-        chosen, counts, order, begins, tokens, EXPERTS=experts, ONE_BLOCK=blocks == 1, SUMMED=32, **shape
+    blocks, every = routed.counts.shape
+    block = block_tokens(tokens, experts)
+    _place[(max(blocks, 1),)](
+        routed.chosen,
+        routed.places,
+        routed.counts,
+        order,
+        begins,
+        tokens * top_k,
+        blocks,
+        EXPERTS=experts,
+        CHOICES=block * top_k,
+        BLOCK=triton.next_power_of_2(block * top_k),
+        SUMMED=min(triton.next_power_of_2(max(blocks, 1)), _SUMMED // every),
+        ALL=every,
+        PDL=pdl,
+        num_warps=8,
+        launch_pdl=pdl,
     )
     return Sorted(order, begins)
 
@@ -205,77 +216,48 @@ def _launch(
 # ── kernels ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-@triton.jit
-def _one_hot(chosen, tokens, TOP_K: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr):
-    """Return two tables for the experts and the tokens of a block, `[ALL, BLOCK]` int32: whether the token
-    has chosen the expert (0 or 1), and the number of this choice."""
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    index = tl.arange(0, ALL)
-    taken = tl.zeros([ALL, BLOCK], tl.int32)
-    choice = tl.zeros([ALL, BLOCK], tl.int32)
-    for turn in tl.static_range(TOP_K):
-        number = token * TOP_K + turn
-        expert = tl.load(chosen + number, mask=token < tokens, other=-1)
-        this = index[:, None] == expert[None, :]
-        taken = tl.where(this, 1, taken)
-        choice = tl.where(this, number[None, :], choice)
-    return taken, choice
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _count(
-    chosen, counts, tokens, TOP_K: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PDL: tl.constexpr
-):
-    """Count the choices of each expert in a block of tokens."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    taken, _ = _one_hot(chosen, tokens, TOP_K, BLOCK, ALL)
-    tl.store(counts + tl.program_id(0) * ALL + tl.arange(0, ALL), tl.sum(taken, axis=1))
-
-
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["total", "blocks"])
 def _place(
     chosen,
+    places,
     counts,
     order,
     begins,
-    tokens,
+    total,
+    blocks,
     EXPERTS: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,
-    SUMMED: tl.constexpr,
-    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
     BLOCK: tl.constexpr,
+    SUMMED: tl.constexpr,
     ALL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write the choices of a block of tokens to their sorted positions. Every program adds up the counts of
-    all blocks, SUMMED blocks at a time."""
+    """Write the CHOICES choices of a block of tokens to their sorted positions. Every program adds up the
+    counts of all blocks, SUMMED blocks at a time."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     index = tl.arange(0, ALL)
-    taken, choice = _one_hot(chosen, tokens, TOP_K, BLOCK, ALL)
-    if ONE_BLOCK:
-        totals = tl.sum(taken, axis=1)
-        earlier = tl.zeros([ALL], tl.int32)
-    else:
-        totals = tl.zeros([ALL], tl.int32)
-        earlier = tl.zeros([ALL], tl.int32)
-        blocks = tl.num_programs(0)
-        for first in tl.range(0, blocks, SUMMED):
-            block = first + tl.arange(0, SUMMED)
-            count = tl.load(
-                counts + block[:, None] * ALL + index[None, :], mask=(block < blocks)[:, None], other=0
-            )
-            totals += tl.sum(count, axis=0)
-            earlier += tl.sum(tl.where((block < tl.program_id(0))[:, None], count, 0), axis=0)
+    at = tl.arange(0, BLOCK)
+    choice = tl.program_id(0) * CHOICES + at
+    inside = (at < CHOICES) & (choice < total)
+    expert = tl.load(chosen + choice, mask=inside, other=0)
+    place = tl.load(places + choice, mask=inside, other=0)
+    totals = tl.zeros([ALL], tl.int32)
+    earlier = tl.zeros([ALL], tl.int32)
+    for first in tl.range(0, blocks, SUMMED):
+        block = first + tl.arange(0, SUMMED)
+        count = tl.load(
+            counts + block[:, None] * ALL + index[None, :], mask=(block < blocks)[:, None], other=0
+        )
+        totals += tl.sum(count, axis=0)
+        earlier += tl.sum(tl.where((block < tl.program_id(0))[:, None], count, 0), axis=0)
     ends = tl.cumsum(totals, axis=0)
     if tl.program_id(0) == 0:
         tl.store(begins, 0)
         tl.store(begins + 1 + index, ends, mask=index < EXPERTS)
-    place = (ends - totals + earlier)[:, None] + tl.cumsum(taken, axis=1) - taken
-    tl.store(order + place, choice, mask=taken > 0)
+    place += tl.gather(ends - totals + earlier, expert, 0)
+    tl.store(order + place, choice, mask=inside)
 
 
 @triton.jit

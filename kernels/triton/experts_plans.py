@@ -41,6 +41,9 @@ class ExpertsPlan:
     programs: int = 1
     """Number of programs per multiprocessor. Only used by `grouped`, whose programs each compute several
     tiles."""
+    ahead: int = 0
+    """Number of columns of its weight rows that a program of `down` with `dot` loads into the L2 cache before
+    it waits for `up`, 0 or a power of two of at least 128."""
 
     @property
     def max_registers(self) -> int:
@@ -60,14 +63,13 @@ class LayerPlans:
         return self.up.form == "grouped"
 
 
-MAX_GEMV_TOKENS, MAX_FP8_GEMV_TOKENS = 2, 1
-"""Maximum number of tokens for `gemv`, for 16-bit and for FP8 weights. With more tokens, several tokens
-choose the same expert, and `gemv` reads its weights once for each of these tokens. The limit for FP8 weights
-is lower, because `gemv` converts them on the CUDA cores."""
+MAX_GEMV_TOKENS = 2
+"""Maximum number of tokens for `gemv`. With more tokens, several tokens choose the same expert, and `gemv`
+reads its weights once for each of these tokens."""
 
-MAX_FEW_TOKENS = 64
+MAX_FEW_TOKENS = 32
 """Maximum number of tokens for `dot`. With more tokens, multiplying each expert by all tokens takes longer
-than reading its weights."""
+than sorting the tokens."""
 
 _QUANTISED = 1 << 14
 """Maximum number of a token's activations that a `gemv` program quantises in registers."""
@@ -86,27 +88,34 @@ def choose(
     per program. intermediate: width of one expert on this rank."""
     size = dtype.itemsize
     if tokens > MAX_FEW_TOKENS:
-        # Tiles are sized for the mean number of tokens per expert. Experts with more tokens get several
-        # tiles.
-        mean = -(-tokens * top_k // experts)
-        rows = min(128, max(16, _power_of_2(mean)))
-        if rows == 128:
-            one = ExpertsPlan("grouped", rows, 128, 128 // size, warps=8, stages=3, programs=2)
-        else:
-            one = ExpertsPlan("grouped", rows, 64, 256 // size, warps=4, stages=4, programs=3)
+        one = _grouped(tokens * top_k / experts, size)
         return LayerPlans(_fit(one, hidden, size, shared_bytes), _fit(one, intermediate, size, shared_bytes))
     rows = max(16, _power_of_2(tokens))
-    one = ExpertsPlan("dot", rows, 64, 256 // size, warps=4, stages=4 if rows < 64 else 3)
-    up, down = (_fit(one, k, size, shared_bytes) for k in (hidden, intermediate))
-    if tokens <= (MAX_GEMV_TOKENS if size > 1 else MAX_FP8_GEMV_TOKENS):
-        # With FP8 weights, every program quantises the activations, so each program gets more weight rows.
-        block_n = 4 if size > 1 else 8
-        up = ExpertsPlan("gemv", 1, block_n, min(1024, _power_of_2(hidden)), warps=4)
+    one = other = ExpertsPlan("dot", rows, 64, 256 // size, warps=4, stages=3)
+    if rows == 16:
+        other = ExpertsPlan("dot", rows, 128, 128, warps=8, stages=3 if size > 1 else 4)
+    up, down = _fit(one, hidden, size, shared_bytes), _fit(other, intermediate, size, shared_bytes)
+    if tokens <= MAX_GEMV_TOKENS:
+        up = ExpertsPlan("gemv", 1, 8, min(1024, _power_of_2(hidden)), warps=4)
         chosen = _power_of_2(top_k)
         if size > 1 or chosen * _power_of_2(intermediate) <= _QUANTISED:
-            block_k = min(max(64, 2048 // chosen), _power_of_2(intermediate))
-            down = ExpertsPlan("gemv", 1, block_n, block_k, warps=4)
+            # The tile has these columns of every chosen expert.
+            columns, block_n, warps = (2048, 16, 8) if tokens == 1 or size == 1 else (1024, 8, 4)
+            block_k = min(max(64, columns // chosen), _power_of_2(intermediate))
+            down = ExpertsPlan("gemv", 1, block_n, block_k, warps)
     return LayerPlans(up, down)
+
+
+def _grouped(mean: float, size: int) -> ExpertsPlan:
+    """Return the plan for experts that `mean` tokens choose on average. A tile fits about twice as many
+    tokens, because an expert with more tokens than a tile reads its weights again."""
+    if mean <= 8:
+        return ExpertsPlan("grouped", 16, 64, 256 // size, warps=4, stages=3, programs=3)
+    if mean <= 16:
+        return ExpertsPlan("grouped", 32, 128, 128 // size, warps=4, stages=4, programs=2)
+    if mean < 64 or (mean <= 64 and size == 1):
+        return ExpertsPlan("grouped", 64, 128, 128 // size, warps=8, stages=4, programs=2)
+    return ExpertsPlan("grouped", 128, 256, 128 // size, warps=8, stages=3)
 
 
 def _fit(plan: ExpertsPlan, k: int, size: int, shared_bytes: int) -> ExpertsPlan:

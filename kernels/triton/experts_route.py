@@ -3,8 +3,10 @@
 the top-k experts.
 
 `route` makes one launch, for few tokens. Several programs per token compute parts of the logits, and the
-program that finishes last chooses the token's experts. `route_many` is for many tokens. It computes the norm
-in a separate launch, and then each program computes all logits of a tile of tokens on the tensor cores.
+program that finishes last chooses the token's experts. `route_many` is for many tokens and makes three
+launches. The first one computes the norm. The second one computes the logits on the tensor cores; if there
+are few tiles, it divides the sums over the hidden size into parts. The third one adds the parts in a fixed
+order, chooses the experts, and counts the choices of each expert.
 
 The input is normalised in float32 and rounded once to its dtype. Its products with the router's rows are
 summed in float32, and these logits are not rounded. Experts are ordered by decreasing logit, and for equal
@@ -21,10 +23,20 @@ import triton
 import triton.language as tl
 
 from kernels.limits import LARGEST_ROW, MAX_EXPERTS, MAX_TOP_K
-from kernels.triton import fused, linear
-from kernels.triton.linear_rows import Workspace
+from kernels.triton import fused
+from kernels.triton.linear_rows import Workspace, prefetch
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
+_PROGRAMS = 128
+"""Number of programs of `route_many`'s kernels, if there are enough tokens: about as many as an H100 or H200
+has multiprocessors. It is a constant, so results do not depend on the GPU."""
+
+_LINES = 2
+"""Number of lines of 128 bytes of each row of the router that `route_many` loads ahead."""
+
+_MAX_SPLITS = 16
+"""Largest number of parts into which the sums of logits are divided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +51,12 @@ class Routed:
     """Expert ids: [tokens, top_k] int32."""
     weights: torch.Tensor
     """Routing weights: [tokens, top_k] float32."""
+    places: torch.Tensor | None = None
+    """For each choice, how many earlier tokens of its block have chosen the expert: [tokens, top_k] int32.
+    Only `route_many` returns places and counts."""
+    counts: torch.Tensor | None = None
+    """How many tokens of each block of `block_tokens` tokens have chosen each expert: [blocks, power of two
+    of at least the number of experts] int32."""
 
 
 def route(
@@ -108,40 +126,73 @@ def route_many(
     values: torch.dtype | None = None,
     pdl: bool = True,
 ) -> Routed:
-    """Compute `route` for any number of tokens, in two launches, or in three if the normalised tokens are
-    quantised."""
+    """Compute `route` for any number of tokens, in three launches. The result also has the counts that
+    `experts_many.sort` needs."""
     tokens, hidden = x.shape
     experts = _check(x, norm_weight, router, top_k)
-    routed = _allocate(x, top_k, values)
+    device, every = x.device, max(16, triton.next_power_of_2(experts))
+    block = block_tokens(tokens, experts)
+    chosen = torch.empty((tokens, top_k), dtype=torch.int32, device=device)
+    places = torch.empty_like(chosen)
+    weights = torch.empty((tokens, top_k), dtype=torch.float32, device=device)
+    counts = torch.empty((triton.cdiv(tokens, block), every), dtype=torch.int32, device=device)
+    scales = None
+    if values is None:
+        normed = quantised = fused.rms_norm(x, norm_weight, eps, pdl=pdl)
+    else:
+        normed, quantised, scales = fused.rms_norm_both(x, norm_weight, eps, values=values, pdl=pdl)
+    routed = Routed(quantised, scales, chosen, weights, places, counts)
     if not tokens:
         return routed
-    normed = fused.rms_norm(x, norm_weight, eps, pdl=pdl)
-    every = max(16, triton.next_power_of_2(experts))
+    columns = min(every, 128)
+    across = every // columns
     # With few tokens, tiles are small, so that more programs read the router's matrix concurrently.
-    rows = 64 if tokens > 1024 else 16
-    _route_tile[(triton.cdiv(tokens, rows),)](
+    rows = min(128, max(16, triton.next_power_of_2(triton.cdiv(tokens * across, 16))))
+    tiles = triton.cdiv(tokens, rows) * across
+    splits = max(1, min(_MAX_SPLITS, _PROGRAMS // triton.next_power_of_2(tiles)))
+    parts = torch.empty((splits, tokens, every), dtype=torch.float32, device=device)
+    _logits[(tiles * splits,)](
         normed,
         router,
-        routed.chosen,
-        routed.weights,
+        parts,
         tokens,
         HIDDEN=hidden,
         EXPERTS=experts,
-        TOP_K=top_k,
+        SPLITS=splits,
         ROWS=rows,
-        BLOCK_K=min(64, max(16, triton.next_power_of_2(hidden))),
+        COLUMNS=columns,
+        BLOCK_K=64,
+        LINES=_LINES,
         ALL=every,
-        TOP_K_BLOCK=triton.next_power_of_2(top_k),
-        NORMALISED=normalised,
         PDL=pdl,
-        num_warps=8 if every > 128 else 4,
+        num_warps=8 if rows * columns > 8192 else 4,
         num_stages=3,
         launch_pdl=pdl,
     )
-    if values is None:
-        return Routed(normed, None, routed.chosen, routed.weights)
-    quantised, scales = linear.quantise(normed, values=values, pdl=pdl)
-    return Routed(quantised, scales, routed.chosen, routed.weights)
+    _choose[(len(counts),)](
+        parts,
+        chosen,
+        weights,
+        places,
+        counts,
+        tokens,
+        EXPERTS=experts,
+        SPLITS=splits,
+        TOP_K=top_k,
+        ROWS=block,
+        ALL=every,
+        NORMALISED=normalised,
+        PDL=pdl,
+        num_warps=min(16, max(4, block * every // 256)),
+        launch_pdl=pdl,
+    )
+    return routed
+
+
+def block_tokens(tokens: int, experts: int) -> int:
+    """Return the number of tokens of a block of `Routed.counts`."""
+    largest = min(64, max(4, 8192 // triton.next_power_of_2(experts)))
+    return max(4, min(largest, triton.next_power_of_2(triton.cdiv(tokens, _PROGRAMS))))
 
 
 def _allocate(x: torch.Tensor, top_k: int, values: torch.dtype | None) -> Routed:
@@ -260,34 +311,41 @@ def _route(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _route_tile(
+def _logits(
     normed,
     router,
-    chosen,
-    weights,
+    parts,
     tokens,
     HIDDEN: tl.constexpr,
     EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
+    SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LINES: tl.constexpr,
     ALL: tl.constexpr,
-    TOP_K_BLOCK: tl.constexpr,
-    NORMALISED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute all logits of ROWS tokens and choose their experts, one after another."""
+    """Compute one of SPLITS parts of the sums of the logits of ROWS tokens and COLUMNS experts."""
+    steps: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
+    length: tl.constexpr = (steps + SPLITS - 1) // SPLITS * BLOCK_K
+    split = tl.program_id(0) % SPLITS
+    tile = tl.program_id(0) // SPLITS
+    token = tile // (ALL // COLUMNS) * ROWS + tl.arange(0, ROWS)
+    index = tile % (ALL // COLUMNS) * COLUMNS + tl.arange(0, COLUMNS)
+    k = tl.arange(0, BLOCK_K)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+        # The router is read from memory while the norm runs.
+        line: tl.constexpr = 128 * 8 // router.dtype.element_ty.primitive_bitwidth
+        column = split * length + tl.arange(0, LINES) * line
+        at = tl.minimum(index, EXPERTS - 1)[:, None] * HIDDEN + tl.minimum(column, HIDDEN - 1)[None, :]
+        prefetch(router + at)
         tl.extra.cuda.gdc_wait()
-    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    index = tl.arange(0, ALL)
-    k = tl.arange(0, BLOCK_K)
-    live = token < tokens
     xs = normed + tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * HIDDEN + k[None, :]
     ws = router + tl.minimum(index, EXPERTS - 1)[:, None] * HIDDEN + k[None, :]
-    logit = tl.zeros([ROWS, ALL], tl.float32)
-    for at in tl.range(0, HIDDEN, BLOCK_K):
+    logit = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for at in tl.range(split * length, tl.minimum((split + 1) * length, HIDDEN), BLOCK_K):
         if HIDDEN % BLOCK_K:
             inside = (at + k < HIDDEN)[None, :]
             part = tl.load(xs + at, mask=inside, other=0.0)
@@ -296,25 +354,62 @@ def _route_tile(
             part = tl.load(xs + at)
             w = tl.load(ws + at)
         logit = tl.dot(part, tl.trans(w), logit, input_precision="ieee")
+    to = (split.to(tl.int64) * tokens + token)[:, None] * ALL + index[None, :]
+    tl.store(parts + to, logit, mask=(token < tokens)[:, None])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _choose(
+    parts,
+    chosen,
+    weights,
+    places,
+    counts,
+    tokens,
+    EXPERTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALL: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Choose the experts of a block of ROWS tokens, and count the choices of each expert."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    index = tl.arange(0, ALL)
+    live = (token < tokens)[:, None]
+    logit = tl.zeros([ROWS, ALL], tl.float32)
+    for split in tl.static_range(SPLITS):
+        of_token = (tl.cast(split, tl.int64) * tokens + token)[:, None] * ALL
+        logit += tl.load(parts + of_token + index[None, :], mask=live, other=0.0)
+    # A NaN fails the comparison. Adding zero makes a negative zero positive.
+    logit = tl.where(logit > _LOWEST, logit, _LOWEST) + 0.0
+    # Integers in the order of the logits: the GPU finds the largest integer of 32 threads in one instruction.
+    key = logit.to(tl.int32, bitcast=True)
+    key = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
     # Padding and experts that are already chosen get the lowest value of all, below that of experts whose
     # logit is NaN.
-    gone = float("-inf")
-    left = tl.where(logit > _LOWEST, logit, _LOWEST)
-    left = tl.where((index < EXPERTS)[None, :], left, gone)
-    top = tl.max(left, axis=1)[:, None]
-    place = tl.arange(0, TOP_K_BLOCK)
-    picked = tl.zeros([ROWS, TOP_K_BLOCK], tl.int32)
-    share = tl.zeros([ROWS, TOP_K_BLOCK], tl.float32)
-    total = tl.sum(tl.exp(left - top), axis=1)
+    gone = -0x80000000
+    key = tl.where((index < EXPERTS)[None, :], key, gone)
+    rank = tl.full([ROWS, ALL], TOP_K, tl.int32)
     for turn in tl.static_range(TOP_K):
-        highest, best = tl.max(left, axis=1, return_indices=True)  # the first index wins a tie
-        now = (place == turn)[None, :]
-        picked = tl.where(now, best[:, None], picked)
-        share = tl.where(now, tl.exp(highest[:, None] - top), share)
-        left = tl.where(index[None, :] == best[:, None], gone, left)
-    if NORMALISED:
-        total = tl.sum(share, axis=1)
-    to = token.to(tl.int64)[:, None] * TOP_K + place[None, :]
-    stored = live[:, None] & (place < TOP_K)[None, :]
-    tl.store(chosen + to, picked, mask=stored)
-    tl.store(weights + to, share / total[:, None], mask=stored)
+        highest = tl.max(key, axis=1)
+        best = tl.min(tl.where(key == highest[:, None], index[None, :], ALL), axis=1)
+        now = index[None, :] == best[:, None]
+        rank = tl.where(now, turn, rank)
+        key = tl.where(now, gone, key)
+    picked = rank < TOP_K
+    counted = picked if NORMALISED else (index < EXPERTS)[None, :]
+    top = tl.max(tl.where(rank == 0, logit, float("-inf")), axis=1)
+    share = tl.where(counted, tl.exp(logit - top[:, None]), 0.0)
+    share = share / tl.sum(share, axis=1)[:, None]
+    picked = picked & live
+    to = token.to(tl.int64)[:, None] * TOP_K + rank
+    tl.store(chosen + to, tl.broadcast_to(index[None, :], [ROWS, ALL]), mask=picked)
+    tl.store(weights + to, share, mask=picked)
+    taken = picked.to(tl.int32)
+    tl.store(places + to, tl.cumsum(taken, axis=0) - taken, mask=picked)
+    tl.store(counts + tl.program_id(0) * ALL + index, tl.sum(taken, axis=0))

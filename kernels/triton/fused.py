@@ -37,7 +37,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool = F
     """Return the RMSNorm (Zhang and Sennrich 2019) of `x [tokens, hidden]` with gain `weight [hidden]`, in
     x's dtype."""
     normed = torch.empty_like(x)
-    _launch_norm(x, weight, eps, normed, None, pdl)
+    _launch_norm(x, weight, eps, normed, None, None, pdl)
     return normed
 
 
@@ -47,8 +47,18 @@ def rms_norm_fp8(
     """Compute `rms_norm` and quantise the result. Return values `[tokens, hidden]` e4m3 and scales
     `[tokens, 1]` float32."""
     quantised, scales = _quantised(x, x.shape[1], values)
-    _launch_norm(x, weight, eps, quantised, scales, pdl)
+    _launch_norm(x, weight, eps, None, quantised, scales, pdl)
     return quantised, scales
+
+
+def rms_norm_both(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, values: torch.dtype = FP8, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the results of `rms_norm` and of `rms_norm_fp8` from one launch."""
+    normed = torch.empty_like(x)
+    quantised, scales = _quantised(x, x.shape[1], values)
+    _launch_norm(x, weight, eps, normed, quantised, scales, pdl)
+    return normed, quantised, scales
 
 
 def _quantised(x: torch.Tensor, width: int, values: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,7 +72,8 @@ def _launch_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
+    quantised: torch.Tensor | None,
     scales: torch.Tensor | None,
     pdl: bool,
 ) -> None:
@@ -75,10 +86,12 @@ def _launch_norm(
         x,
         weight,
         out,
+        quantised,
         scales,
         hidden,
         eps,
-        QUANTISE=scales is not None,
+        STORE=out is not None,
+        QUANTISE=quantised is not None,
         PDL=pdl,
         BLOCK=block,
         num_warps=_row_warps(block, tokens),
@@ -91,14 +104,17 @@ def _norm(
     x,
     weight,
     out,
+    quantised,
     scales,
     hidden,
     eps,
+    STORE: tl.constexpr,
     QUANTISE: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Normalise one token per program. The token's row stays in registers."""
+    """Normalise one token per program. The token's row stays in registers. STORE: the normalised values are
+    stored before their quantisation."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
@@ -110,13 +126,13 @@ def _norm(
     row = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     mean = tl.sum(row * row, axis=0) / hidden
     normed = (row * tl.rsqrt(mean + eps) * gain).to(x.dtype.element_ty)
+    if STORE:
+        tl.store(out + at, normed, mask=inside)
     if QUANTISE:
         row = normed.to(tl.float32)
         scale, inverse = fp8_scale(tl.max(tl.abs(row), axis=0))
-        tl.store(out + at, (row * inverse).to(out.dtype.element_ty), mask=inside)
+        tl.store(quantised + at, (row * inverse).to(quantised.dtype.element_ty), mask=inside)
         tl.store(scales + token, scale)
-    else:
-        tl.store(out + at, normed, mask=inside)
 
 
 @triton.jit

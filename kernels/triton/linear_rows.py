@@ -412,3 +412,11 @@ def _gemv(
     if QUANTISE:
         total = total * scale * tl.load(weight_scale + weight_row)
     _finish(total[:, None], tile, bias, residual, out, 1, columns, 0, 0, 1, BLOCK_N, SILU, BIAS, RESIDUAL)
+
+
+@triton.jit
+def prefetch(at):
+    """Load the lines of 128 bytes that contain the addresses `at` into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )

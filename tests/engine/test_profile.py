@@ -157,7 +157,7 @@ def test_kernels_of_experts_have_labels_of_their_own(mixture: ModelConfig) -> No
         "experts down (_down_gemv)",
         "lm_head (_stream)",
     ]
-    many = ["_norm", "_route_tile", "_count", "_place", "_grouped", "_quantise", "_grouped", "_combine"]
+    many = ["_norm", "_logits", "_choose", "_place", "_grouped", "_quantise", "_grouped", "_combine"]
     two_layers = label_kernels(
         ["_dot", "_dot", *many] * 2, mixture.with_layers([0, 1]), [StepShape([], [], 0)]
     )
@@ -165,8 +165,8 @@ def test_kernels_of_experts_have_labels_of_their_own(mixture: ModelConfig) -> No
         "qkv (_dot)",
         "o (_dot)",
         "_norm",
-        "route (_route_tile)",
-        "sort (_count)",
+        "route (_logits)",
+        "choose (_choose)",
         "sort (_place)",
         "experts up (_grouped)",
         "_quantise",
@@ -233,7 +233,7 @@ def test_ranks_share_the_experts_but_not_the_router(mixture: ModelConfig) -> Non
 def test_a_prompt_of_a_mixture_is_limited_by_its_operations(mixture: ModelConfig) -> None:
     shape = StepShape([], [(0, 8192)], 1)
     few = work_by_kernel(mixture, info(), [shape], H200)
-    many = work_by_kernel(mixture, info(), [shape], H200, launched={"_route_tile", "_grouped"})
+    many = work_by_kernel(mixture, info(), [shape], H200, launched={"_logits", "_grouped"})
     # In the last layer, only the last token is computed.
     assert few["experts up"].operations == 4 * (47 * 8192 + 1) * 8 * 768 * 2048
     assert few["experts up"].limit_us(H200) == pytest.approx(1e6 * few["experts up"].operations / 700e12)

@@ -146,7 +146,8 @@ def mix() -> None:
             for plan in (experts_cases.GEMV, experts_cases.DOT):
                 layer.check_few(plan, plan, pdl=ON_GPU)
             layer.check_many(experts_cases.GROUPED, experts_cases.GROUPED, programs=3, pdl=ON_GPU)
-    _finite(experts_many.sort(experts_cases.choices("odd", 50, 500, 3), 500, pdl=ON_GPU).order)
+    several = experts_cases.routed(experts_cases.choices("odd", 50, 500, 3), 500)
+    _finite(experts_many.sort(several, 500, pdl=ON_GPU).order)
 
 
 def ship(dtype: torch.dtype) -> None:
