@@ -1,8 +1,8 @@
 """Assigns an id to each request and authenticates its caller before any other code handles the request.
 
-Every path requires an identity, except the paths of open routes (`appliance.scopes`). Responses to callers
-without an identity do not reveal which other paths exist. The route itself checks the caller's scopes. The
-gate does not read the body.
+Every path requires an identity, except the paths of open routes (`appliance.scopes`). Without an identity,
+the response is the same whether or not a path exists. The gate neither reads the body nor checks the caller's
+scopes; each route checks the scopes that it requires.
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@ from appliance.front.schemas import DEFAULT_COMPLETION_TOKENS, CompletionRequest
 from appliance.front.tokenization import decode, prompt_param, text_tokens
 
 MAX_SEQUENCES = 1024
-"""Maximum number of samples in one request, over all prompts."""
+"""Maximum total number of samples for all prompts of one request."""
 MAX_SENT_BIASES = 65_536
-"""Maximum product of the number of prompts and the number of `logit_bias` entries. Each prompt is sent to the
-replica with its own copy of the biases."""
+"""Maximum number of `logit_bias` entries times number of prompts. The limit is on the product because each
+prompt is sent to the replica with its own copy of the biases."""
 MAX_ECHOED = 131_072
-"""Maximum number of prompt tokens, or of their log probabilities, in one answer."""
+"""With `echo`, maximum of answers × prompt tokens × (1 + `logprobs`) in one response."""
 
 
 async def completion_task(
@@ -99,8 +99,8 @@ def _check_fields(body: CompletionRequest, n: int, best_of: int) -> None:
 
 
 def _check_echo(tokens: list[list[int]], logprobs: int | None, n: int) -> None:
-    """Raise a 400 if the answer would repeat too many prompt tokens. The number is limited because the engine
-    sends a prompt's log probabilities in one message."""
+    """Raise a 400 if the answer would repeat too many prompt tokens. Their number is limited because the
+    engine sends all log probabilities of a prompt in one message."""
     count = n * sum(map(len, tokens)) * (1 + (logprobs or 0))
     if count > MAX_ECHOED:
         raise invalid(

@@ -1,8 +1,8 @@
-"""The request bodies. Validation, the OpenAPI document and the tables in docs/api.md are derived from these
-declarations.
+"""The structs of the request bodies. Validation, the OpenAPI document and the tables in docs/api.md are
+derived from them.
 
-Fields that are not declared here are accepted and ignored, because OpenAI's clients send `metadata`, `store`
-and similar fields. Fields that would change the answer but are not implemented are refused by name
+Undeclared fields are accepted and ignored, because OpenAI's clients send `metadata`, `store` and similar
+fields. Fields that would change the answer but are not implemented are refused by name
 (`appliance.front.refused_fields`).
 """
 
