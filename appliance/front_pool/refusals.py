@@ -1,5 +1,5 @@
-"""Decides when to report to operators that a front is refusing clients: at most once a minute for each
-reason."""
+"""Decides when to report that a front is refusing clients. Operators get at most one report per minute for
+each reason."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from appliance.messages import FrontReport
 
 MANY_DENIALS = 100
-"""A problem is reported when the number of requests without a valid key per minute reaches this limit.
-Misconfigured clients send fewer by mistake."""
+"""Minimum number of requests without a valid key per minute that is reported as a problem. It is above the
+rate of clients that are merely misconfigured."""
 _MINUTE_S = 60.0
 
 
