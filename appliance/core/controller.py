@@ -74,8 +74,8 @@ class Controller:
             self._tick_timer.cancel()
         if in_flight:
             log.error(
-                "%d requests had not ended when the service stopped; the next start ends their rows in the "
-                "request log",
+                "%d requests were unfinished when the service stopped; their rows in the request log will be "
+                "closed at the next start",
                 len(in_flight),
             )
 

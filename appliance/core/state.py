@@ -85,9 +85,8 @@ def _warn_missing(control: Path, others: list[Path]) -> None:
     for path in others:
         if not _has_bytes(path):
             log.warning(
-                "%s is missing or empty although %s already has data: an empty database is created, "
-                "and the previous contents are lost; to recover them, stop the service and restore a "
-                "backup",
+                "%s is missing or empty although %s already has data: creating an empty database; "
+                "the previous contents are lost unless you stop the service and restore a backup",
                 path,
                 control.name,
             )
@@ -121,6 +120,6 @@ def cache_salts(control: ControlStore) -> Callable[[str], str]:
 def _log_sealed(sealed: Future[int]) -> None:
     if not sealed.exception() and sealed.result():
         log.warning(
-            "%d requests had not ended when the service last stopped; their rows are marked as interrupted",
+            "%d requests were unfinished when the service last stopped; their rows are marked as interrupted",
             sealed.result(),
         )

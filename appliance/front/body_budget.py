@@ -27,12 +27,12 @@ class BodyBudget:
         front_limit = max(self.limits.max_front_body_bytes, self.limits.max_body_bytes)
         if held + size > tenant_limit:
             self._refuse(
-                f"this server is already holding {held:,} bytes of request bodies of tenant {tenant!r}",
+                f"unfinished requests of tenant {tenant!r} already use {held:,} bytes for request bodies",
                 tenant_limit,
             )
         if self.held_bytes + size > front_limit:
             self._refuse(
-                f"this server is already holding {self.held_bytes:,} bytes of request bodies", front_limit
+                f"unfinished requests already use {self.held_bytes:,} bytes for request bodies", front_limit
             )
         self._by_tenant[tenant] = held + size
         self.held_bytes += size
@@ -50,7 +50,7 @@ class BodyBudget:
         self.refused += 1
         raise ApiError(
             503,
-            f"{held}, and the limit is {limit:,}: retry later",
+            f"{held}, and the limit is {limit:,} bytes: retry later",
             code="too_many_body_bytes",
             retry_after_s=_RETRY_AFTER_S,
             headers={"connection": "close"},

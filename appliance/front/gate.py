@@ -124,7 +124,7 @@ def _deadline_ms(scope: Scope) -> float | None:
     if not 0 < deadline_ms <= _MAX_DEADLINE_MS:
         raise invalid(
             "x-appliance-deadline-ms",
-            "must be the time in milliseconds within which the answer must be complete, greater than 0 "
+            "must be the time limit for the answer in milliseconds, greater than 0 "
             f"and at most {_MAX_DEADLINE_MS}",
         )
     return deadline_ms

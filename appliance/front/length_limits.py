@@ -114,7 +114,7 @@ def max_answer_tokens(limit: LengthLimit, token_ids: list[int], answer: AnswerLi
         raise ApiError(
             400,
             f"{limit.owner} maximum context length is {limit.tokens} tokens; {param} has {len(token_ids)} "
-            f"tokens, which leaves {left}, but {answer.field} asks for {requested}",
+            f"tokens, which leaves {left} for the answer, but {answer.field} is {requested}",
             param=answer.field,
             code="context_length_exceeded",
         )

@@ -86,14 +86,14 @@ def _check_fields(body: CompletionRequest, n: int, best_of: int) -> None:
         field = "best_of" if body.best_of else "n"
         raise invalid(
             field,
-            f"{prompts} prompts times {field} is more than the limit of {MAX_SEQUENCES} answers; send fewer "
+            f"{prompts} prompts × {field} exceeds the limit of {MAX_SEQUENCES} answers; send fewer "
             "prompts in a request",
         )
     biases = len(body.logit_bias or ())
     if prompts * biases > MAX_SENT_BIASES:
         raise invalid(
             "logit_bias",
-            f"has {biases} tokens for {prompts} prompts, but tokens times prompts may be at most "
+            f"has {biases} tokens for {prompts} prompts, but tokens × prompts must be at most "
             f"{MAX_SENT_BIASES}; send fewer prompts in a request",
         )
 

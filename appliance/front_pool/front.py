@@ -450,8 +450,8 @@ class Front:
         """Return the explanation of the front's state."""
         if self._starting_s > _SLOW_START_S:
             return (
-                f"starting for {self._starting_s:.0f} s: loading the models' tokenizers and chat "
-                "templates is not complete; the front is killed and restarted after load_timeout_s = "
+                f"starting for {self._starting_s:.0f} s: the models' tokenizers and chat "
+                "templates are still loading; the front is killed and restarted after load_timeout_s = "
                 f"{self.load_timeout_s:g}"
             )
         if self.state == "ready" and self._silent_s > _QUIET_S:
@@ -468,8 +468,9 @@ class Front:
             )
         if 0 < report.max_connections < self.max_connections:
             return (
-                f"the limit of open files allows only {report.max_connections:,} of "
-                f"limits.max_connections = {self.max_connections:,} connections: raise it (ulimit -n)"
+                f"the limit of open files allows only {report.max_connections:,} connections, fewer "
+                f"than limits.max_connections = {self.max_connections:,}: raise the limit of open files "
+                "(ulimit -n)"
             )
         return ""
 

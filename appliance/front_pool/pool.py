@@ -312,7 +312,7 @@ class FrontPool:
         self._requests.lose_front(name)
         if lost := self._claims.lose_front(name):
             log.warning(
-                "%s ended with %d stored answers for retries: these retries will run again", name, lost
+                "%s exited and lost %d stored answers: retries of these requests will run again", name, lost
             )
         self.balancer.assign_again(front.take_back())
         self._on_availability()

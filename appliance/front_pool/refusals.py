@@ -44,8 +44,9 @@ class RefusalWatch:
         if report.evicted_connections > (last.evicted_connections if last else 0):
             yield (
                 "evictions",
-                "connections without a valid key have reached limits.max_unauthenticated_connections; "
-                "the oldest connections of the address with the most such connections are closed",
+                "the number of connections without a valid key has reached "
+                "limits.max_unauthenticated_connections; each new one replaces the oldest connection of the "
+                "address with the most connections",
             )
         if report.cut_off_connections > (last.cut_off_connections if last else 0):
             yield (
@@ -63,7 +64,7 @@ class RefusalWatch:
             yield (
                 "heads",
                 "requests are refused because the headers of unfinished requests use too much memory; "
-                "clients are sending very large headers, and sending them slowly",
+                "clients are sending very large headers slowly",
             )
         if now - self._minute_began > _MINUTE_S:
             self._minute_began = now

@@ -74,7 +74,7 @@ class HeadReader:
                 # Empty lines before a request are allowed (RFC 9112, 2.2).
                 del data[: len(data) - len(data.lstrip(b"\r\n"))]
             if data and not 65 <= data[0] <= 90:
-                raise RequestError(400, "this is not an HTTP/1.1 request: send one, without TLS")
+                raise RequestError(400, "this is not an HTTP/1.1 request: use HTTP/1.1 without TLS")
             end = data.find(_END)
             collected += data if end < 0 else data[: end + len(_END)]
         else:

@@ -153,7 +153,7 @@ class TemplateProcess:
             return await asyncio.wait_for(job.result, MAX_WAIT_S)
         except TimeoutError:
             raise TooMuchWorkError(
-                f"the messages waited {MAX_WAIT_S:g} s for the model's chat template; send fewer "
+                f"the model's chat template did not render the messages within {MAX_WAIT_S:g} s; send fewer "
                 "requests at the same time"
             ) from None
 
@@ -187,7 +187,9 @@ class TemplateProcess:
             child = self._child if self._child is not None and not self._child.closed else await self._start()
             return await child.ask(message, self._max_render_s)
         except UnicodeEncodeError:
-            raise ChatTemplateError("messages: contain a lone surrogate; send valid Unicode text") from None
+            raise ChatTemplateError(
+                "the messages contain a lone surrogate; send valid Unicode text"
+            ) from None
         except TemplateBoundError as error:
             self.bounds_exceeded += 1
             self.problem = str(error)

@@ -53,8 +53,8 @@ class LoadShedder:
                 goal = given_up
                 name = CLASS_NAMES[number]
                 self._why = (
-                    f"the service is overloaded, because {name} requests would wait {wait_s:.1f} s, more "
-                    f"than {most_s:g} s"
+                    f"the service is overloaded, because {name} requests would wait {wait_s:.1f} s, "
+                    f"and the limit is {most_s:g} s"
                 )
             relieved = relieved and wait_s <= _RELIEVED * most_s
         over = self.step > goal and (goal > CALM or relieved)

@@ -145,9 +145,7 @@ class Request:
             return reserved
         output = self.generated_tokens if self.front_died else self.settled.delivered_tokens
         if self.first.prompt_tokens + output > reserved:
-            log.error(
-                "request %s used more tokens than the %d that were reserved for it", self.request_id, reserved
-            )
+            log.error("request %s used more tokens than its reservation of %d", self.request_id, reserved)
         return min(reserved, self.first.prompt_tokens + output)
 
     @property
