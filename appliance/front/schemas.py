@@ -123,9 +123,7 @@ class GenerationRequest(RequestStruct, kw_only=True):
     ] = None
     repetition_penalty: Annotated[
         RepetitionPenalty | None,
-        _about(
-            "Penalty for tokens that already occur in the prompt or the answer. 1 (the default) means no penalty."
-        ),
+        _about("Penalty for tokens that already occur in the prompt or the answer. Default 1: no penalty."),
     ] = None
     logit_bias: Annotated[
         LogitBiasField | None, _about("Numbers that are added to the logits of the given token ids.")
