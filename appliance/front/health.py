@@ -1,5 +1,5 @@
-"""Health checks, which require no identity. A client without an identity can find out only whether the
-service is ready, and neither the names of its models nor the reason why it is not ready."""
+"""Health checks, which require no identity. A client without an identity is told only whether the service is
+ready. It is told neither the names of the models nor the reason why the service is not ready."""
 
 from __future__ import annotations
 

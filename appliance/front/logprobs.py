@@ -112,8 +112,8 @@ class PromptLogprobs:
 
 
 def tokens_at_once(task: GenerationTask) -> int:
-    """Return how many tokens' log probabilities to write in one step. A step should take only a few
-    milliseconds."""
+    """Return the number of tokens whose log probabilities are written in one step. A step should take only a
+    few milliseconds."""
     return max(1, _LOGPROBS_AT_ONCE // (1 + (task.logprobs or 0)))
 
 

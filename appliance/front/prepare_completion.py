@@ -16,8 +16,8 @@ from appliance.front.tokenization import decode, prompt_param, text_tokens
 MAX_SEQUENCES = 1024
 """Maximum total number of samples for all prompts of one request."""
 MAX_SENT_BIASES = 65_536
-"""Maximum number of `logit_bias` entries times number of prompts. The limit is on the product because each
-prompt is sent to the replica with its own copy of the biases."""
+"""Maximum product of the number of prompts and the number of `logit_bias` entries. Each prompt is sent to the
+replica with its own copy of the biases."""
 MAX_ECHOED = 131_072
 """With `echo`, maximum of answers × prompt tokens × (1 + `logprobs`) in one response."""
 

@@ -25,8 +25,8 @@ is held in memory until it is complete, and each log probability takes about 200
 MAX_RETURNED_PROMPT_TOKENS = 1 << 20
 """Maximum number of prompt token ids in one answer with `return_token_ids`."""
 MAX_SENT_NUMBERS = 262_144
-"""Maximum number of prompts times total length of `allowed_token_ids` and `bad_words`. The limit is on the
-product because each prompt is sent to the replica with its own copy of these lists."""
+"""Maximum product of the number of prompts and the total length of `allowed_token_ids` and `bad_words`. Each
+prompt is sent to the replica with its own copy of these lists."""
 
 
 def named_model(state: AppState, context: RequestContext, body: GenerationRequest) -> LoadedModel:

@@ -53,7 +53,7 @@ class RequestContext:
     retry_of: str = ""
     """Request id of an earlier run with the same `Idempotency-Key` whose answer is no longer kept."""
     arrived_at: float = field(default_factory=time.time)
-    """When the request arrived, in unix seconds."""
+    """Time when the request arrived, in unix seconds."""
     started: float = field(default_factory=time.monotonic)
 
     def logged_fields(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@
         └──► dropped: another front has the run
 
 The core records which front has which run (`appliance.front_pool.claims`), and the front keeps the answers.
-When the front's process ends, its answers are lost, and retries run again.
+When the front's process exits, its answers are lost, and retries run again.
 """
 
 from __future__ import annotations

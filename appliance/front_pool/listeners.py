@@ -67,7 +67,7 @@ class Listener:
         self._balancer = balancer
         self._note = note
         self._shortage_at: float | None = None
-        """When this process last ran out of descriptors or memory for a connection."""
+        """Time when this process last ran out of descriptors or memory for a connection."""
         self._reading = False
         self._pause: asyncio.TimerHandle | None = None
         self._stopping = False

@@ -196,7 +196,7 @@ class WorkPool:
             return await asyncio.wait_for(job.result, self._max_wait_s)
         except TimeoutError:
             raise TooMuchWorkError(
-                f"tokenizing the prompts was not complete after {self._max_wait_s:g} s; send fewer or "
+                f"the prompts could not be tokenized within {self._max_wait_s:g} s; send fewer or "
                 "shorter prompts at the same time"
             ) from None
 

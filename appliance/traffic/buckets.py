@@ -102,7 +102,7 @@ class Bucket:
         return number
 
     def settle(self, number: int, unused: float, now: float) -> None:
-        """Return the unused amount of a take to the bucket. Call this once per take."""
+        """Return the unused part of a taken amount to the bucket. Call this once for each `take`."""
         self.refill(now)
         capacity = self.rate.capacity
         peak = max(self.level, self._peaks.settle(number, unused, capacity))
@@ -158,8 +158,8 @@ class Peaks:
         return number
 
     def settle(self, number: int, unused: float, capacity: float) -> float:
-        """Close a take of which this amount was not used. Returns the highest level since the take, or -inf
-        if no other take followed."""
+        """Close a take after `unused` of its amount was not used. Returns the highest level since the take,
+        or -inf if no other take followed."""
         numbers, levels = self._numbers, self._levels
         first = bisect_right(numbers, number)
         peak = levels[first] if first < len(levels) else -math.inf

@@ -4,14 +4,15 @@
                 │  ▲               │
        refuse ◄─┘  └───────────────┘ the replica failed and the front sent the next attempt
 
-A request ends when it has been settled and none of its submissions is left on any replica. Its front settles
-it, or the core does so if the request is refused or the front has died. A dispatched request leaves its
+A request ends when it has been settled and no replica has any of its submissions left. Its front settles it.
+If the request is refused or the front has died, the core settles it instead. A dispatched request leaves its
 replica in exactly one of four ways:
 
-- its `Finished` arrives: the engine returns the credit;
-- the front settles it without submitting it: its credit is refunded;
-- the front died, or closed its channel, before submitting it: refunded at `Report.fronts_gone`;
-- the replica dies: its account is discarded.
+- Its `Finished` message arrives. The engine returns the credit.
+- The front settles it without submitting it. The credit is refunded.
+- The front died, or closed its channel, before submitting it. The credit is refunded when the replica reports
+  the front in `Report.fronts_gone`.
+- The replica dies. The replica's account is discarded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Learns how long answers are from finished answers, for one tenant or for all tenants."""
+"""Learns the lengths of answers from finished answers, for one tenant or for all tenants."""
 
 from __future__ import annotations
 

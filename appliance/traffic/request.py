@@ -64,7 +64,7 @@ class Request:
         self.most_tokens: int | None = None
         """The value for `Admitted.most_tokens`."""
         self.front_died = False
-        """Whether the front ended unexpectedly, so that the number of delivered tokens is unknown."""
+        """Whether the front died, so that the number of delivered tokens is unknown."""
 
         self.queued_at: float | None = None
         """Time when the request was queued, or None if it is not waiting."""
@@ -192,7 +192,7 @@ class Request:
 
 
 def own_settle(request: Request, status: int, finish_reason: str, error: str, now: float) -> Settle:
-    """Return the settlement of a request whose front cannot settle it, at unix time `now`. Nothing is billed,
+    """Return the settlement that the core makes in place of the front, at unix time `now`. Nothing is billed,
     because the number of delivered tokens is unknown."""
     return Settle(
         request_id=request.request_id,

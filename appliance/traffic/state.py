@@ -56,8 +56,8 @@ class TrafficState:
                 yield request
 
     def finished(self, model: str | None = None) -> bool:
-        """Return whether `unfinished` would yield no requests. The search stops at the first unfinished
-        request."""
+        """Return whether there are no unfinished requests (`unfinished`). The search stops at the first
+        one."""
         return next(self.unfinished(model), None) is None
 
     def remaining(self, model: str | None = None) -> Remaining:
