@@ -38,8 +38,8 @@ class ConnectionBalancer:
         self._waiting.append(Untaken(connection, descriptors))
 
     def assign_again(self, connections: Sequence[Untaken] = ()) -> None:
-        """Assign the waiting connections to fronts, followed by `connections`, which a front that has exited
-        did not read. Their descriptors are closed here."""
+        """Assign the waiting connections to fronts, followed by `connections`, which a front left unread when
+        it exited. Their descriptors are closed here."""
         waiting = [*self._waiting, *connections]
         self._waiting.clear()
         for one in waiting:

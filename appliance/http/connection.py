@@ -216,8 +216,8 @@ class Connection(asyncio.BufferedProtocol):
         """Return the part of the server's shared read buffer that the transport may fill. `buffer_updated`
         empties it in the same step of the event loop.
 
-        In one iteration, the loop reads from every connection that has data. A large part of the buffer is
-        therefore returned only while the application is waiting for the body.
+        One iteration of the loop reads from every connection that has data. To keep an iteration short, the
+        whole buffer is returned only while the application is waiting for the body.
         """
         buffer = self.server.read_buffer
         exchange = self._exchange

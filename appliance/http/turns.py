@@ -22,8 +22,8 @@ MAX_SHARE = 1 / 3
 BURST_S = 0.1
 """A budget that has been idle may use this much of the event loop's time without a pause."""
 MAX_CHARGE_S = 0.004
-"""Maximum time charged for one turn. An iteration can take longer than its turns for other reasons: it also
-delivers many tokens, or the process was waiting for a CPU."""
+"""Maximum time charged for one turn. An iteration can take much longer than its turns, because it also
+delivers many tokens or because the process was waiting for a CPU."""
 _MIN_REST_S = 0.001
 """Resolution of the event loop's timers."""
 

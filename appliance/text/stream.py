@@ -29,7 +29,7 @@ class TextStream:
     """A stream created by `Tokenizer.stream`.
 
     `tokens_delivered` and `characters_decoded` are totals since the stream's start. `characters_decoded` also
-    counts characters of stop strings that are cut off or held back. If tokens are pushed one at a time, its
+    counts text that is cut off at a stop string or held back for one. If tokens are pushed one at a time, its
     value before a push is the pushed token's `text_offset`.
     """
 

@@ -121,7 +121,8 @@ class Bucket:
 
 
 class Peaks:
-    """For each unsettled take, the highest level of the bucket since that take.
+    """For each unsettled take (an amount that a request has taken), the highest level of the bucket since
+    that take.
 
     The level falls only when a request takes from the bucket, so peaks occur just before takes. A peak is
     kept until the level reaches it again. After each open take, at most one peak is kept.

@@ -147,8 +147,8 @@ class FairQueue(Generic[Item]):
     def next(self, urgency: int = 0) -> Ticket[Item] | None:
         """Return the next request with at least this urgency.
 
-        An urgent request may overtake a tenant with a lower counter under two conditions: its own tenant has
-        few waiting requests, and has received at most one step's tokens more than its share.
+        An urgent request may overtake a tenant with a lower counter if its own tenant has few waiting
+        requests and has received at most its fair share plus one step's tokens.
         """
         order, least = self._orders[urgency], _first(self._orders[0])
         passed: list[_Entry[Item]] = []

@@ -1,6 +1,6 @@
 """Reserves and charges the quotas of tenants and keys.
 
-    reserve ──► Reservation ──► settle (actual use) ──► close (log row has ended)
+    reserve ──► Reservation ──► settle (actual use) ──► close (log row closed)
        └──► Shortage: nothing was taken
 
 For each request, one request and its maximum number of tokens (prompt and answer) are reserved in every

@@ -142,9 +142,9 @@ class ReplicaRates:
         if decode_steps:
             self._learn_decode(decode_steps, decode_s, report.running)
         if learn_mixed and (computed or mixed_s):
-            # Additional time of mixed steps compared with decode-only steps. A report counts the tokens of
-            # planned steps but the time of completed steps, so the numbers of one step may be spread over two
-            # reports.
+            # The additional time of mixed steps compared with decode-only steps. A report counts the tokens
+            # of planned steps but the time of completed steps, so the numbers of one step may be spread over
+            # two reports.
             extra_s = mixed_s - mixed_steps * self.decode_s(report.running)
             self._prompts.add(max(extra_s, 0.1 * mixed_s), computed, _keep(mixed_s))
 
