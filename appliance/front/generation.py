@@ -85,7 +85,7 @@ class Generation:
         self.on_progress: Callable[[Sample], None] | None = None
         """Called after a sample has processed an output."""
         self.on_disconnect: Callable[[], None] | None = None
-        """Called when the client disconnects, in place of ending the request. None: end the request."""
+        """Called when the client disconnects. If it is None, the request is ended instead."""
         self.on_end: Callable[[], None] | None = None
         self.headers: dict[str, str] = {}
         """Response headers that report the caller's rate limits."""

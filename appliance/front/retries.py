@@ -54,7 +54,8 @@ class KeyedRun:
         self.held_bytes = _RUN_BYTES
         """Memory in bytes that counts against `RetryRules.max_bytes`."""
         self.timer = Timer()
-        """Started when a running request has lost all its clients, and when an answer begins to be kept."""
+        """Timer for the grace period after the last client has disconnected, or for the time for which the
+        answer is kept."""
         self.generation: Generation | None = None
         """The generation while it is running. It continues after its client has disconnected."""
         self._retries = retries

@@ -115,7 +115,7 @@ class FrontEvents(Protocol):
         previous value of `front.problems`."""
 
     def front_lost(self, front: Front, name: str) -> None:
-        """Handle the end of the process with this name."""
+        """Handle the exit of the process with this name."""
 
     def front_problem(self, front: Front, what: str) -> None:
         """Report a problem to the operator."""
@@ -208,7 +208,7 @@ class Front:
 
     @property
     def _starting_s(self) -> float:
-        """How long the front has been starting, in seconds, or 0 if it is not starting."""
+        """Time in seconds for which the front has been starting, or 0 if it is not starting."""
         return time.monotonic() - self._started_at if self.state == "starting" else 0.0
 
     # ── start and stop ──

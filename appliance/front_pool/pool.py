@@ -215,7 +215,7 @@ class FrontPool:
             await asyncio.sleep(0.005)
 
     def send(self, front: str, message: CoreToFront) -> None:
-        """Send a message to the process with this name. If the process has ended, do nothing."""
+        """Send a message to the process with this name. If the process has exited, do nothing."""
         known = self._by_name.get(front)
         if known is not None:
             known.send(message)
@@ -237,7 +237,7 @@ class FrontPool:
         self._replicas[name] = _Endpoint(model, open_channel)
 
     def disconnect_replica(self, name: str) -> None:
-        """Open no further channels to a replica that has ended."""
+        """Open no further channels to a replica that has exited."""
         self._replicas.pop(name, None)
 
     def channel_closed(self, front: str, replica: str) -> None:

@@ -131,11 +131,11 @@ class Connection(asyncio.BufferedProtocol):
         self.on_writable = self.on_lost = None
 
     def abort(self) -> None:
-        """Close at once and drop unsent bytes."""
+        """Close immediately and drop unsent bytes."""
         self.transport.abort()
 
     def cut_off(self) -> None:
-        """Close at once, because the client does not read its response."""
+        """Close immediately, because the client does not read its response."""
         self.server.cut_off.note(self._peer)
         self.transport.abort()
 
@@ -273,7 +273,7 @@ class Connection(asyncio.BufferedProtocol):
             self._count_memory()
 
     def _count_memory(self) -> None:
-        """Report the memory that the connection's requests use to the server. Body bytes that the application
+        """Report to the server the memory that the connection's requests use. Body bytes that the application
         has already read are not included."""
         size = len(self._input) + self._reader.collected_bytes
         if self._exchange is not None:
@@ -409,7 +409,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def refuse(self, error: RequestError) -> None:
         """Send an error response in place of the application, then close. If a response has already begun,
-        close at once."""
+        close immediately."""
         exchange = self._exchange
         if exchange is not None and exchange.started:
             self.transport.abort()

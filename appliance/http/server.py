@@ -118,7 +118,7 @@ class HttpServer:
             sock.close()
 
     async def listen(self, sock: socket.socket) -> None:
-        """Accept connections on a listening socket (Unix or TCP) until `stop`."""
+        """Accept connections on a listening socket (Unix or TCP) until `stop` is called."""
         sock.setblocking(False)
 
         def connection() -> Connection:

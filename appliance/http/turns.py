@@ -127,7 +127,8 @@ class Turns:
             self._pause(now)
 
     def _rest_s(self, source: Source, now: float) -> float:
-        """Return how long the source must pause, in seconds, or 0 if its turn may be taken immediately."""
+        """Return the time in seconds for which the source must pause; 0 if it may take its turn
+        immediately."""
         rest_s = self._budgets.rest_s(source.budget, now)
         return max(rest_s, _MIN_REST_S) if rest_s else 0.0
 

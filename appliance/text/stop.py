@@ -14,7 +14,7 @@ per character."""
 
 
 class StopStringsError(ValueError):
-    """Raised if a request's stop strings cannot be used. The message says which string and why."""
+    """Raised if a request's stop strings cannot be used. The message names the string and the reason."""
 
 
 class StopSet:
