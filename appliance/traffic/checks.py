@@ -9,7 +9,8 @@ from appliance.traffic.request import Request
 
 _CHECK_EVERY_S = 0.05
 _MAX_VOID = 1024
-"""Number of void entries at which they are removed. An entry is void once its request no longer waits."""
+"""Void entries are not removed while there are fewer than this many. An entry is void once its request no
+longer waits."""
 
 
 class Checks:

@@ -76,7 +76,7 @@ class Request:
         self.begin_by: float | None = None
         """Time by which the request must start to meet its deadline, as promised on admission."""
         self.promised_s = 0.0
-        """How long the promise to this request delays other promised requests, in seconds."""
+        """Time in seconds by which the promise to this request delays other promised requests."""
 
         self.dispatched: dict[CreditAccount, OnReplica] = {}
         self.tried: set[CreditAccount] = set()

@@ -218,8 +218,8 @@ class RequestManager:
         self._lifecycle.dispatch(model)
 
     def _lose_channel(self, front: str, account: CreditAccount) -> None:
-        """Queue again the front's requests that had not reached the replica when the front's channel
-        closed."""
+        """Take back the front's requests that had not reached the replica when the front closed its
+        channel."""
         if front in self.state.fronts:
             # A replica may report the exit of a front before the core notices it, so mark the front as
             # broken.
