@@ -1,4 +1,4 @@
-"""Ends requests before they are complete, on behalf of operators and drains."""
+"""Cancels requests for operators and drains."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RequestCanceller:
         return True
 
     def cancel_matching(self, matches: Callable[[Identity], bool], message: str) -> int:
-        """End the requests of all callers that match, and return the number of requests."""
+        """End all requests whose callers match, and return the number of requests."""
         in_flight = self.requests.state.in_flight
         ids = [request.request_id for request in in_flight.values() if matches(request.first.identity)]
         return sum([self.cancel(request_id, message) for request_id in ids])

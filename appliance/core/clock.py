@@ -1,4 +1,4 @@
-"""Detects jumps of the system clock, so that a wrong time does not cause log entries to be removed as too
+"""Detects jumps of the system clock. After a jump to a wrong time, log entries must not be removed as too
 old."""
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 MIN_JUMP_S = 600.0
 HOLD_S = 24 * 3600.0
-"""Duration for which no entries are removed after a clock jump. It ends early if the clock is set back."""
+"""Time for which no entries are removed after a clock jump. If the clock is set back, removal resumes
+immediately."""
 
 
 def _steady() -> float:
-    """Return the time in seconds on a clock that cannot be set and that keeps running while the machine is
+    """Return the time, in seconds, of a clock that cannot be set and that continues while the machine is
     suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
@@ -39,7 +40,7 @@ class ClockGuard:
             self._jumped_at, self._seen_s = now, jump_s
         if now - self._jumped_at < HOLD_S:
             return jump_s
-        # From this point on, the new time is considered correct.
+        # The clock has kept the new time for `HOLD_S`, so the new time is now considered correct.
         self._offset_s += jump_s
         self._jumped_at = None
         return 0.0

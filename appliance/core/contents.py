@@ -1,5 +1,5 @@
-"""Handles stored prompts and answers in the core. They are written to `contents.db` according to the tenants'
-log policies, shown to operators, and removed after the tenant's retention time."""
+"""Handles stored prompts and answers in the core: writes them to `contents.db` according to the tenants' log
+policies, returns them to operators, and removes them after the tenant's retention time."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ DAY_S = 86400.0
 _MAX_BYTES = 64 << 20
 """Maximum size of one request's texts, in bytes of UTF-8."""
 _MAX_WAITING = 256
-"""Maximum number of requests whose texts are still waiting to be read. Each of them occupies a file
+"""Maximum number of requests whose texts wait to be read from their memfds. Each of them occupies a file
 descriptor."""
 
 
 class ContentKeeper:
     """Stores the texts that fronts send, and reads them for operators. Methods must be called on the event
-    loop's thread. The texts themselves are processed in another thread."""
+    loop's thread. The texts are processed in a separate thread."""
 
     def __init__(
         self, writer: Writer, policies: Callable[[], Policies], rules: Callable[[], LogSettings]
@@ -49,7 +49,7 @@ class ContentKeeper:
         self._waiting = 0
 
     def close(self) -> None:
-        """Pass everything that has arrived to the writer."""
+        """Pass all texts that have arrived to the writer."""
         self._thread.shutdown()
 
     # ── storing ──
@@ -120,8 +120,8 @@ class ContentKeeper:
     # ── removing ──
 
     def limits(self) -> tuple[dict[str, float | None], float | None]:
-        """Return the times (in unix seconds) before which contents are removed: a dict by tenant, and a
-        single time for deleted tenants. None means that the contents are kept forever."""
+        """Return the removal limits as unix times: a dict of one limit per tenant, and one limit for deleted
+        tenants. Contents older than the limit are removed. None means that contents are kept forever."""
 
         def before(days: float) -> float | None:
             return time.time() - days * DAY_S if days else None

@@ -48,7 +48,7 @@ class Controller:
     _tick_timer: asyncio.TimerHandle | None = field(default=None, init=False)
 
     def start(self) -> None:
-        """Start all processes. Connections are accepted as soon as a front is ready."""
+        """Start all processes. Connections are accepted once a front is ready."""
         self.fronts.publish_configuration()
         # Replicas are started before fronts because they take longer.
         self.models.start()
@@ -56,9 +56,11 @@ class Controller:
         self._tick()
 
     async def stop(self, hurry: asyncio.Event) -> None:
-        """Drain the service, then end all processes. Once `hurry` is set, the drain stops waiting. Until the
-        drain is complete, new requests are refused, except on sockets that outlive the service, where they
-        wait for its next start."""
+        """Drain the service, then stop all processes. Once `hurry` is set, the drain stops waiting.
+
+        Until the drain is complete, new requests are refused. On sockets that outlive the service, new
+        requests wait for the next start of the service.
+        """
         self.listeners.begin_stop()
         await self.drains.stop(hurry)
         self.listeners.close()
@@ -72,8 +74,8 @@ class Controller:
             self._tick_timer.cancel()
         if in_flight:
             log.error(
-                "%d requests had not ended when the service stopped; the next start ends their rows in the "
-                "request log",
+                "%d requests were unfinished when the service stopped; their rows in the request log will be "
+                "closed at the next start",
                 len(in_flight),
             )
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 _ABORT_WITHIN_S = 3.0
-"""Time for fronts to end the remaining requests when the service stops."""
+"""When the service stops: time for fronts to end the requests that are left after the grace period."""
 STOPPING = "the service is stopping"
 
 
@@ -43,7 +43,7 @@ class FrontConfiguration(Protocol):
 
 
 class DrainTools(NamedTuple):
-    """The parts of the service that a drain acts on."""
+    """The functions and parts of the service that a drain uses."""
 
     requests: RequestManager
     fronts: FrontConfiguration
@@ -52,8 +52,7 @@ class DrainTools(NamedTuple):
 
 
 class Drain:
-    """One drain. `run` performs it from start to finish. Cancelling the task that executes `run` interrupts
-    the drain."""
+    """One drain. `run` performs it from start to finish; cancelling the task of `run` interrupts it."""
 
     def __init__(
         self,
@@ -67,13 +66,13 @@ class Drain:
         hurry: asyncio.Event | None = None,
         abort_within_s: float = float("inf"),
     ) -> None:
-        """Create a drain, which `run` then performs.
+        """Create a drain. `run` performs it.
 
         - `model` is the model to drain, or None for the whole service.
         - `why` is the message for clients.
-        - `notice_s` is the time for gateways to notice.
-        - `hold` holds new requests instead of refusing them.
-        - `hurry` ends every wait when it is set.
+        - `notice_s` is the time that gateways get to notice the drain.
+        - `hold` is true if new requests are held instead of refused.
+        - `hurry` is an event that ends every wait when it is set.
         - `abort_within_s` limits the time for ending the requests that are left after the grace period.
         """
         self.model = model
@@ -83,7 +82,7 @@ class Drain:
         self.state: DrainState = "announced"
         self.started_at = time.time()
         self.ended = 0
-        """Number of requests that were ended because they did not finish within the grace period."""
+        """Number of requests that were ended because they had not finished within the grace period."""
         self._tools = tools
         self._notice_s = notice_s
         self._announced = False
@@ -95,28 +94,29 @@ class Drain:
 
     @property
     def name(self) -> str:
-        """Name of the drained model or service, such as "model 'demo'"."""
+        """What is being drained, for messages, such as "model 'demo'"."""
         return _name(self.model)
 
     @property
     def public_state(self) -> Literal["draining", "drained"]:
-        """State that operators and gateways see. An announced drain is shown as draining."""
+        """State as shown to operators and gateways. It is "draining" as soon as the drain has been
+        announced."""
         return "drained" if self.state == "drained" else "draining"
 
     @property
     def elapsed_s(self) -> float:
-        """Time that the drain has taken so far, or in total if it is complete."""
+        """Time that the drain has taken so far or, if it is complete, in total."""
         return (time.monotonic() if self._drained_at is None else self._drained_at) - self._began_at
 
     @property
     def grace_left_s(self) -> float:
-        """Time until the remaining requests are ended."""
+        """Time left until the unfinished requests are ended."""
         if self._grace_ends_at is None:
             return self.grace_s
         return max(0.0, self._grace_ends_at - time.monotonic())
 
     def replaces(self, former: Drain) -> None:
-        """Continue with the progress of the drain `former`, but with this drain's grace period."""
+        """Continue from the progress of the drain `former`, but with this drain's grace period."""
         if former.state != "drained":
             self.started_at, self._began_at = former.started_at, former._began_at
         if former.state != "announced":
@@ -161,7 +161,7 @@ class DrainError(Exception):
 
 
 class Drains:
-    """All drains: at most one per model, one for the service, and one for its shutdown."""
+    """All drains: at most one per model, one for the whole service, and one for its shutdown."""
 
     def __init__(
         self, tools: DrainTools, settings: Callable[[], Settings], models: Callable[[], Collection[str]]
@@ -191,8 +191,8 @@ class Drains:
         return self._active.get(model)
 
     def begin(self, model: str | None, *, grace_s: float, hold: bool) -> Drain:
-        """Begin an operator's drain. It replaces an existing drain of the same model or service, so that an
-        operator can change the grace period. Raises DrainError."""
+        """Begin an operator's drain. It replaces any existing drain of the same model or service; this lets
+        an operator change the grace period. Raises DrainError."""
         if self.stopping is not None:
             raise DrainError(f"{STOPPING}, so no drain can be started")
         if model is not None and model not in (names := self._models()):
@@ -213,7 +213,7 @@ class Drains:
         return drain
 
     def resume(self, model: str | None) -> Drain:
-        """Cancel or end an operator's drain. Requests are accepted again, beginning with the held requests.
+        """Cancel or end an operator's drain, and accept requests again. Held requests are queued first.
         Raises DrainError."""
         if self.stopping is not None:
             raise DrainError(f"{STOPPING}, so it cannot be resumed")

@@ -25,8 +25,8 @@ _HEAD_EVERY_S = 60.0
 _REMOVE_EVERY_S = 5.0
 _MIN_PAUSE_S = 0.02
 _PAUSE_FACTOR = 9.0
-"""Length of the pause after each batch, as a multiple of the batch's duration. With this factor, removal
-takes at most a tenth of the writer's time."""
+"""Length of the pause after each batch, as a multiple of the batch's duration. With this factor, removing
+rows uses at most a tenth of the writer's time."""
 
 
 class Housekeeper:
@@ -45,7 +45,7 @@ class Housekeeper:
         self._history = history
         self._contents = contents
         self._rules = rules
-        # SQLite's write-ahead log may still contain texts that an earlier run of the service removed.
+        # SQLite's write-ahead log may still contain texts that were removed while the service last ran.
         self._log_has_removed = True
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -98,7 +98,7 @@ async def _repeat(every_s: float, work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
         except StoreError:
-            pass  # The writer has logged the error. The operation is retried.
+            pass  # The writer has already logged the error. The operation will be retried.
         except Exception:
             log.exception("housekeeping failed and will be retried in %g s", every_s)
 

@@ -1,7 +1,7 @@
 """Reports the service's state (started, loading, draining, alive) to the service manager.
 
-The core's event loop sends the keep-alive for the watchdog, but only while every database's writer makes
-progress. The core itself kills replicas that hang.
+The core's event loop sends the watchdog's keep-alive, but only while the writer of every database makes
+progress. Replicas that hang are killed by the core.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Notifier:
             self._tick()
 
     def begin_stop(self) -> None:
-        """Report that the service is draining before it stops."""
+        """Report that the service is stopping; it first drains."""
         self._stopping = True
         self._manager.tell(STOPPING=1, EXTEND_TIMEOUT_USEC=EXTENSION_US)
 

@@ -1,4 +1,4 @@
-"""Keeps recent problems for the status report, and counts their repetitions."""
+"""Keeps recent problems for the status report, and counts how often each problem has occurred."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The core process: reads the settings, opens the state, and runs the service until it is told to stop."""
+"""The core process: reads the settings, opens the state, and runs the service until it gets a signal to
+stop."""
 
 from __future__ import annotations
 
@@ -27,18 +28,18 @@ from store.errors import StoreError
 log = logging.getLogger(__name__)
 
 COLLECT_AFTER = (50_000, 20, 100)
-"""Thresholds of Python's garbage collector. It scans new objects after this many allocations, and the two
-older generations 20 and 100 times less often. With the default of 700, it would scan all waiting requests
+"""Thresholds of Python's garbage collector. It scans new objects after this many allocations, and scans the
+two older generations 20 and 100 times less often. With the default of 700, it would scan all waiting requests
 once per thirty arriving requests."""
 
 
 def run(flags: Flags) -> int:
-    """Serve until SIGTERM or SIGINT, and return the process's exit code: 0, 1, or 78 for unusable settings
-    (EX_CONFIG in sysexits, so that a service manager does not retry). Must be called on the main thread."""
+    """Serve until SIGTERM or SIGINT, and return the exit code: 0, 1, or 78 for unusable settings. 78 is
+    EX_CONFIG in sysexits, which tells a service manager not to retry. Must be called on the main thread."""
     import uvloop
 
-    # The service manager's watchdog ends a hanging process with SIGABRT. The log then shows where it was
-    # hanging.
+    # The service manager's watchdog kills a hanging process with SIGABRT. The log then contains a stack trace
+    # of the place where the process was hanging.
     faulthandler.enable()
     return_freed_memory()
 
@@ -68,12 +69,12 @@ async def serve(
     launch: Launch = ReplicaGroup.launch,
     front_module: str = "appliance.front",
 ) -> None:
-    """Run the service. The first SIGTERM or SIGINT drains it, and a second one ends it immediately. SIGHUP
-    applies the settings that `reread` returns.
+    """Run the service. The first SIGTERM or SIGINT drains it, and a second one stops it immediately. SIGHUP
+    applies the settings that `reread` returns. Raises RunDirError, SettingsError, ListenError or a StoreError
+    if the service cannot start.
 
-    Raises RunDirError, SettingsError, ListenError or a StoreError if the service cannot start. `manager` is
-    the service manager that started the process. `launch` starts replicas, and `front_module` is the Python
-    module to run as a front; tests replace both.
+    `manager` is the service manager that started the process. `launch` starts replicas, and `front_module` is
+    the Python module to run as a front; tests replace both.
     """
     stop, hurry = _signals()
     _raise_descriptor_limit()
@@ -106,8 +107,8 @@ def _signals() -> tuple[asyncio.Event, asyncio.Event]:
 
 
 def _raise_descriptor_limit() -> None:
-    # Each connection being passed to a front occupies a descriptor. The usual soft limit of 1024 exists only
-    # for select(), which is not used here.
+    # Each connection that is being passed to a front occupies a descriptor. The usual soft limit of 1024
+    # exists only for select(), which is not used here.
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

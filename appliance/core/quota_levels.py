@@ -1,4 +1,5 @@
-"""Saves quota levels in `history.db`, next to the request log, so that the levels survive a restart."""
+"""Saves quota levels in `history.db`, which also contains the request log, so that the levels survive a
+restart."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ class LevelKeeper:
         self._timer: asyncio.TimerHandle | None = None
 
     def restore(self, path: Path) -> None:
-        """Load the levels of the previous run from the database at `path`. Call this once, after the quotas
-        have their policies and before the first request."""
+        """Load the levels that the previous run saved, from the database at `path`. Call this once, after the
+        quotas have their policies and before the first request."""
         try:
             state = read_quotas(path)
         except StoreError as error:

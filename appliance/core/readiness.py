@@ -1,5 +1,5 @@
-"""Determines whether the service and its models can answer requests, and if not, why. The result is for
-gateways, operators and the service manager.
+"""Determines whether the service and its models can answer requests and, if not, the reason. The result is
+for gateways, operators and the service manager.
 
 Each call reads `Drains`, `ModelManager`, `FrontPool` and the request manager's counters. This module stores
 nothing and changes nothing.
@@ -41,13 +41,16 @@ class Readiness:
         return ready and not any(map(self.silence, self.models.pinned()))
 
     def worth_waiting_for(self) -> bool:
-        """Return whether the service manager should keep waiting for startup to complete. It should wait
-        while a replica is loading. It should also wait if one model is already serving, so that a broken
-        model does not stop the working one."""
+        """Return whether the service manager should keep waiting for startup to complete.
+
+        It should wait while a replica is loading. It should also wait if one model is already being served:
+        otherwise it would stop the service, and a model that cannot start would make the working model
+        unavailable.
+        """
         return any(replica.state in ("starting", "loading", "ready") for replica in self.models.replicas)
 
     def headline(self) -> str:
-        """Return the service's state in one line, as `systemctl status` shows it."""
+        """Return a one-line description of the service's state, which `systemctl status` shows."""
         stats = self.traffic.queue_stats()
         work = f"{stats.running} running, {stats.waiting} waiting"
         if (drain := self.drains.of_service) is not None:
@@ -63,7 +66,7 @@ class Readiness:
         return f"ready: {count} model{'s' if count != 1 else ''}, {work}"
 
     def silence(self, model: str) -> str:
-        """Return why the model does not answer requests, or an empty string if it does."""
+        """Return the reason why the model does not answer requests, or an empty string if it does."""
         if drain := self.drains.of(model):
             return drain.why
         replicas = self.models.of(model)
@@ -74,14 +77,15 @@ class Readiness:
         return f"model {model!r} is unavailable ({problem})" if problem else ""
 
     def service_drain(self) -> str:
-        """Return why the whole service is refusing requests, or an empty string if it accepts them."""
+        """Return the reason why the whole service is refusing requests, or an empty string if it accepts
+        them."""
         if self.drains.stopping is not None:
             return STOPPING
         drain = self.drains.of_service
         return drain.why if drain is not None else ""
 
     def front_problems(self, model: str) -> str:
-        """Return why fronts cannot serve the model, or an empty string if all fronts can."""
+        """Return the reason why fronts cannot serve the model, or an empty string if all fronts can."""
         names: dict[str, list[str]] = {}
         for front in self.fronts.fronts:
             if model in front.problems:

@@ -1,6 +1,6 @@
 """Reloads the settings while the service is running. Only changed settings are applied.
 
-All steps that can fail are done first. If a file cannot be used, a model's folder cannot be read or an
+All steps that can fail are done first. If the settings are invalid, a model's folder cannot be read or an
 address is already in use, the whole reload is refused and nothing changes.
 """
 
@@ -43,7 +43,7 @@ class ConfiguredListener(Protocol):
 AT_RESTART = frozenset({"run_dir", "state_dir"})
 """Top-level settings that cannot change while the service is running."""
 APPLIED_HERE = frozenset({"models", "listen"})
-"""Top-level settings that `Reloader` applies itself. All other settings have a hook."""
+"""Top-level settings that `Reloader` applies itself. Every other setting has a hook."""
 
 
 class ReloadError(Exception):
@@ -74,7 +74,7 @@ class Reloader:
     """Sends changed settings to the fronts."""
     listeners: Sequence[ConfiguredListener]
     hooks: Mapping[str, ReloadHook]
-    """Hook for each top-level setting."""
+    """The hook for each top-level setting."""
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def configuration(self) -> Configuration:
@@ -136,8 +136,8 @@ def _close(opened: Sequence[socket.socket | None]) -> None:
 
 
 def check_still_there(former: Loaded, loaded: Loaded) -> None:
-    """Check that the settings file still exists, because its removal must not unload every model. Raises
-    SettingsError."""
+    """Check that the settings file still exists. Without this check, removing the file would unload every
+    model. Raises SettingsError."""
     if not former.files or (gone := former.files[0]) in loaded.files:
         return
     if gone.parent.name == DROP_INS and loaded.files:

@@ -52,7 +52,7 @@ def reload_hooks(
         shown_tenants.most = settings.metrics.tenants
 
     def nothing(settings: Settings) -> None:
-        """Do nothing, because the setting is read where it is used or belongs to the fronts'
+        """Do nothing. The setting is read wherever it is used, or the fronts get it with their
         configuration."""
 
     return {

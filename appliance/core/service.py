@@ -1,5 +1,5 @@
-"""The composition root: creates all parts of the service, passes each its dependencies, and starts and stops
-them in order."""
+"""The composition root: creates all parts of the service, passes each part its dependencies, and starts and
+stops the parts in order."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Service:
         launch: Launch,
         front_module: str,
     ) -> None:
-        """`held` is the exit stack that closes everything that is opened here. Raises SettingsError,
+        """`held` is the exit stack that closes everything that this constructor opens. Raises SettingsError,
         ListenError or StoreError."""
         self.settings = LiveSettings(loaded.settings)
         settings, control, started_at = loaded.settings, state.control, time.time()

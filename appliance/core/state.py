@@ -36,13 +36,13 @@ class State(NamedTuple):
 
     @property
     def stalled_s(self) -> float:
-        """How long the slowest writer has been waiting for its disk, in seconds."""
+        """Time in seconds for which the slowest writer has been waiting for its disk."""
         return max(self.control.stalled_s, self.history.stalled_s, self.contents.stalled_s)
 
 
 @contextlib.asynccontextmanager
 async def opened(settings: Settings, manager: Manager) -> AsyncIterator[State]:
-    """Open the state in the directories given by the settings, and lock the directories for this service.
+    """Open the state in the directories that the settings name, and lock these directories for this service.
     Rows that an earlier run left open are closed. Raises RunDirError or a StoreError.
 
     A migration, a recovery or a slow disk can take a long time. The service manager is therefore told to keep
@@ -79,15 +79,14 @@ def _opened(settings: Settings, manager: Manager) -> Iterator[State]:
 
 
 def _warn_missing(control: Path, others: list[Path]) -> None:
-    """Warn about missing databases if `control` shows that the service has run before."""
+    """Warn about missing databases if the contents of `control` show that the service has run before."""
     if not _has_bytes(control):
         return  # This is the first startup, so no database is missing.
     for path in others:
         if not _has_bytes(path):
             log.warning(
-                "%s is missing or empty although %s already has data: an empty database is created, "
-                "and the previous contents are lost; to recover them, stop the service and restore a "
-                "backup",
+                "%s is missing or empty although %s already has data: creating an empty database; "
+                "the previous contents are lost unless you stop the service and restore a backup",
                 path,
                 control.name,
             )
@@ -101,8 +100,11 @@ def _has_bytes(path: Path) -> bool:
 
 
 def cache_salts(control: ControlStore) -> Callable[[str], str]:
-    """Return a function that returns a tenant's prefix-cache salt. Tenants in the same cache group share a
-    salt. Salts cannot be guessed, and they change whenever the service starts."""
+    """Return a function that maps a tenant to its prefix-cache salt.
+
+    Tenants in the same cache group share a salt. Salts cannot be guessed, and they change whenever the
+    service starts.
+    """
     secret = secrets.token_bytes(32)
 
     def salt(name: str) -> str:
@@ -118,6 +120,6 @@ def cache_salts(control: ControlStore) -> Callable[[str], str]:
 def _log_sealed(sealed: Future[int]) -> None:
     if not sealed.exception() and sealed.result():
         log.warning(
-            "%d requests had not ended when the service last stopped; their rows are marked as interrupted",
+            "%d requests were unfinished when the service last stopped; their rows are marked as interrupted",
             sealed.result(),
         )

@@ -16,7 +16,7 @@ from typing import TypeVar
 log = logging.getLogger(__name__)
 
 EXTENSION_US = 30_000_000
-"""Amount by which the start timeout is extended, repeatedly, during a long operation."""
+"""Time by which the start timeout is extended, repeatedly, during a long operation."""
 _EVERY_S = 1.0
 _FIRST_DESCRIPTOR = 3
 T = TypeVar("T")
@@ -26,14 +26,13 @@ class Manager:
     """The service manager that started this process, if any."""
 
     def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Reads the service manager's variables and removes them from `environ`, so that child processes do
-        not use them."""
+        """Read the service manager's variables, and remove them from `environ` so that child processes do not
+        use them."""
         self.sockets = _take_sockets(environ)
-        """Listening sockets that the service manager opened. The code that takes a socket over must close
-        it."""
+        """Listening sockets that the service manager opened. The code that takes one over must close it."""
         self.watchdog_s = _watchdog_s(environ)
-        """Maximum interval between keep-alives that the service manager allows, or None if it expects no
-        keep-alives."""
+        """Maximum interval between keep-alives that the service manager allows, or None if it expects
+        none."""
         self._socket: socket.socket | None = None
         address = environ.pop("NOTIFY_SOCKET", "")
         if address:

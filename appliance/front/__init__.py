@@ -1,2 +1,2 @@
-"""The front process, which handles HTTP and text. It is unprivileged, and no other process parses bytes from
-clients."""
+"""The front process, which parses HTTP requests and converts between text and tokens. It is unprivileged, and
+no other process parses bytes from API clients."""

@@ -1,4 +1,5 @@
-"""`python -m appliance.front --channel FD`: started by the core, with one end of their channel."""
+"""`python -m appliance.front --channel FD`: the front process. The core starts it and passes it one end of a
+channel."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ import sys
 
 _PR_SET_PDEATHSIG = 1
 NICENESS = 5
-"""Nice value of front processes. It is above 0, so that busy clients cannot delay the core and the replicas
-even if they keep every CPU busy."""
+"""Nice value of front processes. It is above 0 so that the core and the replicas get CPU time first, even if
+clients keep every CPU busy."""
 
 
 def main() -> int:
-    """Run a front; return the exit status."""
+    """Run a front until it stops, and return the exit status."""
     parent = os.getppid()
     parser = argparse.ArgumentParser(prog="python -m appliance.front", description=__doc__)
     parser.add_argument(
@@ -32,14 +33,15 @@ def main() -> int:
     arguments = parser.parse_args()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        # The core ended before `PR_SET_PDEATHSIG` took effect.
+        # The core exited before `PR_SET_PDEATHSIG` took effect.
         return 0
-    # The core ends a front with StopFront or by closing the channel. A signal to the process group, such as
-    # Ctrl-C or systemd's SIGTERM, must not cut off streams that the core allows to finish.
+    # The core stops a front by sending StopFront or by closing the channel. A signal to the process group,
+    # such as Ctrl-C or systemd's SIGTERM, must not cut off streams that the core allows to finish.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(NICENESS)
-    # A front encodes in two threads (appliance.text.fair_queue), not in one thread per CPU core.
+    # A front encodes text in two threads of its own (appliance.text.fair_queue). The tokenizer library must
+    # not start one thread per CPU core.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     import uvloop
@@ -50,7 +52,7 @@ def main() -> int:
 
     return_freed_memory()
     configure_logging(arguments.log_level, arguments.name)
-    # The garbage collector runs less often than the default of once per 700 objects, because the work per
+    # Run the garbage collector less often than the default of once per 700 new objects, because processing a
     # token creates no reference cycles.
     gc.set_threshold(50_000, 20, 100)
     uvloop.run(run_front(socket.socket(fileno=arguments.channel)))

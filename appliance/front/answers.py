@@ -1,4 +1,4 @@
-"""Builds complete answers, and the fields that complete and streamed answers share."""
+"""Builds complete (not streamed) answers, and the fields that complete and streamed answers share."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def answer_head(generation: Generation, chunk: bool) -> dict[str, Any]:
 
 
 def usage(generation: Generation) -> dict[str, Any]:
-    """Return the answer's current token counts. A stream may need them for every event, so the generation
-    keeps the counts up to date."""
+    """Return the answer's current token counts. The generation keeps them up to date, because a stream may
+    send them with every event."""
     prompt_tokens, completion_tokens = generation.prompt_tokens, generation.completion_tokens
     return {
         "prompt_tokens": prompt_tokens,
@@ -41,7 +41,7 @@ def usage(generation: Generation) -> dict[str, Any]:
 
 
 def answer_steps(generation: Generation) -> Generator[None, None, bytes]:
-    """Build the JSON of an answer whose samples have all ended, incrementally, yielding between steps."""
+    """Build the JSON of a finished answer incrementally, yielding between steps."""
     task = generation.task
     of_prompts: dict[int, bytes] = {}
     for prompt in task.prompts:
@@ -83,7 +83,8 @@ def _choice(
 
 
 def _prompt_fields(task: GenerationTask, prompt: Prompt) -> Generator[None, None, bytes]:
-    """Return the JSON fields about a prompt. They are encoded once for all choices of the prompt."""
+    """Return the JSON fields that describe a prompt. They are encoded once and used for all choices of the
+    prompt."""
     fields = b""
     if task.prompt_logprobs is not None:
         logprobs = yield from prompt_logprobs_steps(task.model.tokenizer, prompt, task.prompt_logprobs)

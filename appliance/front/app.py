@@ -33,12 +33,12 @@ the peer's uid identifies the user, and a valid key takes precedence. `x-applian
 `service_tier` select the service class. With `x-appliance-deadline-ms`, a request is refused immediately if
 its answer cannot be complete in time. Every response contains the header `x-request-id`."""
 _MAX_CHARS_SHOWN = 100
-"""Maximum number of characters that an error message shows of a path or method."""
+"""Maximum number of characters of a path or method that an error message quotes."""
 
 
 def build_app(state: AppState) -> tuple[Starlette, ASGIApp]:
-    """Return two applications: the routed application, whose route table tests read, and the application to
-    serve, which authenticates each caller and then calls the routed application."""
+    """Return two applications: the bare router, whose route table the tests read, and the application to
+    serve. The second one authenticates each caller and then calls the router."""
 
     async def refuse(request: Request, error: Exception) -> Response:
         return _refuse(state, request, error)

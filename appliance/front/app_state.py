@@ -1,4 +1,4 @@
-"""State shared by the parts of a front."""
+"""The state that all parts of a front share."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from appliance.front.request_context import RequestContext
 
 MAX_TEXT_BYTES = 16 << 20
-"""Maximum total size in bytes of the prompts that are waiting to be encoded. It is shared equally between the
-tenants with waiting prompts."""
+"""Maximum total size, in bytes, of prompts that are waiting to be encoded. Tenants with waiting prompts get
+equal shares of it."""
 MAX_TEXT_WAIT_S = 30.0
 """Time limit for encoding the prompts of one request."""
 
@@ -46,11 +46,10 @@ class AppState:
     ) -> None:
         self.to_core = to_core
         self.hand_over = hand_over
-        """Sends a message with file descriptors. The caller remains responsible for closing the
-        descriptors."""
+        """Sends a message with file descriptors. The caller must still close its descriptors."""
         self.keeper = Keeper(hand_over)
         self.limits = Limits()
-        """Limits for clients. The object may be replaced at any time."""
+        """Limits on what clients may send. The object may be replaced at any time."""
         self.bodies = BodyBudget()
         self.denials = CountedLog("requests without a valid key or permitted user were denied")
         self.catalog = Catalog()
@@ -85,14 +84,14 @@ class AppState:
         )
 
     def charge(self, context: RequestContext, tokens: int) -> None:
-        """Charge tokens that were encoded or decoded outside a generation request against the caller's token
-        limits."""
+        """Charge tokens to the caller's token limits if they were encoded or decoded outside a generation
+        request."""
         if tokens > 0:
             self.to_core(Worked(context.identity, tokens))
 
     def flush_soon(self, flush: Callable[[], None]) -> None:
-        """Call `flush` after all messages in the channels have been processed. A stream's waiting outputs are
-        then sent as one chunk."""
+        """Call `flush` once all messages in the channels have been processed, so that the waiting outputs of
+        a stream are sent as one chunk."""
         if not self._unflushed:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unflushed.append(flush)

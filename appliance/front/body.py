@@ -14,18 +14,19 @@ from appliance.front.validation import Body, FieldError, parse_struct
 
 _BYTES_PER_VALUE = 8
 _BYTES_PER_CONTAINER = 128
-"""Limits on the JSON values and on the lists and objects in a body. A body may have one value per 8 bytes and
-one list or object per 128 bytes of the maximum body size. For 2 MiB, these are 262,144 values and 16,384
-lists or objects.
+"""Limits on a body's number of JSON values, and on its number of lists and objects: one value per 8 bytes and
+one list or object per 128 bytes of the maximum body size. For a maximum of 2 MiB, these are 262,144 values
+and 16,384 lists or objects. Parsing runs on the event loop and takes about 0.1 µs per value and 1 µs per list
+or object.
 
-Parsing takes about 0.1 µs per value and 1 µs per list or object, on the event loop. A list of token ids stays
-within the limit, because each id takes 6 to 8 bytes. Commas and brackets inside text are counted too, but a
-text with that many of them has more tokens than one eighth of its bytes."""
+A list of token ids stays within the limit, because each id takes 6 to 8 bytes. Commas and brackets inside
+strings are counted too, but a string that reaches the limit would have more than one token per 8 bytes.
+"""
 
 _FREE_BYTES = 64 << 10
 """Refused bodies of up to this size are not charged against the caller's token limits."""
 _BYTES_PER_TOKEN = 8
-"""A larger refused body is charged one token for each of these bytes above the free size."""
+"""A larger refused body is charged as one token per this many bytes above `_FREE_BYTES`."""
 
 
 class ClientDisconnected(Exception):
@@ -33,19 +34,19 @@ class ClientDisconnected(Exception):
 
 
 async def read_body(request: Request, model: type[Body], max_bytes: int) -> Body:
-    """Return the validated body. Raises `ApiError` (400, 413, 415), or `ClientDisconnected`."""
+    """Receive, parse and validate the body. Raises `ApiError` (400, 413, 415), or `ClientDisconnected`."""
     return parse_body(await receive_body(request, max_bytes), model, max_bytes, context_of(request))
 
 
 async def receive_body(request: Request, max_bytes: int) -> bytearray:
-    """Receive a body that is declared as JSON, and return its bytes. Raises `ApiError` (413, 415), or
+    """Receive a body whose Content-Type is JSON, and return its bytes. Raises `ApiError` (413, 415), or
     `ClientDisconnected`."""
     _check_content_type(request)
     return await _read_bytes(request, max_bytes, context_of(request).body)
 
 
 def parse_body(data: bytearray, model: type[Body], max_bytes: int, context: RequestContext) -> Body:
-    """Return the validated body. Raises `ApiError` (400, 413)."""
+    """Parse and validate the body. Raises `ApiError` (400, 413)."""
     context.work_tokens = max(0, len(data) - _FREE_BYTES) // _BYTES_PER_TOKEN
     max_values, max_containers = max_bytes // _BYTES_PER_VALUE, max_bytes // _BYTES_PER_CONTAINER
     if data.count(b",") > max_values or data.count(b"{") + data.count(b"[") > max_containers:
@@ -83,12 +84,12 @@ async def _read_bytes(request: Request, max_bytes: int, reservation: BodyReserva
     too_large = ApiError(
         413, f"the body is larger than the limit of {max_bytes} bytes", code="body_too_large"
     )
-    # The HTTP parser has refused a Content-Length that is not a number.
+    # The HTTP parser has already refused any Content-Length that is not a number.
     length = int(request.headers.get("content-length", 0))
     if length > max_bytes:
         raise too_large
-    # Reserve the declared length before reading the first byte, so that a client that exceeds the limit is
-    # refused immediately.
+    # Reserve the declared length before reading the first byte, so that a request that exceeds the memory
+    # limit is refused immediately.
     reservation.grow_to(length)
     received = bytearray()
     while True:

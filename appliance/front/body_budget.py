@@ -1,4 +1,4 @@
-"""Bounds the memory used by request bodies while they are received and prepared."""
+"""Bounds the memory that request bodies use from their arrival until the requests are prepared."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ _RETRY_AFTER_S = 1.0
 
 
 class BodyBudget:
-    """Counts the bytes of request bodies that this front holds, in total and per tenant."""
+    """Counts the bytes of request bodies in this front's memory, in total and per tenant."""
 
     def __init__(self) -> None:
         self.limits = Limits()
         self.held_bytes = 0
         self.refused = 0
-        """Number of requests that were refused because too many bytes were held."""
+        """Number of requests refused because request bodies already used too much memory."""
         self._by_tenant: dict[str, int] = {}
 
     def reserve(self, tenant: str, size: int) -> None:
-        """Reserve `size` more bytes. Raises a 503 if the tenant, or all tenants together, would then hold too
-        many bytes."""
+        """Reserve `size` more bytes. Raises a 503 if the tenant's total, or the total of all tenants, would
+        exceed its limit."""
         held = self._by_tenant.get(tenant, 0)
         # One body of the maximum size is always allowed, regardless of the settings.
         tenant_limit = max(self.limits.max_tenant_body_bytes, self.limits.max_body_bytes)
         front_limit = max(self.limits.max_front_body_bytes, self.limits.max_body_bytes)
         if held + size > tenant_limit:
             self._refuse(
-                f"this server is already holding {held:,} bytes of request bodies of tenant {tenant!r}",
+                f"unfinished requests of tenant {tenant!r} already use {held:,} bytes for request bodies",
                 tenant_limit,
             )
         if self.held_bytes + size > front_limit:
             self._refuse(
-                f"this server is already holding {self.held_bytes:,} bytes of request bodies", front_limit
+                f"unfinished requests already use {self.held_bytes:,} bytes for request bodies", front_limit
             )
         self._by_tenant[tenant] = held + size
         self.held_bytes += size
@@ -50,7 +50,7 @@ class BodyBudget:
         self.refused += 1
         raise ApiError(
             503,
-            f"{held}, and the limit is {limit:,}: retry later",
+            f"{held}, and the limit is {limit:,} bytes: retry later",
             code="too_many_body_bytes",
             retry_after_s=_RETRY_AFTER_S,
             headers={"connection": "close"},
@@ -58,8 +58,8 @@ class BodyBudget:
 
 
 class BodyReservation:
-    """Bytes reserved for one request's body, from its receipt until the request is prepared. If the tenant's
-    log policy keeps prompts, the bytes stay reserved until the request ends."""
+    """The memory reserved for one request's body, from the body's arrival until the request is prepared. If
+    the tenant's log policy keeps prompts, the memory stays reserved until the request is finished."""
 
     def __init__(self, budget: BodyBudget, tenant: str) -> None:
         self._budget = budget

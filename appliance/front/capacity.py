@@ -1,5 +1,4 @@
-"""Limits a front's connections to the configured limits. If too few file descriptors are available, the
-limits are lower."""
+"""Lowers the configured connection limits of a front if too few file descriptors are available for them."""
 
 from __future__ import annotations
 
@@ -11,13 +10,13 @@ import msgspec
 from appliance.messages import Limits
 
 RESERVED_DESCRIPTORS = 32
-"""File descriptors kept free for channels to replicas, for tokenizer files, and for connections that the core
-sends."""
+"""Number of file descriptors that are not used for client connections. They are needed for channels to
+replicas, for tokenizer files, and for connections that arrive from the core."""
 
 
 def limits_within(limits: Limits, descriptors: int) -> Limits:
-    """Return `limits`, lowered so that the total number of connections is at most `descriptors`. Each kind of
-    connection keeps a limit of at least one."""
+    """Return `limits`, lowered if necessary so that they allow at most `descriptors` connections in total.
+    Each kind of connection keeps a limit of at least one."""
     wanted = limits.max_connections + limits.max_unauthenticated_connections
     if wanted <= descriptors:
         return limits
@@ -30,8 +29,8 @@ def limits_within(limits: Limits, descriptors: int) -> Limits:
 
 
 def descriptors_for_connections(limits: Limits, connections: int) -> int:
-    """Return the number of file descriptors that this process can use for connections. `connections` is
-    the number of these descriptors that are already in use."""
+    """Return the number of file descriptors that this process can use for connections, including the
+    `connections` that are already open."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limits.max_connections + limits.max_unauthenticated_connections
     if allowed == resource.RLIM_INFINITY or allowed >= 2 * (wanted + RESERVED_DESCRIPTORS):

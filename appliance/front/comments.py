@@ -1,4 +1,5 @@
-"""Writes comments into streams that are silent for a while, because proxies close silent connections."""
+"""Writes comments into streams that have been silent for a while, because proxies close connections that
+carry no data."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ COMMENT = b": waiting\n\n"
 
 
 async def happens_within(event: asyncio.Event, timeout_s: float | None) -> bool:
-    """Wait for the event for at most `timeout_s` (None: without a limit), and return whether the event is
+    """Wait until the event is set, for at most `timeout_s` seconds (None: no limit). Return whether it is
     set."""
     try:
         await asyncio.wait_for(event.wait(), timeout_s)

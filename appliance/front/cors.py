@@ -27,9 +27,9 @@ _MAX_AGE_S = 600
 
 
 class Cors:
-    """ASGI middleware around the whole application. It answers preflight requests from allowed origins, which
-    carry no key, and adds CORS headers to all other responses for these origins. Requests from other origins
-    and requests without an origin are passed on unchanged."""
+    """ASGI middleware around the whole application. For allowed origins, it answers preflight requests, which
+    carry no key, and adds CORS headers to all other responses. Requests without an origin or from another
+    origin are passed on unchanged."""
 
     def __init__(self, app: ASGIApp, state: AppState) -> None:
         self._app = app

@@ -23,7 +23,7 @@ class ErrorDetail(_Document):
 
 
 class ErrorDocument(_Document):
-    """Every error's body, and the data of an error event in a stream."""
+    """The body of every error response, and the data of error events in streams."""
 
     error: ErrorDetail
 
@@ -99,7 +99,7 @@ class ChatTokenDocument(_Document):
 
 
 class ChatChosenTokenDocument(ChatTokenDocument):
-    """A token of the answer, and its best alternatives."""
+    """A token of the answer, with the most likely alternatives at its position."""
 
     top_logprobs: list[ChatTokenDocument]
 

@@ -18,8 +18,8 @@ from appliance.text.fair_queue import TooMuchWorkError, run_steps
 Result = TypeVar("Result")
 
 _INLINE_CHARACTERS = 512
-"""Texts of up to this length are encoded on the event loop. At 0.3 µs per character, this is cheaper than
-using a thread (0.1 ms)."""
+"""Maximum length, in characters, of texts that are encoded on the event loop. At 0.3 µs per character, this
+is cheaper than passing the text to a thread (0.1 ms)."""
 _RETRY_AFTER_S = 2.0
 
 
@@ -30,8 +30,8 @@ def text_bytes(texts: Iterable[str]) -> int:
 
 @contextmanager
 def text_memory(state: AppState, context: RequestContext, size: int) -> Iterator[None]:
-    """During the context, count `size` bytes of text as in progress for the caller's tenant. Raises a 503 if
-    the tenant would have too many bytes in progress."""
+    """Count `size` bytes of text against the memory limit of the caller's tenant while the context is active.
+    Raises a 503 if the tenant would exceed its limit."""
     try:
         with state.text_memory.reserved(context.identity.tenant, size):
             yield
@@ -46,8 +46,8 @@ async def do_work(
     characters: int,
     inline: int = _INLINE_CHARACTERS,
 ) -> Result:
-    """Run `steps`, which process this many characters, and return their result. Raises a 503 if the work
-    waits too long."""
+    """Run `steps` and return their result. `characters` is the length of the text that they process. Raises a
+    503 if they have not finished within the time limit."""
     try:
         if characters <= inline:
             return run_steps(steps)
@@ -60,5 +60,5 @@ async def do_work(
 
 
 def too_much_work(error: TooMuchWorkError) -> ApiError:
-    """Return the 503 for a tenant that already has too much work in progress."""
+    """Return the 503 for a tenant that has too much text in progress."""
     return ApiError(503, str(error), code="too_many_prompts", retry_after_s=_RETRY_AFTER_S)

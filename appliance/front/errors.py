@@ -74,7 +74,7 @@ def forbidden(message: str, code: str, param: str | None = None) -> ApiError:
 
 
 def model_not_allowed(name: str) -> ApiError:
-    """Return the 403 for a model that the key does not permit."""
+    """Return the 403 for a model that the caller's key does not permit."""
     return forbidden(
         f"this key does not permit the use of model {_shown(name)!r}; GET /v1/models lists the "
         "permitted models",

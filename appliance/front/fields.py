@@ -11,7 +11,7 @@ from appliance.text.stop import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 MAX_PROMPTS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
-"""Size of the largest known vocabulary. It limits the number of token ids and the value of each id."""
+"""Size of the largest known vocabulary. No token id may reach it, and no list of token ids may be longer."""
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 """Maximum length of one bad word. Each word is tokenized twice, with and without a leading space."""
@@ -50,7 +50,7 @@ class PositiveOrMinusOne(int):
 
 
 class TextFormatField:
-    """`response_format`, which accepts only the text format."""
+    """The field `response_format`. Only the text format is supported."""
 
     json_schema: ClassVar[dict[str, Any]] = {
         "type": "object",
@@ -71,7 +71,7 @@ class TextFormatField:
 
 
 class NoToolChoiceField:
-    """`tool_choice` and `function_call`, which accept only "none"."""
+    """The fields `tool_choice` and `function_call`. Only "none" is supported."""
 
     json_schema: ClassVar[dict[str, Any]] = {"const": "none"}
 
@@ -199,7 +199,7 @@ class LogitBiasField(dict[int, float]):
 
 
 class TokenIdsField(list[int]):
-    """A list of token ids, which can be empty."""
+    """A list of token ids. The list can be empty."""
 
     json_schema: ClassVar[dict[str, Any]] = _TOKEN_IDS
 
@@ -213,7 +213,7 @@ class TokenIdsField(list[int]):
 
 
 class AllowedTokenIdsField(list[int]):
-    """The field `allowed_token_ids`: a list of token ids that is not empty."""
+    """The field `allowed_token_ids`: a non-empty list of token ids."""
 
     json_schema: ClassVar[dict[str, Any]] = {**_TOKEN_IDS, "minItems": 1, "maxItems": MAX_ALLOWED_TOKEN_IDS}
 
@@ -231,7 +231,8 @@ class AllowedTokenIdsField(list[int]):
 
 
 class PromptsField(list[str | list[int]]):
-    """The field `prompt`: one text, the token ids of one prompt, or a list of texts or of token id lists."""
+    """The field `prompt`: a text, a list of texts, a list of token ids (one prompt), or a list of token id
+    lists."""
 
     json_schema: ClassVar[dict[str, Any]] = {
         "anyOf": [

@@ -1,8 +1,8 @@
 """Assigns an id to each request and authenticates its caller before any other code handles the request.
 
-Every path requires an identity, except the paths of open routes (`appliance.scopes`). Responses to callers
-without an identity do not reveal which other paths exist. The route itself checks the caller's scopes. The
-gate does not read the body.
+Every path requires an identity, except the paths of open routes (`appliance.scopes`). Without an identity,
+the response is the same whether or not a path exists. The gate neither reads the body nor checks the caller's
+scopes; each route checks the scopes that it requires.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _deadline_ms(scope: Scope) -> float | None:
     if not 0 < deadline_ms <= _MAX_DEADLINE_MS:
         raise invalid(
             "x-appliance-deadline-ms",
-            "must be the time in milliseconds within which the answer must be complete, greater than 0 "
+            "must be the time limit for the answer in milliseconds, greater than 0 "
             f"and at most {_MAX_DEADLINE_MS}",
         )
     return deadline_ms

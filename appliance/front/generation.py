@@ -1,5 +1,5 @@
-"""Manages a validated request through its life cycle: admission, submission, resubmission if a replica is
-lost, and settlement."""
+"""Manages a validated request through its life cycle: admission, submission, resubmission after the loss of a
+replica, and settlement."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 MAX_RESUBMISSIONS = 3
 _RESUBMIT_DELAY_S = 0.02
-"""Delay before the first resubmission. It doubles with each further one, so that the core has time to notice
-the lost replica."""
+"""Delay before the first resubmission. It doubles before each further one, so that the core has time to
+detect that the replica is lost."""
 
 _MAX_BACKLOG_BYTES = 1 << 20
-"""A resubmission waits while the replica has more than this many unread bytes."""
+"""No resubmission is sent to a replica that has more than this many unread bytes in its channel."""
 _BACKLOG_CHECK_S = 0.005
 
 CLIENT_DISCONNECTED = 499
@@ -39,11 +39,11 @@ Submission = tuple[Submit, Callable[[Output], None]]
 
 
 class Generation:
-    """A request that is waiting for admission or running. Its events are the core's messages, the replica's
-    outputs and the client's disconnection.
+    """A request that is waiting for admission or running.
 
-    When `ended` is set, every sample has a `finish_reason`, or there is a `failure`, or the client has
-    `left`. The response calls `settle` once the answer has been written.
+    It is driven by the core's messages, the replica's outputs and the client's disconnection. It is finished
+    when `ended` is set: then every sample has a `finish_reason`, or `failure` holds an error, or `left` is
+    set because the client disconnected. The response calls `settle` once the answer has been written.
     """
 
     def __init__(self, state: AppState, context: RequestContext, task: GenerationTask) -> None:
@@ -76,7 +76,7 @@ class Generation:
             for number in range(each)
         ]
         self.begun = asyncio.Event()
-        """Set when the first output has arrived or the request has ended."""
+        """Set when the first output has arrived, or when the request is finished without any output."""
         self.ended = asyncio.Event()
         self.failure: ApiError | None = None
         self.left = False
@@ -85,22 +85,22 @@ class Generation:
         self.on_progress: Callable[[Sample], None] | None = None
         """Called after a sample has processed an output."""
         self.on_disconnect: Callable[[], None] | None = None
-        """Called when the client disconnects, if the request does not end with it."""
+        """Called when the client disconnects. If it is None, the request is ended instead."""
         self.on_end: Callable[[], None] | None = None
         self.headers: dict[str, str] = {}
-        """Headers of the answer that report the caller's rate limits."""
+        """Response headers that report the caller's rate limits."""
         self.prompt_tokens = task.prompt_tokens
         """Total number of tokens in all prompts."""
         self.completion_tokens = 0
-        """Number of tokens that the answer uses so far, over all samples. Tokens generated after a stop
-        string are not counted."""
+        """Number of tokens in the answer so far, over all samples. Tokens generated after a stop string are
+        not counted."""
         self.cached_tokens = 0
-        """Number of prompt tokens found in the prefix cache, counting only prompts whose first outputs have
-        arrived."""
+        """Number of prompt tokens found in the prefix cache. A prompt is counted when its first output
+        arrives."""
         self.delivered_tokens = 0
         """Number of output tokens written to the client. Set by the response."""
         self.first_bytes_at: float | None = None
-        """When the first bytes of a stream were written, in seconds of the monotonic clock. Set by the
+        """Time when the first bytes of a stream were written, in seconds of the monotonic clock. Set by the
         response."""
         self._open = len(self.samples)
         self._attempt = 0
@@ -169,13 +169,13 @@ class Generation:
             self._handles.append(submit.handle)
             link.submit(submit, sink, self._lost)
             if self._link is not link:
-                # The replica is lost, so all submissions are repeated on another one.
+                # The replica is lost, so repeat all submissions on another replica.
                 break
 
     def refused(self, message: Refused) -> None:
-        """End the request, because the core has refused it. If this was the first attempt, the core has
-        already closed the request's row in the log. For a later attempt, the core waits for `settle`, because
-        the client may have received part of the answer."""
+        """End the request after the core has refused it. If this was the first attempt, the core has already
+        closed the request's row in the log. If it was a later attempt, the client may have received part of
+        the answer, so the core waits for `settle`."""
         if message.attempt != self._attempt or self._settled:
             return
         if not self._attempt:
@@ -195,7 +195,7 @@ class Generation:
         )
 
     def abort(self, message: str) -> None:
-        """End the request immediately, for an operator or a drain."""
+        """End the request immediately, because an operator or a drain has cancelled it."""
         self._fail(ApiError(503, message, code="aborted", retry_after_s=1.0))
 
     # ── outputs from the replica ──
@@ -216,8 +216,7 @@ class Generation:
         try:
             sample.take(output)
         except Exception:
-            # An error here must end only this request, because the frame also contains tokens of other
-            # requests.
+            # The frame also contains tokens of other requests, so an error here must end only this request.
             log.exception("request %s: processing an output failed", self.context.request_id)
             self._fail(
                 ApiError(
@@ -246,7 +245,7 @@ class Generation:
             self._end()
 
     def _lost(self) -> None:
-        """Schedule a resubmission, because the replica is lost. Called once for each submission that was
+        """Schedule a resubmission after the loss of the replica. Called once for each submission that was
         running on the replica."""
         self._link = None
         self._handles.clear()
@@ -298,9 +297,9 @@ class Generation:
         )
 
     async def _submit_in_turns(self, link: ReplicaClient, submissions: Iterator[Submission]) -> None:
-        """Send a resubmission only as fast as the replica reads it, because it contains the whole prompt once
-        for each sample. All submissions are sent, because the core has counted them. If the request has
-        already ended, they are cancelled immediately after they are sent."""
+        """Send a resubmission no faster than the replica reads it, because it contains the whole prompt once
+        per sample. The core has counted all submissions, so all of them are sent. If the request is already
+        finished, they are cancelled immediately afterwards."""
         attempt = self._attempt
         for submit, sink in submissions:
             if link.closed:
@@ -396,7 +395,8 @@ class Generation:
         gaps = self._tokens - len(self.samples)
         itl_ms = None
         if gaps > 0 and self._first_token_at is not None:
-            # Samples run in parallel, so the time between two steps counts as one gap in each sample.
+            # Samples run in parallel, so the time between two engine steps counts once per sample as a gap
+            # between tokens.
             itl_ms = (self._last_token_at - self._first_token_at) * 1000.0 * len(self.samples) / gaps
         self.state.to_core(
             Settle(
@@ -414,14 +414,14 @@ class Generation:
 
     @property
     def answers(self) -> list[Sample]:
-        """The samples to include in the answer, in order. For each prompt, these are all its samples or only
-        its best samples."""
+        """The samples to include in the answer, in order: all samples, or each prompt's best `n` samples if
+        more were generated."""
         task = self.task
         if task.samples == task.n:
             return self.samples
         best: list[Sample] = []
         for first in range(0, len(self.samples), task.samples):
-            # Sorting is stable.
+            # The sort is stable, so samples with equal log probability keep their order.
             of_prompt = sorted(
                 self.samples[first : first + task.samples], key=lambda sample: -sample.cumulative_logprob
             )
@@ -429,7 +429,7 @@ class Generation:
         return best
 
     def transcript(self) -> Transcript:
-        """Return the prompts and the answers so far. They are recorded only if the tenant's log policy keeps
+        """Return the prompts and the answers so far. Both are empty unless the tenant's log policy keeps
         them."""
         tokenizer = self.task.model.tokenizer
         return Transcript(

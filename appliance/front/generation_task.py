@@ -14,14 +14,15 @@ from engine.messages import SamplingParams, TokenLogprob
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt of a request, including the data about it that arrives with its first outputs."""
+    """One prompt of a request, with the log probabilities and cache data that arrive with its first
+    outputs."""
 
     index: int
     token_ids: list[int]
     max_tokens: int
     """Maximum number of tokens to generate for each sample."""
     echo_text: str = ""
-    """Text at the beginning of the answer if `echo` is set."""
+    """Text to put at the beginning of the answer if `echo` is set."""
     cached_tokens: int | None = None
     logprobs: list[TokenLogprob | None] | None = None
     """Log probabilities of the prompt's tokens, if requested. The first token's entry is None."""
@@ -39,22 +40,23 @@ class GenerationTask:
     sampling: SamplingParams
     """Sampling parameters for every prompt, except `max_tokens`."""
     best_of: int = 0
-    """Number of samples to generate for each prompt; 0 means `n`. The answer contains the best `n`
-    samples."""
+    """Number of samples to generate for each prompt; 0 means `n`. If there are more than `n`, the answer
+    contains the best `n`."""
     stops: StopSet | None = None
     include_stop: bool = False
     """Whether an answer includes the stop string or stop token that ended it."""
     skip_special_tokens: bool = True
     continues_text: bool = False
-    """Whether the answer continues the prompt's text, in which case it may begin with a space."""
+    """Whether the answer continues the prompt's text. If it does, a leading space in the answer is kept."""
     logprobs: int | None = None
-    """Number of alternatives that the answer shows for each token, or None for no log probabilities."""
+    """Number of alternatives to show for each token of the answer, or None to show no log probabilities."""
     prompt_logprobs: int | None = None
-    """Number of alternatives shown for each prompt token, if the answer has the field `prompt_logprobs`."""
+    """Number of alternatives to show for each prompt token in the field `prompt_logprobs`, or None to omit
+    the field."""
     return_token_ids: bool = False
     echo: bool = False
     discard_output: bool = False
-    """Whether the answer contains only the prompt (`max_tokens` is 0)."""
+    """Whether the answer contains only the prompt, because `max_tokens` is 0."""
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False

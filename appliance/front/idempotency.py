@@ -1,7 +1,7 @@
-"""Requests with an `Idempotency-Key`: the first request runs, and retries get its recorded answer.
+"""Handles requests with an `Idempotency-Key`: the first request runs, and retries get its recorded answer.
 
-As in draft-ietf-httpapi-idempotency-key-header and at Stripe, a key is specific to its caller and to one
-endpoint, and identifies one body: the same key with a different body is refused.
+The rules follow draft-ietf-httpapi-idempotency-key-header and Stripe's API. A key is valid for one caller,
+one endpoint and one body. If it is sent again with a different body, the request is refused.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PrepareTask = Callable[[], Awaitable[GenerationTask]]
 
 
 def key_of(request: Request) -> bytes | None:
-    """Return the request's `Idempotency-Key`, or None. Raises a 400 for an invalid one."""
+    """Return the request's `Idempotency-Key`, or None if it has none. Raises a 400 if the key is invalid."""
     keys: list[bytes] = [value for name, value in request.scope["headers"] if name == b"idempotency-key"]
     if len(keys) > 1 or not all(_KEY.fullmatch(key) for key in keys):
         raise invalid(
@@ -52,7 +52,7 @@ async def answer(
     context, retries = context_of(request), state.retries
     connection = context.connection
     scope = _digest(context.identity.tenant, context.identity.key_id or context.peer, context.endpoint, key)
-    # Azure's routes contain the model in their path.
+    # The model can be part of the path (Azure's routes).
     fingerprint = _digest(context.model, hashlib.sha256(body).digest())
     while (run := retries.runs.get(scope)) is not None:
         if (await run.claimed).is_elsewhere:
@@ -91,7 +91,7 @@ async def answer(
 
 
 class _FirstResponse(GenerationResponse):
-    """The response to the first request with a key, which is also recorded in the run."""
+    """The response to the first request with a key. It is also recorded in the run."""
 
     def __init__(self, state: AppState, context: RequestContext, task: GenerationTask, run: KeyedRun) -> None:
         super().__init__(state, context, task)
@@ -111,7 +111,7 @@ class _FirstResponse(GenerationResponse):
 
 
 def _log_retry(state: AppState, context: RequestContext, run: KeyedRun, was_running: bool) -> None:
-    # No other row is logged for this request.
+    # `Retried` is the only log row for this request.
     context.admitted = True
     context.request_class = run.request_class
     state.to_core(
@@ -148,7 +148,7 @@ def _digest(*parts: str | bytes) -> bytes:
 
 
 def _head(scope: Scope, length: int) -> bytes:
-    """Return the head of the request, with a content length."""
+    """Serialize the head of the request with a Content-Length header."""
     target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
     lines = [b"%b %b HTTP/%b" % (scope["method"].encode(), target, scope["http_version"].encode())]
     lines += [b"%b: %b" % (name, value) for name, value in scope["headers"] if name not in _FRAMING]

@@ -18,8 +18,8 @@ _KEY_HEADERS = (b"api-key", b"x-api-key")
 
 
 class IdentityTable:
-    """Identities by key hash, uid and gid, as last received from the core. An empty table refuses every
-    caller."""
+    """Identities by key hash, uid and gid, as last received from the core. While the table is empty, every
+    caller is refused."""
 
     def __init__(self) -> None:
         self._keys: dict[str, Identity] = {}
@@ -41,10 +41,10 @@ class IdentityTable:
     def identify(self, headers: Sequence[tuple[bytes, bytes]], peer: Peer) -> Identity:
         """Return the identity of a request's caller. Raises a 401.
 
-        A valid key takes precedence on every socket. On a Unix socket, the peer's uid is sufficient. Keys
-        without `KEY_PREFIX` are ignored there, because OpenAI's clients always send a key, so users without
-        one configure a placeholder. A key that has the prefix but is not valid (because it was revoked or
-        mistyped) is refused on a Unix socket too, so that no other tenant is billed by mistake.
+        On every socket, a valid key takes precedence. On a Unix socket, the peer's uid is sufficient, and
+        keys without `KEY_PREFIX` are ignored: OpenAI's clients always send a key, so users without a key
+        configure a placeholder. A key with the prefix that is invalid (revoked or mistyped) is refused even
+        on a Unix socket, so that the request is not billed to the uid's tenant by mistake.
         """
         scheme, key = _credentials(headers)
         if scheme and scheme != b"bearer":
@@ -86,7 +86,7 @@ class IdentityTable:
         return identity.tenant
 
     def knows(self, peer: Peer) -> bool:
-        """Return whether the peer needs no key because it is a local user that the service knows."""
+        """Return whether the peer is a local user known to the service, who needs no key."""
         return peer.kind == "unix" and self._of_peer(peer) is not None
 
     def _of_peer(self, peer: Peer) -> Identity | None:
@@ -97,8 +97,8 @@ class IdentityTable:
 
 
 def _credentials(headers: Sequence[tuple[bytes, bytes]]) -> tuple[bytes, bytes]:
-    """Return the result of `bearer`. If there is no Authorization header, use the key in `api-key` or
-    `x-api-key`, which Azure's and Anthropic's clients send."""
+    """Return the scheme and the credentials of the Authorization header (`bearer`). Without that header, use
+    the key in `api-key` or `x-api-key`, which Azure's and Anthropic's clients send."""
     scheme, key = bearer(headers)
     if scheme:
         return scheme, key

@@ -1,9 +1,9 @@
 """Prepares the prompts and answers that log policies keep: hashes them, redacts secrets, and sends them to
 the core.
 
-Processing takes 0.2 ms per thousand characters of kept text, so it runs after the answer is sent, on a
-separate thread that pauses often. The texts are sent in a memfd, so that the core's event loop only has to
-pass on a descriptor.
+This takes 0.2 ms per thousand characters of kept text. It therefore runs after the answer has been sent, on a
+separate thread that pauses often. The texts are sent in a memfd, so the core's event loop only has to pass on
+a descriptor.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ from store.structs import KeptText
 log = logging.getLogger(__name__)
 
 MAX_WAITING_CHARS = 32 << 20
-"""Maximum number of characters waiting for the thread. Further texts are dropped and counted."""
+"""Maximum number of characters that may wait to be processed by the thread. Further texts are dropped and
+counted."""
 MAX_REQUEST_CHARS = 4 << 20
-"""Maximum number of characters kept for one request. Only the length is kept of texts beyond this limit."""
+"""Maximum number of characters kept for one request. Of the text beyond this limit, only the length is
+kept."""
 
 _BEYOND_CHARS = 1024
-"""Number of characters after the kept part that are also searched for secrets, because a secret may extend
-across the cut."""
+"""Number of characters beyond the kept part that are also searched for secrets, because a secret may extend
+beyond the end of the kept part."""
 _PAUSE_S = 0.0001
-"""Length of the pauses in which the event loop's thread can acquire the interpreter lock. A pause of 0 s
-would not suffice."""
+"""Length of each pause. During a pause, the event loop's thread can acquire the interpreter lock. A pause of
+0 s would not be long enough."""
 
 Message = dict[str, str]
 Text = str | list[Message] | list[int]
@@ -46,7 +48,7 @@ Text = str | list[Message] | list[int]
 
 
 class Transcript(NamedTuple):
-    """The prompts and answers of a request that ran."""
+    """The prompts and answers of one request."""
 
     request_id: str
     identity: Identity
@@ -63,11 +65,11 @@ class Transcript(NamedTuple):
 
 
 class Keeper:
-    """Keeps texts according to its rules and the callers' policies. All methods must be called on the event
-    loop's thread."""
+    """Prepares texts for storage according to its rules and the callers' policies. All methods must be called
+    on the event loop's thread."""
 
     def __init__(self, hand_over: Callable[[Keep, tuple[int, ...]], None]) -> None:
-        """`hand_over` sends a descriptor. The caller remains responsible for closing it."""
+        """`hand_over` sends a descriptor. The caller must still close it."""
         self.rules = KeepRules()
         self.dropped = 0
         """Number of requests whose texts were dropped because too many characters were waiting."""
@@ -149,8 +151,8 @@ def _part(
     clean = _Clean(redactor, most)
     shown = clean.text(text) if isinstance(text, str) else _plain(clean.conversation(text))  # type: ignore[arg-type]
     kept = shown[:most].encode("utf-8", "backslashreplace")
-    # Hash the redacted text. Otherwise a short secret could be guessed from a hash of the original and the
-    # rest of the text.
+    # Hash the redacted text. If the hash covered the original text, a short secret could be found by trying
+    # values until the hash matches.
     return KeptText(
         name,
         number,
@@ -168,8 +170,7 @@ def _plain(text: Text) -> str:
 
 
 class _Clean:
-    """Redacts the beginning of a text. The redacted beginning is slightly longer than the part that is
-    kept."""
+    """The redacted beginning of a text. It is slightly longer than the part that is kept."""
 
     def __init__(self, redactor: Redactor, room: int) -> None:
         self.secrets = 0

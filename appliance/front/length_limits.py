@@ -13,20 +13,20 @@ from appliance.messages import Identity
 MAX_TOKENS_SHOWN = 524_288
 """Maximum number of tokens in a /tokenize response."""
 _NO_LIMIT = 1 << 20
-"""Number of tokens to generate if the model's context length is not known yet. The engine ends an answer at
-the actual limit."""
+"""Number of tokens to generate if neither a limit nor the model's context length is known. The engine ends
+the answer at the actual context length."""
 
 
 class LengthLimit(NamedTuple):
     """The context length of a request: the maximum number of tokens in prompt and answer together."""
 
     owner: str
-    """Name of the limit's owner in messages: "this model's", or a tenant's name in the possessive."""
+    """Owner of the limit, for messages: "this model's", or a tenant's name in the possessive."""
     tokens: int
-    """The limit, or 0 if it is not known. In that case, either the model cannot be loaded and the core
-    refuses the request with the cause, or the engine applies the limit when the request runs."""
+    """The limit, or 0 if it is not known. If the model cannot be loaded, the core then refuses the request
+    and gives the cause; otherwise the engine applies the limit when the request runs."""
     answer_tokens: int = 1
-    """Number of tokens that the prompt must leave for the answer."""
+    """Minimum number of tokens that must be left for the answer."""
 
     @property
     def max_prompt_tokens(self) -> int | None:
@@ -34,7 +34,7 @@ class LengthLimit(NamedTuple):
         return self.tokens - self.answer_tokens if self.tokens else None
 
     def exceeded(self, param: str, tokens: int | None) -> ApiError:
-        """Return the 400 for a prompt of this length. Pass None if the exact length is unknown."""
+        """Return the 400 for a prompt that has `tokens` tokens (None: unknown)."""
         count = f"more than {self.max_prompt_tokens}" if tokens is None else str(tokens)
         return ApiError(
             400,
@@ -65,8 +65,8 @@ def length_limit(identity: Identity, model: LoadedModel, answer_tokens: int = 1)
 
 
 def answer_limit(identity: Identity, requested: int | None, default: int | None, field: str) -> AnswerLimit:
-    """Return the limit that the request sets. A value of -1 in a request means that only the context length
-    limits the answer."""
+    """Return the limit that applies to the answer. If the request sets -1, only the context length limits the
+    answer."""
     if requested == -1:
         return AnswerLimit(None, None, field)
     return AnswerLimit(requested, identity.default_max_tokens or default, field)
@@ -86,8 +86,8 @@ def truncated(
     answer: AnswerLimit,
     keeps_first: bool = False,
 ) -> list[int]:
-    """Apply `truncate_prompt_tokens`: return the last tokens of the prompt, preceded by its first token if
-    `keeps_first`."""
+    """Apply `truncate_prompt_tokens`: return only the last tokens of the prompt. If `keeps_first`, the
+    prompt's first token precedes them."""
     count: int | None = body.truncate_prompt_tokens
     if count == -1:
         reserved = 1 if answer.requested is None else answer.requested
@@ -114,7 +114,7 @@ def max_answer_tokens(limit: LengthLimit, token_ids: list[int], answer: AnswerLi
         raise ApiError(
             400,
             f"{limit.owner} maximum context length is {limit.tokens} tokens; {param} has {len(token_ids)} "
-            f"tokens, which leaves {left}, but {answer.field} asks for {requested}",
+            f"tokens, which leaves {left} for the answer, but {answer.field} is {requested}",
             param=answer.field,
             code="context_length_exceeded",
         )

@@ -7,7 +7,8 @@ from appliance.quantities import duration
 
 
 def rate_limit_headers(limits: RateLimits | None) -> dict[str, str]:
-    """Return the `x-ratelimit-*` response headers for the tightest limit of each kind."""
+    """Return the `x-ratelimit-*` response headers. They describe the request limit and the token limit with
+    the least left."""
     if limits is None:
         return {}
     kinds = {

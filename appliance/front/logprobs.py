@@ -21,7 +21,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def _finite(value: float) -> float:
-    return value if value > _MIN_LOGPROB else _MIN_LOGPROB  # Comparisons with NaN are false.
+    return value if value > _MIN_LOGPROB else _MIN_LOGPROB  # NaN also fails this comparison.
 
 
 def _chat_content(
@@ -71,7 +71,7 @@ class _Columns:
         self._values.append(_finite(logprob.logprob))
         top: dict[str, float] = {}
         for other, value in logprob.top[: self._alternatives]:
-            # Different tokens can have the same text. Only the most likely one is shown.
+            # Different tokens can have the same text. The most likely of them comes first and is shown.
             top.setdefault(self._tokenizer.token_text(other), _finite(value))
         # OpenAI also lists the chosen token, so there may be one more alternative than requested.
         top.setdefault(text, _finite(logprob.logprob))
@@ -88,7 +88,7 @@ class _Columns:
 
 
 class PromptLogprobs:
-    """Log probabilities of the prompt that the answer repeats at its beginning (`echo`). They are returned in
+    """Log probabilities of the prompt, for answers that begin with the prompt (`echo`). They are returned in
     parts."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
@@ -112,16 +112,17 @@ class PromptLogprobs:
 
 
 def tokens_at_once(task: GenerationTask) -> int:
-    """Return the number of tokens whose log probabilities are written in one step, so that a step takes only
-    a few milliseconds."""
+    """Return the number of tokens whose log probabilities are written in one step. A step should take only a
+    few milliseconds."""
     return max(1, _LOGPROBS_AT_ONCE // (1 + (task.logprobs or 0)))
 
 
 def prompt_logprobs_steps(
     tokenizer: Tokenizer, prompt: Prompt, alternatives: int
 ) -> Generator[None, None, bytes]:
-    """Build the field `prompt_logprobs` incrementally, yielding between steps. As in vLLM, every prompt token
-    except the first gets an object that maps token ids to log probability, rank and text."""
+    """Build the field `prompt_logprobs` incrementally, yielding between steps. The format is the same as in
+    vLLM: for every prompt token except the first, an object maps token ids to log probability, rank and
+    text."""
     known = prompt.logprobs or []
     count = max(1, _LOGPROBS_AT_ONCE // (1 + alternatives))
     slices = []
@@ -155,8 +156,8 @@ def _with_ranks(tokenizer: Tokenizer, known: TokenLogprob, alternatives: int) ->
 def logprobs_event(
     task: GenerationTask, entries: Sequence[LogprobEntry] | None, echoed: PromptLogprobs | None
 ) -> bytes:
-    """Return `choices[].logprobs` as JSON for a stream chunk. It covers the next tokens of the echoed prompt,
-    if any are left, and `entries`."""
+    """Return `choices[].logprobs` as JSON for a stream chunk. It contains the next tokens of the echoed
+    prompt, if any remain, followed by `entries`."""
     if task.logprobs is None or entries is None:
         return b"null"
     tokenizer = task.model.tokenizer

@@ -33,9 +33,9 @@ class LoadedModel:
 
 
 async def load_model(served: ServedModel) -> LoadedModel:
-    """Read the tokenizer and the chat template, which takes about two seconds for 128 k tokens. Raises
-    TokenizerFilesError. Unexpected file contents can raise any other error, including Rust panics
-    (BaseException)."""
+    """Read the tokenizer and the chat template. This takes about two seconds for a vocabulary of 128 k
+    tokens. Raises TokenizerFilesError. If a file has unexpected contents, any other error can be raised,
+    including a Rust panic (BaseException)."""
     tokenizer, template = await asyncio.to_thread(_read_model, served.folder)
     await template.compile()
     return LoadedModel(served, tokenizer, template)
@@ -60,8 +60,8 @@ def allows(identity: Identity, name: str) -> bool:
 
 
 class Catalog:
-    """The served models by name. A model that cannot be loaded stays listed, and requests for it are refused
-    with the cause. The other models are served as usual."""
+    """The served models by name. A model that cannot be loaded stays listed: requests for it are refused with
+    the cause, and the other models are served as usual."""
 
     def __init__(self) -> None:
         self._models: dict[str, LoadedModel] = {}
@@ -70,8 +70,7 @@ class Catalog:
 
     @property
     def problems(self) -> dict[str, str]:
-        """The reason why each unusable model cannot be used, by model name. Empty if all models are
-        usable."""
+        """The unusable models, each with the reason. Empty if all models are usable."""
         return self._broken
 
     @property
@@ -81,8 +80,8 @@ class Catalog:
 
     @property
     def template_problems(self) -> dict[str, tuple[int, str]]:
-        """For each model whose chat templates exceeded their limits, how often this happened and which limit
-        was exceeded last."""
+        """For each model whose chat templates have exceeded a limit: how often this happened, and the limit
+        that was exceeded last."""
         return {
             name: (model.template.bounds_exceeded, model.template.problem)
             for name, model in self._models.items()
@@ -109,7 +108,7 @@ class Catalog:
                     models[model.name] = await load_model(model)
             except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
                 raise
-            except BaseException as error:  # A panic in the Rust extension is not an Exception.
+            except BaseException as error:  # `Exception` would not catch a panic in the Rust extension.
                 broken[model.name] = reason = _reason(error)
                 if self._broken.get(model.name) != reason:
                     foreseen = isinstance(error, TokenizerFilesError)
@@ -125,7 +124,7 @@ class Catalog:
         """Return the model with this name. Raises a 403 if the identity may not use it, a 404 if it is not
         served, or a 503 if its tokenizer could not be read."""
         if not allows(identity, name):
-            # The response must not reveal whether the model exists.
+            # A caller who may not use a model must not learn whether it exists.
             raise model_not_allowed(name)
         model = self._models.get(name)
         if model is not None:

@@ -14,12 +14,12 @@ from appliance.front.schemas import DEFAULT_COMPLETION_TOKENS, CompletionRequest
 from appliance.front.tokenization import decode, prompt_param, text_tokens
 
 MAX_SEQUENCES = 1024
-"""Maximum number of samples in one request, over all prompts."""
+"""Maximum total number of samples for all prompts of one request."""
 MAX_SENT_BIASES = 65_536
 """Maximum product of the number of prompts and the number of `logit_bias` entries. Each prompt is sent to the
 replica with its own copy of the biases."""
 MAX_ECHOED = 131_072
-"""Maximum number of prompt tokens, or of their log probabilities, in one answer."""
+"""With `echo`, maximum of answers × prompt tokens × (1 + `logprobs`) in one response."""
 
 
 async def completion_task(
@@ -86,21 +86,21 @@ def _check_fields(body: CompletionRequest, n: int, best_of: int) -> None:
         field = "best_of" if body.best_of else "n"
         raise invalid(
             field,
-            f"{prompts} prompts times {field} is more than the limit of {MAX_SEQUENCES} answers; send fewer "
+            f"{prompts} prompts × {field} exceeds the limit of {MAX_SEQUENCES} answers; send fewer "
             "prompts in a request",
         )
     biases = len(body.logit_bias or ())
     if prompts * biases > MAX_SENT_BIASES:
         raise invalid(
             "logit_bias",
-            f"has {biases} tokens for {prompts} prompts, but tokens times prompts may be at most "
+            f"has {biases} tokens for {prompts} prompts, but tokens × prompts must be at most "
             f"{MAX_SENT_BIASES}; send fewer prompts in a request",
         )
 
 
 def _check_echo(tokens: list[list[int]], logprobs: int | None, n: int) -> None:
-    """Raise a 400 if the answer would repeat too many prompt tokens. The number is limited because the engine
-    sends a prompt's log probabilities in one message."""
+    """Raise a 400 if the answer would repeat too many prompt tokens. Their number is limited because the
+    engine sends all log probabilities of a prompt in one message."""
     count = n * sum(map(len, tokens)) * (1 + (logprobs or 0))
     if count > MAX_ECHOED:
         raise invalid(

@@ -17,16 +17,16 @@ from appliance.text.stop import StopSet, StopStringsError
 from engine.messages import SamplingParams
 
 MAX_PROMPT_LOGPROBS = 131_072
-"""Maximum number of prompt log probabilities in one answer with `prompt_logprobs`. Decoding this number
-blocks the event loop for 40 ms."""
+"""Maximum number of prompt log probabilities in one answer with `prompt_logprobs`. Decoding this many blocks
+the event loop for 40 ms."""
 MAX_ANSWER_LOGPROBS = 262_144
 """Maximum number of log probabilities of generated tokens in one answer that is not streamed. Such an answer
 is held in memory until it is complete, and each log probability takes about 200 bytes."""
 MAX_RETURNED_PROMPT_TOKENS = 1 << 20
 """Maximum number of prompt token ids in one answer with `return_token_ids`."""
 MAX_SENT_NUMBERS = 262_144
-"""Maximum product of the number of prompts and the size of `allowed_token_ids` and `bad_words`. Each prompt
-is sent to the replica with its own copy of these lists."""
+"""Maximum product of the number of prompts and the total length of `allowed_token_ids` and `bad_words`. Each
+prompt is sent to the replica with its own copy of these lists."""
 
 
 def named_model(state: AppState, context: RequestContext, body: GenerationRequest) -> LoadedModel:
@@ -39,13 +39,14 @@ def named_model(state: AppState, context: RequestContext, body: GenerationReques
 
 
 def count_prompt_tokens(context: RequestContext, tokens: int) -> None:
-    """Record the total number of tokens in the encoded prompts."""
+    """Record how many tokens the encoded prompts have in total."""
     context.prompt_tokens = context.encoded_tokens = tokens
     context.work_tokens = max(context.work_tokens, tokens)
 
 
 def encoding_limit(body: GenerationRequest, limit: LengthLimit) -> LengthLimit | None:
-    """Return the token limit for the prompt as sent, or None if `truncate_prompt_tokens` cuts the prompt."""
+    """Return the maximum number of tokens in the prompt as the client sent it. None if
+    `truncate_prompt_tokens` will shorten the prompt."""
     return limit if body.truncate_prompt_tokens is None else None
 
 
@@ -65,8 +66,8 @@ async def make_task(
     echo: bool = False,
     discard_output: bool = False,
 ) -> GenerationTask:
-    """Return the task for a request with tokenized prompts. `may_lower` means that the request sets no token
-    limit, so the default may be lowered. Raises `ApiError`."""
+    """Return the task for a request with tokenized prompts. Pass True for `may_lower` if the request sets no
+    token limit, so that the default limit may be lowered. Raises `ApiError`."""
     n = body.n or 1
     best_of = best_of or n
     if logprobs is not None and not body.stream:
@@ -83,7 +84,7 @@ async def make_task(
         body,
         model,
         max_tokens=min(prompt.max_tokens for prompt in prompts),
-        # With `best_of`, answers are ranked by their tokens' log probabilities.
+        # `best_of` ranks answers by their tokens' log probabilities, so the engine must return them.
         logprobs=0 if logprobs is None and best_of > n else logprobs,
         prompt_logprobs=max(prompt_logprobs, default=None),
     )
@@ -111,17 +112,20 @@ async def make_task(
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         asked_class=asked_class,
-        # A client that asks for at least `min_tokens` must not get an error about a limit that it has not
-        # set.
+        # If the client sets `min_tokens`, lowering the default limit could cause an error about a limit that
+        # the client has not set.
         may_lower=may_lower and not body.min_tokens,
         asked=asked if context.identity.log_policy != "metadata" else [],
     )
 
 
 def _limit_answer_logprobs(prompts: list[Prompt], per_token: int, may_lower: bool, chat: bool) -> None:
-    """Limit the number of log probabilities in an answer that is not streamed. Each generated token has
-    `per_token` log probabilities, over all samples of a prompt. If there would be too many and the client set
-    no token limit, the limit is lowered; otherwise raises a 400."""
+    """Limit the number of log probabilities in an answer that is not streamed.
+
+    `per_token` is the number of log probabilities for each token position, over all samples of a prompt. If
+    the answer could have too many, the token limit is lowered, or a 400 is raised if the client has set the
+    limit.
+    """
     total = per_token * sum(prompt.max_tokens for prompt in prompts)
     max_tokens = MAX_ANSWER_LOGPROBS // (per_token * len(prompts))
     if total <= MAX_ANSWER_LOGPROBS:

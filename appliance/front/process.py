@@ -39,10 +39,10 @@ log = logging.getLogger(__name__)
 _REPORT_EVERY_S = 0.5
 _TRIM_EVERY_S = 10.0
 _MEND_EVERY_S = 5.0
-"""Interval between attempts to read an unreadable tokenizer again, because its folder may have become
-available."""
+"""Interval between attempts to read a tokenizer whose files could not be read, because its folder may have
+become available."""
 _ERROR_EVENT_GRACE_S = 1.0
-"""Time allowed for sending the error events of requests that did not end within the grace period."""
+"""After the grace period, time for sending error events to the requests that are still unfinished."""
 
 
 class FrontProcess:
@@ -95,7 +95,8 @@ class FrontProcess:
             try:
                 self._state.replicas.attach(message.replica, self._take_socket())
             except LookupError:
-                # This front cannot work without the channel, so it ends, and the core starts another front.
+                # Without this channel, the front cannot work. It therefore exits, and the core starts another
+                # front.
                 log.error(
                     "too many open files to open the channel to replica %s: raise the limit of open files "
                     "(ulimit -n)",
@@ -104,8 +105,8 @@ class FrontProcess:
                 os._exit(1)
         elif isinstance(message, Configure):
             self._configurations.put_nowait(message)
-            # Apply this part immediately, because a drain must refuse the next requests and loading the
-            # models may take long.
+            # Apply this part immediately: a drain must refuse the next requests, and loading the models may
+            # take a long time.
             self._state.silent_models = self._state.silent_models | message.silent
             if not message.ready:
                 self._state.ready, self._state.not_ready_reason = False, message.reason
@@ -121,7 +122,7 @@ class FrontProcess:
             self._server.refused += 1
             return
         request = read_memory(self._channel.take_fd()) if message.has_request else b""
-        # If this process ends before it has sent `Taken`, the core gives the connection to another front.
+        # If this process exits before it has sent `Taken`, the core gives the connection to another front.
         taken = partial(self._channel.send, Taken(message.number))
         self._state.background.run(self._server.adopt(sock, message.peer, request, taken))
 
@@ -152,7 +153,7 @@ class FrontProcess:
         self._tell()
         if not self._is_configured:
             self._is_configured = True
-            # The objects that exist at this point are permanent, so the garbage collector can skip them.
+            # The objects that exist now are permanent, so exclude them from garbage collection.
             gc.collect()
             gc.freeze()
             self._channel.send(FrontReady())
@@ -161,7 +162,7 @@ class FrontProcess:
             )
 
     async def _mend(self) -> None:
-        """Apply the last configuration again if any models could not be loaded."""
+        """At intervals, apply the last configuration again if any models could not be loaded."""
         while True:
             await asyncio.sleep(_MEND_EVERY_S)
             if self._state.catalog.problems and self._latest is not None and self._configurations.empty():
@@ -228,13 +229,13 @@ class FrontProcess:
 
 
 def _core_gone() -> None:
-    """Exit immediately, because the core has ended. This closes the clients' connections."""
+    """Exit immediately, because the core has exited. This closes the clients' connections."""
     os._exit(0)
 
 
 async def _return_memory() -> None:
-    """Return freed memory to the system at intervals. Otherwise the C library keeps freed memory below a
-    small block that is still in use."""
+    """Return freed memory to the operating system at intervals. The C library does not do this for memory
+    that lies below a small block that is still in use."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     while trim is not None:
         await asyncio.sleep(_TRIM_EVERY_S)

@@ -1,8 +1,9 @@
-"""Request fields that would change an answer but are not implemented by this server.
+"""Request fields that would change an answer but that this server does not implement.
 
-The names come from the documentation of OpenAI, vLLM, SGLang, llama.cpp's server, text-generation-inference
-and text-generation-webui. Each field is refused by name, unless its value does not change the answer. Fields
-that are in none of these tables are ignored.
+The names are taken from the documentation of OpenAI, vLLM, SGLang, llama.cpp's server,
+text-generation-inference and text-generation-webui. A request that contains such a field is refused with an
+error that names the field, unless the field's value does not change the answer. Fields that are in none of
+these tables are ignored.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from appliance.front.validation import UNSUPPORTED, FieldError, shown
 
 
 class RefusedField(NamedTuple):
-    """A refused field, and the remedy for the error message."""
+    """A field that is refused, with the remedy that the error message suggests."""
 
     name: str
     remedy: str
     neutral: tuple[Any, ...] = ()
     """Values that do not change the answer, in addition to null, false and empty values."""
     is_content: bool = False
-    """Whether the value is text from the conversation. Such text is not repeated in error messages, because
-    error messages are logged."""
+    """Whether the value is text from the conversation. Error messages are logged, so they must not quote
+    it."""
 
     @property
     def json_schema(self) -> dict[str, Any]:
@@ -43,8 +44,8 @@ class RefusedField(NamedTuple):
 
 
 def _each(remedy: str, *names: str, **neutral: tuple[Any, ...]) -> tuple[RefusedField, ...]:
-    """Return fields that share one remedy: the fields in `names`, and the fields in `neutral` with the values
-    that do not change the answer."""
+    """Return refused fields that share one remedy. `names` lists fields without neutral values; `neutral`
+    maps fields to the values that do not change the answer."""
     return (
         *(RefusedField(name, remedy) for name in names),
         *(RefusedField(name, remedy, values) for name, values in neutral.items()),

@@ -1,4 +1,4 @@
-"""The context of one HTTP request in the front, from its head to its end."""
+"""The context of one HTTP request in the front, from the arrival of its head to the end of its response."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_ECHOED_BYTES = 1024
 
 @dataclass(slots=True)
 class RequestContext:
-    """Caller, endpoint and timestamps of a request. The gate creates the context. The endpoint later sets the
+    """Caller, endpoint and timestamps of a request. The gate creates the context; the endpoint adds the
     model, the stream flag and the token counts."""
 
     request_id: str
@@ -43,17 +43,17 @@ class RequestContext:
     """The `user` field of the body, for the request log."""
     prompt_tokens: int = 0
     encoded_tokens: int = 0
-    """Number of prompt tokens before `truncate_prompt_tokens` removed any."""
+    """Number of prompt tokens as sent, before `truncate_prompt_tokens` was applied."""
     work_tokens: int = 0
-    """Work done so far for parsing and encoding, as a number of tokens. If this front refuses the request,
-    these tokens are charged to the tenant."""
+    """Work done so far for parsing and encoding, converted to a number of tokens. If this front refuses the
+    request, the tenant is charged for these tokens."""
     admitted: bool = False
-    """Whether `Admit` was sent. If it was, the request ends with `Settle` or `Refused`, never with
+    """Whether `Admit` was sent. If so, the request is closed with `Settle` or `Refused`, never with
     `Rejected`."""
     retry_of: str = ""
     """Request id of an earlier run with the same `Idempotency-Key` whose answer is no longer kept."""
     arrived_at: float = field(default_factory=time.time)
-    """When the request arrived, in unix seconds."""
+    """Time when the request arrived, in unix seconds."""
     started: float = field(default_factory=time.monotonic)
 
     def logged_fields(self) -> dict[str, Any]:
@@ -72,11 +72,11 @@ def context_of(request: Request) -> RequestContext:
 
 
 def make_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Return a new request id, which is unique in the request log.
+    """Return a new request id that is unique in the request log.
 
     The id begins with the client's `X-Request-Id` if that header contains only common characters, so that an
-    operator can find the request by the client's id. A suffix makes it unique, because clients repeat their
-    id when they retry.
+    operator can find the request by the client's id. A suffix makes the new id unique, because clients send
+    the same id again when they retry.
     """
     own = header(headers, b"x-request-id")
     if own is not None and _SANE_ID.fullmatch(own):

@@ -23,7 +23,7 @@ _STREAM_HEADERS = [
 
 
 class GenerationResponse(Response):
-    """The response to a generation request. The request is always settled at its end, even after an error."""
+    """The response to a generation request. It always settles the request at the end, even after an error."""
 
     def __init__(self, state: AppState, context: RequestContext, task: GenerationTask) -> None:
         super().__init__()
@@ -52,9 +52,9 @@ class GenerationResponse(Response):
             if not generation.ended.is_set():
                 generation.abort(error)
             generation.settle(self.status, error)
-            # The callbacks belong to the stream, and the stream refers to the generation. Breaking this cycle
-            # frees both immediately, instead of at the next garbage collection, which happens after about a
-            # thousand streams.
+            # The callbacks refer to the stream, and the stream refers to the generation. Break this reference
+            # cycle, so that both are freed immediately. The garbage collector would free them only after
+            # about a thousand streams.
             generation.on_progress = generation.on_end = None
             self._state.active.pop(self._context.request_id, None)
             if generation.is_kept and generation.ran:
@@ -84,7 +84,7 @@ class GenerationResponse(Response):
     ) -> ApiError | None:
         stream = EventStream(generation)
         generation.start()
-        # Delay the response head, because a failure that occurs before it is written can still set the HTTP
+        # Delay the response head, because an error that occurs before it is written can still set the HTTP
         # status.
         interval_s = self._state.limits.stream_comment_interval_s
         if interval_s:

@@ -5,7 +5,7 @@
         └──► dropped: another front has the run
 
 The core records which front has which run (`appliance.front_pool.claims`), and the front keeps the answers.
-When the front's process ends, its answers are lost, and retries run again.
+When the front's process exits, its answers are lost, and retries run again.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ if TYPE_CHECKING:
     from appliance.front.respond import GenerationResponse
 
 _NOT_REPEATED = (b"x-ratelimit-", b"content-length")
-"""Prefixes of headers that are not valid for a retry, or are set for it anew."""
+"""Prefixes of headers that are left out of the recorded response: they do not apply to a retry, or a retry's
+response gets its own."""
 _RUN_BYTES = 1024
 """Memory in bytes that a run takes in addition to its answer."""
 
 
 class KeyedRun:
-    """One run, whose response is recorded for retries. A run that has ended refers to no connection and no
-    prompt, because `held_bytes` does not include them."""
+    """One run, whose response is recorded for retries. After the run has finished, the object no longer
+    refers to a connection or a prompt, because `held_bytes` does not count their memory."""
 
     def __init__(self, retries: Retries, claim: Claim, fingerprint: bytes) -> None:
         """Create a run that has not been claimed yet. `fingerprint` is a hash of the request's body."""
@@ -49,20 +50,21 @@ class KeyedRun:
         self.finish_reason = "error"
         self.request_class: int | None = None
         self.is_kept = True
-        """Whether retries can find the run, so that its response must be recorded."""
+        """Whether retries can find the run. If so, its response must be recorded."""
         self.held_bytes = _RUN_BYTES
         """Memory in bytes that counts against `RetryRules.max_bytes`."""
         self.timer = Timer()
-        """Runs while a running request has no clients, and while an answer is kept."""
+        """Timer for the grace period after the last client has disconnected, or for the time for which the
+        answer is kept."""
         self.generation: Generation | None = None
-        """The generation while it is running. It outlives its client."""
+        """The generation while it is running. It continues after its client has disconnected."""
         self._retries = retries
         self._head: Message = {}
         self._body = bytearray()
         self._clients: set[Connection] = set()
         """Connections of the first client and of the retries that wait for the answer."""
         self._billed_tokens = 0
-        """Number of output tokens that had been written when the last client left."""
+        """Number of output tokens that had been written when the last client disconnected."""
 
     def follow(self, connection: Connection) -> None:
         """Add a client of a run that has not ended. It is removed when it disconnects."""
@@ -87,7 +89,7 @@ class KeyedRun:
             self._retries.grew(self, len(data))
 
     def complete(self, response: GenerationResponse) -> None:
-        """Make the answer to retries of the record, if the whole response has been recorded."""
+        """Create the response to retries from the record, if the record is complete."""
         self.status = response.status
         self.finish_reason = response.generation.finish_reason(response.status)
         self.request_class = response.generation.context.request_class
@@ -100,7 +102,8 @@ class KeyedRun:
             ]
 
     def end(self) -> None:
-        """Let retries have the answer, if there is one, and keep it for a while if the run succeeded."""
+        """Mark the run as finished and wake the waiting retries. If the run succeeded, keep its answer for a
+        while."""
         self.ended.set()
         self.generation = None
         self._body.clear()
@@ -111,15 +114,16 @@ class KeyedRun:
             self._retries.drop(self)
 
     def give_up(self) -> None:
-        """End the generation, unless the first client is connected. Tokens written since the last client
-        left are not billed."""
+        """End the generation, unless the first client is still connected. Tokens written after the last
+        client disconnected are not billed."""
         generation = self.generation
         if generation is not None and generation.context.connection.lost:
             generation.delivered_tokens = self._billed_tokens
             generation.client_disconnected()
 
     def leave(self, connection: Connection) -> None:
-        """Remove a client. If it was the last one, give the run up unless a retry arrives in time."""
+        """Remove a client. If it was the last one, end the run unless a retry arrives within the grace
+        period."""
         self._clients.discard(connection)
         generation = self.generation
         if not self._clients and not self.ended.is_set():
@@ -129,7 +133,7 @@ class KeyedRun:
             else:
                 self.give_up()
         if generation is not None and generation.on_end is not None:
-            # Record what was waiting for the client to read.
+            # Write the events that were waiting for the client to read, so that they are recorded.
             generation.on_end()
 
 
@@ -158,16 +162,16 @@ class Retries:
         run.claimed.set_result(message)
 
     def grew(self, run: KeyedRun, size: int) -> None:
-        """Count an addition to an answer. If the memory is full, drop the oldest answers, or else this
-        one."""
+        """Count an addition to an answer. If the memory limit is exceeded, drop the oldest finished answers,
+        or this answer if there are none."""
         run.held_bytes += size
         self.kept_bytes += size
         while self.kept_bytes > self.rules.max_bytes and run.is_kept:
             self.drop(next((known for known in self.runs.values() if known.ended.is_set()), run))
 
     def drop(self, run: KeyedRun) -> None:
-        """Remove the run from this front and from the core. A running request continues only if its first
-        client is connected."""
+        """Remove the run here and release its claim in the core. If the run is in progress, it continues only
+        while its first client is connected."""
         self._forget(run)
         self._to_core(Release(run.scope))
         run.give_up()

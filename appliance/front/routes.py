@@ -189,7 +189,8 @@ class _Api:
         found = named_model(state, context, body)
         key = key_of(request)
         if key is None:
-            # Free the body's bytes. Otherwise up to 2 MB would stay in memory until the prompt is encoded.
+            # Free the body's bytes. Otherwise up to 2 MB would stay in memory while the prompt waits to be
+            # encoded.
             data.clear()
             return GenerationResponse(state, context, await make_task(state, found, context, body))
         return await answer(state, request, key, data, lambda: make_task(state, found, context, body))

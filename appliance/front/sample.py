@@ -10,7 +10,7 @@ from engine.messages import FinishReason, Output, TokenLogprob
 
 
 class LogprobEntry(NamedTuple):
-    """A token's log probability, and the position of its text in the answer."""
+    """A token's log probability, with the position of the token's text in the answer."""
 
     logprob: TokenLogprob
     offset: int
@@ -64,15 +64,15 @@ class Sample:
         """The text so far, if the log policy keeps it."""
         self.entries: list[LogprobEntry] | None = [] if wants_logprobs else None
         self.delivered = 0
-        """Number of tokens that the answer uses, including end tokens. Tokens after the token that completed
-        a stop string are not counted."""
+        """Number of tokens in the answer, including end tokens. Tokens after the token that completed a stop
+        string are not counted."""
         self.cumulative_logprob = 0.0
-        """Sum of the log probabilities of the delivered tokens that the engine has reported."""
+        """Sum of the reported log probabilities of the delivered tokens."""
         self.counted = 0
         """Number of delivered tokens that have been written to a stream."""
         self.finish_reason: FinishReason = ""
         self.begun = False
-        """Whether the stream's first chunk of this sample has been built."""
+        """Whether this sample's first chunk in the stream has been built."""
         self.waiting = False
         """Whether this sample is included in the stream's next flush."""
         self._text = text
@@ -81,8 +81,8 @@ class Sample:
         self._includes_stop = includes_stop
 
     def take(self, output: Output) -> None:
-        """Process an output whose finish reason is neither "error" nor "cancelled". If a stop string is
-        found, `finish_reason` is set even though the output has none."""
+        """Process an output. Its finish reason must not be "error" or "cancelled". If a stop string is found,
+        `finish_reason` is set even if the output has no finish reason."""
         token_ids = output.token_ids
         finish = output.finish_reason
         self.token_ids += token_ids

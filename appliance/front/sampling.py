@@ -17,7 +17,7 @@ from appliance.text.encoder import LoneSurrogateError
 from engine.messages import MAX_BAD_WORD_TOKENS, SamplingParams
 
 _MAX_INLINE_IDS = 32_768
-"""The bit map is built on the event loop for up to this many ids, which takes 2 ms. Longer lists are
+"""Maximum number of ids for which the bit map is built on the event loop. This takes 2 ms. Longer lists are
 processed in a thread."""
 
 
@@ -31,11 +31,9 @@ async def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """Return the sampling parameters for answers of at most `max_tokens`. Raises `ApiError`.
-
-    `logprobs` and `prompt_logprobs` are the numbers of alternatives that the engine returns. The answer may
-    show fewer.
-    """
+    """Return the sampling parameters for answers of at most `max_tokens`. `logprobs` and `prompt_logprobs`
+    are the numbers of alternatives to request from the engine; the answer may show fewer. Raises
+    `ApiError`."""
     temperature = 1.0 if body.temperature is None else body.temperature
     top_p = 1.0 if body.top_p is None else body.top_p
     if top_p == 0.0:
@@ -78,7 +76,7 @@ async def sampling_params(
         logit_bias=body.logit_bias or None,
         allowed_tokens=allowed_tokens,
         bad_words=bad_words,
-        # The seed is drawn here, so that a resubmission to another replica continues the same text.
+        # Draw the seed here, so that another replica can continue the same text after a resubmission.
         seed=secrets.randbits(63) if body.seed is None else body.seed & ((1 << 63) - 1),
         min_tokens=min_tokens,
         stop_token_ids=tuple(stop_ids),
@@ -114,8 +112,8 @@ def bit_map(token_ids: list[int]) -> bytes:
 async def bad_word_tokens(
     state: AppState, context: RequestContext, model: LoadedModel, words: tuple[str, ...]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the words' token sequences, both at the beginning of a text and after a space. Raises
-    `ApiError`."""
+    """Return two token sequences per word: one for the word at the beginning of a text, and one for the word
+    after a space. Raises `ApiError`."""
     if not words:
         return ()
     texts = {variant: index for index, word in enumerate(words) for variant in (word, " " + word.lstrip(" "))}

@@ -1,8 +1,8 @@
-"""The request bodies. Validation, the OpenAPI document and the tables in docs/api.md are derived from these
-declarations.
+"""The structs of the request bodies. Validation, the OpenAPI document and the tables in docs/api.md are
+derived from them.
 
-Fields that are not declared here are accepted and ignored, because OpenAI's clients send `metadata`, `store`
-and similar fields. Fields that would change the answer but are not implemented are refused by name
+Undeclared fields are accepted and ignored, because OpenAI's clients send `metadata`, `store` and similar
+fields. Fields that would change the answer but are not implemented are refused by name
 (`appliance.front.refused_fields`).
 """
 
@@ -89,13 +89,13 @@ class GenerationRequest(RequestStruct, kw_only=True):
     ] = None
     top_p: Annotated[
         Fraction | None,
-        _about("Sample only from the most likely tokens whose probabilities add up to this. Default 1."),
+        _about("Sample only from the most likely tokens, up to this cumulative probability. Default 1."),
     ] = None
     top_k: Annotated[
         TopK | None,
         _about(
-            "Sample only from this many most likely tokens. 0 and -1 turn this limit off, which is the "
-            "default."
+            "Sample only from this many most likely tokens. With 0 or -1, sample from all tokens. "
+            "Default: all tokens."
         ),
     ] = None
     min_p: Annotated[
@@ -123,10 +123,7 @@ class GenerationRequest(RequestStruct, kw_only=True):
     ] = None
     repetition_penalty: Annotated[
         RepetitionPenalty | None,
-        _about(
-            "Penalty for tokens that already occur in the prompt or the answer. 1 turns it off, which is the "
-            "default."
-        ),
+        _about("Penalty for tokens that already occur in the prompt or the answer. Default 1: no penalty."),
     ] = None
     logit_bias: Annotated[
         LogitBiasField | None, _about("Numbers that are added to the logits of the given token ids.")
@@ -142,8 +139,8 @@ class GenerationRequest(RequestStruct, kw_only=True):
         BadWordsField | None,
         _about(
             "Texts that must not be generated. Each text is tokenized with and without a leading "
-            "space, and its last token is banned after its other tokens. Different tokens that produce "
-            "the same text remain possible."
+            "space. Its last token cannot be generated directly after its other tokens. The same text can "
+            "still be generated from different tokens."
         ),
     ] = None
     seed: Annotated[
@@ -166,8 +163,8 @@ class GenerationRequest(RequestStruct, kw_only=True):
     truncate_prompt_tokens: Annotated[
         PositiveOrMinusOne | None,
         _about(
-            "Keep at most this many tokens from the end of each prompt. With -1, as many are kept as "
-            "leave space for `max_tokens`. A beginning-of-text token that the tokenizer added is "
+            "Keep at most this many tokens from the end of each prompt. With -1, keep as many as "
+            "leave space for `max_tokens`. A beginning-of-text token that the tokenizer has added is "
             "always kept."
         ),
     ] = None

@@ -1,9 +1,10 @@
-"""Builds server-sent events by hand, because this code accounts for most of the front's CPU time per token.
+"""Builds server-sent events from prepared strings instead of a JSON encoder, because this code accounts for
+most of the front's CPU time per token.
 
 Each token costs one list append when it arrives, and a share of one chunk when its stream is flushed. Streams
 are flushed each time the event loop has processed the messages in the replica's channel. While the client's
-socket is full, no events are built. Once it has space again, the waiting tokens are written as one event per
-sample.
+socket is full, no events are built. When the socket accepts data again, the waiting tokens are written as one
+event per sample.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from appliance.front.sample import Sample
 log = logging.getLogger(__name__)
 
 MAX_HELD_OUTPUTS = 65_536
-"""Maximum number of outputs held for a client that does not read. Each output has one or a few tokens. Above
-this limit, the request is ended."""
+"""Maximum number of outputs held for a client that does not read. Each output has one or a few tokens. If a
+client exceeds this limit, its request is ended."""
 MAX_HELD_LOGPROB_OUTPUTS = 4_096
 """Maximum number of held outputs with log probabilities. Each of these outputs may take a kilobyte."""
 
@@ -55,8 +56,8 @@ class EventStream:
         self._max_held = MAX_HELD_OUTPUTS if task.logprobs is None else MAX_HELD_LOGPROB_OUTPUTS
         self._unfinished = len(generation.samples)
         head = _encode(answer_head(generation, chunk=True))[:-1]
-        # These are the fixed parts of a chunk: the part before the choice, the part from there to the text,
-        # and the part after the text.
+        # The fixed parts of a chunk: the part before the choice, the part between it and the text, and the
+        # part after the text.
         self._head = b"data: " + head + b',"choices":['
         before_text = b',"delta":{"content":' if task.chat else b',"text":'
         self._before_text = [
@@ -145,7 +146,8 @@ class EventStream:
             if generation.first_bytes_at is None:
                 generation.first_bytes_at = time.monotonic()
         if last:
-            # Settle now, because clients disconnect after the last event, before the end of the response.
+            # Settle now, because clients disconnect after reading the last event, without waiting for the end
+            # of the response.
             if generation.failure is not None:
                 generation.settle(generation.failure.status, generation.failure.message)
             else:
@@ -158,8 +160,8 @@ class EventStream:
             self._state.flush_soon(self.flush)
 
     def _build(self, sample: Sample, events: list[bytes]) -> int:
-        """Append the sample's next events to `events` and return their cost. If the sample has more events,
-        they wait for the next flush."""
+        """Append the sample's next events to `events` and return their cost. Events that do not fit are left
+        for the next flush."""
         cost = 1
         if not sample.begun:
             if (
@@ -213,8 +215,8 @@ class EventStream:
         self._waiting.append(sample)
 
     def _begin(self, sample: Sample, events: list[bytes]) -> bool:
-        """Append the events that precede a sample's text. Return False if more of these events are to
-        follow."""
+        """Append the events that precede a sample's text. Return False if some of them are left for the next
+        flush."""
         is_first = sample.index not in self._echoed
         prompt_ids = b""
         if self._task.return_token_ids and is_first and not (self._task.chat and sample.index):
@@ -240,7 +242,7 @@ class EventStream:
         return True
 
     def _event(self, sample: Sample, text: str, logprobs: bytes, more: bytes = b"") -> bytes:
-        """Return a chunk with `text`. `more` holds further fields of its choice."""
+        """Return a chunk with `text`. `more` contains additional fields of the chunk's choice."""
         return (
             self._before_text[sample.index]
             + _encode(text)
@@ -258,7 +260,8 @@ class EventStream:
         return b',"token_ids":' + _encode(token_ids) if self._task.return_token_ids else b""
 
     def _tail(self, more: bytes = b"") -> bytes:
-        """Return the end of a chunk, after its choice. `more` holds further fields of the chunk."""
+        """Return the part of a chunk that follows its choice. `more` contains additional fields of the
+        chunk."""
         if not self._task.include_usage:
             return b"]" + more + b"}\n\n"
         counts = _encode(usage(self.generation)) if self._task.continuous_usage else b"null"

@@ -22,12 +22,12 @@ from appliance.text.template_messages import ChatTemplateError, TemplateBoundErr
 MAX_VARIABLES_BYTES = 65_536
 """Maximum size of `chat_template_kwargs` as JSON, in bytes."""
 HIDE_INLINE_CHARACTERS = 4096
-"""Conversations longer than this are searched for control tokens in a thread, because the search takes up to
-2.5 µs per character."""
+"""Conversations with more characters than this are searched for control tokens in a thread, because the
+search takes up to 2.5 µs per character."""
 
 _MESSAGE_CHARACTERS = 16
-"""Number of characters added to a conversation's size for each message. Searching the role and field names of
-a message for control tokens takes as long as searching this many characters."""
+"""Number of characters added to a conversation's size for each message, to account for its role and field
+names: searching them for control tokens takes as long as searching this many characters."""
 _MARK_DIGITS = 20
 """Number of digits in the marker that is appended to a continued message. The marker consists of digits
 because no template filter changes them."""
@@ -43,7 +43,7 @@ async def text_tokens(
     add_special_tokens: bool = True,
     limit: LengthLimit | None = None,
 ) -> list[list[int]]:
-    """Return the tokens of each text in the `prompt` field. Without a `limit`, the texts may have at most
+    """Return the tokens of each text in the `prompt` field. If `limit` is None, the texts may have at most
     `MAX_TOKENS_SHOWN` tokens in total. Raises `ApiError`."""
     try:
         with text_memory(state, context, text_bytes(texts)):
@@ -69,11 +69,11 @@ async def chat_tokens(
     continue_final_message: bool = False,
     limit: LengthLimit | None = None,
 ) -> list[int]:
-    """Return the prompt for a conversation. Only the template can produce control tokens in it.
+    """Return the prompt for a conversation. Only the template can produce control tokens in it. Raises
+    `ApiError`.
 
     If `add_generation_prompt` is None, its default applies. With `continue_final_message`, the prompt ends
-    with the last message's text. Without a `limit`, the prompt may have at most `MAX_TOKENS_SHOWN` tokens.
-    Raises `ApiError`.
+    with the last message's text. If `limit` is None, the prompt may have at most `MAX_TOKENS_SHOWN` tokens.
     """
     for name in variables or ():
         if name in _RESERVED_VARIABLES:
@@ -125,7 +125,7 @@ async def decode(
 
 
 def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
-    """Return each message's role, content and, if present, name."""
+    """Return the messages as dicts with the role, the content and, if present, the name."""
     return [
         {"role": message.role, "content": message.text}
         | ({"name": message.name} if message.name is not None else {})
@@ -134,15 +134,15 @@ def conversation(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
 
 
 def conversation_size(messages: Sequence[ChatMessage]) -> tuple[int, int]:
-    """Return the number of characters in a conversation, and their size in memory in bytes. Messages without
-    text are counted too, because processing them also takes time and memory."""
+    """Return a conversation's number of characters and its size in memory in bytes. Messages without text are
+    counted too, because processing them also takes time and memory."""
     texts = [text for message in messages for text in (message.text, message.name) if text]
     others = len(messages) * _MESSAGE_CHARACTERS
     return others + sum(map(len, texts)), others + text_bytes(texts)
 
 
 def prompt_param(index: int, prompts: Sequence[object]) -> str:
-    """Return the parameter name of one prompt of a completion, for error messages."""
+    """Return the name of one of a completion's prompts, as error messages write it."""
     return "prompt" if len(prompts) == 1 else f"prompt[{index}]"
 
 

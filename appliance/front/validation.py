@@ -1,12 +1,13 @@
 """Validates a decoded JSON object against a request struct.
 
 msgspec's own error messages are written for developers, so this module reads the structs' declarations
-(`msgspec.inspect`) and checks each value itself. Errors name the field, the value and the allowed values.
-Validation stops at the first invalid value, so that a hostile list with a quarter of a million items takes
-little time.
+(`msgspec.inspect`) and checks each value itself. Error messages contain the field, the value and the allowed
+values. Validation stops at the first invalid value, so that a hostile list with a quarter of a million items
+takes little time.
 
-The module supports the types that request structs use: booleans, numbers, strings, literals, lists, objects,
-other structs, optional variants of all these, and classes that parse their own values (`ParsedType`).
+The module supports the types that request structs use: booleans, numbers, strings, literals, lists, objects
+and other structs. Each of them may be optional. Classes that parse their own values (`ParsedType`) are
+supported too.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ Parser = Callable[[Any], Any]
 
 
 class FieldError(ValueError):
-    """Raised for a value that a field does not allow. `path` consists of the names and indexes that lead to
-    the value in the body."""
+    """Raised for a value that a field does not allow. `path` contains the names and indexes that lead from
+    the body to the value."""
 
     def __init__(self, message: str, code: str = INVALID, path: tuple[str | int, ...] = ()) -> None:
         super().__init__(message)
@@ -37,8 +38,8 @@ class FieldError(ValueError):
         self.path = path
 
     def inside(self, part: str | int) -> FieldError:
-        """Return this error with `part` prepended to its path, for the object or list that contains the
-        value."""
+        """Return this error with `part`, the field name or list index that contains the value, prepended to
+        its path."""
         return FieldError(self.message, self.code, (part, *self.path))
 
     @property
@@ -51,7 +52,7 @@ class FieldError(ValueError):
 
 
 class ParsedType(Protocol):
-    """A field type that has more than one JSON form."""
+    """A field type whose values can have more than one JSON form."""
 
     json_schema: ClassVar[dict[str, Any]]
 
@@ -61,7 +62,7 @@ class ParsedType(Protocol):
 
 
 class RefusedName(Protocol):
-    """A field name that a struct accepts only with certain values."""
+    """A field that is accepted only with certain values."""
 
     @property
     def json_schema(self) -> dict[str, Any]:
@@ -116,8 +117,8 @@ def shown(value: Any) -> str:
 
 
 def _shown_kind(value: Any) -> str:
-    """Return the same as `shown`, but with the text of a string left out. Error messages are logged, and
-    conversation text that was sent in the wrong field must not appear in the log."""
+    """Return `shown(value)`, but without the text of a string. Error messages are logged, and the log must
+    not contain conversation text that was sent in the wrong field."""
     return "a string" if isinstance(value, str) else shown(value)
 
 

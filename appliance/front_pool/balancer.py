@@ -25,9 +25,9 @@ class ConnectionBalancer:
         return any(front.takes_connections for front in self._fronts)
 
     def assign(self, connection: ClientConnection, *descriptors: int) -> None:
-        """Give the connection to the next front that has a free place. If all fronts are full, the next one
-        gets the connection and refuses it with 503. If no front accepts connections at the moment, the
-        connection waits. The caller closes its own descriptors."""
+        """Give the connection to the next front that has a free place. If all fronts are full, the next front
+        gets the connection and refuses it with 503. If no front accepts connections, the connection waits.
+        The caller closes its own descriptors."""
         for needs_room in (True, False):
             for step in range(len(self._fronts)):
                 front = self._fronts[(self._next + step) % len(self._fronts)]
@@ -38,8 +38,8 @@ class ConnectionBalancer:
         self._waiting.append(Untaken(connection, descriptors))
 
     def assign_again(self, connections: Sequence[Untaken] = ()) -> None:
-        """Assign the waiting connections, and `connections`, which a front left unread when it ended. Their
-        descriptors are closed here."""
+        """Assign the waiting connections to fronts, followed by `connections`, which a front left unread when
+        it exited. Their descriptors are closed here."""
         waiting = [*self._waiting, *connections]
         self._waiting.clear()
         for one in waiting:

@@ -1,7 +1,7 @@
-"""Records which front runs, or keeps the answer to, each request with an `Idempotency-Key`.
+"""Records which front runs each request with an `Idempotency-Key`, or keeps the answer to it.
 
-Fronts keep the answers in memory. A front's claims end with its process, because its answers are lost with
-the process.
+Fronts keep the answers in memory. When a front's process exits, its answers are lost, so its claims are
+removed.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from appliance.messages import Claim, Claimed, Release
 
 MAX_DROPPED_RUNS = 10_000
-"""Maximum number of runs without an answer that are remembered, so that the log can show that a retry ran
-again."""
+"""Maximum number of runs remembered after their answers were dropped. With them, the log can show that a
+retry ran again."""
 
 
 class Claims:
@@ -18,12 +18,14 @@ class Claims:
 
     def __init__(self) -> None:
         self._owners: dict[bytes, tuple[str, str]] = {}
-        """For each claimed scope, the front and the id of the request that it runs or has run."""
+        """For each claimed scope, the front and the id of the request that the front is running or has
+        run."""
         self._dropped: dict[bytes, str] = {}
-        """Request ids of runs without an answer, by scope. The oldest comes first."""
+        """Request ids of runs whose answers were dropped, by scope. The oldest comes first."""
 
     def claim(self, front: str, claim: Claim) -> Claimed:
-        """Return whether the front must run the request."""
+        """Answer a front's claim: the front must run the request unless another front has claimed the
+        scope."""
         if claim.scope in self._owners:
             return Claimed(claim.scope, is_elsewhere=True)
         self._owners[claim.scope] = front, claim.request_id
@@ -40,7 +42,7 @@ class Claims:
         return self._owners.get(scope, ("", ""))[0]
 
     def lose_front(self, front: str) -> int:
-        """Remove the claims of a front that has ended, and return their number."""
+        """Remove the claims of a front that has exited, and return their number."""
         lost = [scope for scope in self._owners if self.owner(scope) == front]
         for scope in lost:
             self.release(Release(scope))

@@ -1,5 +1,5 @@
-"""The core's view of one front process: starts it, sends its configuration and connections, and restarts it
-when it ends.
+"""The core's view of one front process: starts the process, sends it the configuration and connections, and
+restarts it after it has exited.
 
 A `Front` does not depend on requests, models or other fronts. It passes its process's messages to its
 `FrontEvents` (`appliance.front_pool.pool.FrontPool`).
@@ -45,18 +45,20 @@ from engine.memory_kills import count_memory_kills, memory_kill_note
 log = logging.getLogger(__name__)
 
 _MAX_UNREAD_BYTES = 64 << 10
-"""A front with more unread bytes than this in its control channel temporarily gets no further connections."""
+"""A front gets no further connections while its control channel has more unread bytes than this."""
 _MAX_UNTAKEN = 24
-"""A front that has not yet taken this many of its connections temporarily gets no further connections. The
-number is lower than the number of descriptors that a front keeps free (`RESERVED_DESCRIPTORS`). It is also at
-most an eighth of this process's descriptor limit, because this process keeps a duplicate of each connection's
-descriptor, and the kernel counts descriptors in a channel against the same limit."""
+"""A front gets no further connections while it has not yet taken this many connections that were sent to it.
+
+The number is lower than the number of descriptors that a front keeps free (`RESERVED_DESCRIPTORS`). It is
+also at most an eighth of this process's descriptor limit: this process keeps a duplicate of each connection's
+descriptor, and the kernel counts descriptors in a channel against the same limit.
+"""
 _QUIET_S = 3.0
-"""A front that sends nothing for this long temporarily gets no further connections. Fronts report twice a
+"""A front gets no further connections after it has sent nothing for this long. Fronts report twice a
 second."""
 _SLOW_START_S = 30.0
-"""A front that has been starting for longer than this is listed as a problem. A front takes about two seconds
-per model to read the tokenizer."""
+"""A front that has been starting for longer than this is reported as a problem. A front takes about two
+seconds per model to read the tokenizer."""
 _DYING_S = 0.5
 
 
@@ -81,24 +83,24 @@ class Untaken:
 
 
 class FrontEvents(Protocol):
-    """Receives the events of a front and the messages that its process sends."""
+    """Receives events about a front, and the messages that its process sends."""
 
     def front_started(self, front: Front) -> None:
-        """Handle a new process, which has no configuration yet. If OSError is raised, the process is killed
-        and started again."""
+        """Handle the start of a process, which has no configuration yet. If this method raises OSError, the
+        process is killed and started again."""
 
     def front_ready(self, front: Front) -> None:
         """Handle a front that is ready for connections."""
 
     def front_reported(self, front: Front) -> None:
-        """Handle a message that shows that the front is responding or has free places again. The front may
-        then accept connections again."""
+        """Handle a message that shows that the front responds or has free places. The front may now accept
+        connections again."""
 
     def request_message(self, front: Front, message: AboutRequest) -> None:
         """Handle a message about a request."""
 
     def claim_message(self, front: Front, message: Claim | Release) -> None:
-        """Handle a claim or release of a request with an `Idempotency-Key`."""
+        """Handle a claim or a release for an `Idempotency-Key`."""
 
     def front_hands_over(self, front: Front, message: HandOver, descriptors: tuple[int, int]) -> None:
         """Pass a connection, with its request, to the front that must answer the request. The descriptors are
@@ -113,18 +115,18 @@ class FrontEvents(Protocol):
         previous value of `front.problems`."""
 
     def front_lost(self, front: Front, name: str) -> None:
-        """Handle the end of the process with this name."""
+        """Handle the exit of the process with this name."""
 
     def front_problem(self, front: Front, what: str) -> None:
         """Report a problem to the operator."""
 
 
 class Front:
-    """Supervises one front process. All methods must be called on the event loop's thread. This thread must
-    not end, because the kernel kills each front process when the thread that spawned it ends.
+    """Supervises one front process. All methods must be called on the event loop's thread. That thread must
+    keep running, because the kernel kills a front process when the thread that spawned it exits.
 
-    Every process has a unique name ("front-0", then "front-0.1", …), so that a replica's late message about a
-    front that has ended cannot be mistaken for a message about its successor.
+    Every process has a unique name ("front-0", then "front-0.1", …). A replica's late message about a front
+    that has exited therefore cannot be mistaken for a message about its successor.
     """
 
     def __init__(
@@ -197,7 +199,7 @@ class Front:
 
     @property
     def configured(self) -> int:
-        """Serial number of the last configuration that the front applied."""
+        """Serial number of the latest configuration that the front has applied."""
         return self._report.configured if self._report is not None else 0
 
     @property
@@ -206,13 +208,13 @@ class Front:
 
     @property
     def _starting_s(self) -> float:
-        """How long the front has been starting, in seconds, or 0 if it is not starting."""
+        """Time in seconds for which the front has been starting, or 0 if it is not starting."""
         return time.monotonic() - self._started_at if self.state == "starting" else 0.0
 
     # ── start and stop ──
 
     def start(self) -> None:
-        """Spawn the process. If spawning fails, it is retried as after the end of a process."""
+        """Spawn the process. If this fails, retry after the same delay as for a process that has exited."""
         self.name = f"front-{self.number}" + (f".{self.restarts}" if self.restarts else "")
         self.state, self.detail = "starting", ""
         self._report, self._ready_at, self._kill_reason = None, None, ""
@@ -289,13 +291,12 @@ class Front:
             self._channel.send(connection, descriptors)
 
     def take_back(self) -> list[Untaken]:
-        """Return the connections from which the ended process has not read anything. The caller closes
-        them."""
+        """Return the connections that the exited process had not begun to read. The caller closes them."""
         untaken, self._untaken = list(self._untaken.values()), {}
         return untaken
 
     def begin_stop(self, grace_s: float) -> None:
-        """Let the process finish its running answers and end. The process is not restarted."""
+        """Let the process finish its running answers and then exit. It is not restarted."""
         self._stopping = True
         if self._timer is not None:
             self._timer.cancel()
@@ -306,7 +307,7 @@ class Front:
         self.send(StopFront(grace_s))
 
     async def ended(self) -> None:
-        """Wait until the process has ended."""
+        """Wait until the process has exited."""
         await self._ended.wait()
 
     def kill(self, reason: str) -> None:
@@ -317,8 +318,8 @@ class Front:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def kill_soon(self, reason: str) -> None:
-        """Kill the process unless it ends within half a second. It is probably already ending by itself, and
-        then its exit status gives the reason."""
+        """Kill the process unless it exits within half a second. It is probably exiting already, and its own
+        exit status would then give the reason."""
 
         def kill(name: str) -> None:
             if self.name == name:
@@ -374,7 +375,7 @@ class Front:
 
     @contextlib.contextmanager
     def _descriptors(self, count: int) -> Iterator[list[int]]:
-        """Yield the descriptors that came with a message, and close them afterwards. If the kernel has
+        """Yield the descriptors that a message contained, and close them afterwards. If the kernel has
         dropped a descriptor because this process has too many open files, yield nothing."""
         taken: list[int] = []
         complete = True
@@ -400,7 +401,7 @@ class Front:
         if process is None or channel is None:
             return
         asyncio.get_running_loop().remove_reader(self._pidfd)
-        # The channel may still hold messages that the process sent before it ended.
+        # The channel may still contain messages that the process sent before it exited.
         for message in channel.read():
             self._message(message)
         channel.close()
@@ -449,8 +450,8 @@ class Front:
         """Return the explanation of the front's state."""
         if self._starting_s > _SLOW_START_S:
             return (
-                f"starting for {self._starting_s:.0f} s: loading the models' tokenizers and chat "
-                "templates is not complete; the front is killed and restarted after load_timeout_s = "
+                f"starting for {self._starting_s:.0f} s: the models' tokenizers and chat "
+                "templates are still loading; the front is killed and restarted after load_timeout_s = "
                 f"{self.load_timeout_s:g}"
             )
         if self.state == "ready" and self._silent_s > _QUIET_S:
@@ -467,8 +468,9 @@ class Front:
             )
         if 0 < report.max_connections < self.max_connections:
             return (
-                f"the limit of open files allows only {report.max_connections:,} of "
-                f"limits.max_connections = {self.max_connections:,} connections: raise it (ulimit -n)"
+                f"the limit of open files allows only {report.max_connections:,} connections, fewer "
+                f"than limits.max_connections = {self.max_connections:,}: raise the limit of open files "
+                "(ulimit -n)"
             )
         return ""
 

@@ -1,8 +1,8 @@
-"""Derives the table of identities from tenants, keys and settings. Fronts use the table to authenticate
-callers.
+"""Derives the identity table, which fronts use to authenticate callers, from tenants, keys and settings.
 
-The table is derived again only when policies or settings change. Fronts then receive only the differences.
-The rights of a request always come from the core's own table (`IdentityRegistry.of`), never from the front.
+The table is derived again only when policies or settings change. Fronts then receive only the differences. A
+request's rights are always read from the core's own table (`IdentityRegistry.of`), never from the front's
+message.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class IdentityRegistry:
 
     def of(self, identity: Identity) -> Identity:
         """Return the current rights of a caller that a front has identified. If the caller's tenant or key
-        has been deleted since then, the caller gets the rights of a tenant without a policy."""
+        has been deleted in the meantime, return the rights of a tenant without a policy."""
         policies = self._policies()
         if (tenant := policies.tenants.get(identity.tenant)) is not None:
             if not identity.key_id:
@@ -93,8 +93,8 @@ class IdentityRegistry:
 
 
 def local_uids(unix: UnixSettings) -> set[int]:
-    """Return the users who belong to the tenant "local" unless they are mapped to another tenant: the owner,
-    root, and the users named in the settings."""
+    """Return the users whose default tenant is "local": the owner, root, and the users named in the
+    settings."""
     return {os.geteuid(), 0, *(unix.uids if isinstance(unix.uids, list) else ())}
 
 

@@ -1,8 +1,8 @@
 """The API's listening sockets. The core accepts connections on them and gives each connection to a front.
 
-A listener is read only while a front accepts connections. Otherwise clients wait in the listener's backlog,
-so that no client is refused. Sockets opened by the service manager outlive the service: a client that
-connects while the service is down is served after the next startup.
+A listener is read only while a front accepts connections. At other times, new connections wait in the
+listener's backlog and are not refused. Sockets opened by the service manager outlive the service: a client
+that connects while the service is down is served after the next startup.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _MAX_PER_PASS = 4
 """Maximum number of connections accepted per iteration of the event loop, so that a burst of connections does
 not delay requests in progress."""
 _RETRY_S = 0.1
-"""Time during which no connections are accepted after a shortage of descriptors or memory."""
+"""Length of the pause in accepting connections after descriptors or memory have run out."""
 _SAME_SHORTAGE_S = 60.0
-"""A shortage that recurs within this time is treated as one continuous shortage and is reported once."""
+"""If descriptors or memory run out again within this time, the shortage is not reported again."""
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 NoteProblem = Callable[[str, str], None]
@@ -67,15 +67,14 @@ class Listener:
         self._balancer = balancer
         self._note = note
         self._shortage_at: float | None = None
-        """When this process last ran out of descriptors or memory for a connection."""
+        """Time when this process last ran out of descriptors or memory for a connection."""
         self._reading = False
         self._pause: asyncio.TimerHandle | None = None
         self._stopping = False
         self._closed = False
 
     def update(self) -> None:
-        """Read the socket while a front accepts connections. Otherwise leave new connections in the
-        backlog."""
+        """Accept connections while a front can take them. Otherwise leave new connections in the backlog."""
         wanted = not (self._closed or self._stopping) and self._pause is None and self._balancer.open
         if wanted != self._reading:
             self._reading = wanted
@@ -86,8 +85,9 @@ class Listener:
                 loop.remove_reader(self.socket.fileno())
 
     def begin_stop(self) -> None:
-        """Stop reading the socket if it outlives the service, so that new clients wait for the next start of
-        the service. The service's own sockets are served until they are closed."""
+        """Stop accepting connections if the socket outlives the service, so that new clients wait for the
+        next start of the service. A socket that belongs to the service accepts connections until it is
+        closed."""
         if self.lasting:
             self._stopping = True
             self.update()
@@ -160,8 +160,8 @@ class Listeners:
         balancer: ConnectionBalancer,
         note: NoteProblem,
     ) -> None:
-        """Assign the `given` sockets by their addresses, and open the sockets that are missing. Raises
-        ListenError."""
+        """Assign the sockets in `given` to listeners by their addresses, and open the sockets that are
+        missing. Raises ListenError."""
         self.admin: socket.socket | None = None
         """Socket of the admin API, if the service manager opened it."""
         self._listeners: list[Listener] = []
@@ -187,7 +187,7 @@ class Listeners:
         return {listener.name: listener.accepted for listener in self._listeners}
 
     def update(self) -> None:
-        """Accept connections only while a front accepts them."""
+        """Start or stop accepting connections, depending on whether a front accepts them."""
         for listener in self._listeners:
             listener.update()
 
@@ -203,7 +203,7 @@ class Listeners:
             listener.close()
 
     def prepare(self, settings: Settings) -> socket.socket | None:
-        """Open the TCP address in `settings` if it is new; `change` then uses it. If ListenError is raised,
+        """Open the TCP address in `settings` if it is new, for use by `change`. If ListenError is raised,
         nothing has changed."""
         return self._bind_tcp(settings, beside=[listener.socket for listener in self._own_tcp()])
 
@@ -241,7 +241,7 @@ class Listeners:
         return bind_tcp(*wanted, beside=beside)
 
     def _take(self, sock: socket.socket, settings: Settings) -> None:
-        """Take a socket over from the service manager."""
+        """Take ownership of a socket that the service manager opened."""
         name = sock.getsockname()
         if sock.type != socket.SOCK_STREAM or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             raise ListenError(

@@ -49,11 +49,10 @@ from appliance.settings import Settings
 log = logging.getLogger(__name__)
 
 _CONFIGURED_WITHIN_S = 2.0
-"""Time limit for a front to apply a configuration. A slower front is busy or ending, so the pool stops
-waiting for it."""
+"""Maximum time to wait for fronts to apply a configuration. After that, the caller continues without them."""
 _CLOSE_S = 1.0
 _STOP_S = 3.0
-"""Time limit for fronts to close their connections and end. Fronts that take longer are killed."""
+"""Time limit for fronts to close their connections and exit. Fronts that take longer are killed."""
 
 
 class FrontRequests(Protocol):
@@ -131,7 +130,7 @@ class FrontPool:
             front.start()
 
     async def stop(self) -> None:
-        """End all processes within a few seconds. Connections are closed."""
+        """Stop all processes within a few seconds. Their connections are closed."""
         for front in self.fronts:
             front.begin_stop(_CLOSE_S)
         ended = asyncio.gather(*(front.ended() for front in self.fronts))
@@ -146,7 +145,7 @@ class FrontPool:
             front.check()
 
     def set_count(self, count: int) -> None:
-        """Run this many fronts. Surplus fronts finish their running answers before they end."""
+        """Run this many fronts. Surplus fronts finish their running answers and then exit."""
         settings = self._settings()
         staying = [front for front in self.fronts if front not in self._leaving]
         for front in staying[count:]:
@@ -154,7 +153,7 @@ class FrontPool:
             front.begin_stop(settings.drain_grace_s)
             self._background.run(self._remove(front))
         for _ in range(count - len(staying)):
-            # Numbers are not reused, so that a replica's late message about a front that has ended cannot
+            # Numbers are not reused. A replica's late message about a front that has exited therefore cannot
             # match another front.
             front = Front(
                 next(self._numbers),
@@ -207,7 +206,7 @@ class FrontPool:
             self._configure(front)
 
     async def configured(self) -> None:
-        """Publish the configuration, and wait until every ready front has applied it."""
+        """Publish the configuration, and wait a limited time until every ready front has applied it."""
         self.publish_configuration()
         deadline = time.monotonic() + _CONFIGURED_WITHIN_S
         while time.monotonic() < deadline and any(
@@ -216,7 +215,7 @@ class FrontPool:
             await asyncio.sleep(0.005)
 
     def send(self, front: str, message: CoreToFront) -> None:
-        """Send a message to the process with this name. If the process has ended, do nothing."""
+        """Send a message to the process with this name. If the process has exited, do nothing."""
         known = self._by_name.get(front)
         if known is not None:
             known.send(message)
@@ -228,7 +227,7 @@ class FrontPool:
     # ── channels to replicas ──
 
     def connect_replica(self, name: str, model: str, open_channel: Callable[[str], int]) -> None:
-        """Give every front a channel to a replica that has become ready, including fronts that start later.
+        """Give every front a channel to a replica that has become ready. Fronts that start later get one too.
 
         `open_channel` returns the descriptor of a new channel for the front with the given name. Raises
         OSError if too many files are open.
@@ -238,12 +237,12 @@ class FrontPool:
         self._replicas[name] = _Endpoint(model, open_channel)
 
     def disconnect_replica(self, name: str) -> None:
-        """Open no further channels to a replica that has ended."""
+        """Open no further channels to a replica that has exited."""
         self._replicas.pop(name, None)
 
     def channel_closed(self, front: str, replica: str) -> None:
-        """Restart a front that has closed its channel to a running replica, because the front is either
-        ending or can no longer use the replica."""
+        """Restart a front that has closed its channel to a running replica: it is either exiting or can no
+        longer use the replica."""
         known = self._by_name.get(front)
         if known is not None and known.state != "stopping":
             known.kill_soon(f"it closed its channel to {replica}")
@@ -293,7 +292,8 @@ class FrontPool:
         if owner is not None:
             owner.give(connection, *descriptors)
         else:
-            # The answer has been lost since then, so the front that receives the connection runs the request.
+            # The answer has been lost in the meantime, so the front that receives the connection runs the
+            # request.
             self.balancer.assign(connection, *descriptors)
 
     def front_keeps(self, front: Front, message: Keep, descriptor: int) -> None:
@@ -312,7 +312,7 @@ class FrontPool:
         self._requests.lose_front(name)
         if lost := self._claims.lose_front(name):
             log.warning(
-                "%s ended with %d stored answers for retries: these retries will run again", name, lost
+                "%s exited and lost %d stored answers: retries of these requests will run again", name, lost
             )
         self.balancer.assign_again(front.take_back())
         self._on_availability()

@@ -1,5 +1,5 @@
-"""Decides when to report to operators that a front is refusing clients: at most once a minute for each
-reason."""
+"""Decides when to report that a front is refusing clients. Operators get at most one report per minute for
+each reason."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from appliance.messages import FrontReport
 
 MANY_DENIALS = 100
-"""A problem is reported when the number of requests without a valid key per minute reaches this limit.
-Misconfigured clients send fewer by mistake."""
+"""Minimum number of requests without a valid key per minute that is reported as a problem. It is above the
+rate of clients that are merely misconfigured."""
 _MINUTE_S = 60.0
 
 
@@ -44,8 +44,9 @@ class RefusalWatch:
         if report.evicted_connections > (last.evicted_connections if last else 0):
             yield (
                 "evictions",
-                "connections without a valid key have reached limits.max_unauthenticated_connections; "
-                "the oldest connections of the address with the most such connections are closed",
+                "the number of connections without a valid key has reached "
+                "limits.max_unauthenticated_connections; each new one replaces the oldest connection of the "
+                "address with the most connections",
             )
         if report.cut_off_connections > (last.cut_off_connections if last else 0):
             yield (
@@ -63,7 +64,7 @@ class RefusalWatch:
             yield (
                 "heads",
                 "requests are refused because the headers of unfinished requests use too much memory; "
-                "clients are sending very large headers, and sending them slowly",
+                "clients are sending very large headers slowly",
             )
         if now - self._minute_began > _MINUTE_S:
             self._minute_began = now

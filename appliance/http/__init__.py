@@ -1,9 +1,10 @@
-"""HTTP/1.1 over sockets that the core bound or accepted. Used by fronts, the admin API and the metrics
-listener.
+"""An HTTP/1.1 server for sockets that the core bound or accepted. Fronts, the admin API and the metrics
+listener use it.
 
 A custom asyncio protocol drives the ASGI application, and httptools (llhttp) does the parsing. The protocol
-adds what ASGI servers lack: the peer's identity (`SO_PEERCRED`), time limits for headers, bodies and writes,
-per-client limits on bytes and connections, and a direct way to write a stream (`Connection.write_chunk`).
+adds features that ASGI servers lack: the peer's identity (`SO_PEERCRED`), time limits for headers, bodies and
+writes, limits on each client's bytes and connections, and a direct way to write a stream
+(`Connection.write_chunk`).
 """
 
 from appliance.http.connection import Connection

@@ -1,4 +1,5 @@
-"""Checks whether the client of a connection is still there, and whether it reads its response."""
+"""Detects clients that have disconnected after closing their sending side, and clients that do not read their
+response."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ from appliance.http.exchange import CONTINUE
 
 FIRST_PROBE_S = 0.5
 """Delay before the first probe of a half-closed TCP connection, whose client may be waiting for the response
-or may have disconnected. Each probe sends `100 Continue`, to which a closed connection replies with a reset.
-The delay doubles after each probe."""
+or may have disconnected. A probe sends `100 Continue`; if the client has closed the connection, its host
+replies with a reset. The delay doubles after each probe."""
 _POLL_S = 0.5
 
 
 class HalfClosedCheck:
-    """Aborts a connection whose client has closed its sending side and then disconnects."""
+    """Aborts a half-closed connection once its client has disconnected."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -41,7 +42,7 @@ class HalfClosedCheck:
         self._timer.start(_POLL_S, partial(self.start, may_probe, waited_s + _POLL_S))
 
     def stop(self) -> None:
-        """End the checks."""
+        """Stop checking."""
         self._timer.stop()
 
     def _peer_has_closed(self) -> bool:
@@ -53,7 +54,7 @@ class HalfClosedCheck:
 
 
 class WriteLimit:
-    """Aborts a connection whose client reads nothing of its response within `limit_s`."""
+    """Aborts a connection if its client reads nothing of the response for `limit_s`."""
 
     def __init__(self, transport: asyncio.Transport, limit_s: float, note: Callable[[], None]) -> None:
         """`note` is called before the connection is aborted."""
@@ -63,7 +64,7 @@ class WriteLimit:
         self._timer = Timer()
         self._is_running = False
         self._unsent_bytes = 0
-        """Number of bytes in the transport's buffer when the timer was started."""
+        """Number of unsent bytes when the timer was started."""
 
     def start(self) -> None:
         """Start the time limit if it is not running."""
@@ -73,11 +74,11 @@ class WriteLimit:
             self._timer.start(self._limit_s, self._late)
 
     def restart(self) -> None:
-        """Record that the client has read some bytes, so that it gets more time."""
+        """Record that the client has read some bytes, so that the full time limit applies again."""
         self._unsent_bytes = sys.maxsize
 
     def stop(self) -> None:
-        """End the time limit."""
+        """Cancel the time limit."""
         self._timer.stop()
 
     def _late(self) -> None:

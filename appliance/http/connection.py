@@ -24,27 +24,27 @@ if TYPE_CHECKING:
     from appliance.http.server import HttpServer
 
 LINGER_S = 2.0
-"""Maximum time for which the rest of a refused request is read and dropped before the connection closes.
-Closing at once would reset the connection before the client has read the response."""
+"""Maximum time for which the rest of a refused request is read and dropped before the connection closes. If
+it were closed immediately, the client would get a reset before it has read the response."""
 UNAUTHENTICATED_LINGER_BYTES = 1 << 20
-"""Maximum number of bytes that are read and dropped for a client without a valid key."""
+"""Maximum number of bytes that are read and dropped before a connection without a valid key closes."""
 _SENT_CHECK_S = 0.01
 _PIECE_BYTES = 64 << 10
 LARGE_READ_BYTES = 16 << 10
-"""After a read of at least this size, the connection must wait for a turn before it reads again, because the
-client is probably sending a large head or body."""
+"""After a read of at least this size, the client is probably sending a large head or body, so the connection
+must wait for a turn before it reads again."""
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One client connection. Applications find it in the scope as `state["connection"]`, and its peer as
+    """One client connection. Applications get it as `state["connection"]` in the ASGI scope, and its peer as
     `state["peer"]`.
 
     At most one request is parsed at a time. While that request is being answered, or while the application is
-    not reading its body, at most one read buffer of further bytes is held. The rest stays in the kernel,
-    which slows the sender down.
+    not reading its body, at most one read buffer of further bytes is held. Further data stays in the kernel's
+    buffer, which slows the sender down.
 
-    While a response is streamed, `write_chunk` passes bytes straight to the transport. `write_chunk` never
-    waits, so the writer must check `writable` first and keep its data until `on_writable` is called.
+    While a response is streamed, `write_chunk` passes bytes straight to the transport. It never waits, so the
+    writer must check `writable` first and, if it is false, keep its data until `on_writable` is called.
     """
 
     transport: asyncio.Transport
@@ -58,17 +58,17 @@ class Connection(asyncio.BufferedProtocol):
         self.on_writable: Callable[[], None] | None = None
         """Called when the transport accepts bytes again."""
         self.on_lost: Callable[[], None] | None = None
-        """Called once, when the connection has closed. `on_writable` and `on_lost` belong to the response in
+        """Called once, after the connection has closed. `on_writable` and `on_lost` belong to the response in
         progress."""
         self.on_chunk: Callable[[bytes], None] | None = None
         """Called with each argument of `write_chunk`, even after the connection has closed."""
         self.last_chunk_at = 0.0
-        """When part of a response was last written, in seconds of the monotonic clock."""
+        """Time when part of a response was last written, in seconds of the monotonic clock."""
         self._address = address
         self._tenant = ""
         self._peer: Peer | None = None
         self._source: Source
-        """The source on whose behalf this connection takes turns."""
+        """The source under which this connection waits for turns."""
         self.pool: Pool | None = None
         """The pool in which this connection has a place. Set by the server."""
         self._input = bytearray(request)
@@ -80,7 +80,7 @@ class Connection(asyncio.BufferedProtocol):
         self._waits_to_read = False
         """Whether the connection is waiting for a turn to read again after a large read."""
         self._begun: tuple[int, int] = 0, 0
-        """The latest second in which a request was begun, and the number of requests begun in that second."""
+        """The last second in which a request began, and how many requests began in that second."""
         self._ended = False
         """Whether the client has closed its sending side."""
         self._linger_bytes: int | None = None
@@ -131,11 +131,11 @@ class Connection(asyncio.BufferedProtocol):
         self.on_writable = self.on_lost = None
 
     def abort(self) -> None:
-        """Close at once and drop unsent bytes."""
+        """Close immediately and drop unsent bytes."""
         self.transport.abort()
 
     def cut_off(self) -> None:
-        """Close at once, because the client does not read its response."""
+        """Close immediately, because the client does not read its response."""
         self.server.cut_off.note(self._peer)
         self.transport.abort()
 
@@ -155,7 +155,7 @@ class Connection(asyncio.BufferedProtocol):
 
     async def leave(self) -> tuple[int, bytes]:
         """Stop reading, and wait until earlier responses have been sent. Return the connection's descriptor,
-        and the bytes of further requests that have already been read."""
+        and any bytes of later requests that have already been read."""
         self._waits_to_read = False
         self._pause_reading(True)
         while self.transport.get_write_buffer_size() and not self.lost:
@@ -181,11 +181,11 @@ class Connection(asyncio.BufferedProtocol):
             transport.abort()
             return
         self._timer.start(self._limit_s(self.server.limits.header_timeout_s), self._request_late)
-        # Bytes that another process has already read from this connection come first.
+        # First process the bytes that another process has already read from this connection.
         self.advance()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Free the connection's place and notify the response in progress."""
+        """Free the connection's place in its pool, and notify the response in progress."""
         self.server.forget(self)
         for timer in (self._timer, self._half_closed, self._write_limit):
             timer.stop()
@@ -200,7 +200,7 @@ class Connection(asyncio.BufferedProtocol):
             on_lost()
 
     def evict(self) -> None:
-        """Close the connection, which has no complete request, to free its place for another connection."""
+        """Close the connection to free its place for another connection. No complete request is lost."""
         self.transport.abort()
 
     def stop(self) -> None:
@@ -214,8 +214,11 @@ class Connection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return the part of the server's shared read buffer that the transport may fill. `buffer_updated`
-        empties it in the same step of the event loop. One iteration of the loop reads from every connection
-        that has data, so only a body that the application is waiting for is read in large pieces."""
+        empties it in the same step of the event loop.
+
+        One iteration of the loop reads from every connection that has data. To keep an iteration short, the
+        whole buffer is returned only while the application is waiting for the body.
+        """
         buffer = self.server.read_buffer
         exchange = self._exchange
         return buffer if exchange is not None and exchange.wants_body else buffer[:LARGE_READ_BYTES]
@@ -236,7 +239,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._pause_reading(True)
 
     def _read_on(self) -> None:
-        """Resume reading after a large read, because this connection has its turn."""
+        """Resume reading after a large read, now that this connection has its turn."""
         if self._waits_to_read and not self.transport.is_closing():
             self._waits_to_read = False
             self._pause_reading(self._linger_bytes is None and not self._wants_bytes())
@@ -246,15 +249,15 @@ class Connection(asyncio.BufferedProtocol):
         self._ended = True
         exchange = self._exchange
         if exchange is None or not exchange.request_complete or self._linger_bytes is not None:
-            # The transport closes after everything has been sent. A time limit applies to the client.
+            # The transport closes once everything has been sent. The write time limit applies.
             self._close_now()
             return False
         self._half_closed.start(self._may_probe)
         return True
 
     def advance(self) -> None:
-        """Parse the bytes that can be used at the moment: at most the next request head, or the part of the
-        body that the application is waiting for."""
+        """Parse as many of the received bytes as can be used now: at most the next request head, or the part
+        of the body that the application is waiting for."""
         if self._advancing:
             return
         self._advancing = True
@@ -270,16 +273,16 @@ class Connection(asyncio.BufferedProtocol):
             self._count_memory()
 
     def _count_memory(self) -> None:
-        """Report to the server how much memory the connection's requests take, not counting body bytes that
-        the application has already read."""
+        """Report to the server the memory that the connection's requests use. Body bytes that the application
+        has already read are not included."""
         size = len(self._input) + self._reader.collected_bytes
         if self._exchange is not None:
             size += self._exchange.head.memory_bytes
         self.server.request_memory.hold(self, size)
 
     def give_up_request(self) -> None:
-        """Refuse the request, because the request heads in progress take too much memory. Close the
-        connection instead if the request is complete, because the application may already be answering it."""
+        """Refuse the request, because unfinished request heads use too much memory in total. If the request
+        is already complete, close the connection instead, because the application may be answering it."""
         if self._exchange is not None and self._exchange.request_complete:
             self.transport.abort()
         else:
@@ -340,12 +343,13 @@ class Connection(asyncio.BufferedProtocol):
         if self.pool is not None:
             self.pool.mark_busy(self)
         if self._input and not self.authenticated:
-            # Known clients may pipeline requests; an unknown client gets one response.
+            # Known clients may pipeline requests; a connection of an unknown client closes after one
+            # response.
             exchange.keep_alive = False
 
     def skip_body(self) -> bool:
-        """Drop the part of the body that the application has not read, if all of it has arrived. Return
-        whether the request is complete."""
+        """Drop the part of the body that the application has not read, if the whole body has arrived. Return
+        whether it has."""
         body = self._body
         if body is None or body.complete or self._exchange is None:
             return True
@@ -360,8 +364,8 @@ class Connection(asyncio.BufferedProtocol):
         return body.complete
 
     def _wants_bytes(self) -> bool:
-        """Whether the connection can use further bytes. One buffer of the next request is read ahead, because
-        only a read reveals that the client has disconnected while its request is being answered."""
+        """Whether the connection should read further bytes. While a request is being answered, one buffer of
+        the next request is read ahead, because a disconnection can be noticed only by reading."""
         exchange = self._exchange
         if exchange is None or exchange.wants_body:
             return True
@@ -380,7 +384,7 @@ class Connection(asyncio.BufferedProtocol):
     # ── the end of a response, and of the connection ──
 
     def finish(self, exchange: Exchange) -> None:
-        """After a complete response, continue with the next request or close the connection."""
+        """Continue with the next request, or close the connection, after a complete response."""
         self._exchange = None
         body, self._body = self._body, None
         if self.pool is not None:
@@ -405,7 +409,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def refuse(self, error: RequestError) -> None:
         """Send an error response in place of the application, then close. If a response has already begun,
-        close at once."""
+        close immediately."""
         exchange = self._exchange
         if exchange is not None and exchange.started:
             self.transport.abort()
@@ -417,7 +421,8 @@ class Connection(asyncio.BufferedProtocol):
         self._linger(2 * self.server.limits.max_body_bytes + _PIECE_BYTES)
 
     def _linger(self, most_bytes: int) -> None:
-        """Close, but first drop incoming bytes for a moment, so that the client can read the response."""
+        """Close, but first read and drop incoming bytes for a short time, so that the client can read the
+        response."""
         self._input.clear()
         self._reader = HeadReader()
         self._count_memory()
@@ -450,7 +455,7 @@ class Connection(asyncio.BufferedProtocol):
         self.transport.close()
 
     def _may_probe(self) -> bool:
-        """Whether `100 Continue` may be sent to find out whether a half-closed client has disconnected."""
+        """Whether `100 Continue` may be sent now, as a probe of a half-closed connection."""
         exchange = self._exchange
         return (
             exchange is not None

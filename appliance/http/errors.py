@@ -1,4 +1,4 @@
-"""HTTP protocol errors that are found before the application sees the request."""
+"""HTTP errors that are detected before the application is called."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def error_document(message: str, kind: str, param: str | None, code: str | None)
 
 
 def drop_frames(error: BaseException) -> None:
-    """Release the stack frames of `error` and of the errors that caused it. The frames hold the request's
-    body and texts. If a future in a frame also holds the error, the resulting reference cycle keeps several
-    megabytes alive until the garbage collector runs."""
+    """Release the stack frames of `error` and of the errors that caused it. The frames refer to the request's
+    body and texts. If a future in one of them also refers to the error, there is a reference cycle, which
+    would keep several megabytes alive until the garbage collector runs."""
     known: BaseException | None = error
     while known is not None:
         known.__traceback__ = None

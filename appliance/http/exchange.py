@@ -47,8 +47,8 @@ class Exchange:
         self.complete = False
         """Whether the whole response has been written."""
         self.chunked = False
-        """Whether the response is sent in chunks. A response that has neither chunks nor a length ends when
-        the connection closes."""
+        """Whether the response is sent in chunks. Without chunks and without a length, the end of the
+        connection marks the end of the response."""
         self.request_complete = False
         self.wants_body = False
         """Whether the application is waiting for part of the body."""
@@ -78,7 +78,7 @@ class Exchange:
         self._arrived.set()
 
     async def run(self, app: Any) -> None:
-        """Call the application. If it fails or does not respond, send a 500."""
+        """Call the application. If it raises an error or sends no response, send a 500."""
         head = self.head
         scope = {
             "type": "http",

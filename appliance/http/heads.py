@@ -1,8 +1,10 @@
 """Reads the head of one request: the request line and the headers.
 
-The head is collected up to its empty line and parsed as a whole. The parser never sees a byte beyond the
-head, so at most one of a client's pipelined requests is parsed at a time. This module also decides where the
-body ends. It is strict: a request that two servers could frame differently is refused.
+The head is collected up to the empty line at its end and then parsed as a whole. The parser never gets a byte
+beyond the head, so at most one of a client's pipelined requests is parsed at a time.
+
+This module also determines where the body ends. It refuses every request for which two servers could
+determine different ends.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ class RequestHead:
     content_length: int
     chunked: bool
     keep_alive: bool
-    """Whether the client allows another request on the connection."""
+    """Whether the connection may stay open for another request."""
     expects_continue: bool
     memory_bytes: int
-    """Approximate memory that the head takes while its request is answered."""
+    """Approximate memory, in bytes, that the head takes while its request is being answered."""
 
 
 class HeadReader:
@@ -72,7 +74,7 @@ class HeadReader:
                 # Empty lines before a request are allowed (RFC 9112, 2.2).
                 del data[: len(data) - len(data.lstrip(b"\r\n"))]
             if data and not 65 <= data[0] <= 90:
-                raise RequestError(400, "this is not an HTTP/1.1 request: send one, without TLS")
+                raise RequestError(400, "this is not an HTTP/1.1 request: use HTTP/1.1 without TLS")
             end = data.find(_END)
             collected += data if end < 0 else data[: end + len(_END)]
         else:
@@ -116,7 +118,7 @@ def _parse(data: bytes) -> RequestHead:
     try:
         parser.feed_data(data)
     except httptools.HttpParserUpgrade:
-        pass  # A client may offer an upgrade. This server continues with HTTP/1.1 (RFC 9110, 7.8).
+        pass  # Ignore an offer to upgrade to another protocol (RFC 9110, 7.8).
     except httptools.HttpParserError:
         raise RequestError(400, "this is not a valid HTTP/1.1 request") from None
     if not found.complete:
@@ -160,11 +162,11 @@ def _split(target: bytes) -> tuple[bytes, bytes]:
 
 
 def _framing(headers: list[tuple[bytes, bytes]], version: str) -> tuple[int, bool]:
-    """Return the body's length, and whether the body is sent in chunks instead.
+    """Return the body's length, and whether the body is sent in chunks.
 
-    The parser has already refused continued headers. It has also refused a Content-Length that is repeated,
-    is not a number or accompanies a Transfer-Encoding, and a Transfer-Encoding in which another coding
-    follows `chunked`.
+    The parser has already refused continued headers, and each Content-Length that is repeated, is not a
+    number or accompanies a Transfer-Encoding. It has also refused each Transfer-Encoding in which another
+    coding follows `chunked`.
     """
     lengths = [value for name, value in headers if name == b"content-length"]
     encodings = [value for name, value in headers if name == b"transfer-encoding"]

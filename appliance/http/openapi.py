@@ -29,11 +29,11 @@ class Operation(NamedTuple):
     parameters: tuple[dict[str, Any], ...] = ()
     """OpenAPI parameter objects, in addition to the path parameters."""
     security: tuple[dict[str, list[str]], ...] | None = None
-    """OpenAPI security requirements, or None to leave them out."""
+    """OpenAPI security requirements, or None to omit them."""
 
 
 class DescribedRoute(Protocol):
-    """The route properties that the document uses."""
+    """The properties of a route that the document needs."""
 
     operation: Operation | None
     methods: set[str] | None
@@ -48,8 +48,8 @@ def openapi_document(
     description: str = "",
     schema_hook: Callable[[type], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Return an OpenAPI document for the routes that have an operation. `schema_hook` returns the JSON
-    schemas of types that msgspec does not know."""
+    """Return an OpenAPI document for those routes that have an operation. `schema_hook` returns the JSON
+    schema of a type that msgspec does not know."""
     described = [(route, route.operation) for route in routes if route.operation is not None]
     types = {
         kind: None

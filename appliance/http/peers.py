@@ -12,9 +12,10 @@ from appliance.messages import SocketKind
 
 _UCRED = struct.Struct("3i")
 _SO_PEERGROUPS = 59
-"""The constant from asm-generic/socket.h (Linux 4.13 or later), which Python's socket module lacks."""
+"""The socket option's number, from asm-generic/socket.h (Linux 4.13 or later). Python's socket module does
+not define it."""
 _MAX_GROUPS_BYTES = 1024
-"""Size in bytes of the longest socket option that Python reads, which is enough for 256 groups."""
+"""Maximum size, in bytes, of a socket option that Python can read. It is enough for 256 groups."""
 
 
 class Peer(NamedTuple):
@@ -50,7 +51,7 @@ def unix_peer(sock: socket.socket) -> Peer:
     more than 256 groups, only the primary group is returned."""
     pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     others = b""
-    with contextlib.suppress(OSError):  # The groups do not fit into the option, or the kernel is too old.
+    with contextlib.suppress(OSError):  # There are too many groups for the option, or the kernel is too old.
         others = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MAX_GROUPS_BYTES)
     gids = sorted({number for (number,) in struct.iter_unpack("I", others)} - {gid})
     return Peer("unix", uid, pid, "", (gid, *gids))

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Protocol
 
 OTHERS_SHARE = 8
-"""One tenant must leave a fraction of 1 / `OTHERS_SHARE` of the places to other tenants."""
+"""One tenant must leave the fraction 1 / `OTHERS_SHARE` of the places to other tenants."""
 
 
 class Occupant(Protocol):
@@ -16,9 +16,11 @@ class Occupant(Protocol):
 
 
 class Pool:
-    """Connections that share a limit. Connections without a complete request are `waiting`, in the order in
-    which they began to wait. If no place is free for a new connection, a waiting connection is closed. It
-    belongs to the source with the most waiting connections, and has waited longest among them.
+    """Connections that share a limit.
+
+    Connections without a complete request are `waiting`, in the order in which they began to wait. If no
+    place is free for a new connection, a waiting connection is closed: of the source with the most waiting
+    connections, the connection that has waited longest.
 
     A connection may belong to a tenant. One tenant's connections take at most `max_per_tenant` places.
     """
@@ -52,7 +54,7 @@ class Pool:
         """Give the connection a place, closing a waiting connection if necessary. Return False if all places,
         or all of the tenant's places, belong to connections whose requests are being answered.
 
-        `source` identifies the origin of the connection. Without a source, the connection that has waited
+        `source` identifies the origin of the connection. If it is empty, the connection that has waited
         longest is closed.
         """
         if not self._make_room(tenant):
@@ -109,8 +111,8 @@ class Pool:
         return next((one for one, source in self._waiting.items() if by_source[source] == most), None)
 
     def _make_room(self, tenant: str) -> bool:
-        """While the tenant has the maximum number of places, close its connections that have waited longest.
-        Return False if none of its connections is waiting."""
+        """Close the tenant's longest-waiting connections until the tenant has a free place. Return False if
+        it has none and none of its connections is waiting."""
         while tenant and self._by_tenant[tenant] >= self.max_per_tenant:
             members = self._members
             oldest = next((one for one in self._waiting if members[one] == tenant), None)

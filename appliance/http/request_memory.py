@@ -1,4 +1,4 @@
-"""Bounds the total memory of request heads and read-ahead bytes over all connections."""
+"""Bounds the memory that request heads and read-ahead bytes use, summed over all connections."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Protocol, TypeVar
 
 MAX_REQUEST_MEMORY_BYTES = 32 << 20
-"""Maximum total number of bytes in request heads and read-ahead data, over the connections that hold more
-than `SMALL_REQUEST_BYTES`."""
+"""Maximum total size, in bytes, of request heads and read-ahead data. Only connections that hold more than
+`SMALL_REQUEST_BYTES` are counted."""
 SMALL_REQUEST_BYTES = 8 << 10
 """Connections that hold at most this many bytes are not counted. Typical request heads take 1 to 6 KiB."""
 
@@ -30,7 +30,8 @@ C = TypeVar("C", bound=HeadHolder)
 
 
 def of_largest_owner(sizes: Mapping[C, int]) -> list[C]:
-    """Return the connections of the owner with the largest total size, in their original order."""
+    """Return the connections of the owner whose connections hold the most memory in total, in the order of
+    `sizes`."""
     totals: Counter[tuple[bool, str]] = Counter()
     for connection, size in sizes.items():
         totals[connection.owner] += size
@@ -39,9 +40,8 @@ def of_largest_owner(sizes: Mapping[C, int]) -> list[C]:
 
 
 class RequestMemory:
-    """Counts the memory that connections hold. When the total exceeds the bound, the largest requests of the
-    tenant that holds the most memory are refused: one request, plus one for every 64 requests that the tenant
-    has. All unauthenticated clients count as one tenant."""
+    """Counts the memory that connections hold. If the total exceeds the limit, the largest requests of the
+    tenant that holds the most memory are refused. All unauthenticated clients count as one tenant."""
 
     def __init__(self) -> None:
         self.refused = 0
@@ -58,8 +58,8 @@ class RequestMemory:
         self._total += size
         while self._total > MAX_REQUEST_MEMORY_BYTES:
             requests = sorted(of_largest_owner(self._sizes), key=self._sizes.__getitem__, reverse=True)
-            # If the tenant has many requests, several are refused in one search, so that fewer searches are
-            # needed.
+            # Refuse one request, plus one for every 64 requests of the tenant. With many requests, this needs
+            # fewer searches.
             for largest in requests[: 1 + len(requests) // 64]:
                 self._total -= self._sizes.pop(largest)
                 self.refused += 1

@@ -20,8 +20,8 @@ from appliance.messages import Limits
 WRITE_TIMEOUT_S = 60.0
 """Time after which a connection is closed if its client has read nothing of the response."""
 MAX_UNSENT_BYTES = 64 << 20
-"""Maximum total number of unsent response bytes over all connections. Above this limit, the server closes a
-connection of the tenant with the most unsent bytes: the connection that has been congested longest."""
+"""Maximum total number of unsent response bytes over all connections. If it is exceeded, the server selects
+the tenant with the most unsent bytes and closes that tenant's connection that has been congested longest."""
 READ_BYTES = 64 << 10
 """Maximum number of body bytes in one read from a connection."""
 
@@ -29,9 +29,10 @@ READ_BYTES = 64 << 10
 class HttpServer:
     """Serves one ASGI application on the running event loop.
 
-    Each connection has a place in one of two pools: one for known clients (`known` returns True for the peer,
-    or one of the connection's requests had a valid key) and one for all other clients. The second pool is
-    small, its time limits are short, and it never takes places from the first.
+    Each connection has a place in one of two pools: one for known clients and one for all other clients. A
+    client is known if `known` returns True for its peer, or if one of the connection's requests had a valid
+    key. The pool for other clients is small, its time limits are short, and it never takes places from the
+    first pool.
 
     `tenant_of` returns a request's tenant, based on its headers and its state, or an empty string if the
     request has no valid identity. It may add to the state. Tenants take turns (`Turns`).
@@ -59,7 +60,7 @@ class HttpServer:
         self.limits = limits or Limits()
         self.write_timeout_s = write_timeout_s
         self.read_buffer = memoryview(bytearray(READ_BYTES))
-        """The read buffer, shared by all connections. It can be shared because a transport fills it and the
+        """The read buffer, shared by all connections. Sharing is safe because a transport fills it and the
         connection empties it in the same step of the event loop."""
         self._app = app
         self._known = known
@@ -76,7 +77,8 @@ class HttpServer:
 
     @property
     def limits(self) -> Limits:
-        """The limits in effect. New limits apply to an existing connection from its next request on."""
+        """The limits in effect. When they are replaced, an existing connection gets the new limits with its
+        next request."""
         return self._limits
 
     @limits.setter
@@ -97,11 +99,11 @@ class HttpServer:
         request: bytes = b"",
         begins: Callable[[], None] = lambda: None,
     ) -> None:
-        """Serve an accepted connection. The server takes over the socket, and closes it if the server is
-        stopping.
+        """Serve an accepted connection. The server takes ownership of the socket. If the server is stopping,
+        it closes the socket.
 
         - `address` is the TCP peer's address. It is looked up if empty.
-        - `request` holds the bytes that another process has already read from the connection.
+        - `request` contains the bytes that another process has already read from the connection.
         - `begins` is called before anything is read.
         """
         if self._stopping:
@@ -116,7 +118,7 @@ class HttpServer:
             sock.close()
 
     async def listen(self, sock: socket.socket) -> None:
-        """Accept connections on a listening socket (Unix or TCP) until `stop`."""
+        """Accept connections on a listening socket (Unix or TCP) until `stop` is called."""
         sock.setblocking(False)
 
         def connection() -> Connection:
@@ -143,7 +145,7 @@ class HttpServer:
             connection.abort()
         if self._clock is not None:
             self._clock.cancel()
-        # The applications are notified that their connections were closed, and then end.
+        # The applications are notified that their connections were closed. Wait until they have returned.
         while self._tasks and self._loop.time() < deadline + 1.0:
             await asyncio.sleep(0.01)
 
@@ -155,8 +157,7 @@ class HttpServer:
         if known and self.known_pool.add(connection):
             connection.pool, connection.authenticated = self.known_pool, True
         elif self.unknown_pool.add(connection, source=peer.source):
-            # The pool of authenticated clients is full, so answer this authenticated client with 503 from the
-            # pool of unauthenticated clients.
+            # The pool of known clients is full, so use the other pool to answer this client with 503.
             connection.pool = self.unknown_pool
         else:
             self.refused += 1
@@ -188,8 +189,8 @@ class HttpServer:
             connection.pool.remove(connection)
 
     def congested(self, connection: Connection) -> None:
-        """Record that this connection's client has stopped reading its response, and enforce the memory limit
-        on all responses that are not being read."""
+        """Record that this connection's client has stopped reading its response, and enforce the limit on the
+        total size of unread responses."""
         self._congested[connection] = None
         unsent = {one: one.transport.get_write_buffer_size() for one in self._congested}
         total = sum(unsent.values())

@@ -22,10 +22,11 @@ class ListenError(Exception):
 
 
 def bind_unix(path: Path, mode: str, gid: int | None = None) -> socket.socket:
-    """Return a listening Unix socket with this file mode (octal), replacing a stale socket file.
+    """Return a listening Unix socket with this file mode, replacing a stale socket file. The socket gets the
+    group `gid` if this process may change the group. Raises ListenError.
 
-    The socket gets the group `gid` if this process may change the group. The caller must hold the run
-    directory's lock, which proves that an existing socket file at this path is stale. Raises ListenError.
+    The caller must hold the run directory's lock, which proves that no other process is using an existing
+    socket file at this path.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -51,14 +52,14 @@ def bind_tcp(
     host: str, port: int, *, setting: str = "listen", beside: Iterable[socket.socket] = ()
 ) -> socket.socket:
     """Return a listening TCP socket. Its address may overlap the addresses of the sockets in `beside`. Raises
-    ListenError, which names the setting."""
+    ListenError, whose message names the setting."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # The option is set only while this socket is being bound, so that no other process can share an
-            # address with the service.
+            # Set the option only while this socket is being bound, so that no other process can bind the
+            # service's address.
             with _reusing_port(sock, *beside):
                 sock.bind(address)
                 sock.listen(_BACKLOG)
@@ -75,7 +76,7 @@ def bind_tcp(
 
 @contextlib.contextmanager
 def _reusing_port(*sockets: socket.socket) -> Iterator[None]:
-    """Temporarily allow these sockets to have overlapping addresses."""
+    """Allow other sockets to be bound to overlapping addresses while the context is active."""
     if len(sockets) < 2:
         yield
         return

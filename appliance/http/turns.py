@@ -1,4 +1,4 @@
-"""Spreads the work that clients cause over iterations of the event loop, and shares the loop fairly between
+"""Spreads work for clients over iterations of the event loop, and divides the loop's time fairly between
 clients."""
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from appliance.background import TimeBudgets
 from appliance.http.peers import Peer
 
 TURN_S = 0.002
-"""One turn is allowed for every interval of this length since the last iteration of the event loop. A turn
-usually takes less time."""
+"""If an iteration of the event loop took longer than this, the next one may take several turns: one per
+interval of this length. A turn usually takes less time."""
 MAX_TURNS_PER_PASS = 8
 MAX_SHARE = 1 / 3
 """Maximum share of the event loop's time that the turns of one budget take in the long run."""
 BURST_S = 0.1
-"""A budget that has been idle for this long may use its share of that time without a pause."""
+"""A budget that has been idle may use this much of the event loop's time without a pause."""
 MAX_CHARGE_S = 0.004
-"""Maximum time charged for one turn. An iteration can take longer than its turns if it also delivers many
-tokens, or if the process was waiting for a CPU."""
+"""Maximum time charged for one turn. An iteration can take much longer than its turns, because it also
+delivers many tokens or because the process was waiting for a CPU."""
 _MIN_REST_S = 0.001
 """Resolution of the event loop's timers."""
 
 
 class Source(NamedTuple):
-    """The tenant, address or local user on whose behalf work is done."""
+    """The tenant, the address or the local user for whom work is done."""
 
     name: str
     """Name of a tenant, an address or a local user. Sources take turns."""
@@ -47,10 +47,11 @@ def source_of_request(tenant: str, peer: Peer) -> Source:
 
 
 class Turns:
-    """Queues the connections' next operations: beginning a request, or reading more of a large body. An
-    iteration of the event loop usually takes one turn, so events of other clients are handled after each
-    turn. Sources take turns. Within a source, the work with the lowest rank comes first, and among equal
-    ranks, the work that has waited longest.
+    """Queues the connections' next operations: beginning a request, or reading more of a large body.
+
+    An iteration of the event loop usually takes one turn, so events of other clients are handled after each
+    turn. Sources take turns. Within a source, the operation with the lowest rank comes first; among equal
+    ranks, the operation that has waited longest.
 
     A budget that has used its share of the event loop's time pauses, even if nothing else is waiting. The
     loop is then idle when another client's request arrives, and the CPU is free for the service's other
@@ -69,11 +70,11 @@ class Turns:
         self._scheduled = False
         """Whether `_take` runs in the next iteration."""
         self._rest: asyncio.TimerHandle | None = None
-        """Set while all waiting sources pause."""
+        """Timer for the next turn while all waiting sources are pausing."""
 
     def add(self, source: Source, rank: int, work: Callable[[], None]) -> None:
-        """Do `work` when its source has a turn. It is done immediately if no turn was taken in this iteration
-        of the event loop and the source's budget is not used up."""
+        """Call `work` when its source has a turn. If no turn was taken in this iteration of the event loop
+        and the source's budget is not used up, `work` is called immediately."""
         now = time.monotonic()
         if self._scheduled or self._rest_s(source, now):
             heapq.heappush(self._waiting.setdefault(source, []), (rank, next(self._serial), work))
@@ -117,8 +118,8 @@ class Turns:
             self._used.append(source.budget)
             work()
         if self._used:
-            # The event loop runs this callback after the tasks that the turns have started, and after
-            # processing the bytes that were read.
+            # The event loop calls `_take` after it has run the tasks that the turns have started and
+            # processed the bytes that were read.
             self._loop.call_soon(self._take)
             return
         self._scheduled = False
@@ -126,12 +127,13 @@ class Turns:
             self._pause(now)
 
     def _rest_s(self, source: Source, now: float) -> float:
-        """Return how long the source must pause, in seconds, or 0 if its turn may be taken immediately."""
+        """Return the time in seconds for which the source must pause; 0 if it may take its turn
+        immediately."""
         rest_s = self._budgets.rest_s(source.budget, now)
         return max(rest_s, _MIN_REST_S) if rest_s else 0.0
 
     def _charge(self, passed_s: float, now: float) -> None:
-        """Charge the time of the last iteration to the turns that were taken in it."""
+        """Charge the time of the last iteration to the budgets that took a turn in it."""
         for budget in self._used:
             self._budgets.charge(budget, min(passed_s / len(self._used), MAX_CHARGE_S), now)
         self._used.clear()

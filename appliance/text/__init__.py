@@ -1,4 +1,2 @@
-"""The text side of inference: tokenizer, chat templates, detokenizer, stop strings and redaction.
-
-This package imports neither model code (torch, transformers) nor HTTP code. Only the front process uses it.
-"""
+"""The text processing of inference: tokenizer, chat templates, detokenizer, stop strings and redaction. This
+package imports neither model code (torch, transformers) nor HTTP code. Only front processes use it."""

@@ -72,9 +72,9 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt's text. The template writes BOS, so encode the text without special tokens.
 
-        `messages` and `variables` (further template variables) are plain JSON values. The template reads them
-        as data, never as template text. Raises `NoChatTemplateError`, or `ChatTemplateError` if the template
-        rejects the messages, fails on them, or exceeds the limits.
+        `messages` and `variables` (additional template variables) are plain JSON values. The template reads
+        them as data, never as template text. Raises `NoChatTemplateError`. Raises `ChatTemplateError` if the
+        template rejects the messages, fails on them, or exceeds the limits.
         """
         template = self._default()
         everything = {
@@ -100,7 +100,8 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ChatTemplateError(_for_client(str(error) or type(error).__name__)) from error
         except Exception as error:
-            # A template error must refuse only the request and must not break the front.
+            # An error in the template must cause only this request to be refused; the front must keep
+            # working.
             raise ChatTemplateError(
                 _for_client(
                     f"the chat template cannot render these messages: {type(error).__name__}: {error}"
@@ -123,8 +124,8 @@ class ChatTemplate:
 
 
 def _for_client(message: str) -> str:
-    """Shorten an error message and replace characters that cannot be encoded, because it may quote any text
-    of any length."""
+    """Shorten an error message, which may quote a text of any length, and replace characters that cannot be
+    encoded."""
     return message[:_MAX_ERROR_CHARACTERS].encode("utf-8", "replace").decode()
 
 
@@ -142,7 +143,8 @@ def _environment(max_characters: int) -> ImmutableSandboxedEnvironment:
 
 
 class _BoundedSandbox(ImmutableSandboxedEnvironment):
-    """Limits the operators that can produce large results from small operands. `render` limits the output."""
+    """Limits the operators that can produce large results from small operands. `render` limits the size of
+    the output."""
 
     intercepted_binops = frozenset(["*", "**"])
     max_characters = MAX_RENDERED_CHARACTERS
@@ -163,7 +165,7 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
 
 
 class _PlainNamespace(jinja2.utils.Namespace):
-    """The `namespace(…)` function of templates, without the attributes that have a special meaning in
+    """The `namespace(…)` function of templates, which refuses attributes that have a special meaning in
     Python."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -205,8 +207,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Replace Jinja2's `tojson` filter, which escapes HTML, because models were not trained on escaped
-    text."""
+    """Encode a value as JSON without escaping HTML. Jinja2's own `tojson` filter escapes HTML, and models
+    were not trained on escaped text."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,23 +1,23 @@
 """Keeps control tokens out of client text: in a conversation, only the template can produce control tokens.
 
-In a chat template, `<|end|>` ends a message. The same characters inside a message are user text and must not
-end the message. In the rendered string, the two cases look the same. Therefore:
+In a chat template, `<|end|>` ends a message. If the same characters occur inside a message, they are user
+text and must not end it. In the rendered string, the two cases cannot be distinguished. Therefore:
 
 1. Before rendering, a `Shield` replaces each special token's text in the client's texts with a placeholder.
-   Placeholders are random digits, drawn for each request. No template filter changes digits.
-2. Any special tokens in the rendered text now come from the template. They are given secret names, and the
-   placeholders are replaced with the client's text.
-3. A copy of the tokenizer, in which the special tokens have these secret names, encodes the text in one pass.
-   All other text is therefore encoded as by the original tokenizer, whatever its normalizer and
+   Placeholders are random digits, drawn for each request, because no template filter changes digits.
+2. After rendering, all special tokens in the text come from the template. They are replaced with secret
+   names, and the placeholders are replaced with the client's text.
+3. The text is encoded in one pass with a copy of the tokenizer, in which the special tokens have these secret
+   names. All other text is therefore encoded as by the original tokenizer, whatever its normalizer and
    pre-tokenizer.
 
-Conversations that do not contain the text of a special token skip these steps. They are encoded as in
+A conversation that does not contain the text of a special token skips these steps and is encoded as in
 transformers.
 
 Two cases are not covered. First, a template may split a message, or join it to its own text, so that the
-parts form a special token. Second, if a vocabulary's merges combine ordinary tokens into a special token, no
-such copy can be made. Special tokens in messages then remain control tokens, as in transformers, and a
-warning is logged once.
+parts form a special token. Second, the copy cannot be made if a vocabulary's merges combine ordinary tokens
+into a special token. Special tokens in messages then act as control tokens, as in transformers, and a warning
+is logged once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _STEP_CHARACTERS = 16 * _WINDOW_CHARACTERS
 _NONCE_DIGITS = 20
 _INDEX_DIGITS = 5
 _NAME_EDGE = "\U00100000"
-"""A private-use character, which normalizers do not change and at which pre-tokenizers split the text."""
+"""A private-use character. Normalizers do not change it, and pre-tokenizers split the text at it."""
 
 
 class ControlTokens:
@@ -68,8 +68,7 @@ class ControlTokens:
         return self._texts
 
     def occurs_in(self, text: str) -> Generator[None, None, bool]:
-        """Determine whether a special token's text occurs in `text`, incrementally, yielding between
-        steps."""
+        """Return whether a special token's text occurs in `text`. Yields between steps."""
         # Searching for two characters is fast and rules out nearly all texts.
         if not any(beginning in text for beginning in self._beginnings):
             return False
@@ -99,7 +98,7 @@ class ControlTokens:
         return "".join(pieces)
 
     def _search(self, text: str, begin: int) -> re.Match[str] | None:
-        """Return the text of the first special token that starts within the window at `begin`."""
+        """Return the match of the first special token that starts within the window at `begin`."""
         # Search one window at a time, because the regular expression engine holds the GIL. A search takes up
         # to 2.5 µs per character, measured with 256 special tokens and a text in which every second character
         # could begin one of them.
@@ -115,8 +114,8 @@ class ControlTokens:
         max_tokens: int | None = None,
         longest_token_bytes: int | None = None,
     ) -> Steps:
-        """Return a rendered text's token ids. Special tokens that the shield has hidden are encoded as plain
-        text."""
+        """Encode a rendered text and return its token ids. Special tokens that the shield has hidden are
+        encoded as plain text."""
         encoder = self._encoder
         if self._copy is not None:
             text = yield from self.replace_in(text, self._copy.names)
@@ -144,8 +143,8 @@ class Shield:
         return bool(self._placeholders)
 
     def hide(self, value: Any) -> Generator[None, None, Any]:
-        """Replace the special tokens in a JSON value's strings with placeholders and return the new value.
-        The work is done incrementally, yielding between steps."""
+        """Return a JSON value in which the special tokens in all strings are replaced with placeholders.
+        Yields between steps."""
         if isinstance(value, str):
             return (yield from self._hide(value))
         if isinstance(value, list):
@@ -187,7 +186,7 @@ class _RenamedCopy:
     """A copy of a tokenizer in which the special tokens have secret names."""
 
     def __init__(self, backend: tokenizers.Tokenizer, texts: list[str]) -> None:
-        """Raises the errors of the tokenizers library, and ValueError if an id would change."""
+        """Raises any error of the tokenizers library. Raises ValueError if a token's id would change."""
         secret = secrets.token_hex(16)
         self.names = {text: f"{_NAME_EDGE}{secret}{n}{_NAME_EDGE}" for n, text in enumerate(texts)}
         state = json.loads(backend.to_str())

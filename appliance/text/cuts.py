@@ -1,8 +1,8 @@
-"""Splits texts at positions where encoding the pieces gives the same token ids as encoding the whole text,
-and determines the maximum length of a token.
+"""Splits texts at positions where encoding the pieces gives the same token ids as encoding the whole text.
+Also determines the maximum length of a token.
 
-Both are derived from a tokenizer's components: added tokens, normalizer and pre-tokenizer. If that is not
-possible, texts are encoded whole.
+Both are derived from a tokenizer's components: added tokens, normalizer and pre-tokenizer. If no such
+positions can be derived, texts are encoded whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ tokenizer)."""
 _WINDOW_CHARACTERS = 16_384
 _SAFE_LETTER = "A-Za-z0-9一-龥ぁ-ゖァ-ヺ가-힣"
 _CUT = re.compile(rf"\w |[{_SAFE_LETTER}][\n.,;!?、。，；！？]")
-"""Matches two characters. A text can be cut between them."""
+"""Matches two characters between which a text can be cut."""
 
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -41,18 +41,22 @@ _SAFE_ALTERNATIVES = frozenset(
         *(r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+"),
     ]
 )
-"""The alternatives in the regular expressions of GPT-2, Llama 3, Qwen 2, o200k and Tekken. C represents a
+r"""The alternatives in the regular expressions of GPT-2, Llama 3, Qwen 2, o200k and Tekken. C represents a
 contraction.
 
-No match of these alternatives contains a non-space character followed by a space, or a letter or digit
-followed by one of the other characters in `_CUT`. None of them has a lookbehind. Only one has a lookahead
-(`\\s+(?!\\S)`), and its matches end in white space, whereas the text before a cut never does. A match
-therefore begins at every cut, and the matches on one side of a cut do not depend on the other side.
+For all of them, a match begins at every cut, and the matches on one side of a cut do not depend on the other
+side. The reasons are:
+
+- No match contains a non-space character followed by a space, or a letter or digit followed by one of the
+  other characters in `_CUT`.
+- No alternative has a lookbehind.
+- Only one alternative has a lookahead (`\s+(?!\S)`). Its matches end in white space, but the text before a
+  cut never does.
 """
 
 _MAX_NFC_SHRINKING = 4
-"""NFC shrinks UTF-8 by at most a factor of 3.5 (U+1FBE U+0308 U+0301 becomes U+0390), found by searching
-Unicode 14."""
+"""Upper bound on the factor by which NFC can shrink UTF-8. The largest factor is 3.5 (U+1FBE U+0308 U+0301
+becomes U+0390), found by searching Unicode 14."""
 
 
 def can_be_cut(backend: tokenizers.Tokenizer) -> bool:
@@ -66,7 +70,7 @@ def can_be_cut(backend: tokenizers.Tokenizer) -> bool:
     steps = component_steps(backend.pre_tokenizer, "pretokenizers")
     if not steps or not _splits_at_cuts(steps[0]):
         return False
-    # The pre-tokenizer's later steps process each part from the first step separately.
+    # The pre-tokenizer's first step splits the text; its later steps process each part separately.
     return all(step["type"] in ("Split", "Digits", "Punctuation") or _is_plain(step) for step in steps[1:])
 
 
@@ -81,7 +85,7 @@ def split_text(text: str) -> Iterator[str]:
 
 
 def last_cut(text: str) -> int:
-    """Return the start of the last piece that results from cutting `text` at every possible position."""
+    """Return the position of the last cut in `text`, or 0 if the text cannot be cut."""
     return max((found.start() + 1 for found in _CUT.finditer(text)), default=0)
 
 
@@ -117,8 +121,8 @@ def longest_token_bytes(backend: tokenizers.Tokenizer, table: TokenTable | None)
 
 
 def _find_cut(text: str, begin: int) -> int:
-    """Return the first cut after `begin`, or the end of the text. The search covers one window at a time,
-    because the regular expression engine holds the GIL."""
+    """Return the position of the first cut after `begin`, or the end of the text. The search covers one
+    window at a time, because the regular expression engine holds the GIL."""
     while begin < len(text):
         found = _CUT.search(text, begin - 1, begin + _WINDOW_CHARACTERS)
         if found is not None:

@@ -1,4 +1,4 @@
-"""Converts token ids to text, one stream at a time, in whole characters. This code determines most of the
+"""Converts a stream of token ids to text and emits only whole characters. This code determines most of the
 front's CPU time per token."""
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from appliance.text.token_table import TokenTable
 
 REPLACEMENT = "\ufffd"
 
-# If a stream ends in U+FFFD for more tokens than this, the character is invalid rather than incomplete,
-# because no character has more than a few tokens. The character is then emitted, so that memory and time per
-# token stay bounded.
+# Maximum number of tokens held back while a stream ends in U+FFFD. No character has more than a few tokens,
+# so after more tokens the character is invalid rather than incomplete. It is then emitted, so that memory and
+# time per token stay bounded.
 _MAX_HELD_TOKENS = 32
 
 
@@ -27,8 +27,8 @@ class Detokenizer(Protocol):
         """Return the text that these tokens complete, or "" while a character is incomplete."""
 
     def finish(self) -> str:
-        """Return the text of an incomplete character at the end of the stream (U+FFFD). Call this once, after
-        the last push."""
+        """Return U+FFFD for a character that is still incomplete at the end of the stream, otherwise "". Call
+        this once, after the last push."""
 
 
 class TableDetokenizer:
@@ -40,8 +40,9 @@ class TableDetokenizer:
     def __init__(
         self, table: TokenTable, skip_special_tokens: bool = True, context: Sequence[int] = ()
     ) -> None:
-        """`context` holds visible ids that precede this stream and are not emitted. With a context, leading
-        spaces are kept. If the context ends within a character, the stream may complete the character."""
+        """`context` contains visible ids that precede this stream; their text is not emitted. With a context,
+        leading spaces are kept. If the context ends within a character, the stream may complete that
+        character."""
         self._entries = table.shown if skip_special_tokens else table.shown_with_special
         self._leading_strip = 0 if context else table.leading_strip
         self._bad_byte_each = table.bad_byte_each
@@ -92,16 +93,16 @@ class TableDetokenizer:
 
     def _strip(self, text: str) -> str:
         spaces = min(self._leading_strip, len(text) - len(text.lstrip(" ")))
-        # If only spaces have been decoded so far, leading spaces of the next text are dropped too.
+        # If the stream has produced only spaces so far, also drop leading spaces of the next text.
         self._leading_strip = self._leading_strip - spaces if spaces == len(text) else 0
         return text[spaces:]
 
 
 class WindowDetokenizer:
-    """Detokenizes with any decoder by decoding a short window twice and emitting the difference.
+    """Detokenizes with any decoder: decodes a short window twice and emits the difference.
 
-    This is exact for decoders whose output for a token depends only on neighbouring tokens, which is true of
-    all decoders in `tokenizers`. Nothing is emitted while the window ends in U+FFFD.
+    This is exact for every decoder whose output for a token depends only on neighbouring tokens, which is
+    true of all decoders in `tokenizers`. Nothing is emitted while the window ends in U+FFFD.
     text-generation-inference and vLLM use the same algorithm.
     """
 
@@ -114,8 +115,8 @@ class WindowDetokenizer:
         skip_special_tokens: bool = True,
         context: Sequence[int] = (),
     ) -> None:
-        """`hidden` holds ids that are never shown. `context` holds visible ids that precede this stream and
-        are not emitted."""
+        """`hidden` contains ids that are never shown. `context` contains visible ids that precede this
+        stream; their text is not emitted."""
         self._backend = backend
         self._hidden = hidden
         self._skip = skip_special_tokens
@@ -131,8 +132,9 @@ class WindowDetokenizer:
             return ""
         new = self._after_emitted(text)
         if new:
-            # The text just emitted becomes the next window's context. A window always begins with visible
-            # text; otherwise the decoder would treat the middle of the text as its beginning.
+            # The text that was just emitted becomes the context of the next window. A window always begins
+            # with visible text; otherwise the decoder would treat its first token as the beginning of the
+            # whole text.
             del ids[: self._emitted_tokens]
             self._emitted_tokens = len(ids)
             self._emitted = self._decode(ids)

@@ -9,8 +9,8 @@ import tokenizers
 from appliance.text.cuts import PIECE_CHARACTERS, can_be_cut, last_cut, split_text
 
 Steps = Generator[None, None, list[list[int]]]
-"""An encoding job: a generator that yields between steps, may be advanced by any thread, and returns each
-text's token ids."""
+"""An encoding job: a generator that yields between steps and returns each text's token ids. Any thread may
+advance it."""
 
 
 class LoneSurrogateError(ValueError):
@@ -38,14 +38,16 @@ class TooManyTokensError(ValueError):
 
 
 MAX_UNCUT_BYTES = 512 << 10
-"""Maximum size in bytes of UTF-8 of a piece that cannot be cut and is therefore encoded in one step. Such a
-step takes at most 0.25 s, measured with the demo model's tokenizer and random letters. A context of 131,072
-tokens has this size at 4 bytes per token."""
+"""Maximum size, in bytes of UTF-8, of a piece that cannot be cut. Such a piece is encoded in one step, which
+takes at most 0.25 s, measured with the demo model's tokenizer and random letters. A context of 131,072 tokens
+has this size at 4 bytes per token."""
 MAX_CACHED_WORDS = 500
 """Number of words whose tokens the tokenizers library caches in each encoding thread. The longest of these
-words have 256 characters and take 9 KB each. The library's default of 10,000 words takes 89 MB per thread,
-which is not freed when the tokenizer is deleted. With this limit, encoding ordinary text takes about 10%
-longer (tokenizers 0.23, demo model)."""
+words have 256 characters and take 9 KB each.
+
+The library's default of 10,000 words takes up to 89 MB per thread, which is not freed when the tokenizer is
+deleted. With this limit, encoding ordinary text takes about 10% longer (tokenizers 0.23, demo model).
+"""
 _SHOWN_CHARACTERS = 20
 _MAX_CHARACTER_BYTES = 4
 
@@ -57,10 +59,10 @@ class UncuttableTextError(ValueError):
         if can_cut:
             word = last_cut(piece[:PIECE_CHARACTERS])
             super().__init__(
-                f"has {len(piece) - word} characters without a space or punctuation after a letter, "
-                f"from character {position + word} on ({piece[word : word + _SHOWN_CHARACTERS]!r}…); at "
-                f"most {MAX_UNCUT_BYTES} bytes of such text can be encoded: insert spaces, or send "
-                "token ids"
+                f"has {len(piece) - word} characters, starting at character {position + word} "
+                f"({piece[word : word + _SHOWN_CHARACTERS]!r}…), in which no space or punctuation follows a "
+                f"letter; at most {MAX_UNCUT_BYTES} bytes of such text can be encoded: insert spaces, or "
+                "send token ids"
             )
         else:
             super().__init__(
@@ -90,9 +92,9 @@ class Encoder:
         max_tokens: int | None = None,
         longest_token_bytes: int | None = None,
     ) -> Steps:
-        """Encode `texts`. Raises `LoneSurrogateError`, `UncuttableTextError`, and `TooManyTokensError` as
-        soon as a text has more than `max_tokens`, or without encoding the text if its size in bytes proves
-        that it has too many tokens."""
+        """Encode `texts`. Raises `LoneSurrogateError` and `UncuttableTextError`. Raises `TooManyTokensError`
+        as soon as a text has more than `max_tokens` tokens. If its size in bytes proves that it has too many,
+        it is not encoded at all."""
         for index, text in enumerate(texts):
             size = _utf8_bytes(text)
             if max_tokens is not None and longest_token_bytes and size > max_tokens * longest_token_bytes:
@@ -144,7 +146,8 @@ def _bound_cache(backend: tokenizers.Tokenizer) -> None:
 
 
 def _groups(texts: Sequence[str]) -> Generator[tuple[int, Sequence[str]], None, None]:
-    """Yield the groups of texts to be encoded in one step, each with the index of its first text."""
+    """Yield groups of texts, each of which is encoded in one step, with the index of the group's first
+    text."""
     first = characters = 0
     for index, text in enumerate(texts):
         if index > first and characters + len(text) > PIECE_CHARACTERS:
@@ -156,8 +159,8 @@ def _groups(texts: Sequence[str]) -> Generator[tuple[int, Sequence[str]], None, 
 
 
 def _affixes(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:
-    """Return the special tokens that encoding adds before and after a text, or None if it adds anything
-    else."""
+    """Return the special tokens that encoding adds before and after a text. Return None if encoding adds
+    tokens elsewhere too."""
     affixes = None
     for text in ("a", "1 b"):
         plain = backend.encode(text, add_special_tokens=False).ids

@@ -1,4 +1,5 @@
-"""Processes client texts in threads, fairly between tenants and within limits on memory and time."""
+"""Processes client texts in threads. Shares the threads fairly between tenants, and limits memory and
+time."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _MIN_BYTES = 4096
-"""Number of bytes counted for a text in addition to its size, because a request also takes other memory."""
+"""Number of bytes added to a text's size, to account for the other memory that its request uses."""
 
 MAX_SHARE = 1 / 3
-"""Maximum share of a thread's time that one tenant's texts take in the long run."""
+"""Maximum share of a thread's time that one tenant can use in the long run."""
 BURST_S = 2.0
-"""A tenant that has had no texts for this long may use its share of that time immediately, which is enough
-for a text of 2 MiB."""
+"""A tenant that has been idle may use this much of a thread's time without a pause. This is enough for a text
+of 2 MiB."""
 NICENESS = 10
 """Nice value of the encoding threads. The event loop has a higher priority, because it must react quickly."""
 
@@ -45,8 +46,8 @@ class TenantQueue(Generic[Item]):
         self._waiting.setdefault(tenant, deque()).append(item)
 
     def put_back(self, tenant: str, item: Item) -> None:
-        """Put the item back at the head of its tenant's queue. The tenant's next turn comes after the turns
-        of all other tenants."""
+        """Put the item back at the head of its tenant's queue, and move the tenant behind all other
+        tenants."""
         self._waiting.setdefault(tenant, deque()).appendleft(item)
         self._waiting.move_to_end(tenant)
 
@@ -68,11 +69,10 @@ class TenantQueue(Generic[Item]):
 
 
 class TextMemory:
-    """Limits the number of bytes of text in progress, both in total and to an equal share of the total for
-    each tenant.
+    """Limits the number of bytes of text in progress. Each tenant gets an equal share of the limit.
 
-    A tenant is refused only because of its own texts. A tenant can always use its share, even if the total
-    then exceeds the limit because other tenants began when shares were larger.
+    A tenant is refused only because of its own texts: it can always use its share. The total can therefore
+    exceed the limit if other tenants began when the shares were larger.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -81,7 +81,7 @@ class TextMemory:
 
     @contextmanager
     def reserved(self, tenant: str, size: int) -> Iterator[None]:
-        """Count `size` bytes for the tenant while the context lasts. Raises `TooMuchWorkError`."""
+        """Count `size` bytes for the tenant while the context is active. Raises `TooMuchWorkError`."""
         size += _MIN_BYTES
         used = self._used.get(tenant, 0)
         share = self._max_bytes // len(self._used.keys() | {tenant})
@@ -109,18 +109,18 @@ class _Job:
 
 
 def _lower_priority() -> None:
-    """Lower the priority of this thread below that of the event loop."""
+    """Set this thread's priority below the priority of the event loop."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 class _Lane:
-    """One thread, which advances the tenants' work in turn, one step at a time. A tenant that has used its
-    share of the thread's time pauses, so that the CPU is free for requests of other tenants."""
+    """One thread, which advances each tenant's work in turn by one step. A tenant that has used its share of
+    the thread's time pauses, so that the CPU is free for requests of other tenants."""
 
     def __init__(self, name: str) -> None:
         self._budgets = TimeBudgets(MAX_SHARE, BURST_S)
         self._wakes = False
-        """Whether the lane has scheduled its next step for the end of a pause."""
+        """Whether all work is pausing and the next step is scheduled for the end of a pause."""
         self._queue: TenantQueue[_Job] = TenantQueue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_lower_priority)
         self._busy = False
@@ -178,9 +178,9 @@ class _Lane:
 class WorkPool:
     """Runs work on texts in two threads, one for short work and one for long work. Belongs to one event loop.
 
-    A piece of work is a generator that yields after each step and returns its result. The steps of different
-    tenants alternate, so short work waits for at most one short step of each tenant, regardless of the amount
-    of long work.
+    Each piece of work is a generator that yields after each step and returns its result. The steps of
+    different tenants alternate. Short work therefore waits for at most one short step of each tenant,
+    regardless of the amount of long work.
     """
 
     def __init__(self, max_wait_s: float) -> None:
@@ -196,7 +196,7 @@ class WorkPool:
             return await asyncio.wait_for(job.result, self._max_wait_s)
         except TimeoutError:
             raise TooMuchWorkError(
-                f"tokenizing the prompts was not complete after {self._max_wait_s:g} s; send fewer or "
+                f"the prompts could not be tokenized within {self._max_wait_s:g} s; send fewer or "
                 "shorter prompts at the same time"
             ) from None
 

@@ -1,11 +1,11 @@
 """Redacts secrets in texts that a log policy keeps.
 
-The time is proportional to the length of the text, regardless of its content: each pattern begins at rare
-characters (an `@`, a `://`) or at a long word with a known prefix, and reads a limited number of characters
-around them. For the same reason, operators can add word prefixes (`[log] secret_prefixes`) but not regular
+The time is proportional to the length of the text, regardless of its content: each pattern begins at a rare
+sequence (`@` or `://`) or at a long word with a known prefix, and reads a limited number of characters around
+it. For the same reason, operators can add word prefixes (`[log] secret_prefixes`) but not regular
 expressions.
 
-Only secrets with a recognizable form are found. A password in plain prose is not.
+Only secrets with a recognizable form are found. A password in plain prose is not found.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _PIECE_CHARS = 4 << 10
 _WORD = re.compile(r"(?:\\[nrt])?[A-Za-z0-9_.~+-]{16,}")
 _SHORTER_WORD = re.compile(r"(?:\\[nrt])?[A-Za-z0-9_.~+-]{8,}")
 _MARKS = "_.~+-"
-"""Characters that may follow a secret at the end of a word, but are not part of the secret, such as a full
-stop or emphasis."""
+"""Punctuation that may follow a secret in the same word without being part of it, such as a full stop or an
+emphasis mark."""
 _BEARER = re.compile(r"(?:\b|(?<=\\[nrt]))(bearer|basic)([ \t]{1,4})([A-Za-z0-9._~+/=-]{8,})", re.IGNORECASE)
 _URL_PASSWORD = re.compile(r"(://[^\s/@:]{0,128}:)([^\s/]{1,256})@")
 _ASSIGNED = re.compile(
@@ -62,8 +62,8 @@ class Redactor:
     def __init__(self, kinds: Collection[SecretKind], prefixes: tuple[str, ...]) -> None:
         """Words that begin with one of `prefixes` are also treated as secrets."""
         steps: dict[SecretKind, Callable[[str], tuple[str, int]]] = {
-            # Bearer tokens are redacted before passwords, because the password pattern would match only
-            # "Bearer" in "token: Bearer abc".
+            # Redact bearer tokens before passwords: in "token: Bearer abc", the password pattern would match
+            # only "Bearer".
             "bearer_tokens": lambda text: _BEARER.subn(r"\1\2[token redacted]", text),
             "passwords": _without_passwords,
             "keys": _without_keys,
@@ -78,8 +78,8 @@ class Redactor:
             )
 
     def pieces(self, text: str) -> Iterator[Redacted]:
-        """Replace each secret in the text by its kind in brackets. The result is yielded in pieces of a few
-        thousand characters, so that the caller can pause between pieces."""
+        """Replace each secret in the text with its kind in brackets. Yields the result in pieces of a few
+        thousand characters, so that the caller can pause between them."""
         if self._across_lines:
             text, count = _without_private_keys(text)
             yield Redacted("", count)
@@ -92,8 +92,8 @@ class Redactor:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield the text in parts that end at a line break, because only private keys span several lines. Other
-    threads can run between the parts."""
+    """Yield the text in parts that end at a line break. Only private keys span several lines. Other threads
+    can run between the parts."""
     begin = 0
     while begin < len(text):
         end = text.find("\n", begin + _PIECE_CHARS) + 1 or len(text)
@@ -140,7 +140,7 @@ def _without_emails(text: str) -> tuple[str, int]:
     count = taken = 0
     at = text.find("@")
     while at >= 0:
-        # Search backwards from the @, so that no character is read twice.
+        # Search backwards from the @, so that each character is read only once.
         before = _BEFORE_AT.match(text[max(taken, at - 64) : at][::-1])
         after = _AFTER_AT.match(text, at + 1)
         if before is not None and after is not None:

@@ -1,5 +1,5 @@
-"""Finds stop strings in text that arrives in pieces. Only text that may still become part of a match is held
-back."""
+"""Finds stop strings in text that arrives in pieces. Holds text back only while it may still become part of a
+match."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ per character."""
 
 
 class StopStringsError(ValueError):
-    """Raised if a request's stop strings cannot be used. The message says which string and why."""
+    """Raised if a request's stop strings cannot be used. The message names the string and the reason."""
 
 
 class StopSet:
     """A request's stop strings as an Aho-Corasick automaton (CACM 18/6, 1975), shared by the request's
     samples.
 
-    A state represents the longest suffix of the text that is a prefix of a stop string. State 0 represents
-    the empty suffix. The time per character does not depend on the number or length of the strings.
+    A state represents the longest suffix of the text read so far that is a prefix of a stop string. State 0
+    represents the empty suffix. The time per character does not depend on the number or length of the
+    strings.
     """
 
     __slots__ = ("begins", "children", "depth", "fallback", "match", "strings")
@@ -87,10 +88,9 @@ class StopSet:
 
 
 class StopMatcher:
-    """Searches one stream for its stop strings. The first completed match ends the text. If several matches
-    end at the same character, the longest match is used. The result therefore does not depend on how the text
-    was split into pieces.
-    """
+    """Searches one stream for its stop strings. The first match to be completed ends the text. If several
+    matches end at the same character, the longest one is used. The result therefore does not depend on how
+    the text is split into pieces."""
 
     __slots__ = ("_held", "_include_stop", "_set", "_state", "stopped")
 
@@ -103,8 +103,8 @@ class StopMatcher:
         self.stopped: str | None = None
 
     def push(self, text: str, may_stop: bool = True) -> tuple[str, str | None]:
-        """Return the text to emit, and the stop string that was found or None. After a match, nothing more is
-        emitted. Unless `may_stop` is set, a stop string that ends within `text` is not treated as a match."""
+        """Return the text to emit, and the stop string that was found, or None. After a match, nothing more
+        is emitted. If `may_stop` is false, stop strings that end within `text` are ignored."""
         if self.stopped is not None:
             return "", self.stopped
         stops = self._set
@@ -132,6 +132,6 @@ class StopMatcher:
         return whole[:emitted], None
 
     def finish(self) -> str:
-        """Return the text that was held back for a match that was not completed."""
+        """Return the text that was held back for a match that remained incomplete."""
         held, self._held = self._held, ""
         return held

@@ -14,10 +14,10 @@ from appliance.text.stop import StopMatcher
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """The result of one push.
 
-    `text` may be empty while an incomplete character or a possible stop string is held back. `stopped` is the
-    stop string that ended the stream. `tokens_delivered` is the number of pushed tokens that the answer uses:
-    all tokens, or the tokens up to and including the one that completed the stop string. Later tokens are not
-    billed.
+    - `text` may be empty while an incomplete character or a possible stop string is held back.
+    - `stopped` is the stop string that ended the stream.
+    - `tokens_delivered` is the number of pushed tokens that belong to the answer: all of them, or those up to
+      and including the token that completed the stop string. Later tokens are not billed.
     """
 
     text: str
@@ -26,11 +26,11 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class TextStream:
-    """A stream created by `Tokenizer.stream`. `tokens_delivered` and `characters_decoded` are totals since
-    its start.
+    """A stream created by `Tokenizer.stream`.
 
-    `characters_decoded` counts characters before stop strings are cut or held back. If tokens are pushed one
-    at a time, its value before each push is the pushed token's `text_offset`.
+    `tokens_delivered` and `characters_decoded` are totals since the stream's start. `characters_decoded` also
+    counts text that is cut off at a stop string or held back for one. If tokens are pushed one at a time, its
+    value before a push is the pushed token's `text_offset`.
     """
 
     __slots__ = ("_detokenizer", "_matcher", "_min_tokens", "characters_decoded", "tokens_delivered")

@@ -11,12 +11,11 @@ MAX_TEMPLATE_BYTES = 1 << 20
 
 
 def read_template_sources(folder: Path) -> dict[str, str]:
-    """Return the template texts by name: `default`, and further templates such as `tool_use`. Empty if there
-    are no templates.
+    """Return the template texts by name: `default`, and additional templates such as `tool_use`. Empty if
+    there are no templates. Raises `TokenizerFilesError`.
 
-    Templates are read from `chat_template.jinja` (and `additional_chat_templates/`), or otherwise from
-    `chat_template` in `tokenizer_config.json` (a text, or a list of named texts). Raises
-    `TokenizerFilesError`.
+    Templates are read from `chat_template.jinja` and `additional_chat_templates/`. If there is no such file,
+    they are read from `chat_template` in `tokenizer_config.json` (a text, or a list of named texts).
     """
     sources: dict[str, str] = {}
     files = {"default": folder / "chat_template.jinja"} | {

@@ -1,7 +1,7 @@
 """Messages between a front and the process that renders a model's chat templates.
 
-This module is separate from both sides, so that the front does not load Jinja2 and the process does not load
-asyncio. A frame consists of a 4-byte little-endian length and one struct as msgpack, as in `engine.wire`.
+They have their own module so that the front does not load Jinja2 and the process does not load asyncio. A
+frame consists of a 4-byte little-endian length and one struct as msgpack, as in `engine.wire`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_RENDERED_CHARACTERS = 8 << 20
 
 
 class ChatTemplateError(ValueError):
-    """Raised if messages cannot be rendered with a template. The error message is meant for the client."""
+    """Raised if messages cannot be rendered with a template. The error message is sent to the client."""
 
 
 class NoChatTemplateError(ChatTemplateError):
@@ -42,7 +42,7 @@ class Render(msgspec.Struct, tag="render", frozen=True):
     messages: list[dict[str, str]]
     add_generation_prompt: bool
     variables: bytes
-    """Further template variables as a JSON object, because msgpack would limit the size of integers."""
+    """Additional template variables as a JSON object, because msgpack would limit the size of integers."""
 
 
 class Rendered(msgspec.Struct, tag="rendered", frozen=True):
@@ -52,8 +52,7 @@ class Rendered(msgspec.Struct, tag="rendered", frozen=True):
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):
-    """An error. `message` is meant for the client, or for the operator if the error is the reply to
-    `Compile`."""
+    """An error. `message` is for the client, or for the operator if this is the reply to `Compile`."""
 
     kind: Literal["messages", "none", "bound"]
     """Selects the exception to raise: `ChatTemplateError`, `NoChatTemplateError` or `TemplateBoundError`."""

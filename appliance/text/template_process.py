@@ -41,13 +41,13 @@ MAX_COMPILE_S = 10.0
 """Time limit for compiling, measured from the start of the process. This includes 0.1 s for starting
 Python."""
 MAX_TEMPLATE_MEMORY_BYTES = 256 << 20
-"""Memory for templates, in addition to the process's own 30 MB."""
+"""Memory limit for templates, in addition to the process's own 30 MB."""
 MAX_WAIT_S = 30.0
 """A conversation that has waited this long for its turn is refused."""
 
 _ALARM_GRACE_S = 5.0
-"""Delay of the child's own alarm after the time at which the parent kills the child. The alarm ends a child
-that has lost its parent."""
+"""How long after the parent's time limit the child's own alarm goes off. The alarm kills a child whose parent
+has exited."""
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "TZ")
 _KINDS: dict[str, type[ChatTemplateError]] = {
     "messages": ChatTemplateError,
@@ -63,10 +63,10 @@ class _Job:
 
 
 class TemplateProcess:
-    """One model's chat templates: `default`, and further ones by name. Belongs to one event loop.
+    """One model's chat templates: `default`, and additional templates by name. Belongs to one event loop.
 
-    The process renders one conversation at a time, serving the tenants in turn. The process is started by
-    `compile` or by the first conversation, and is restarted after it has been killed.
+    The process renders one conversation at a time and serves the tenants in turn. It is started by `compile`
+    or by the first conversation, and it is restarted after it has been killed.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class TemplateProcess:
         self._compile = Compile(dict(sources), dict(special_tokens))
         self._max_render_s = max_render_s
         self.bounds_exceeded = 0
-        """Number of conversations that the templates could not render within their limits."""
+        """Number of conversations that were not rendered because a limit was exceeded."""
         self.problem = ""
-        """The limit that the latest failed conversation exceeded."""
+        """The limit that was exceeded last."""
         self._queue: TenantQueue[_Job] = TenantQueue()
         self._child: _Child | None = None
         self._background = Background()
@@ -130,11 +130,13 @@ class TemplateProcess:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt's text. The template writes BOS, so encode the text without special tokens.
+        """Return the prompt's text. The template writes BOS, so encode the text without special tokens. The
+        template reads `messages` and `variables` (additional template variables) as data, never as template
+        text.
 
-        The template reads `messages` and `variables` (further template variables) as data, never as template
-        text. Raises `ChatTemplateError` with the template's own message if it rejects the messages or fails
-        on them, `NoChatTemplateError`, `TemplateBoundError`, and `TooMuchWorkError` after `MAX_WAIT_S`.
+        Raises `ChatTemplateError` with the template's own message if the template rejects the messages or
+        fails on them. Also raises `NoChatTemplateError`, `TemplateBoundError`, and, after `MAX_WAIT_S`,
+        `TooMuchWorkError`.
         """
         if not self.exists:
             raise NoChatTemplateError(
@@ -151,12 +153,12 @@ class TemplateProcess:
             return await asyncio.wait_for(job.result, MAX_WAIT_S)
         except TimeoutError:
             raise TooMuchWorkError(
-                f"the messages waited {MAX_WAIT_S:g} s for the model's chat template; send fewer "
+                f"the model's chat template did not render the messages within {MAX_WAIT_S:g} s; send fewer "
                 "requests at the same time"
             ) from None
 
     def close(self) -> None:
-        """End the process and refuse the waiting conversations."""
+        """Kill the process and refuse the waiting conversations."""
         self._closed = True
         if self._child is not None:
             self._child.kill()
@@ -185,7 +187,9 @@ class TemplateProcess:
             child = self._child if self._child is not None and not self._child.closed else await self._start()
             return await child.ask(message, self._max_render_s)
         except UnicodeEncodeError:
-            raise ChatTemplateError("messages: contain a lone surrogate; send valid Unicode text") from None
+            raise ChatTemplateError(
+                "the messages contain a lone surrogate; send valid Unicode text"
+            ) from None
         except TemplateBoundError as error:
             self.bounds_exceeded += 1
             self.problem = str(error)
@@ -228,7 +232,7 @@ class _Child:
 
     @property
     def closed(self) -> bool:
-        """Whether the process has ended or was killed."""
+        """Whether the process has exited or has been killed."""
         return self._channel.closed
 
     async def ask(self, message: ToWorker, limit_s: float) -> str:
@@ -254,7 +258,7 @@ class _Child:
         raise _KINDS[reply.kind](reply.message)
 
     def kill(self) -> None:
-        """End the process immediately."""
+        """Kill the process immediately."""
         self._channel.close()
         self._process.kill()
         self._background.run(_reap(self._process))

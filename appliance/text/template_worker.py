@@ -1,8 +1,8 @@
 """`python -m appliance.text.template_worker --channel FD`: renders one model's chat templates for a front.
 
-A template is a program that comes with a checkpoint. The kernel bounds it here: memory by RLIMIT_AS, time by
-an alarm that no Python code handles (the front usually kills the process before). The process cannot write
-files or start processes, and it ends with its channel.
+A template is a program that comes with a checkpoint, so the kernel limits this process: its memory by
+RLIMIT_AS, and its time by an alarm that no Python code handles. (The front usually kills the process before
+the alarm.) The process cannot write files or start processes, and it exits when its channel is closed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from appliance.text.template_messages import (
 
 _HEADER = 4
 _MAX_FILES = 16
-"""Maximum number of open files: enough for Python to import a module (such as an encoding) that a template
-needs."""
+"""Maximum number of open files. It allows Python to import a module that a template needs, such as an
+encoding."""
 _DECODER = msgspec.msgpack.Decoder(ToWorker)
 
 
@@ -50,7 +50,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     for end in (signal.SIGINT, signal.SIGTERM):
-        # Only the front ends this process, by closing the channel.
+        # Only the front stops this process, by closing the channel.
         signal.signal(end, signal.SIG_IGN)
     channel = socket.socket(fileno=arguments.channel)
     channel.setblocking(True)

@@ -16,12 +16,12 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class TokenTable:
     """The text of each token, for decoders that do not depend on neighbouring tokens.
 
-    - `raw[id]` holds the token's bytes (empty if the vocabulary has a gap there).
-    - `shown` and `shown_with_special` hold the text that a detokenizer emits: a `str` if the bytes are
+    - `raw[id]` is the token's bytes (empty if the vocabulary has a gap there).
+    - `shown` and `shown_with_special` contain the text that a detokenizer emits: a `str` if the bytes are
       whole characters, otherwise the `bytes`. Special tokens are "" in `shown`.
     - `leading_strip` is the number of spaces dropped at the beginning of a text.
-    - `bad_byte_each` says whether each invalid byte becomes one U+FFFD (as in ByteFallback), rather than each
-      maximal ill-formed subsequence.
+    - `bad_byte_each` is true if each invalid byte becomes one U+FFFD (as in ByteFallback), and false if each
+      maximal ill-formed subsequence becomes one.
 
     All streams of a tokenizer share the table, which is never changed.
     """
@@ -82,14 +82,15 @@ def build_token_table(backend: tokenizers.Tokenizer, tokens: list[str | None]) -
 
 def component_steps(component: Any, name: str) -> list[dict[str, Any]]:
     """Return the steps of a normalizer, pre-tokenizer or decoder, as written in `tokenizer.json`. `name` is
-    the field that holds the steps of a sequence."""
+    the field that contains the steps if the component is a sequence."""
 
     def flat(step: dict[str, Any]) -> list[dict[str, Any]]:
         return (
             [each for inner in step[name] for each in flat(inner)] if step["type"] == "Sequence" else [step]
         )
 
-    # A component's pickled state is its JSON. Serializing the whole tokenizer would include the vocabulary.
+    # Pickle the component instead of serializing the whole tokenizer, which would include the vocabulary. A
+    # component's pickled state is its JSON.
     return [] if component is None else flat(json.loads(component.__getstate__()))
 
 

@@ -21,16 +21,17 @@ _DECODE_STEP_TOKENS = 16_384
 
 
 class TokenIdError(ValueError):
-    """Raised for a token id that no vocabulary can contain (a negative id)."""
+    """Raised for a negative token id, which no vocabulary can contain."""
 
 
 class Tokenizer:
     """One model's tokenizer, read from its folder by `Tokenizer.load`. Safe to use from any thread.
 
-    - `vocabulary_size` is the highest id plus one. A model's own vocabulary may be padded beyond it.
+    - `vocabulary_size` is the highest id plus one. The model's own vocabulary may be larger because of
+      padding.
     - `special_tokens` maps names such as `bos_token` to texts, as chat templates expect them.
     - `eos_ids` are the ids that end a sequence.
-    - `adds_bos` says whether `add_special_tokens` prepends `bos_id`.
+    - `adds_bos` is true if `add_special_tokens` prepends `bos_id`.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
@@ -54,12 +55,13 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path | str) -> Tokenizer:
-        """Read `tokenizer.json` and the files beside it. This takes about 1 s for 128 k tokens.
+        """Read `tokenizer.json` and the files beside it. This takes about 1 s for 128 k tokens. Raises
+        `TokenizerFilesError`, which names the file and the remedy.
 
         `tokenizer.json` is used unchanged, including its post-processor. As in transformers, the tokens that
-        `tokenizer_config.json` declares, and their special-token flags, are added. A special token that has
-        no id in these files is left out, because the model was not trained on it and a new id would be
-        outside the embedding. Raises `TokenizerFilesError`, which names the file and the remedy.
+        `tokenizer_config.json` declares are added, and its special-token flags are applied. A special token
+        that has no id in these files is left out: the model was not trained on it, and a new id would be
+        outside the embedding.
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
@@ -97,8 +99,8 @@ class Tokenizer:
         return run_steps(self.encode_steps([text], add_special_tokens))[0]
 
     def shield(self) -> Shield:
-        """Return a new shield for one conversation. `encode_rendered_steps` encodes the texts that the shield
-        hides from the template as plain text."""
+        """Return a new shield for one conversation. `encode_rendered_steps` later encodes the hidden texts as
+        plain text."""
         return Shield(self._control)
 
     def encode_rendered_steps(
@@ -113,18 +115,20 @@ class Tokenizer:
         )
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`. A stream of these tokens emits the same text.
-
-        The result equals transformers' decode, except for a run of ByteFallback tokens that is not valid
-        UTF-8: here only the invalid bytes become U+FFFD, but in transformers all bytes of the run do. Ids
+        """Return the text of `token_ids`, which is the same text that a stream of these tokens emits. Ids
         outside the vocabulary add nothing. Raises `TokenIdError` for negative ids.
+
+        The result equals transformers' decode, with one exception: in a run of ByteFallback tokens that is
+        not valid UTF-8, only the invalid bytes become U+FFFD here, whereas transformers replaces all bytes of
+        the run.
         """
         return run_steps(self.decode_steps(token_ids, skip_special_tokens))
 
     def decode_steps(
         self, token_ids: Sequence[int], skip_special_tokens: bool = True
     ) -> Generator[None, None, str]:
-        """Do the same as `decode`, incrementally, yielding between steps (`appliance.text.fair_queue`)."""
+        """Decode incrementally, yielding between steps (`appliance.text.fair_queue`). The result is the same
+        as from `decode`."""
         if token_ids and min(token_ids) < 0:
             raise TokenIdError(
                 f"token id {min(token_ids)} is negative; ids are 0 to {self.vocabulary_size - 1}"
@@ -143,9 +147,9 @@ class Tokenizer:
     def detokenizer(self, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> Detokenizer:
         """Return a detokenizer for one stream.
 
-        `context` holds the prompt's ids if the text continues the prompt (completions). The context is not
-        emitted, but a leading space of the first token is kept, because the stream does not begin a text. A
-        character that begins in the prompt and ends in the stream belongs to the stream.
+        If the text continues a prompt (completions), `context` contains the prompt's ids. The context is not
+        emitted. With a context, a leading space of the first token is kept, and a character that begins in
+        the prompt and ends in the stream is emitted.
         """
         visible = [i for i in context[-16:] if not (skip_special_tokens and i in self.special_ids)]
         if self.table is not None:
@@ -161,13 +165,14 @@ class Tokenizer:
         context: Sequence[int] = (),
         min_tokens: int = 0,
     ) -> TextStream:
-        """Return a text stream for one sequence. It combines a `detokenizer` with the request's stop strings,
-        if any. No stop string ends the stream within the first `min_tokens` tokens."""
+        """Return a text stream for one sequence: a `detokenizer` with the request's stop strings, if any.
+        Stop strings within the first `min_tokens` tokens do not end the stream."""
         matcher = StopMatcher(stops, include_stop) if stops is not None else None
         return TextStream(self.detokenizer(skip_special_tokens, context), matcher, min_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token, special or not, represents; b"" for ids outside the vocabulary."""
+        """Return the bytes that a token, special or not, represents. For ids outside the vocabulary, return
+        b""."""
         if not 0 <= token_id < self.vocabulary_size:
             return b""
         if self.table is not None:

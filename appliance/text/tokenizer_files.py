@@ -33,11 +33,11 @@ class TokenizerFiles:
     """The contents of the JSON files beside `tokenizer.json`.
 
     - `named` maps `bos_token`, `eos_token`, … to their texts.
-    - `special` holds all tokens that these files declare as special.
+    - `special` contains all tokens that these files declare as special.
     - `added` maps token ids to tokens that `tokenizer.json` may lack (`added_tokens_decoder`).
 
-    `add_bos_token` and `add_eos_token` are left out, because transformers ignores both if there is a
-    `tokenizer.json`: the post-processor in that file adds these tokens.
+    `add_bos_token` and `add_eos_token` are not read. Like transformers, this code relies on the
+    post-processor in `tokenizer.json` to add these tokens.
     """
 
     named: dict[str, str]
@@ -51,8 +51,8 @@ MAX_JSON_BYTES = 256 << 20
 
 
 def read_regular_file(path: Path, max_bytes: int) -> bytes:
-    """Return a file's bytes. Raises OSError, and ValueError if the file is too long or is not a regular file,
-    because reading a device or a named pipe may never end."""
+    """Return a file's bytes. Raises OSError. Raises ValueError if the file is too long, or if it is not a
+    regular file, because reading a device or a named pipe may never end."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -78,11 +78,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Read `tokenizer_config.json`, `special_tokens_map.json` and the end-of-sequence ids in `folder`.
+    """Read `tokenizer_config.json`, `special_tokens_map.json` and the end-of-sequence ids in `folder`. Files
+    may be missing. Raises `TokenizerFilesError`.
 
-    Files take precedence as in transformers: the special tokens map is used only if `tokenizer_config.json`
-    has no `added_tokens_decoder`, and the end-of-sequence ids in `config.json` are used only if
-    `generation_config.json` has none. Files may be missing. Raises `TokenizerFilesError`.
+    Files take precedence as in transformers. The special tokens map is used only if `tokenizer_config.json`
+    has no `added_tokens_decoder`. The end-of-sequence ids in `config.json` are used only if
+    `generation_config.json` has none.
     """
     path = folder / "tokenizer_config.json"
     config = read_json_object(path)
@@ -121,8 +122,8 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
 
 
 def _special_entries(config: Mapping[str, Any], path: Path) -> list[tuple[str, Any]]:
-    """Return (name, token) for each special token in a tokenizer config. The name of tokens in an unnamed
-    list is "". Raises `TokenizerFilesError`."""
+    """Return a (name, token) pair for each special token in a tokenizer config. Tokens in an unnamed list get
+    the name "". Raises `TokenizerFilesError`."""
     entries = [(name, config[name]) for name in NAMED_SPECIAL_TOKENS if config.get(name) is not None]
     entries += [
         (name, value)

@@ -1,5 +1,5 @@
-"""Decides whether a new request may wait in the queue. An admitted request is refused later only if it times
-out or can no longer meet its deadline."""
+"""Decides whether a new request may wait in the queue. An admitted request is refused later only if it has
+waited too long or can no longer meet its deadline."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from appliance.traffic.tenants import Tenants, TenantTraffic, Use
 from engine.messages import LEVELS
 
 _MAX_FREE_MULTIPLE = 4.0
-"""A tenant may hold up to this many times the number of free places in the queue, so that one tenant never
-fills the queue alone (the dynamic threshold of Choudhury and Hahne, 1998)."""
+"""Maximum ratio of one tenant's waiting requests to the free places in the queue. Because of it, a single
+tenant never fills the queue (the dynamic threshold of Choudhury and Hahne, 1998)."""
 _MAX_RETRY_S = 120.0
-"""OpenAI's clients wait at most this long before they retry."""
+"""Maximum time that OpenAI's clients wait before they retry."""
 _DRAIN_RETRY_S = 5.0
 _FAILED_RETRY_S = 30.0
 _DRAINED_PART = 0.1
-"""A client may retry when this fraction of the queue has been served."""
+"""Clients are told to retry after the time in which this fraction of the queue will be served."""
 _RUN_MARGIN = 1.2
 """Safety factor on the predicted run time of an answer, because the replica may become slower while the
 answer is generated."""
 _PREDICTION_MARGIN = 1.5
-"""Additional factor on waiting and run times while rates are only predicted, because predicted times are
-lower bounds."""
+"""Additional safety factor on waiting and run times while rates have not been measured, because the predicted
+times are then lower bounds."""
 _HOPELESS = 0.85
 """A request is refused if the time left before its deadline is less than this fraction of its predicted run
 time."""
@@ -38,18 +38,18 @@ _MIN_MARGIN_S = 0.02
 
 
 class Refusal(NamedTuple):
-    """The reason why a request is refused, as sent to the client."""
+    """A refusal: the reason why a request is refused, as sent to the client."""
 
     status: int
     code: str
     message: str
     retry_after_s: float | None = None
     useless: bool = False
-    """Whether a retry would fail too."""
+    """Whether a retry would fail as well."""
     kind: ExceededLimit = ""
 
     def to_message(self, request: Request, limits: RateLimits | None) -> Refused:
-        """Return the message for the front. It includes the remaining amounts of the caller's limits."""
+        """Return the message for the front. It includes what is left of the caller's limits."""
         return Refused(
             request.request_id,
             request.admit.attempt,
@@ -64,7 +64,7 @@ class Refusal(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """All requests that are waiting or held."""
+    """All requests that are waiting in the queue or held by an admission pause."""
 
     requests: int
     tokens: int
@@ -73,10 +73,11 @@ class Waiting(NamedTuple):
 def refusal(
     request: Request, model: ModelTraffic, tenants: Tenants, waiting: Waiting, now: float, *, held: bool
 ) -> Refusal | None:
-    """Return the reason why the request may not wait; None if it may.
+    """Return a refusal if the request may not wait; None otherwise.
 
-    A request that will be `held` waits for an unknown time. If it has a deadline that can be met, `begin_by`
-    and `promised_s` are set on the request."""
+    A request that will be `held` by an admission pause waits for an unknown time. If the request has a
+    deadline that can be met, `begin_by` and `promised_s` are set on it.
+    """
     tenant = tenants.of(request.tenant)
     if tenant.suspended:
         return suspended(tenant)
@@ -96,9 +97,9 @@ def refusal(
 
 
 def hopeless(request: Request, model: ModelTraffic, now: float) -> Refusal | None:
-    """Return a refusal if a waiting request cannot meet its deadline even if it starts immediately and steps
-    stay as short as now; None otherwise. Longer steps are not assumed, because the deadline may have been
-    promised, and an expected slowdown must not break a promise."""
+    """Return a refusal if a waiting request cannot meet its deadline even if it starts immediately; None
+    otherwise. The steps are assumed to stay as short as they are now: the deadline may have been promised,
+    and an expected slowdown must not break a promise."""
     if request.deadline_at is None:
         return None
     run_s = 0.0
@@ -113,8 +114,7 @@ def hopeless(request: Request, model: ModelTraffic, now: float) -> Refusal | Non
 def timed_out(
     request: Request, model: ModelTraffic, timeout_s: float, now: float, *, held: bool
 ) -> Refusal | None:
-    """Return the reason why a waiting or `held` request is refused once `timeout_s` has passed; None before
-    that."""
+    """Return a refusal if a waiting or `held` request has waited for `timeout_s`; None otherwise."""
     if now < (request.queued_at or now) + timeout_s:
         return None
     if held:
@@ -127,8 +127,8 @@ def timed_out(
 
 
 def reserve(request: Request, quotas: Quotas) -> Refusal | None:
-    """Reserve the maximum that the request may need from its quotas. Returns a refusal if too little of a
-    quota is left."""
+    """Reserve the most that the request can use of its quotas. Returns a refusal if too little of a quota is
+    left."""
     first = request.first
     held = quotas.reserve(
         request.tenant,
@@ -147,24 +147,24 @@ def reserve(request: Request, quotas: Quotas) -> Refusal | None:
 
 
 def unknown_model(name: str, known: Iterable[str]) -> Refusal:
-    """Return the refusal of a request for a model that is not served."""
+    """Return a refusal for a request whose model is not served."""
     message = f"there is no model {name!r}; available models: {', '.join(known) or 'none'}"
     return Refusal(404, "model_not_found", message)
 
 
 def failed_model(name: str, why: str) -> Refusal:
-    """Return the refusal of a request for a model without any replica that can start."""
+    """Return a refusal for a request whose model has no replica that can start."""
     message = f"model {name!r} cannot be served: {why}"
     return Refusal(503, "model_failed", message, _FAILED_RETRY_S)
 
 
 def paused(pause: AdmissionPause) -> Refusal:
-    """Return the refusal of a request while admission is paused."""
+    """Return a refusal for a request that arrives while admission is paused."""
     return Refusal(503, "draining", pause.why, _DRAIN_RETRY_S)
 
 
 def suspended(tenant: TenantTraffic) -> Refusal:
-    """Return the refusal of a request from a suspended tenant."""
+    """Return a refusal for a request from a suspended tenant."""
     message = f"tenant {tenant.name!r} is suspended: contact the operator of this server"
     return Refusal(403, "tenant_suspended", message)
 
@@ -265,8 +265,9 @@ def _missed(request: Request, now: float, wait_s: float, run_s: float) -> Refusa
 
 
 def _retry_after_s(wait_s: float | None, oldest_s: float) -> float:
-    """Return the time in seconds after which a client should retry. By then, `_DRAINED_PART` of the queue has
-    been served. If the waiting time is unknown, the wait of the oldest request is the best estimate."""
+    """Return the time in seconds after which a client should retry. By then, `_DRAINED_PART` of the queue
+    should have been served. If no waiting time can be predicted, the estimate is based on how long the oldest
+    request has waited."""
     return _bounded(oldest_s if wait_s is None else _DRAINED_PART * wait_s)
 
 

@@ -1,4 +1,4 @@
-"""Admission pauses, for the whole service or for one model. During a pause, new requests are refused or
+"""Admission pauses for the whole service or for single models. During a pause, new requests are refused or
 held."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from appliance.traffic.request import Request
 
 
 class AdmissionPause(NamedTuple):
-    """The reason why new requests are not admitted, and whether they are held or refused."""
+    """A pause: the reason why new requests are not admitted, and whether they are held or refused."""
 
     why: str
     """The message for clients whose requests are refused."""
@@ -18,8 +18,7 @@ class AdmissionPause(NamedTuple):
 
 
 class AdmissionPauses:
-    """The pauses by model, and the requests held until a pause ends. The pause under None applies to every
-    model."""
+    """The pauses by model, and the held requests. The pause under None applies to every model."""
 
     def __init__(self) -> None:
         self._by_model: dict[str | None, AdmissionPause] = {}
@@ -35,7 +34,7 @@ class AdmissionPauses:
         self._by_model.pop(model, None)
 
     def of(self, model: str) -> AdmissionPause | None:
-        """Return the pause that applies to requests for `model`; None if they are admitted."""
+        """Return the pause that applies to requests for `model`, or None if they are admitted."""
         return self._by_model.get(None) or self._by_model.get(model)
 
     # ── held requests ──
@@ -59,13 +58,13 @@ class AdmissionPauses:
         return [request for request in self._held.values() if model in (None, request.first.model)]
 
     def released(self) -> list[tuple[Request, AdmissionPause | None]]:
-        """Return the held requests that no longer need to be held. Each is paired with the pause that now
-        refuses it, or with None if it is admitted."""
+        """Return the held requests that no longer need to be held, each with the pause that now refuses it,
+        or with None if it is now admitted."""
         found = [(request, self.of(request.first.model)) for request in self._held.values()]
         return [(request, pause) for request, pause in found if pause is None or not pause.hold]
 
     @property
     def held_since(self) -> float | None:
-        """The time when the oldest held request began to wait; None if no request is held."""
+        """Time when the oldest held request began to wait, or None if no request is held."""
         first = next(iter(self._held.values()), None)
         return None if first is None else first.queued_at

@@ -1,4 +1,5 @@
-"""Token buckets, which track how much of a rate limit is left. The caller passes in the time, in seconds."""
+"""Token buckets, which track how much of a rate limit is left. They have no clock: the caller passes the time
+in seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _MINUTE_S, _DAY_S = 60.0, 86400.0
 
 
 class Rate:
-    """The refill of a bucket: `per_s` each second, up to `capacity`."""
+    """The refill of a bucket: `per_s` per second, until the bucket contains `capacity`."""
 
     __slots__ = ("capacity", "per_s")
 
@@ -28,10 +29,11 @@ class Rate:
 
 
 def rate_of(quota: Quota, limit: str) -> Rate | None:
-    """Return the refill of the bucket for a limit in LIMITS; None if the quota does not have this limit.
+    """Return the refill of the bucket for a limit in LIMITS, or None if the quota does not have this limit.
 
-    A per-minute limit's capacity is the amount that `burst_s` seconds refill; a daily limit's capacity is the
-    whole day's amount. The capacity is at least one request, because otherwise no request could ever run.
+    For a limit per minute, the capacity is the amount that is refilled in `burst_s` seconds. For a daily
+    limit, it is the amount of a whole day. The capacity is at least one request; otherwise no request could
+    ever run.
     """
     amount: float | None = getattr(quota, limit)
     if amount is None:
@@ -44,21 +46,21 @@ def rate_of(quota: Quota, limit: str) -> Rate | None:
 
 
 class Bucket:
-    """One limit of one tenant or key, which refills continuously up to its capacity.
+    """One limit of one tenant or key. The bucket refills continuously up to its capacity.
 
-    A request takes the maximum that it may use, and returns what it did not use. The bucket may have been
-    full in the meantime, so the returned amount is capped: the level never exceeds what it would be if the
-    unused amount had never been taken. In any period, requests therefore use at most the capacity plus the
-    refill of that period, regardless of how much they reserve.
+    A request takes the most that it can use, and later returns the unused amount. If the bucket was full in
+    the meantime, less is returned: the level never exceeds what it would be if the unused amount had never
+    been taken. In any period, requests therefore use at most the capacity plus the refill of that period,
+    regardless of how much they reserve.
 
-    `level` is negative only after a crash in which more was used than had been recorded.
+    `level` is negative only after a crash, if requests had used more than was recorded.
     """
 
     __slots__ = ("_peaks", "held", "level", "limit", "owner", "rate", "updated_at")
 
     def __init__(self, owner: str, limit: str, rate: Rate, now: float) -> None:
         self.owner = owner
-        """The owner as shown in messages, such as "tenant 'acme'"."""
+        """The owner of the limit, as shown in messages, such as "tenant 'acme'"."""
         self.limit = limit
         """The name of the limit, from LIMITS."""
         self.rate = rate
@@ -75,7 +77,7 @@ class Bucket:
 
     @property
     def settled(self) -> float:
-        """The level that the bucket would have if the requests in flight held nothing."""
+        """The level that the bucket would have without the amounts held by requests in flight."""
         return min(self.rate.capacity, self.level + self.held)
 
     def refill(self, now: float) -> None:
@@ -86,22 +88,21 @@ class Bucket:
             self.level = min(self.rate.capacity, self.level + elapsed_s * self.rate.per_s)
 
     def set_rate(self, rate: Rate, now: float) -> None:
-        """Change the refill of the bucket. The level is kept but capped at the new capacity, so raising a
-        limit adds nothing immediately."""
+        """Change the refill of the bucket. The level stays the same unless it exceeds the new capacity.
+        Raising a limit therefore does not raise the level immediately."""
         self.refill(now)
         self.rate = rate
         self.level = min(self.level, rate.capacity)
 
     def take(self, amount: float) -> int:
-        """Take this amount for a request and return the serial number of the take. Call `refill` before
-        this."""
+        """Take this amount for a request and return a serial number for it. Call `refill` before this."""
         number = self._peaks.take(self.level)
         self.level -= amount
         self.held += amount
         return number
 
     def settle(self, number: int, unused: float, now: float) -> None:
-        """Return the unused amount of a take to the bucket. Call this once per take."""
+        """Return the unused part of a taken amount to the bucket. Call this once for each `take`."""
         self.refill(now)
         capacity = self.rate.capacity
         peak = max(self.level, self._peaks.settle(number, unused, capacity))
@@ -109,28 +110,29 @@ class Bucket:
         self.held -= unused
 
     def let_go(self, amount: float) -> None:
-        """Stop counting this amount as held, because the request that used it has ended."""
+        """Release this held amount, because the request that used it is finished."""
         self.held -= amount
 
     def wait_s(self, amount: float) -> float:
-        """Return how long it takes to refill the bucket to this level, in seconds; inf if the bucket never
-        reaches it."""
+        """Return the time in seconds until the bucket reaches this level, or inf if it never does."""
         if amount > self.rate.capacity:
             return math.inf
         return max(0.0, (amount - self.level) / self.rate.per_s)
 
 
 class Peaks:
-    """The highest level of a bucket since each unsettled take.
+    """For each unsettled take (an amount that a request has taken), the highest level of the bucket since
+    that take.
 
     The level falls only when a request takes from the bucket, so peaks occur just before takes. A peak is
-    kept until the level reaches it again, and only one peak is kept after each open take."""
+    kept until the level reaches it again. After each open take, at most one peak is kept.
+    """
 
     __slots__ = ("_levels", "_numbers", "_open", "_takes")
 
     MAX = 1024
-    """Maximum number of peaks, which bounds the cost of settling. With more open takes, the peaks are less
-    precise."""
+    """Maximum number of peaks, which bounds the cost of settling. If there are more open takes than this, the
+    peaks become less precise."""
 
     def __init__(self) -> None:
         self._takes = 0
@@ -157,13 +159,13 @@ class Peaks:
         return number
 
     def settle(self, number: int, unused: float, capacity: float) -> float:
-        """End a take that left this amount unused. Returns the highest level since the take began; -inf if no
-        take followed."""
+        """Close a take after `unused` of its amount was not used. Returns the highest level since the take,
+        or -inf if no other take followed."""
         numbers, levels = self._numbers, self._levels
         first = bisect_right(numbers, number)
         peak = levels[first] if first < len(levels) else -math.inf
         if unused:
-            # If the unused amount had not been taken, these peaks would have been higher.
+            # Without the unused amount, these peaks would have been higher.
             levels[first:] = [min(capacity, level + unused) for level in levels[first:]]
         self._close(number, first)
         return peak

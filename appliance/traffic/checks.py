@@ -9,8 +9,8 @@ from appliance.traffic.request import Request
 
 _CHECK_EVERY_S = 0.05
 _MAX_VOID = 1024
-"""Maximum number of void entries before they are removed. An entry is void once its request no longer
-waits."""
+"""Void entries are not removed while there are fewer than this many. An entry is void once its request no
+longer waits."""
 
 
 class Checks:
@@ -23,8 +23,8 @@ class Checks:
         """Number of waiting requests when void entries were last removed."""
 
     def push(self, request: Request, timeout_s: float, now: float) -> None:
-        """Schedule the check of a waiting request: at its timeout, or earlier if it may miss its deadline
-        before that."""
+        """Schedule the check of a waiting request. The check is due at the request's timeout, or earlier if
+        the request may miss its deadline before that."""
         due = (request.queued_at or now) + timeout_s
         if request.deadline_at is not None:
             due = min(due, max(request.begin_by or request.deadline_at, now + _CHECK_EVERY_S))

@@ -1,5 +1,5 @@
-"""Tracks a replica's credits by service level: the credits that the replica has granted, minus the credits
-spent on dispatched requests."""
+"""Tracks a replica's credits at each service level: the credits that the replica has granted, minus the
+credits spent on dispatched requests."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from store.policies import CLASSES, INTERACTIVE
 REAL_TIME, BACKGROUND = 0, CLASSES - 1
 
 _FEW_SLOTS = 8
-"""Replicas with fewer slots reserve no slots."""
+"""Replicas with fewer slots than this reserve none."""
 _MANY_SLOTS = 64
-"""Replicas with at least this many slots always reserve one, for a tenant that has sent no requests for a
-while."""
+"""Replicas with at least this many slots always reserve at least one, so that a tenant that has sent no
+requests for a while can start immediately."""
 _ORDINARY_REAL_TIME, _FIRST_BACKGROUND = level_of(REAL_TIME, 0), level_of(BACKGROUND, 2)
 _ORDINARY = level_of(INTERACTIVE, 0)
 
@@ -29,17 +29,17 @@ TIERS = [_tier(level) for level in range(LEVELS)]
 
 
 def spare_slots(level: int, reserved: int) -> int:
-    """Return how many slots a sequence of this level must leave free if `reserved` slots are reserved for
-    urgent requests. P2 and P3 leave one more slot free for P1 requests."""
+    """Return the number of slots that a sequence of this level must leave free. `reserved` slots are reserved
+    for urgent requests. P2 and P3 sequences leave one more slot free, for P1 requests."""
     return (0, reserved, reserved + min(1, reserved))[TIERS[level]]
 
 
 class CreditAccount:
-    """The credits of one incarnation of a replica; a restarted replica gets a new account.
+    """The credits of one incarnation of a replica. A restarted replica gets a new account.
 
-    Both sides keep running totals of the granted and dispatched amounts, so that no message is counted twice.
-    A request of any size is dispatched while some credit is left. It uses the credit of its own level and of
-    all lower-priority levels, which the engine serves after it.
+    Core and replica both keep running totals of the granted and dispatched amounts, so that no message is
+    counted twice. A request of any size is dispatched while some credit is left. It uses the credit of its
+    own level and of all lower-priority levels, because the engine serves those levels later.
     """
 
     def __init__(self, replica: str, model: str, devices: str = "", version: str = "") -> None:
@@ -47,12 +47,12 @@ class CreditAccount:
         self.model = model
         self.devices = devices
         self.version = version
-        """The version of the files that the replica loaded; empty if not known yet."""
+        """Version of the model files that the replica has loaded. Empty if not known yet."""
         self.slots = 0
-        """Number of slots, which is the maximum number of sequences that the replica runs at the same
-        time."""
+        """Number of slots: the maximum number of sequences that the replica can run at the same time."""
         self.tokens = 0
-        """Number of prompt tokens in two mixed steps, or in one full step if that number is greater."""
+        """The greater of two numbers: the prompt tokens in two mixed steps, and the prompt tokens in one full
+        step."""
         self._spent_seqs = [0] * LEVELS
         self._spent_tokens = [0] * LEVELS
         self._returned_seqs = [0] * LEVELS
@@ -60,19 +60,19 @@ class CreditAccount:
         self._waiting_seqs = [0] * LEVELS
         """Number of sequences waiting for a slot at the last report."""
         self._available: dict[float, tuple[list[int], int]] = {}
-        """The free slots of each level and the open levels, cached by the fraction of slots that is reserved.
-        Cleared when the account changes."""
+        """Cache of the free slots of each level and the open levels. The key is the fraction of slots that is
+        reserved. Cleared when the account changes."""
         self.kv_tokens = 0
         """Capacity of the KV cache in tokens."""
         self.generated_each = 0.0
         """Average number of output tokens per slot since the replica started. Used to estimate the output of
-        a running sequence, because its exact count arrives only when it ends."""
+        running sequences, because exact counts arrive only after sequences have finished."""
         self._generated = 0
         self.rates = ReplicaRates()
 
     @property
     def available_slots(self) -> int:
-        """Number of slots minus the sequences that were dispatched and have not ended."""
+        """Number of slots that are not occupied by dispatched, unfinished sequences."""
         return self.slots - sum(self._spent_seqs) + sum(self._returned_seqs)
 
     @property
@@ -81,19 +81,20 @@ class CreditAccount:
         return self.tokens_left(LEVELS - 1)
 
     def tokens_left(self, level: int) -> int:
-        """Return the token credit of a level. Accepted tokens of lower-priority levels do not reduce it."""
+        """Return the token credit of a level. Tokens that were accepted at lower-priority levels do not
+        reduce it."""
         end = level + 1
         return self.tokens - sum(self._spent_tokens[:end]) + sum(self._returned_tokens[:end])
 
     def reserved_slots(self, share: float) -> int:
-        """Return how many slots are reserved for urgent requests if the fraction `share` of all slots is
+        """Return the number of slots that are reserved for urgent requests if the fraction `share` is
         reserved."""
         if share <= 0:
             return int(self.slots >= _MANY_SLOTS)
         return max(1, int(share * self.slots)) if self.slots >= _FEW_SLOTS else 0
 
     def free_slots(self, level: int, share: float) -> int:
-        """Return how many slots are free for a level if the fraction `share` of all slots is reserved."""
+        """Return the number of slots that are free for a level if the fraction `share` is reserved."""
         return self._availability(share)[0][level]
 
     def open_levels(self, share: float) -> int:
@@ -116,9 +117,9 @@ class CreditAccount:
     def _free_slots(self, reserved: int) -> list[int]:
         """Compute `free_slots` for each level.
 
-        Samples of lower-priority levels that are waiting in the engine occupy no slot. The last report gives
-        their number. Of the samples dispatched after that report, at most as many occupy slots as the engine
-        allows for their tier.
+        Samples of lower-priority levels that are waiting in the engine occupy no slot. The last report
+        contains their number. Of the samples that were dispatched after that report, the engine lets only as
+        many occupy slots as their tier allows.
         """
         running = [
             spent - returned for spent, returned in zip(self._spent_seqs, self._returned_seqs, strict=True)
@@ -137,8 +138,8 @@ class CreditAccount:
             occupied += waiting
             at_most = min(occupied, in_worse_tiers[tier] + in_other_tiers[tier])
             free.append(self.slots - at_most - spare[tier])
-        # P0 takes the slots of background sequences. A P0 request that fits into one step also takes the
-        # slots of all other sequences that are not urgent.
+        # A P0 request can take the slots of background sequences. If it fits into one step, it can also take
+        # the slots of all other sequences that are not urgent.
         for level in range(_ORDINARY_REAL_TIME + 1):
             if free[level] <= 0:
                 free[level] += sum(running[_FIRST_BACKGROUND if level else _ORDINARY :])
@@ -166,6 +167,5 @@ class CreditAccount:
         self._available.clear()
 
     def refund(self, level: int, seqs: int, tokens: int) -> None:
-        """Refund the credit of a submission that never reached the replica, because the replica will not
-        grant that credit again."""
+        """Refund the credit of a submission that never reached the replica. The replica cannot return it."""
         self.spend(level, -seqs, -tokens)

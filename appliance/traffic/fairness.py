@@ -1,11 +1,14 @@
 """The order of requests within a class: weighted fair sharing between tenants, and earliest due time first
 within a tenant.
 
-This is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024).
-Each tenant has a counter of the service that it received, divided by its weight, and the tenant with the
-lowest counter is next. A prompt is charged when its request starts, and output is charged while it is
-generated. A tenant that returns after an idle period starts at the counter of the tenant served last. That
-counter is the lowest of the active tenants, so idle time earns no credit."""
+The algorithm is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI
+2024). Each tenant has a counter of the service that it has received, divided by its weight. The tenant with
+the lowest counter is next. A prompt is charged when its request starts, and output is charged while it is
+generated.
+
+A tenant that returns after an idle period starts at the counter of the tenant that was served last. This
+counter is the lowest of the active tenants, so a tenant earns no credit while it is idle.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,8 @@ class Ticket(Generic[Item]):
     """Order of arrival."""
     queued_at: float
     due: float
-    """Sort key within the tenant: the deadline. Without a deadline, the time from which the request's class
-    counts it as late."""
+    """Sort key within the tenant: the deadline, or, without a deadline, the time from which the request
+    counts as late in its class."""
     service: float
     """Expected service in weighted tokens."""
     prompt_tokens: int
@@ -97,15 +100,16 @@ _Entry = tuple[float, int, _Line[Item]]
 class FairQueue(Generic[Item]):
     """The waiting requests of one class.
 
-    A tenant is *light* while it has few sequences running. Its requests are *urgent* unless they have many
-    samples. A tenant is *held* while it is at its limit of running requests; a request is *parked* while its
-    key is at that limit. Held tenants and parked requests are left out of the order."""
+    A tenant is *light* while it has few sequences running. The requests of a light tenant are *urgent* unless
+    they have many samples. A tenant is *held* while it has reached its limit of running requests. A request
+    is *parked* while its key has reached that limit. Held tenants and parked requests are not in the order.
+    """
 
     def __init__(self) -> None:
         self.backlog = QueuedTokens()
         """Backlog of the requests that are neither held nor parked."""
         self.weight = 0.0
-        """Total weight of the tenants in the order."""
+        """Total weight of the tenants that are in the order."""
         self.tenants = 0
         """The number of tenants in the order."""
         self.floor = 0.0
@@ -113,7 +117,7 @@ class FairQueue(Generic[Item]):
         self._lines: dict[str, _Line[Item]] = {}
         self._orders: list[list[_Entry[Item]]] = [[] for _ in range(URGENCIES)]
         """For each urgency, a heap of the tenants whose first request is at least that urgent, ordered by
-        counter. Equal counters are served in order of entry."""
+        counter. Tenants with equal counters are served in the order in which they were added."""
         self._entries = 0
         self._max_samples = 1
         """Maximum number of samples of an urgent request."""
@@ -144,7 +148,8 @@ class FairQueue(Generic[Item]):
         """Return the next request with at least this urgency.
 
         An urgent request may overtake a tenant with a lower counter if its own tenant has few waiting
-        requests and has received at most one step's tokens more than its share."""
+        requests and has received at most its fair share plus one step's tokens.
+        """
         order, least = self._orders[urgency], _first(self._orders[0])
         passed: list[_Entry[Item]] = []
         found: Ticket[Item] | None = None
@@ -165,15 +170,15 @@ class FairQueue(Generic[Item]):
         return 2 if ticket.prompt_tokens <= self._max_prompt_tokens else 1
 
     def set_urgent(self, max_samples: int, max_prompt_tokens: int) -> None:
-        """Set the limits for urgent requests of light tenants. They may have at most `max_samples` samples.
-        The highest urgency also requires at most `max_prompt_tokens` prompt tokens."""
+        """Set the limits for urgent requests of light tenants. Urgent requests have at most `max_samples`
+        samples; requests of the highest urgency also have at most `max_prompt_tokens` prompt tokens."""
         if (max_samples, max_prompt_tokens) != (self._max_samples, self._max_prompt_tokens):
             self._max_samples, self._max_prompt_tokens = max_samples, max_prompt_tokens
             for line in self._lines.values():
                 self._reorder(line)
 
     def take(self, ticket: Ticket[Item]) -> None:
-        """Remove a request that starts, and charge its tenant for the prompt."""
+        """Remove a request that is starting, and charge its tenant for the prompt."""
         line = self._lines[ticket.tenant]
         self.floor = max(self.floor, line.counter)
         line.counter += ticket.prompt_tokens / line.weight
@@ -247,10 +252,12 @@ class FairQueue(Generic[Item]):
     # ── the work ahead of a request ──
 
     def ahead(self, tenant: str, weight: float, due: float) -> tuple[float, float]:
-        """Return the number of prompt tokens and output tokens that are served before a request of this
-        tenant with the due time `due`. This work consists of the tenant's own earlier requests and, in
-        proportion to the weights, requests of other tenants. It never exceeds the total of all waiting
-        requests."""
+        """Return the numbers of prompt tokens and output tokens that are served before a request of this
+        tenant with the due time `due`.
+
+        These tokens belong to the tenant's own earlier requests and, in proportion to the weights, to
+        requests of other tenants. They never exceed the total of all waiting requests.
+        """
         total = self.backlog
         line = self._lines.get(tenant)
         if not total.tickets:
@@ -258,7 +265,7 @@ class FairQueue(Generic[Item]):
         own = line.tickets.before(due) if line is not None else (0.0, 0.0)
         joins = line is None or not line.entry
         shares = (self.weight + (weight if joins else 0.0)) / weight
-        # The counters of waiting tenants differ by about one request.
+        # The counters of waiting tenants differ by at most about one request.
         others = (self.tenants if joins else self.tenants - 1) / total.tickets
         return (
             min(total.prompt_tokens, own[0] * shares + others * total.prompt_tokens),
@@ -273,8 +280,8 @@ class FairQueue(Generic[Item]):
                 yield from parked
 
     def forget_idle(self) -> None:
-        """Remove idle tenants unless their counter is above the counter of the tenant served last. Call this
-        periodically."""
+        """Remove idle tenants. Keep those whose counter is above the counter of the tenant that was served
+        last. Call this periodically."""
         idle = [line for line in self._lines.values() if not (line.tickets or line.parked)]
         for line in idle:
             if line.counter <= self.floor:

@@ -1,8 +1,9 @@
-"""Predicts when a request starts and ends on a model's replicas, from their measured rates.
+"""Predicts when a request will start and finish on a model's replicas, based on their measured rates.
 
-A replica is modelled as a set of slots and a queue of prompts. Each slot runs one sequence, with one step per
-output token; prompts are computed one after another. The scarcer of the two resources limits how fast waiting
-requests are served. Nothing is predicted until rates have been measured."""
+A replica is modelled as a set of slots and a queue of prompts. Each slot runs one sequence and takes one step
+per output token. Prompts are computed one after another. The scarcer of the two resources limits how fast
+waiting requests are served. Nothing is predicted until rates are known.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from collections.abc import Sequence
 from appliance.traffic.credits import CreditAccount
 
 _BUSY_SHARE = 0.95
-"""Fraction of slots that are busy while requests wait. It is below 1 because a freed slot is filled one or
-two steps later."""
+"""Fraction of slots that are busy while requests wait. It is below 1 because a free slot is filled only one
+or two steps later."""
 
 
 class Forecast:
@@ -20,10 +21,10 @@ class Forecast:
 
     def __init__(self) -> None:
         self.known = False
-        """Whether rates have been measured; otherwise the other values are meaningless."""
+        """Whether rates are known. If not, the other values are meaningless."""
         self.measured = False
-        """Whether all replicas have measured rates. Otherwise some rates are predictions, and predicted times
-        are lower bounds."""
+        """Whether the rates of all replicas have been measured. If some rates are only predicted, predicted
+        times are lower bounds."""
         self.step_s = 0.0
         """Recent step time. Like all values of this class, it is a mean over the replicas."""
         self.prompt_token_s = 0.0
@@ -46,9 +47,12 @@ class Forecast:
         prompt_tokens: float,
         prompts_per_output: float,
     ) -> None:
-        """Update the forecast. `prompt_tokens` is the mean prompt length of a request, `tokens_per_seq` is
-        the mean number of cache tokens of a sequence, and `prompts_per_output` is the number of prompt tokens
-        per output token."""
+        """Update the forecast.
+
+        - `prompt_tokens` is the mean prompt length of a request.
+        - `tokens_per_seq` is the mean number of cache tokens of a sequence.
+        - `prompts_per_output` is the number of prompt tokens per output token.
+        """
         measured = [account for account in accounts if account.rates.known]
         self.known = bool(measured)
         if not measured:
@@ -75,8 +79,8 @@ class Forecast:
         self._slot_slope_s = (self._full_step_s - self.step_s) / empty
 
     def serving_s(self, prompt_tokens: float, output_tokens: float) -> float:
-        """Return how many seconds all replicas together need to serve this many tokens when all slots are
-        busy."""
+        """Return the time in seconds that all replicas together need to serve this many tokens when all slots
+        are busy."""
         if not self.known or not prompt_tokens + output_tokens:
             return 0.0
         prompts_s = prompt_tokens * self.prompt_token_s * self._computed_share
@@ -84,8 +88,8 @@ class Forecast:
         return max(slots_s, prompts_s / self._replicas)
 
     def running_s(self, prompt_tokens: float, output_tokens: float, more_slots: float) -> float:
-        """Return how many seconds a request runs from start to end. `output_tokens` is the length of its
-        answer, and `more_slots` is the expected increase in busy slots per replica."""
+        """Return the run time of a request in seconds. `output_tokens` is the length of its answer, and
+        `more_slots` is the expected increase in busy slots per replica."""
         more_slots = max(0.0, min(more_slots, self.slots_each - self._running))
         step_s = min(self.step_s + more_slots * self._slot_slope_s, max(self._full_step_s, self.step_s))
         steps = 2.0 + output_tokens  # Two steps have already been launched.
@@ -110,8 +114,8 @@ class Forecast:
 
 
 def _full_step_s(account: CreditAccount, busy: float, prompt_tokens: float) -> float:
-    """Return the time of a step with this many busy slots and prompt tokens: the measured time, or the sum of
-    its predicted components if that is longer."""
+    """Return the time of a step with this many busy slots and prompt tokens. The result is the measured time
+    or the sum of the predicted components, whichever is longer."""
     rates = account.rates
     computed = min(prompt_tokens * rates.computed_share, account.tokens / 2)
     return max(rates.step_at(busy), rates.decode_s(busy) + computed * rates.prompt_token_s)

@@ -4,14 +4,15 @@
                 │  ▲               │
        refuse ◄─┘  └───────────────┘ the replica failed and the front sent the next attempt
 
-A request ends when it has been settled and none of its submissions is left on any replica. Its front settles
-it, or the core does so if the request is refused or the front has died. A dispatched request leaves its
+A request ends when it has been settled and no replica has any of its submissions left. Its front settles it.
+If the request is refused or the front has died, the core settles it instead. A dispatched request leaves its
 replica in exactly one of four ways:
 
-- its `Finished` arrives: the engine returns the credit;
-- the front settles it without submitting it: its credit is refunded;
-- the front died, or closed its channel, before submitting it: refunded at `Report.fronts_gone`;
-- the replica dies: its account is discarded.
+- Its `Finished` message arrives. The engine returns the credit.
+- The front settles it without submitting it. The credit is refunded.
+- The front died, or closed its channel, before submitting it. The credit is refunded when the replica reports
+  the front in `Report.fronts_gone`.
+- The replica dies. The replica's account is discarded.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class RowSink(Protocol):
 
 
 class RequestLifecycle:
-    """Moves requests between their states. `salt(tenant)` returns the tenant's salt for the prefix cache;
-    `unix` returns the time of day, for the log."""
+    """Moves requests between their states. `salt(tenant)` returns the tenant's salt for the prefix cache.
+    `unix` returns the time of day, which is used for the log."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class RequestLifecycle:
         self._serial = 0
 
     def set_rules(self, rules: QueueRules) -> None:
-        """Apply new rules, including to requests that already wait."""
+        """Apply new rules, also to requests that are already waiting."""
         self.rules = rules
         now = self._state.clock()
         for request in self._state.in_flight.values():
@@ -97,7 +98,8 @@ class RequestLifecycle:
         self.dispatch(model)
 
     def resume(self, request: Request, model: ModelTraffic) -> None:
-        """Queue a request that lost its replica, ahead of requests that wait for their first dispatch."""
+        """Queue a request that has lost its replica. It is served before requests that wait for their first
+        dispatch."""
         self._begin_waiting(request)
         model.outstanding.wait(request)
         waiting = model.stranded if request.front in self._state.broken_fronts else model.resumed
@@ -173,7 +175,7 @@ class RequestLifecycle:
             )
 
     def finish(self, account: CreditAccount, finished: Finished) -> None:
-        """Process the end of a submission on a replica."""
+        """Process the report that a replica has finished a submission."""
         request = self._state.in_flight.get(finished.request_id)
         left = request.dispatched.get(account) if request else None
         if request is None or left is None:
@@ -195,8 +197,8 @@ class RequestLifecycle:
             self.end_if_complete(request)
 
     def take_back(self, request: Request, account: CreditAccount) -> None:
-        """Refund the credit for submissions of the request that were dispatched to the replica but never
-        submitted."""
+        """Refund the credit for the request's submissions that were dispatched to the replica but never
+        reached it."""
         left = request.dispatched.get(account)
         if left is not None:
             account.refund(left.level, left.seqs, left.tokens)
@@ -212,8 +214,8 @@ class RequestLifecycle:
         self._state.models[account.model].stop(request)
         self._charge(request)
         if lost and request.settled is None:
-            # The request will continue, so it still counts against its limits. If another request started in
-            # its place, one request too many would run.
+            # The request will continue, so it still counts against its limits. Otherwise another request
+            # could start in its place, and the limit would be exceeded when this request continues.
             request.keeps_place = True
         else:
             self._leave_place(request)
@@ -230,8 +232,8 @@ class RequestLifecycle:
                 self.dispatch(models[name])
 
     def _charge(self, request: Request) -> None:
-        """Charge the tenant for the request's tokens. If a replica was lost, the number of tokens is known
-        only when the request ends."""
+        """Charge the tenant for the request's tokens. If a replica was lost, their number is unknown until
+        the request is settled."""
         model = self._state.models.get(request.first.model)
         if model is not None and (request.settled is not None or not request.lost_counts):
             model.charge(request, request.service(self.rules.output_weight))
@@ -239,7 +241,8 @@ class RequestLifecycle:
     # ── end of a request ──
 
     def refuse(self, request: Request, why: Refusal) -> None:
-        """Refuse a new or waiting request. If its answer has already begun, the front ends the answer."""
+        """Refuse a new or waiting request. If part of its answer has already been sent, the front ends the
+        answer with an error."""
         self.stop_waiting(request)
         self._state.refused += 1
         limits = self._state.quotas.rate_limits(request.tenant, request.key_id) if why.status == 429 else None
@@ -247,11 +250,11 @@ class RequestLifecycle:
         if request.admit.attempt == 0:
             request.settled = own_settle(request, why.status, "error", why.message, self._unix())
             self.end_if_complete(request)
-        # After the first attempt, the client may have received part of the answer. The front reports the
-        # number of delivered tokens.
+        # After the first attempt, the client may already have received part of the answer. The front will
+        # report how many tokens were delivered.
 
     def end_without_front(self, request: Request) -> None:
-        """Settle a request on behalf of its front, which has ended."""
+        """Settle a request on behalf of its front, which has exited."""
         if request.settled is None:
             self.stop_waiting(request)
             request.front_died = True

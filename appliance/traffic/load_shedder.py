@@ -1,5 +1,5 @@
-"""Load shedding: determines the requests that are refused during overload, their order, and when refusing
-ends."""
+"""Load shedding: decides which requests to refuse during overload, in what order, and when to stop
+refusing."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _DONE = (
     "P3 requests are refused, as are P2 and P1 requests that would wait too long",
 )
 _MAX_STEP = (REFUSE_INTERACTIVE, REFUSE_INTERACTIVE, REFUSE_BATCH)
-"""The highest step that an overload can reach, indexed by the overloaded class."""
+"""The highest step that load shedding can reach, indexed by the overloaded class."""
 _RELIEVED = 0.5
-"""An overload has ended when waiting times are below this fraction of the overload limit."""
+"""An overload is over when waiting times are below this fraction of the overload limit."""
 
 
 class LoadShedder:
-    """Moves up one step for every `overload_s` seconds of overload, and down one step for every `overload_s`
-    seconds without overload."""
+    """Goes one step further after every `overload_s` seconds of overload, and one step back after every
+    `overload_s` seconds without overload."""
 
     def __init__(self) -> None:
         self.step = CALM
@@ -37,12 +37,13 @@ class LoadShedder:
 
     @property
     def reason(self) -> str:
-        """The cause of the overload and the requests that are refused; empty without overload."""
+        """The cause of the overload, and the requests that are being refused. Empty if there is no
+        overload."""
         return f"{self._why}: {_DONE[self.step]}" if self.step else ""
 
     def observe(self, rules: QueueRules, now: float, waits_s: Sequence[float | None]) -> None:
-        """Update the step. `waits_s` holds, by class, the predicted wait of a request that arrives now; None
-        if unknown."""
+        """Update the step. `waits_s` contains, for each class, the predicted wait of a request that arrives
+        now, or None if it is unknown."""
         goal, relieved = CALM, True
         for number, given_up in enumerate(_MAX_STEP):
             wait_s, most_s = waits_s[number], rules.overload * rules.target_s(number)
@@ -52,8 +53,8 @@ class LoadShedder:
                 goal = given_up
                 name = CLASS_NAMES[number]
                 self._why = (
-                    f"the service is overloaded, because {name} requests would wait {wait_s:.1f} s, more "
-                    f"than {most_s:g} s"
+                    f"the service is overloaded, because {name} requests would wait {wait_s:.1f} s, "
+                    f"and the limit is {most_s:g} s"
                 )
             relieved = relieved and wait_s <= _RELIEVED * most_s
         over = self.step > goal and (goal > CALM or relieved)
@@ -65,7 +66,7 @@ class LoadShedder:
             self._since = now
 
     def refuses(self, request_class: int, wait_s: float | None, rules: QueueRules) -> bool:
-        """Return whether a new request of this class is refused if it would wait for `wait_s`."""
+        """Return whether to refuse a new request of this class that would wait for `wait_s`."""
         if request_class >= len(_MAX_STEP):
             return self.step >= REFUSE_BACKGROUND
         if not request_class or self.step < _MAX_STEP[request_class]:

@@ -1,5 +1,5 @@
-"""One served model: manages its replicas, chooses the request that runs next on them, and predicts how long
-requests will wait."""
+"""One served model: its replicas, the choice of the next request to run on them, and predictions of waiting
+times."""
 
 from __future__ import annotations
 
@@ -22,34 +22,35 @@ from store.policies import CLASSES, INTERACTIVE
 
 _LIGHT_PART = 2
 """A tenant is light if it occupies no slots, or fewer slots than the number of reserved slots divided by
-this. The number of samples of an urgent request has the same limit."""
+this. Urgent requests have at most that many samples."""
 _BUSY_HALF_LIFE_S = 4.0
 _MAX_TAKEN_S = 10.0
-"""Maximum service of started requests that is carried over to later ticks. It is capped because output
-predictions are often too high."""
+"""Maximum amount of started service that is carried over to later ticks. It is capped because predicted
+output lengths are often too high."""
 _OFFERED_HALF_LIFE_S = 0.5
 _LIGHT_LOAD, _FULL_LOAD = 0.2, 0.8
-"""Offered load, as a fraction of the capacity. Up to `_LIGHT_LOAD`, the number of busy slots is expected to
-stay the same. From `_FULL_LOAD` on, all slots are expected to become busy."""
+"""Two levels of offered load, as fractions of the capacity. Up to `_LIGHT_LOAD`, the number of busy slots is
+expected to stay the same. From `_FULL_LOAD` on, all slots are expected to become busy."""
 _MIN_SHARE = 0.02
 """Minimum share of the service for each class, no matter how busy higher-priority classes are."""
 _MAX_PROMISED = 0.8
 """Share of the service that may be promised to requests with deadlines. The rest is left for requests that
 arrive later."""
 _OF_THE_NEW = 0.02
-"""Weight of the latest request in running means."""
+"""Weight of the newest request in running means."""
 _UNKNOWN_RUN_S, _MIN_RUN_S = 1.0, 0.1
 
 
 def most_kv_tokens(admit: Admit) -> int:
-    """Return the maximum number of cache tokens that a request may hold. The number includes partly filled
-    last blocks, and each sample's own copy of its prompt's last block."""
+    """Return the maximum number of cache tokens that a request may occupy. Each sample's last block may be
+    partly filled. If several samples share a prompt, each of them also has its own copy of the prompt's last
+    block."""
     ends = admit.num_seqs if admit.num_seqs == admit.submissions else 2 * admit.num_seqs
     return admit.prompt_tokens + admit.max_tokens + ends * BLOCK_TOKENS
 
 
 class Turn(NamedTuple):
-    """The next request, the replica to run it on, and its level there."""
+    """The next request, the replica that will run it, and its level on that replica."""
 
     request: Request
     account: CreditAccount
@@ -67,7 +68,7 @@ class Turn(NamedTuple):
 
 
 class ModelTraffic:
-    """One served model. Only the request manager calls it, and all times refer to the request manager's
+    """One served model. Only the request manager calls this class, and all times are on the request manager's
     clock."""
 
     def __init__(self, name: str, version: str, rules: QueueRules, tenants: Tenants) -> None:
@@ -77,7 +78,7 @@ class ModelTraffic:
         self.failure: str | None = None
         self.queue: RequestQueue[Request] = RequestQueue(rules)
         self.resumed: dict[str, Request] = {}
-        """Requests that lost their replica during an answer. They are served first."""
+        """Requests that lost their replica while it was generating their answers. They are served first."""
         self.stranded: dict[str, Request] = {}
         """Waiting requests of broken fronts (`TrafficState.broken_fronts`). They are not dispatched."""
         self.accounts: list[CreditAccount] = []
@@ -94,8 +95,7 @@ class ModelTraffic:
         """Running means of the token counts of recently started requests."""
         self._taken_s = [0.0] * CLASSES
         """Service that started requests still need, by class, in seconds of work for all replicas together. A
-        long request is spread over several ticks, so that it never appears to take more than the whole
-        service."""
+        long request is spread over several ticks, so that it never appears to use the whole service."""
         self._busy = [0.0] * CLASSES
         """Recent share of the service used by each class."""
         self._offered_s = 0.0
@@ -166,8 +166,8 @@ class ModelTraffic:
         self.stranded[request.request_id] = request
 
     def reconsider(self, tenant: TenantTraffic, key_id: str = "", most: int | None = None) -> None:
-        """Update the order after a change to a tenant's weight, limits or use. The tenant and at most `most`
-        parked requests of the key go back into the order."""
+        """Update the order after a change to a tenant's weight, limits or use. Returns the tenant and at most
+        `most` of the key's parked requests to the order."""
         for number, fair in enumerate(self.queue.classes):
             fair.set_tenant(tenant.name, tenant.weight, self._may_be_urgent(number, tenant))
             fair.release(tenant.name)
@@ -184,9 +184,11 @@ class ModelTraffic:
         return levels
 
     def next_turn(self, now: float) -> Turn | None:
-        """Return the next request to dispatch; None if there is none. A request is chosen only if a replica
-        has credit for its level. During the search, tenants that have reached their limits are held, and
-        requests whose keys have reached their limits are parked."""
+        """Return the next request to dispatch, or None if there is none.
+
+        A request is chosen only if a replica has credit for its level. During the search, tenants that have
+        reached their limits are held, and requests whose keys have reached their limits are parked.
+        """
         levels = self.open_levels()
         if not levels:
             return None
@@ -211,9 +213,11 @@ class ModelTraffic:
         return None
 
     def level_of(self, request: Request, tenant: TenantTraffic) -> int:
-        """Return the level of a request, which depends on its class and on whether it is urgent. P0 requests
-        and light tenants' P1 requests are urgent unless they have many samples. They have the highest urgency
-        if their prompts fit into one step."""
+        """Return the level of a request, which depends on its class and its urgency.
+
+        P0 requests and light tenants' P1 requests are urgent unless they have many samples. Urgent requests
+        whose prompts fit into one step have the highest urgency.
+        """
         number, admit = request.request_class, request.admit
         if not self._may_be_urgent(number, tenant) or admit.num_seqs > self._max_urgent_samples():
             return level_of(number, 0)
@@ -231,11 +235,11 @@ class ModelTraffic:
         return self._max_samples[self._reserved_share()]
 
     def _set_limits(self) -> None:
-        """Set the limits of urgent requests, which depend on the rules and on the replicas' slots and step
-        size."""
+        """Set the limits for urgent requests. They depend on the rules, and on the slots and step sizes of
+        the replicas."""
         accounts, share = self.accounts, self.rules.reserved_slots
         self._light_slots = max(1, sum(one.reserved_slots(share) for one in accounts) // _LIGHT_PART)
-        """A tenant is light while it occupies fewer slots than this."""
+        """A tenant is light while it occupies fewer than this number of slots."""
         self._max_samples = {
             part: max(1, min((one.reserved_slots(part) for one in accounts), default=0) // _LIGHT_PART)
             for part in (0.0, share)
@@ -264,7 +268,8 @@ class ModelTraffic:
 
     def _account_for(self, level: int, request: Request) -> CreditAccount | None:
         """Return the replica with the most credit for this level. A replica on which the request has already
-        run is excluded: its front has lost that replica, even if the core has not noticed yet."""
+        run is excluded, because the request's front has lost the channel to it, even if the core has not
+        noticed this yet."""
         share = self._reserved_share()
         fit = [
             (account.free_slots(level, share), account.tokens_left(level), -index)
@@ -279,7 +284,7 @@ class ModelTraffic:
     # ── running requests ──
 
     def start(self, turn: Turn, now: float) -> int:
-        """Count a request as running on its replica. Returns the number of slots on the replica that the
+        """Count a request as running on its replica. Returns the number of the replica's slots that the
         request's samples must leave free."""
         request, account, level = turn
         admit, tenant = request.admit, self._tenants.of(request.tenant)
@@ -309,7 +314,7 @@ class ModelTraffic:
         return spare
 
     def stop(self, request: Request) -> None:
-        """Stop counting a request as running, because no replica has any submission of it left."""
+        """Stop counting a request as running. No replica has a submission of it any more."""
         del self._running[request.request_id]
         self._tenants.count_answer(request.tenant, -1)
 
@@ -358,8 +363,8 @@ class ModelTraffic:
             self._taken_s[request.request_class] += served_s
 
     def _prompts_per_output(self) -> float:
-        """Return the number of prompt tokens per output token, for recent or for waiting requests, whichever
-        is higher."""
+        """Return the number of prompt tokens per output token, either for recent or for waiting requests,
+        whichever is higher."""
         waits = QueuedTokens()
         for fair in self.queue.classes:
             waits.add(fair.backlog)
@@ -369,8 +374,8 @@ class ModelTraffic:
         )
 
     def _charge_output(self) -> None:
-        """Charge the estimated output of running requests since the last call. Exact counts arrive when the
-        requests end."""
+        """Charge the output that running requests are estimated to have generated since the last call. Exact
+        counts arrive when the requests finish."""
         services: list[dict[str, float]] = [{} for _ in range(CLASSES)]
         for request in self._running.values():
             made = 0.0
@@ -386,8 +391,8 @@ class ModelTraffic:
                 fair.charge(tenant, service)
 
     def _expect_longer(self, now: float) -> None:
-        """Postpone the expected ends that have passed. A request that passes its expected end is expected to
-        run for the same time again."""
+        """Postpone expected ends that have passed: the expected run time of a request that is still running
+        is doubled."""
         while (end := self._next_end()) is not None and end <= now:
             request = heapq.heappop(self._ends)[2]
             self._expect_end(request, now + max(_MIN_RUN_S, now - (request.began_at or now)))
@@ -419,14 +424,15 @@ class ModelTraffic:
             self._offered_s += served_s
 
     def wait_s(self, request: Request, tenant: TenantTraffic, now: float) -> float:
-        """Return how many seconds a new request would wait. Like all predictions, the result is valid only
-        while `predictable`."""
+        """Return the predicted waiting time of a new request in seconds. Like all predictions, it is valid
+        only while `predictable` is true."""
         number = request.request_class
         ahead = self.queue.classes[number].ahead(tenant.name, tenant.weight, request.due)
         return self.first_credit_s(self.level_of(request, tenant), now) + self._served_s(number, *ahead)
 
     def waits_s(self, now: float) -> list[float | None]:
-        """Return how many seconds a request at the end of each class's queue would wait; None if unknown."""
+        """For each class, return the predicted waiting time, in seconds, of a request at the end of the
+        queue; None if unknown."""
         if not self.predictable:
             return [None] * CLASSES
         waits_s: list[float | None] = []
@@ -437,7 +443,8 @@ class ModelTraffic:
         return waits_s
 
     def run_s(self, request: Request, output_tokens: float) -> float:
-        """Return how many seconds a request runs if each sample has `output_tokens` output tokens."""
+        """Return the predicted run time of a request in seconds if each sample has `output_tokens` output
+        tokens."""
         waiting = sum(fair.backlog.tickets for fair in self.queue.classes)
         more_slots = waiting / max(1, self.forecast.replicas)
         # Near full load, slots that are free at the moment will soon be occupied.
@@ -446,7 +453,7 @@ class ModelTraffic:
         return self.forecast.running_s(request.admit.prompt_tokens, output_tokens, more_slots)
 
     def promises_from(self, now: float) -> float:
-        """Return the time by which serving the promised requests can begin if only the requests that lost
+        """Return the earliest time at which the promised requests can be served. Only requests that have lost
         their replica are served before them."""
         resumed = self.resumed.values()
         prompt_tokens = sum([request.admit.prompt_tokens for request in resumed])
@@ -454,7 +461,7 @@ class ModelTraffic:
         return now + 2.0 * self.forecast.step_s + self.forecast.serving_s(prompt_tokens, output_tokens)
 
     def promise_s(self, request: Request, output_tokens: float) -> float:
-        """Return by how many seconds serving the request delays other promises. Higher-priority classes and
+        """Return by how many seconds this request delays other promised requests. Higher-priority classes and
         requests without deadlines keep their share of the service."""
         share = max(_MIN_SHARE, _MAX_PROMISED - sum(self._busy[: request.request_class]))
         return self.forecast.serving_s(request.admit.prompt_tokens, output_tokens) / share
@@ -470,15 +477,15 @@ class ModelTraffic:
         return self.forecast.step_s if end is None else max(0.0, end - now)
 
     def oldest_wait_s(self, now: float) -> float:
-        """Return how many seconds the oldest request has waited."""
+        """Return the waiting time of the oldest request in seconds."""
         since = [oldest for number in range(CLASSES) if (oldest := self.queue.oldest(number)) is not None]
         for others in (self.resumed, self.stranded):
             since += [r.queued_at for r in list(others.values())[:1] if r.queued_at is not None]
         return max(0.0, now - min(since)) if since else 0.0
 
     def _served_s(self, request_class: int, prompt_tokens: float, output_tokens: float) -> float:
-        """Return how many seconds it takes to serve this many tokens of the class, after all requests that
-        are queued in higher-priority classes."""
+        """Return the time in seconds needed to serve this many tokens of the class and, before them, all
+        requests queued in higher-priority classes."""
         for fair in self.queue.classes[:request_class]:
             prompt_tokens += fair.backlog.prompt_tokens
             output_tokens += fair.backlog.output_tokens

@@ -1,36 +1,36 @@
-"""Learns the lengths of answers, for one tenant or for all tenants, from answers that have ended."""
+"""Learns the lengths of answers from finished answers, for one tenant or for all tenants."""
 
 from __future__ import annotations
 
 import math
 
 _OF_THE_NEW = 0.05
-"""Minimum weight of the latest answer in the running means."""
+"""Minimum weight of the newest answer in the running means."""
 _ENOUGH = 8
-"""Number of ended answers required before lengths are predicted."""
+"""Number of finished answers needed before lengths are predicted."""
 _FOR_EACH_RUNNING = 2
-"""Number of additional ended answers that are required per running answer. Short answers end first, so early
+"""Number of additional finished answers needed for each running answer. Short answers finish first, so early
 lengths are biased."""
 _BUCKET = math.log(1.15)
 """Width of the histogram's buckets on a logarithmic scale."""
 _BEYOND = 0.01
-"""Fraction of answers that may exceed `likely_most`."""
+"""Fraction of answers that may be longer than `likely_most`."""
 _KEPT = 2000.0
-"""Total weight of the histogram above which all counts are halved."""
+"""If the histogram's total weight exceeds this, all counts are halved."""
 _FEW = 20.0
 """With this many answers in the histogram, `likely_most` is twice the longest answer. With more answers, the
 factor approaches 1."""
 _ALL_BUT = 0.98
 """An answer that reaches this fraction of its token limit counts as having reached the limit."""
 UNKNOWN_TOKENS = 256.0
-"""Expected length of an answer before lengths are known."""
+"""Expected length of an answer while no lengths have been learned."""
 _UNKNOWN_MOST_TOKENS = 2048.0
-"""Likely maximum length of an answer before lengths are known."""
+"""Likely maximum length of an answer while no lengths have been learned."""
 
 
 class OutputLengths:
-    """The fraction of answers that reach their token limit, and the mean and distribution of the lengths of
-    all other answers."""
+    """Statistics of answer lengths: the fraction of answers that reach their token limit, and the mean and
+    distribution of the lengths of all other answers."""
 
     __slots__ = ("_buckets", "_likely_most", "count", "known", "mean", "others", "running", "used_up")
 
@@ -48,7 +48,7 @@ class OutputLengths:
         self._likely_most = 0.0
 
     def learn(self, tokens: int, most: float) -> None:
-        """Learn from an answer that ended. `most` was its token limit."""
+        """Learn from a finished answer. `most` was its token limit."""
         self.count += 1
         self.known = self.known or self.count >= _ENOUGH + _FOR_EACH_RUNNING * self.running
         share = max(_OF_THE_NEW, 1.0 / self.count)
@@ -95,7 +95,7 @@ def expected_tokens(lengths: OutputLengths, of_all: OutputLengths, most: float) 
 
 
 def most_tokens(lengths: OutputLengths, of_all: OutputLengths, most: float) -> float:
-    """Return a length that few answers with this token limit exceed, based on the same answers as
+    """Return a length that few answers with this token limit exceed. It is based on the same answers as
     `expected_tokens`."""
     known = lengths if lengths.known else of_all
     return known.likely_most(most) if known.known else min(most, _UNKNOWN_MOST_TOKENS)

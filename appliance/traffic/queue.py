@@ -1,8 +1,8 @@
 """Determines the order in which one model's waiting requests are dispatched:
 
 1. Requests that must start now to meet a deadline promised on admission.
-2. Requests of a class that has waited too long, up to its reserved share of the service, so that no class
-   starves.
+2. Requests of a class that has waited too long. They get up to the class's reserved share of the service, so
+   that no class starves.
 3. Requests of the highest-priority class that has waiting requests.
 
 `FairQueue` determines the order within a class.
@@ -25,8 +25,8 @@ from store.policies import CLASSES, INTERACTIVE
 Item = TypeVar("Item")
 
 _PROMISES_LOOKED_AT = 8
-"""Number of promised requests to consider. More than one is considered, because requests of tenants at their
-limits are skipped."""
+"""Number of promised requests to consider. One is not enough, because requests of tenants at their limits are
+skipped."""
 
 
 class Next(NamedTuple, Generic[Item]):
@@ -46,10 +46,10 @@ class RequestQueue(Generic[Item]):
         self._length = 0
         self._lengths = [0] * CLASSES
         self._arrivals: list[deque[Ticket[Item]]] = [deque() for _ in range(CLASSES)]
-        """The requests in order of arrival. A request that has left the queue is removed when no earlier
-        request is left."""
+        """The requests in order of arrival. A request that has left the queue is removed once all earlier
+        requests have been removed."""
         self._owed = [0.0] * CLASSES
-        """Service that a late class may take before higher-priority classes."""
+        """Amount of service that a late class may use ahead of higher-priority classes."""
 
     def __len__(self) -> int:
         return self._length
@@ -66,7 +66,7 @@ class RequestQueue(Generic[Item]):
 
     def push(self, ticket: Ticket[Item], weight: float, light: bool, promised_s: float = 0.0) -> None:
         """Queue a request from a tenant with this weight. If the request has a promise (`Ticket.begin_by`),
-        `promised_s` is the time for which serving it delays other promises."""
+        `promised_s` is how long serving it delays other promised requests, in seconds."""
         number = ticket.request_class
         self.classes[number].push(ticket, weight, light)
         self._length += 1
@@ -84,9 +84,9 @@ class RequestQueue(Generic[Item]):
         self._forget(ticket)
 
     def next(self, open_levels: int, now: float, promises_from: float) -> Next[Item] | None:
-        """Return the next request of the open levels (bit `l` is set for level `l`); None if there is none.
-        `promises_from` is the time by which serving the promised requests can begin if they are served
-        next."""
+        """Return the next request of the open levels, or None if there is none. Bit `l` of `open_levels` is
+        set if level `l` is open. `promises_from` is the earliest time at which promised requests can be
+        served."""
         if not open_levels >> self._best_level():
             return None
         for ticket in (self._promised(promises_from), self._lifted(now)):
@@ -94,7 +94,7 @@ class RequestQueue(Generic[Item]):
                 return Next(ticket, level)
         for number, fair in enumerate(self.classes):
             for urgency in range(URGENCIES):
-                # A slot that is open to a request is also open to more urgent requests of its class.
+                # A slot that may be used by a request may also be used by more urgent requests of its class.
                 if open_levels >> level_of(number, urgency) & 1:
                     if (ticket := fair.next(urgency)) is not None:
                         return Next(ticket, level_of(number, fair.urgency(ticket)))
@@ -102,7 +102,7 @@ class RequestQueue(Generic[Item]):
         return None
 
     def take(self, ticket: Ticket[Item], now: float) -> None:
-        """Remove a request that starts, and update the reserved shares of late classes."""
+        """Remove a request that is starting, and update the reserved shares of late classes."""
         number = ticket.request_class
         self.classes[number].take(ticket)
         self._forget(ticket)
@@ -124,7 +124,8 @@ class RequestQueue(Generic[Item]):
     # ── dispatch order ──
 
     def _best_level(self) -> int:
-        """Return the highest-priority level at which a waiting request could run; LEVELS if none waits."""
+        """Return the highest-priority level at which a waiting request could run, or LEVELS if no request is
+        waiting."""
         for number, fair in enumerate(self.classes):
             if fair.tenants:
                 return level_of(number, URGENCIES - 1)
@@ -132,8 +133,8 @@ class RequestQueue(Generic[Item]):
 
     def _overtaking_level(self, ticket: Ticket[Item]) -> int:
         """Return the level of a request that is served before higher-priority classes. The request runs at
-        the level of the highest-priority waiting class, but never as P0. Otherwise the engine would serve
-        that class first."""
+        the level of the highest-priority waiting class, but never as P0; at a lower level, the engine would
+        serve that class first."""
         number = ticket.request_class
         level = level_of(number, self.classes[number].urgency(ticket))
         for better, fair in enumerate(self.classes[:number]):

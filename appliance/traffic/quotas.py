@@ -1,6 +1,6 @@
 """Reserves and charges the quotas of tenants and keys.
 
-    reserve ──► Reservation ──► settle (actual use) ──► close (log row has ended)
+    reserve ──► Reservation ──► settle (actual use) ──► close (log row closed)
        └──► Shortage: nothing was taken
 
 For each request, one request and its maximum number of tokens (prompt and answer) are reserved in every
@@ -24,10 +24,10 @@ from store.policies import Policies, Quota
 from store.quotas import QuotaLevels, QuotaState, Used
 
 MIN_ANSWER_TOKENS = 16
-"""Minimum answer length. If a request has no `max_tokens`, its answer is limited to the tokens that the quota
-has left. If fewer tokens than this minimum are left, the request is refused."""
+"""Minimum answer length. A request without `max_tokens` gets an answer limit equal to the tokens left in the
+quota. If fewer tokens than this minimum are left, the request is refused."""
 MAX_USEFUL_WAIT_S = 120.0
-"""OpenAI's clients wait at most this long before they retry. If the quota needs longer, a retry would
+"""Maximum time that OpenAI's clients wait before they retry. If the quota needs longer, a retry would
 fail."""
 
 Name = tuple[str, str]
@@ -63,7 +63,8 @@ class Account:
 
 
 class Reservation:
-    """The amount that one request reserved in its quotas, held until its log row has ended."""
+    """The amount that one request has reserved in its quotas. It is held until the request's log row has been
+    closed."""
 
     __slots__ = ("accounts", "max_tokens", "taken", "tokens")
 
@@ -81,18 +82,18 @@ class Reservation:
         self.max_tokens = max_tokens
         """Limit on the generated tokens over all samples."""
         self.taken = taken
-        """The buckets, each with the serial number of the take."""
+        """The buckets, each with the serial number of the amount that was taken from it."""
 
 
 class Shortage:
-    """The exceeded limit that delays a request the longest."""
+    """The limit that prevents a request from running. If several limits are exceeded, it is the one that
+    delays the request the longest."""
 
     def __init__(self, bucket: Bucket, needed: int) -> None:
         self._bucket = bucket
         self._needed = needed
         self.wait_s = bucket.wait_s(needed)
-        """Time in seconds until the refill brings the bucket to the requested amount; inf if it never
-        does."""
+        """Time in seconds until the bucket has the requested amount, or inf if it never does."""
 
     @property
     def kind(self) -> ExceededLimit:
@@ -106,8 +107,8 @@ class Shortage:
 
     @property
     def message(self) -> str:
-        """Error message with the limit, its current use, the requested amount, and the time until this amount
-        is available."""
+        """Error message. It contains the limit, its current use, the requested amount, and the time until
+        that amount is available."""
         bucket, words = self._bucket, LIMITS[self._bucket.limit]
         limit, used = math.floor(bucket.rate.capacity), math.ceil(bucket.rate.capacity - bucket.level)
         head = f"{words} of {bucket.owner}: limit {limit}"
@@ -116,7 +117,7 @@ class Shortage:
                 f"request too large for {head}, requested {self._needed}: shorten the prompt or lower "
                 "max_tokens"
             )
-        # If a reservation has been held for a long time, its tokens may have been refilled since, so they no
+        # A reservation may have been held for so long that its tokens have been refilled. Such tokens no
         # longer count as used.
         reserved = min(used, math.ceil(bucket.held))
         held = f" ({reserved} of these by unfinished requests)" if reserved else ""
@@ -135,7 +136,7 @@ class Quotas:
         self._accounts: dict[Name, Account] = {}
         self._tenants: dict[str, Account] = {}
         self._keys: dict[str, Account] = {}
-        """Accounts by key id. A rotated key shares its account with the keys that it replaced."""
+        """Accounts by key id. A rotated key shares its account with its predecessors."""
         self._changed: dict[Account, None] = {}
         """Accounts that changed since the last call of `news`, in order of change."""
         self._gone: set[Name] = set()
@@ -144,7 +145,7 @@ class Quotas:
     # ── changes by operators ──
 
     def set_policies(self, policies: Policies) -> None:
-        """Apply new quotas. Returns immediately if nothing has changed."""
+        """Apply new quotas. Does nothing if they have not changed."""
         if policies is self._policies:
             return
         self._policies = policies
@@ -189,10 +190,10 @@ class Quotas:
         samples: int = 1,
         may_lower: bool = False,
     ) -> Reservation | Shortage:
-        """Reserve the maximum that a request may need, or nothing.
+        """Reserve the most that a request can use. If too little is left, reserve nothing.
 
-        `max_tokens` is the limit over all samples. With `may_lower` (the client gave no limit), it is lowered
-        to the tokens that are left, by the same amount for each sample.
+        `max_tokens` is the limit over all samples. `may_lower` is true if the client set no limit: then
+        `max_tokens` is lowered to the tokens that are left, by the same amount for each sample.
         """
         self._asked = True
         now = self._clock()
@@ -211,8 +212,8 @@ class Quotas:
         return reservation
 
     def settle(self, reservation: Reservation, tokens: int) -> None:
-        """Charge a request for `tokens`, prompt and output together, and return the rest of its reservation.
-        If `tokens` is 0, the request never ran and is not counted as a request either. Call this once per
+        """Charge a request for `tokens` (prompt and output together), and return the rest of its reservation.
+        If `tokens` is 0, the request never ran, so it does not count as a request either. Call this once per
         reservation."""
         now = self._clock()
         unused = max(0, reservation.tokens - tokens)
@@ -224,8 +225,8 @@ class Quotas:
         reservation.tokens -= unused
 
     def close(self, reservation: Reservation) -> None:
-        """Stop counting the amount of a settled request as held, because its log row has ended. Call this
-        once."""
+        """Release the amount held for a settled request. Call exactly once, after the request's log row has
+        been closed."""
         for bucket, _ in reservation.taken:
             bucket.let_go(reservation.tokens if bucket.counts_tokens else 1)
         if reservation.taken:
@@ -233,7 +234,7 @@ class Quotas:
         reservation.taken = ()
 
     def charge(self, tenant: str, key_id: str, tokens: int, requests: int = 1) -> None:
-        """Charge tokens and requests that were not reserved, but at most the amount that is left."""
+        """Charge tokens and requests that were not reserved. At most the remaining amount is charged."""
         accounts, now = self._accounts_of(tenant, key_id), self._clock()
         for bucket in _refilled(accounts, now):
             amount = max(0.0, min(bucket.level, tokens if bucket.counts_tokens else requests))
@@ -242,7 +243,7 @@ class Quotas:
         self._changed |= dict.fromkeys(accounts)
 
     def rate_limits(self, tenant: str, key_id: str) -> RateLimits | None:
-        """Return the tightest request limit and the tightest token limit, for the response headers; None if
+        """Return the request limit and the token limit with the least left, for the response headers. None if
         there is no limit."""
         buckets = _refilled(self._accounts_of(tenant, key_id), self._clock())
         if not buckets:
@@ -252,7 +253,7 @@ class Quotas:
         return RateLimits(*_remaining(requests), *_remaining(tokens))
 
     def usage(self, scope: str, name: str) -> list[LimitUsage]:
-        """Return how much of each rate limit a tenant or key uses, for operators."""
+        """Return the use of each rate limit of a tenant or key, for operators."""
         account = (self._tenants if scope == "tenant" else self._keys).get(name)
         if account is None:
             return []
@@ -292,12 +293,12 @@ class Quotas:
         names of accounts that no longer exist."""
         monotonic = self._clock()
         gone, self._gone = list(self._gone), set()
-        # Accounts that were removed may have been changed by requests that were still running.
+        # Leave out removed accounts. They may be in `_changed` because their requests were still running.
         changed = [one for one in self._changed if self._accounts.get((one.scope, one.name)) is one]
         self._changed = {}
         if not changed and self._asked:
-            # At startup, the log is read from the row that the oldest stored level determines, so that level
-            # must be renewed.
+            # Renew the oldest stored level: at startup, the log is read from the row that this level
+            # determines.
             changed = list(self._accounts.values())[:1]
         self._asked = False
         return [_levels(account, monotonic, now) for account in changed], gone
@@ -342,7 +343,7 @@ def _refilled(accounts: Iterable[Account], now: float) -> tuple[Bucket, ...]:
 
 
 def _lowered(buckets: Iterable[Bucket], prompt_tokens: int, max_tokens: int, samples: int) -> int:
-    """Return `max_tokens`, lowered to the remaining amount of the tightest token limit."""
+    """Return `max_tokens`, or the remaining amount of the tightest token limit if that is lower."""
     left = min((bucket.level for bucket in buckets if bucket.counts_tokens), default=math.inf)
     if prompt_tokens + max_tokens <= left:
         return max_tokens
@@ -375,7 +376,8 @@ def _replay(bucket: Bucket, level: float | None, at: float, used: Iterable[Used]
     moment = min(at, now)
     left = bucket.rate.capacity if level is None else level
     for one in used:
-        # The level does not include earlier reservations, so subtract them before the refill is capped.
+        # The stored level does not account for these earlier reservations. Subtract them before the refill is
+        # capped.
         if one.at > moment:
             later = min(one.at, now)
             left = min(bucket.rate.capacity, left + (later - moment) * bucket.rate.per_s)

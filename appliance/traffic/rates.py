@@ -1,10 +1,12 @@
 """The speed of a replica: predicted at first, then learned from the replica's reports.
 
-All measurements are decaying sums over recent steps, so none depends on how often the replica reports. The
-first steps of a replica are not learned, because they can take many times as long as later ones. Until enough
-steps are learned, the engine's prediction is used. That prediction is a lower bound, so a request refused
-because of it would also be refused with measured rates. Without a prediction no rate is known, and no request
-is refused because of its waiting time.
+All measurements are decaying sums over recent steps, so none of them depends on how often the replica
+reports. The first steps of a replica are not learned, because they can take many times as long as later
+steps.
+
+Until enough steps have been learned, the engine's prediction is used. The prediction is a lower bound, so a
+request that is refused because of it would also be refused with measured rates. Without a prediction, no rate
+is known, and no request is refused because of its waiting time.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ _HALF_LIFE_S = 2.0
 _ENOUGH_S = 0.1
 """Busy time of learned steps after which measurements replace the prediction."""
 FIRST_STEPS = 16
-"""Number of steps of each kind that are not learned after a replica starts, because kernels are still being
-loaded, memory is being allocated, and caches are empty."""
+"""Number of steps of each kind that are not learned after a replica has started. During these steps, kernels
+are loaded, memory is allocated, and caches are empty."""
 _SPREAD_SEQS = 2.0
-"""Minimum variance of the batch size. Below it, the time that one more sequence adds to a step cannot be
-learned."""
+"""Minimum variance of the batch size. If it is smaller, the time that an additional sequence adds to a step
+cannot be learned."""
 
 
 class DecayingMean:
@@ -44,7 +46,7 @@ class DecayingMean:
 
 
 class _FirstSteps:
-    """Identifies the reports that cover any of a replica's first steps of one kind."""
+    """Identifies reports that include any of a replica's first steps of one kind."""
 
     def __init__(self) -> None:
         self._seen = 0
@@ -59,7 +61,7 @@ class _FirstSteps:
 class ReplicaRates:
     """The time that one replica takes for steps and prompt tokens.
 
-    `step_s` is the mean time of a step, including the prompts computed in it, so it is also how long a
+    `step_s` is the mean time of a step, including the prompts computed in it. It is therefore also how long a
     running sequence waits for each token. `prompt_token_s` is the time that a prompt token adds to a step.
     """
 
@@ -83,7 +85,7 @@ class ReplicaRates:
         self._cached_tokens = 0
 
     def predict(self, step_s: float, prompt_token_s: float) -> None:
-        """Set lower bounds for the time of a step and of a prompt token; 0 if not known. They are used until
+        """Set lower bounds for the time of a step and of a prompt token; 0 if unknown. They are used until
         enough steps have been learned."""
         self._predicted_step_s, self._predicted_prompt_token_s = step_s, prompt_token_s
 
@@ -140,8 +142,8 @@ class ReplicaRates:
         if decode_steps:
             self._learn_decode(decode_steps, decode_s, report.running)
         if learn_mixed and (computed or mixed_s):
-            # Additional time of mixed steps compared with decode-only steps. A report contains the token
-            # counts of planned steps and the times of completed steps, so a step's numbers may be split over
+            # The additional time of mixed steps compared with decode-only steps. A report counts the tokens
+            # of planned steps but the time of completed steps, so the numbers of one step may be spread over
             # two reports.
             extra_s = mixed_s - mixed_steps * self.decode_s(report.running)
             self._prompts.add(max(extra_s, 0.1 * mixed_s), computed, _keep(mixed_s))
@@ -155,7 +157,7 @@ class ReplicaRates:
 
     def decode_s(self, size: float) -> float:
         """Return the time of a decode-only step with `size` sequences, by linear regression over the learned
-        steps. Before any step is learned, this is the prediction."""
+        steps. If no step has been learned, return the prediction."""
         if not self._decode.weight:
             return self._predicted_step_s
         mean_s, mean_size = self._decode.ratio, self._batch_size.ratio

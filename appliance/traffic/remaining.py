@@ -1,5 +1,5 @@
-"""Computes the remaining work of the requests in flight, which a drain waits for, and how long that work
-takes."""
+"""Computes how much work remains for the requests in flight and how long it will take. A drain waits for this
+work."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from appliance.traffic.forecast import Forecast
 from appliance.traffic.request import Request
 
 _MAX_VOID = 1024
-"""Maximum number of void entries before they are removed. An entry is void once its request no longer
-waits."""
+"""Void entries are not removed while there are fewer than this many. An entry is void once its request no
+longer waits."""
 
 
 class Remaining(NamedTuple):
@@ -37,7 +37,7 @@ class Remaining(NamedTuple):
 
 
 class Outstanding:
-    """The unfinished requests of one model. Waiting requests are kept as totals, so that the cost of
+    """The unfinished requests of one model. For waiting requests, only totals are kept, so that the cost of
     `remaining` does not depend on their number."""
 
     def __init__(self) -> None:
@@ -47,11 +47,11 @@ class Outstanding:
         self._prompts = 0
         self._outputs = 0.0
         self._longest: list[tuple[float, str]] = []
-        """A heap of (−output of a sample, request id) of waiting requests; entries of all other requests are
-        void."""
+        """A heap of (−output tokens of a sample, request id) for the waiting requests. Entries of all other
+        requests are void."""
 
     def wait(self, request: Request) -> None:
-        """Count a request that begins to wait, for its first dispatch or for the next attempt."""
+        """Count a request that begins to wait for its first dispatch or for its next attempt."""
         self._begun.pop(request.request_id, None)
         outputs = request.expected_tokens
         work = _Work(request.admit.prompt_tokens, outputs, outputs / max(1, request.admit.num_seqs))
@@ -64,11 +64,11 @@ class Outstanding:
             heapq.heapify(self._longest)
 
     def begin(self, request: Request) -> None:
-        """Count a request that no longer waits because it runs or is ending."""
+        """Stop counting a request as waiting, because it is running or is being closed."""
         work = self._waiting.pop(request.request_id)
         self._begun[request.request_id] = request
         self._prompts -= work.prompt_tokens
-        # Reset the totals when no request waits, which removes rounding errors.
+        # Reset the totals when no request waits, to remove accumulated rounding errors.
         self._outputs = self._outputs - work.outputs if self._waiting else 0.0
 
     def end(self, request: Request) -> None:
@@ -76,8 +76,8 @@ class Outstanding:
         self._begun.pop(request.request_id, None)
 
     def remaining(self, forecast: Forecast, now: float) -> Remaining:
-        """Return the remaining work of all requests at `now`. The running requests are assumed to end before
-        all replicas together serve the waiting requests."""
+        """Return the remaining work of all requests at `now`. The estimate assumes that the running requests
+        finish first, and that all replicas together then serve the waiting requests."""
         tokens = seconds = 0.0
         for request in self._begun.values():
             seqs = max(1, request.admit.num_seqs)
@@ -101,10 +101,9 @@ class Outstanding:
 
 
 def _left_each(request: Request, step_s: float, now: float) -> float:
-    """Return how many more output tokens each sample of a running request is expected to generate.
-
-    A request that exceeds its expected length is expected to double its current length, up to its limit.
-    """
+    """Return the number of output tokens that each sample of a running request is expected to generate from
+    now on. A request that exceeds its expected length is expected to double its current length, up to its
+    limit."""
     made = request.generated_each
     if not made and request.began_at is not None and step_s > 0:
         made = (now - request.began_at) / step_s

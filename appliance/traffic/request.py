@@ -26,8 +26,8 @@ class OnReplica:
 
     def __init__(self, admit: Admit, charged_each: float, level: int) -> None:
         self.began_each = self.charged_each = charged_each
-        """The value of `CreditAccount.generated_each` at the last charge, or at the start of the request
-        before the first charge."""
+        """The value of `CreditAccount.generated_each` at the last charge. Before the first charge, its value
+        at the start of the request."""
         self.level = level
         """Service level whose credit the request uses."""
         self.submissions = admit.submissions
@@ -35,15 +35,15 @@ class OnReplica:
         self.tokens = admit.prompt_tokens
 
     def end(self, seqs: int, tokens: int) -> None:
-        """Subtract a submission that has left the replica."""
+        """Stop counting a submission that has left the replica."""
         self.submissions -= 1
         self.seqs -= seqs
         self.tokens -= tokens
 
 
 class Request:
-    """One request in flight, changed only by the request manager and `ModelTraffic`. Times are on the request
-    manager's clock, except `Admit.arrived_at`."""
+    """One request in flight. Only the request manager and `ModelTraffic` change it. All times except
+    `Admit.arrived_at` are on the request manager's clock."""
 
     def __init__(
         self, front: str, admit: Admit, key_id: str, version: str, deadline_at: float | None = None
@@ -64,10 +64,10 @@ class Request:
         self.most_tokens: int | None = None
         """The value for `Admitted.most_tokens`."""
         self.front_died = False
-        """Whether the front ended unexpectedly, so that the number of delivered tokens is unknown."""
+        """Whether the front died, so that the number of delivered tokens is unknown."""
 
         self.queued_at: float | None = None
-        """Time when the request was queued; None unless it is waiting."""
+        """Time when the request was queued, or None if it is not waiting."""
         self.queue_ms: float | None = None
         self.ticket: Ticket[Request] | None = None
         """The request's entry in the queue."""
@@ -76,7 +76,7 @@ class Request:
         self.begin_by: float | None = None
         """Time by which the request must start to meet its deadline, as promised on admission."""
         self.promised_s = 0.0
-        """How long the promised start of this request delays other promises, in seconds."""
+        """Time in seconds by which the promise to this request delays other promised requests."""
 
         self.dispatched: dict[CreditAccount, OnReplica] = {}
         self.tried: set[CreditAccount] = set()
@@ -88,8 +88,8 @@ class Request:
         """Whether the request lost its replica but still counts against the limits of its tenant and key."""
         self.running_seqs = 0
         self.kv_tokens = 0
-        """Maximum number of cache tokens that the request may hold. Like `running_seqs`, it counts toward the
-        tenant's use while the request runs."""
+        """Maximum number of cache tokens that the request may occupy. While the request runs, this number and
+        `running_seqs` count toward the tenant's use."""
         self.expected_tokens = 0.0
         """Expected output tokens of all samples."""
         self.charged = 0.0
@@ -97,7 +97,7 @@ class Request:
 
         self.settled: Settle | None = None
         self.lost_counts = False
-        """Whether a replica ended before it reported the request's generated tokens."""
+        """Whether a replica was lost before it reported how many tokens it generated for the request."""
         self.counted = False
         """Whether a replica has reported the request's generated tokens."""
         self.generated_tokens = 0
@@ -113,7 +113,7 @@ class Request:
             self.first = self.admit = msgspec.structs.replace(self.first, max_tokens=reservation.max_tokens)
 
     def count_against(self, key_id: str) -> None:
-        """Count the request against the limits of this key instead of its own key, which was replaced."""
+        """Count the request against the limits of this key, which has replaced the request's own key."""
         self.key_id = key_id
         if self.ticket is not None:
             self.ticket.key_id = key_id
@@ -129,9 +129,12 @@ class Request:
 
     @property
     def taken_tokens(self) -> int:
-        """Number of tokens charged to the quotas at the end: the prompt and the delivered tokens. If the
-        front died, generated tokens are charged instead of delivered tokens. If the number of generated
-        tokens is unknown too, the whole reservation is charged. 0 if the request never ran."""
+        """Number of tokens charged to the quotas at the end: the prompt and the delivered tokens; 0 if the
+        request never ran.
+
+        If the front died, the generated tokens are charged instead of the delivered tokens. If their number
+        is unknown too, the whole reservation is charged.
+        """
         if self.reservation is None or self.settled is None:
             return 0
         reserved = self.reservation.tokens
@@ -142,9 +145,7 @@ class Request:
             return reserved
         output = self.generated_tokens if self.front_died else self.settled.delivered_tokens
         if self.first.prompt_tokens + output > reserved:
-            log.error(
-                "request %s used more tokens than the %d that were reserved for it", self.request_id, reserved
-            )
+            log.error("request %s used more tokens than its reservation of %d", self.request_id, reserved)
         return min(reserved, self.first.prompt_tokens + output)
 
     @property
@@ -170,8 +171,8 @@ class Request:
 
     @property
     def known_tokens(self) -> int:
-        """Number of output tokens that are known to have been generated. The count of a lost replica is
-        unknown, but the number of delivered tokens is known."""
+        """Number of output tokens known to have been generated. If a replica was lost, its count is unknown,
+        but the delivered tokens are known to have been generated."""
         delivered = self.settled.delivered_tokens if self.settled is not None else 0
         return max(self.generated_tokens, delivered) if self.lost_counts else self.generated_tokens
 
@@ -191,7 +192,7 @@ class Request:
 
 
 def own_settle(request: Request, status: int, finish_reason: str, error: str, now: float) -> Settle:
-    """Return the settlement that the core makes on behalf of a front, at unix time `now`. Nothing is billed,
+    """Return the settlement that the core makes in place of the front, at unix time `now`. Nothing is billed,
     because the number of delivered tokens is unknown."""
     return Settle(
         request_id=request.request_id,

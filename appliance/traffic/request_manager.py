@@ -1,16 +1,16 @@
-"""Admits requests, dispatches them to replicas, and ends each of them exactly once in the request log.
+"""Admits requests, dispatches them to replicas, and closes each of them exactly once in the request log.
 
 The request manager handles messages from fronts, reports from replicas and changes by operators.
-`TrafficState` holds its data and `RequestLifecycle` implements the states of a request.
+`TrafficState` contains its data, and `RequestLifecycle` implements the states of a request.
 `appliance.traffic.admission` decides whether a new request may wait, `queue` decides the order, and `model`
 predicts how long requests will wait.
 
-When a request is accepted, and before it waits, the maximum that it may need is reserved in its quotas. A
-waiting request is therefore never refused because of a quota, and any number of concurrent requests stays
-within the quota. What a request did not use is returned once, when the request ends.
+When a request is accepted, and before it waits, the most that it can use is reserved in its quotas. A waiting
+request is therefore never refused because of a quota, and any number of concurrent requests stays within the
+quota. The unused part is returned once, when the request is closed.
 
-The request manager does no I/O and uses no event loop, and its clocks are passed in. Its methods may be
-called in any order.
+The request manager does no I/O and uses no event loop; clocks are passed to it. Its methods may be called in
+any order.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ log = logging.getLogger(__name__)
 
 _DROPPED_RETRY_S = 30.0
 MAX_DROPPED = 500
-"""Maximum number of background requests that one call of `expire` refuses during overload, because refusing
-thousands in one call would delay all other requests."""
+"""Maximum number of background requests that one call of `expire` refuses during overload. Refusing thousands
+in one call would delay all other requests."""
 _TIDY_EVERY_S = 10.0
 
 
@@ -82,7 +82,7 @@ class RequestManager:
     # ── changes by operators ──
 
     def set_policies(self, policies: Policies) -> None:
-        """Apply new tenants and keys, including to requests that already wait."""
+        """Apply new tenants and keys, also to requests that are already waiting."""
         state, tenants = self.state, self.state.tenants
         state.quotas.set_policies(policies)
         changed = {tenant.name: tenant for tenant in tenants.set_policies(policies)}
@@ -107,7 +107,7 @@ class RequestManager:
 
     def pause_admission(self, model: str | None, why: str, *, hold: bool = False) -> None:
         """Stop admitting new requests to `model` (None: to any model). They are refused, or held until
-        `resume_admission`. Requests that are already waiting or running are not affected."""
+        `resume_admission` is called. Requests that are already waiting or running are not affected."""
         self.state.pauses.begin(model, AdmissionPause(why, hold))
         self._release_held()
 
@@ -129,8 +129,8 @@ class RequestManager:
                 self._lifecycle.queue(request, model)
 
     def abort(self, request_id: str, message: str) -> bool:
-        """Make a request's front end the request. Returns False if the request is not in flight or is already
-        ending."""
+        """Tell a request's front to end the request. Returns False if the request is not in flight or is
+        already ending."""
         request = self.state.in_flight.get(request_id)
         if request is None or request.settled is not None:
             return False
@@ -195,7 +195,7 @@ class RequestManager:
             model.learned()
 
     def lose_replica(self, account: CreditAccount) -> None:
-        """Handle the end of a replica. Its requests continue on other replicas once their fronts send the
+        """Handle the exit of a replica. Its requests continue on other replicas once their fronts send the
         next attempt."""
         self.retire_replica(account)
         for request in list(self.state.in_flight.values()):
@@ -218,10 +218,11 @@ class RequestManager:
         self._lifecycle.dispatch(model)
 
     def _lose_channel(self, front: str, account: CreditAccount) -> None:
-        """Take back the front's requests that had not reached the replica when the front's channel closed."""
+        """Take back the front's requests that had not reached the replica when the front closed its
+        channel."""
         if front in self.state.fronts:
-            # A replica may report that a front has ended before the core notices it, so the front is marked
-            # as broken.
+            # A replica may report the exit of a front before the core notices it, so mark the front as
+            # broken.
             self.state.broken_fronts.add(front)
         for request in [one for one in self.state.in_flight.values() if one.front == front]:
             if request.queued_at is not None and request not in self.state.pauses:
@@ -236,14 +237,15 @@ class RequestManager:
         self.state.fronts.add(front)
 
     def lose_front(self, front: str) -> None:
-        """Handle the end of a front process. Replicas cancel its submissions and report the cancellations."""
+        """Handle the exit of a front process. Replicas cancel its submissions and report the
+        cancellations."""
         for request in [one for one in self.state.in_flight.values() if one.front == front]:
             self._lifecycle.end_without_front(request)
         self.state.fronts.discard(front)
         self.state.broken_fronts.discard(front)
 
     def admit(self, front: str, admit: Admit) -> None:
-        """Handle a front's request for admission. It is the first attempt, or the next attempt after a
+        """Handle a front's `Admit` message. It is a request's first attempt, or the next attempt after a
         replica was lost."""
         state = self.state
         known = state.in_flight.get(admit.request_id)
@@ -271,8 +273,8 @@ class RequestManager:
             self._lifecycle.refuse(request, why)
 
     def _refusal(self, request: Request, model: ModelTraffic, pause: AdmissionPause | None) -> Refusal | None:
-        """Return the reason why a new request is refused. None means that the request waits or is held, and
-        its quotas are reserved."""
+        """Return a refusal of a new request. If the result is None, the request waits or is held, and its
+        quotas are reserved."""
         if pause is not None and not pause.hold:
             return paused(pause)
         if model.failure is not None:
@@ -304,7 +306,7 @@ class RequestManager:
             self._lifecycle.resume(request, model)
 
     def _deadline_at(self, admit: Admit) -> float | None:
-        """Return the deadline on `clock`. The time of day is used only to compute how long ago the request
+        """Return the deadline on `clock`. The time of day is used only to compute the time since the request
         arrived."""
         if admit.deadline_ms is None:
             return None
@@ -314,7 +316,7 @@ class RequestManager:
         """Handle the end of a request as reported by its front."""
         request = self.state.in_flight.get(settle.request_id)
         if request is None or request.front != front or request.settled is not None:
-            # The request was refused, or its channel to the replica broke, before this message arrived.
+            # The request was refused before this message arrived, or its channel to the replica broke.
             log.debug("request %s: %s reported its end again", settle.request_id, front)
             return
         was_queued = request.queued_at is not None
@@ -325,13 +327,13 @@ class RequestManager:
         self._lifecycle.end_if_complete(request)
 
     def reject(self, rejected: Rejected) -> None:
-        """Log a request that its front refused, and charge the work that the refusal took."""
+        """Log a request that its front refused, and charge the caller for the work that the front did."""
         if rejected.work_tokens:
             self._charge_for_work(rejected.identity, rejected.work_tokens, requests=1)
         self._rows.end(rejected_row(rejected, self._version(rejected.model), self._unix()))
 
     def charge_work(self, worked: Worked) -> None:
-        """Charge a caller for a front's work that belongs to no request."""
+        """Charge a caller for work of a front that does not belong to a request."""
         self._charge_for_work(worked.identity, worked.tokens, requests=0)
 
     def log_retry(self, retried: Retried) -> None:

@@ -28,12 +28,13 @@ class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
     output_weight: _Weight = 2.0
     """Weight of an output token in fair sharing. A prompt token has weight 1."""
     ageing: _Factor = 5.0
-    """A request is late when it has waited this many times its class's target. Classes with late requests get
-    a guaranteed share of the service (`lifted_share`)."""
+    """A request is late when it has waited this many times its class's target. A class with late requests
+    gets a guaranteed share of the service (`lifted_share`)."""
     lifted_share: _Part = 0.1
-    """Fraction of the service that each class with late requests gets ahead of higher-priority classes."""
+    """Fraction of the service reserved for each class with late requests, ahead of higher-priority
+    classes."""
     background_share: _Part = 0.02
-    """Fraction of the service that P3 gets ahead of higher-priority classes whenever P3 requests are
+    """Fraction of the service reserved for P3, ahead of higher-priority classes, while P3 requests are
     waiting."""
     reserved_slots: _Part = 0.03
     """Fraction of a replica's sequence slots that is reserved for tenants with few running sequences. It
@@ -41,8 +42,8 @@ class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
     overload: _Factor = 10.0
     """Overload begins when the expected waiting time exceeds this many times a class's target."""
     overload_s: _Seconds = 5.0
-    """How long an overload must last before load shedding goes one step further, and how long it must be over
-    before a step is undone."""
+    """Time in seconds for which an overload must last before load shedding goes one step further, and for
+    which it must be over before load shedding goes one step back."""
 
     def target_s(self, request_class: int) -> float:
         """Return the target of a class in seconds; infinite for P3."""

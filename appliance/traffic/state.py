@@ -31,8 +31,8 @@ class TrafficState:
         self.fronts: set[str] = set()
         """Names of the live fronts."""
         self.broken_fronts: set[str] = set()
-        """Live fronts that closed a channel to a replica, because they are ending or faulty. A request
-        dispatched for one of these fronts may not reach its replica."""
+        """Live fronts that closed a channel to a replica, because they are exiting or faulty. A request
+        dispatched for such a front may not reach its replica."""
         self.running = 0
         self.waiting_tokens = 0
         """Prompt tokens of all requests that wait or are held."""
@@ -49,15 +49,15 @@ class TrafficState:
         return sum(model.queued for model in self.models.values()) + len(self.pauses)
 
     def unfinished(self, model: str | None = None) -> Iterator[Request]:
-        """Yield the requests in flight that are not held, which are the requests that a drain waits for.
-        Yields requests for `model`, or for all models if it is None. No request may be added or removed
-        during the iteration."""
+        """Yield the requests in flight that are not held, for `model` or, if it is None, for all models. A
+        drain waits for these requests. No request may be added or removed during the iteration."""
         for request in self.in_flight.values():
             if request not in self.pauses and model in (None, request.first.model):
                 yield request
 
     def finished(self, model: str | None = None) -> bool:
-        """Return whether no requests are `unfinished`. The search stops at the first unfinished request."""
+        """Return whether there are no unfinished requests (`unfinished`). The search stops at the first
+        one."""
         return next(self.unfinished(model), None) is None
 
     def remaining(self, model: str | None = None) -> Remaining:
@@ -114,6 +114,6 @@ class TrafficState:
         return [stats.model(model, now) for model in self.models.values()]
 
     def usage(self, scope: str, name: str) -> list[LimitUsage]:
-        """Return how much of each limit a tenant or key uses, for operators."""
+        """Return the use of each limit of a tenant or key, for operators."""
         kv_tokens = {model.name: model.kv_tokens for model in self.models.values()}
         return [*self.quotas.usage(scope, name), *stats.usage(self.tenants, scope, name, kv_tokens)]

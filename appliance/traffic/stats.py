@@ -52,14 +52,14 @@ def model(one: ModelTraffic, now: float) -> ModelStats:
 
 
 def overload(models: Iterable[ModelTraffic]) -> tuple[str, int]:
-    """Return a description of the models' overloads, and the highest step of load shedding."""
+    """Return a description of all models' overloads, and the highest step of load shedding."""
     steps = [(model.shedder.step, f"{model.name}: {model.shedder.reason}") for model in models]
     taken = [(step, words) for step, words in steps if step]
     return "; ".join(words for _, words in taken), max((step for step, _ in taken), default=0)
 
 
 def classes(models: Iterable[ModelTraffic], now: float) -> list[ClassStatus]:
-    """Return the status of each class over all models. The wait of a class is its longest wait in any
+    """Return the status of each class over all models. The wait of a class is its longest wait for any
     model."""
     known = list(models)
     waits_s = [model.waits_s(now) for model in known]
@@ -86,7 +86,7 @@ def tenant(one: TenantTraffic) -> TenantStats:
 
 
 def usage(tenants: Tenants, scope: str, name: str, kv_tokens: Mapping[str, int]) -> list[LimitUsage]:
-    """Return how much of its limits on waiting and running requests a tenant or key uses. `kv_tokens` is the
+    """Return the use of a tenant's or key's limits on waiting and running requests. `kv_tokens` is the
     capacity of the KV caches by model."""
     quota, use = tenants.quota_of(scope, name)
     found = [

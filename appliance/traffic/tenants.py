@@ -28,7 +28,7 @@ class Use:
         self.seqs: dict[str, int] = {}
         """Sequences on replicas, by model."""
         self.kv_tokens: dict[str, int] = {}
-        """Maximum number of cache tokens that these sequences may hold, by model."""
+        """Maximum number of cache tokens that these sequences may occupy, by model."""
 
     @property
     def idle(self) -> bool:
@@ -64,9 +64,9 @@ class Use:
             self.kv_tokens[model] = self.kv_tokens.get(model, 0) + other.kv_tokens[model]
 
     def may_run(self, quota: Quota, model: str, kv_tokens: int, kv_total: int) -> bool:
-        """Return whether a request that may hold up to `kv_tokens` cache tokens may run. `kv_total` is the
-        capacity of all the model's replicas in tokens (0: unknown). If none of the model's requests is
-        running, any request may run."""
+        """Return whether a request that may occupy up to `kv_tokens` cache tokens may run. `kv_total` is the
+        capacity of all the model's replicas in tokens (0: unknown). If no request for the model is running,
+        any request may run."""
         if quota.concurrent_requests is not None and self.running >= quota.concurrent_requests:
             return False
         if quota.kv_share is None or not kv_total or not self.seqs.get(model):
@@ -105,8 +105,8 @@ class TenantTraffic:
         return (self.use, self.key(key_id)) if key_id else (self.use,)
 
     def leave(self, model: str, key_id: str, seqs: int, kv_tokens: int) -> set[str]:
-        """Stop counting a request that ran. Returns the models whose waiting requests may be able to run
-        after this."""
+        """Stop counting a request that ran. Returns the models for which waiting requests may now be able to
+        run."""
         for use in self.uses(key_id):
             use.leave(model, seqs, kv_tokens)
         freed = {held for held in self.held_at if held[1] in ("", key_id)}
@@ -114,8 +114,7 @@ class TenantTraffic:
         return {model, *(name for name, _ in freed)}
 
     def follow_rotations(self, latest: Callable[[str], str]) -> None:
-        """Move the use of replaced keys to the keys that replaced them. `latest` returns a key's
-        replacement."""
+        """Move the use of replaced keys to their replacements. `latest` returns a key's replacement."""
         for key_id in list(self.keys):
             if (successor := latest(key_id)) != key_id:
                 self.key(successor).add(self.keys.pop(key_id))
@@ -178,7 +177,7 @@ class Tenants:
         return key.quota if key is not None else _NO_LIMITS
 
     def learn_output(self, name: str, tokens: int, most: float) -> None:
-        """Learn from an answer to this tenant that ended. `most` was its token limit."""
+        """Learn from a finished answer to this tenant. `most` was its token limit."""
         for outputs in (self.of(name).outputs, self.outputs):
             outputs.learn(tokens, most)
 
@@ -217,7 +216,7 @@ def _different(before: Mapping[str, Record], after: Mapping[str, Record]) -> Ite
     """Yield the records that were added, removed or changed."""
     for one, other in ((before, after), (after, before)):
         for name, record in one.items():
-            # Most records are identical objects, because a change creates new objects only for the records
-            # that it affects.
+            # Most records are the same objects as before, because a change creates new objects only for the
+            # records that it affects.
             if (known := other.get(name)) is not record and known != record:
                 yield record

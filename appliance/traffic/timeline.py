@@ -1,13 +1,13 @@
 """Keeps waiting requests in time order, with totals over the requests before a given time. All times are in
 seconds on one clock.
 
-`Timeline` holds the requests of one tenant in plain lists. An operation costs at most the length of the
-queue, in C. Most new requests are due after the requests that are already waiting, so the totals before a new
-request are the overall totals minus a few items.
+`Timeline` contains the requests of one tenant in plain lists. The cost of an operation is at most
+proportional to the length of the queue, in C code. Most new requests are due after the requests that are
+already waiting, so the totals before a new request are the overall totals minus a few items.
 
-`Promises` holds all of a model's requests that have a deadline, and needs a running sum over those after a
-given time. It keeps the requests in blocks with a summary each, so that an operation costs about the square
-root of their number. `scripts/bench_admission` measures both classes.
+`Promises` contains all of a model's requests that have a promised start, and needs a running sum over the
+requests after a given time. It keeps the requests in blocks with a summary each, so the cost of an operation
+is about proportional to the square root of their number. `scripts/bench_admission` measures both classes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Timeline(Generic[Item]):
         self._total_prompt -= self._prompts[at]
         self._total_output -= self._outputs[at]
         del self._keys[at], self._prompts[at], self._outputs[at], self._items[at]
-        if not self._keys:  # Reset the totals, which removes rounding errors.
+        if not self._keys:  # Reset the totals, to remove accumulated rounding errors.
             self._total_prompt = self._total_output = 0.0
 
     def first(self) -> Item | None:
@@ -85,10 +85,10 @@ class Timeline(Generic[Item]):
 
 
 class Promises(Generic[Item]):
-    """Items that must each begin by a given time, and a check whether all of them can.
+    """Items that must each begin by a given time, with a check whether all of them can.
 
-    The items are served one after another, earliest time first, and each takes a given number of seconds of
-    work. An item begins in time if the work of all preceding items is completed by its time (the processor
+    The items are served one after another, earliest time first. Each takes a given number of seconds of work.
+    An item begins in time if the work of all preceding items is completed by the item's time (the processor
     demand test of EDF scheduling, Baruah et al. 1990).
     """
 
@@ -138,14 +138,14 @@ class Promises(Generic[Item]):
             del self._blocks[at], self._lasts[at], self._works[at], self._slacks[at]
 
     def latest_begin(self) -> float:
-        """Return the latest time at which serving must begin for every item to begin in time; infinite if
+        """Return the latest time at which serving may begin so that every item begins in time; infinite if
         there are no items."""
         return self._latest(0, 0.0)
 
     def latest_begin_with(self, time: float, work_s: float) -> float:
-        """Return the latest time at which serving must begin if one more item is added, which must begin by
-        `time` and takes `work_s` seconds. Only the new item and the items after it are considered, because
-        the new item does not delay earlier items."""
+        """Return the latest time at which serving may begin if one more item is added, which must begin by
+        `time` and takes `work_s` seconds. Only the new item and later items are considered, because the new
+        item does not delay earlier items."""
         at = self._block_of((time, _AFTER_ALL))
         block = self._blocks[at]
         index = bisect_left(block, (time, _AFTER_ALL))
@@ -159,8 +159,8 @@ class Promises(Generic[Item]):
         return min(bisect_left(self._lasts, key), len(self._blocks) - 1)
 
     def _latest(self, start: int, before: float) -> float:
-        """Return the latest time at which serving must begin for the blocks from index `start` on, if
-        `before` seconds of work precede them."""
+        """Return the latest time at which serving may begin, considering only the blocks from index `start`
+        on, if `before` seconds of work precede them."""
         works = accumulate(self._works[start:], initial=before)
         return min(map(sub, self._slacks[start:], works), default=float("inf"))
 
@@ -172,8 +172,8 @@ class Promises(Generic[Item]):
 
 
 def _demand(promises: Iterable[_Promise], work: float) -> tuple[float, float]:
-    """Return the total work including these promises and the `work` seconds that precede them, and the
-    minimum slack. A promise's slack is its time minus the work that precedes it."""
+    """Return two values: the total work, which includes these promises and the `work` seconds that precede
+    them, and the minimum slack. A promise's slack is its time minus the work that precedes it."""
     slack = float("inf")
     for time, _, work_s, _ in promises:
         if time - work < slack:

@@ -104,7 +104,7 @@ def test_a_front_that_never_becomes_ready_is_a_problem_and_is_killed() -> None:
         assert not list(_front(front.status()))
         front._started_at -= 100
         (problem,) = _front(front.status())
-        assert "loading the models" in problem.what
+        assert "models' tokenizers" in problem.what
         front.check()
         assert front.state == "starting"
         front._started_at -= 600
