@@ -62,6 +62,7 @@ class _NotingTable:
 
     def __init__(self, table: Table, asked: list[Product]) -> None:
         self._table, self._asked = table, asked
+        self.shared_bytes = table.shared_bytes
 
     def choose(self, rows: int, n: int, k: int, dtype: torch.dtype) -> GemmPlan | None:
         self._asked.append(Product(dtype, n, k))

@@ -46,7 +46,7 @@ def test_a_stale_socket_is_replaced_and_a_file_is_not(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o640
     path.unlink()
     path.write_text("precious")
-    with pytest.raises(ListenError, match=r"cannot listen on .*api\.sock .* not a socket .* move it away"):
+    with pytest.raises(ListenError, match=r"cannot listen on .*api\.sock .* not a socket; move it away"):
         bind_unix(path, "0660")
     assert path.read_text() == "precious"
 

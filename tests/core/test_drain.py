@@ -153,7 +153,7 @@ def test_a_drain_that_replaces_another_one_continues_it() -> None:
             drains.resume(None)
         assert drains.resume("m") is second
         assert service.told[-2:] == ["open m", "publish"]
-        with pytest.raises(DrainError, match="model 'm' is not draining; nothing is"):
+        with pytest.raises(DrainError, match="model 'm' is not draining; active drains: none"):
             drains.resume("m")
         with pytest.raises(DrainError, match="unknown model 'n'; available models: m"):
             drains.begin("n", grace_s=0.0, hold=False)

@@ -53,7 +53,11 @@ def test_a_device_that_stays_slow_refuses_what_would_wait_too_long() -> None:
     served.add_replica(slots=16, max_num_batched_tokens=2048, speed=Speed(step_s=1.0), predicted=False)
     asked = burst(served, 256, gap_s=0.5)
     served.run(130.0)
-    refused = [one for one in asked if one.refused is not None and "would wait" in one.refused.message]
+    refused = [
+        one
+        for one in asked
+        if one.refused is not None and "the expected waiting time is" in one.refused.message
+    ]
     assert refused, "at 1 s per step, 16 sequences of 128 tokens take longer than the maximum wait"
     assert min(one.arrived_at for one in refused) > FIRST_STEPS
 
@@ -68,7 +72,9 @@ def test_a_prediction_refuses_only_what_even_the_fastest_device_could_not_serve(
     # maximum wait.
     refused = [one for one in asked if one.refused is not None]
     assert 50 <= len(refused) <= 56
-    assert all("would wait" in one.refused.message for one in refused if one.refused is not None)
+    assert all(
+        "the expected waiting time is" in one.refused.message for one in refused if one.refused is not None
+    )
 
 
 def report(steps: int, ms: float) -> Report:

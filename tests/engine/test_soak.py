@@ -61,19 +61,22 @@ def first(tokens: list[int], finish_reason: str = "", **more: Any) -> Output:
 @pytest.mark.parametrize(
     ("results", "complaint"),
     [
-        ([said(first([5, 6], "length")), said(Output(1, 0, [], "length"))], "an output after 'length'"),
+        (
+            [said(first([5, 6], "length")), said(Output(1, 0, [], "length"))],
+            r"output after the end \('length'\)",
+        ),
         (
             [said(first([5, 6], "length"), finish_reason=["length"]), said(finish_reason=["length"])],
             "closed twice",
         ),
         (
             [said(first([5, 6], "length"), finish_reason=["length"]), said(Output(1, 0, [7]))],
-            "an output of a request that had ended",
+            "output of a request that had ended",
         ),
-        ([said(first([5], "length"))], "1 of 2"),
+        ([said(first([5], "length"))], "1 tokens instead of 2"),
         ([said(first([5, 6], "cancelled"))], "no cancel was sent"),
         ([said(first([5, 6], "error", error="why"))], "failed: why"),
-        ([said(first([5], finish_reason="")), said(finish_reason=["length"])], "told"),
+        ([said(first([5], finish_reason="")), said(finish_reason=["length"])], "but the outputs ended with"),
     ],
 )
 def test_the_bookkeeping_detects_defects(results: list[StepResult], complaint: str) -> None:

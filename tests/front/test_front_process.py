@@ -172,7 +172,7 @@ def test_an_unreadable_tokenizer_is_reported_and_read_again_later(
     front = own_front()
     front.models = [front.served("m", folder=str(there))]
     front.configure()
-    front.wait_for(lambda: "tokenizer.json: no such file" in front.reports[-1].problems.get("m", ""))
+    front.wait_for(lambda: "tokenizer.json does not exist" in front.reports[-1].problems.get("m", ""))
     assert ask(front, "POST", "/v1/chat/completions", chat(model="m")).status == 503
     away.rename(there)
     front.wait_for(lambda: front.reports[-1].problems == {})

@@ -174,7 +174,7 @@ def test_new_tokens_are_written_at_the_changed_lengths() -> None:
 @needs_cpu
 def test_a_qkv_of_other_heads_is_refused() -> None:
     made = new(make([130]), True)
-    with pytest.raises(ValueError, match=r"q has 112 columns; needs \(heads \+ 2 × 2\) × 16"):
+    with pytest.raises(ValueError, match=r"q has 112 columns; expected \(heads \+ 2 × 2\) × 16"):
         replace(made, qkv=made.qkv[:, :112]).run()
     with pytest.raises(ValueError, match="only one of q_norm and k_norm"):
         made.run(rotation=replace(made.rotation, k_norm=None))

@@ -273,8 +273,8 @@ def test_a_service_with_256_descriptors_says_what_it_can_serve(
     with target(tmp_path, fronts=2) as made:
         for front in made.running.status()["fronts"]:
             assert 100 < front["max_connections"] < 256
-            assert "of limits.max_connections = 4,096" in front["detail"]
-        assert any("of limits.max_connections = 4,096" in finding for finding in made.doctor())
+            assert "fewer than limits.max_connections = 4,096" in front["detail"]
+        assert any("fewer than limits.max_connections = 4,096" in finding for finding in made.doctor())
         with idle(made.unix, 300), idle(made.tcp, 300):
             for _ in range(20):
                 assert made.answers_local_users()

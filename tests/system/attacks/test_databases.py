@@ -155,7 +155,7 @@ def test_a_disk_that_becomes_read_only_stops_no_request(running: Service, disk: 
     # already open.
     subprocess.run(["mount", "-o", "remount,abort", disk], check=True)
     assert all(answer(running) for _ in range(3))
-    problem(running, "history.db", "has refused writes")
+    problem(running, "history.db", "writes have failed for")
     assert any("history.db" in text for text in doctor(running))
     assert answer(running)
     assert running.status()["databases"][1]["dropped_rows"] == 0

@@ -53,7 +53,9 @@ def test_a_stopped_replica_of_one_rank_is_shown_as_silent_and_replaced() -> None
         assert status["state"] == "degraded" and "demo-0 is silent" in status["reason"]
         with running.http() as http:
             assert http.get("/health/ready").status_code == 503
-        assert any("demo-0: gets no new requests: no report for" in text for text in doctor(running))
+        assert any(
+            "demo-0: replica receives no new requests: no report for" in text for text in doctor(running)
+        )
         assert running.replica()["pids"] == pids
         Path(running.flags[1]).write_text("hang_timeout_s = 4\n")
         running.act(ReloadConfig())
