@@ -39,8 +39,8 @@ def _changes(record: type[msgspec.Struct]) -> Any:
 
 
 def _parameter(field: Declared) -> Any:
-    """Return the type of an optional field. The type only describes the values in the schema. `store.rules`
-    checks the values, because its messages name the remedy."""
+    """Return the type of an optional field, which documents the allowed values in the schema. `store.rules`
+    validates the values, because its error messages say how to fix the problem."""
     plain: dict[str, Any] = {"choice": str, "list": tuple[str, ...]}
     kind = plain.get(field.kind, field.type)
     if field.optional:

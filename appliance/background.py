@@ -77,8 +77,8 @@ class Backoff:
 
 
 class TimeBudgets:
-    """Limits the share of a thread's time that each user may use, averaged over a longer time. All times are
-    in seconds on one clock."""
+    """Limits each user's share of a thread's time in the long run. All times are in seconds and come from the
+    same clock."""
 
     def __init__(self, max_share: float, burst_s: float) -> None:
         """`max_share` is between 0 and 1. A user that has been idle for `burst_s` may use its share of that

@@ -117,7 +117,7 @@ def make_or_read_key(folder: Path) -> SigningKey:
 
 
 def read_key(path: Path) -> SigningKey:
-    """Return the key in this file. Raises a `StoreError`."""
+    """Return the key stored in this file. Raises a `StoreError` if it cannot be read or is invalid."""
     try:
         secret = bytes.fromhex(path.read_text("ascii").strip())
     except OSError as error:

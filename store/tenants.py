@@ -32,7 +32,8 @@ def create(connection: sqlite3.Connection, tenant: TenantRecord) -> Change:
 
 
 def alter(connection: sqlite3.Connection, name: str, changes: Mapping[str, object]) -> Change:
-    """Set fields of a tenant. Raises ValueError for an invalid value, and UnknownTenantError."""
+    """Set fields of a tenant. Raises ValueError if a value is invalid, and UnknownTenantError if there is no
+    such tenant."""
     before = find(connection, name)
     after = replaced(before, changes)
     check_tenant(after)

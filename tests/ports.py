@@ -8,8 +8,8 @@ import socket
 
 
 def free_port() -> int:
-    """Return a free TCP port on the loopback interface, below 32768. Linux assigns only ports from 32768 on
-    to clients, so no client connection can take this port before the service listens on it."""
+    """Return a free TCP port below 32768 on the loopback interface. By default, Linux's ephemeral ports start
+    at 32768, so no client connection can take this port before the service listens on it."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_768)
         with contextlib.suppress(OSError), socket.socket() as probe:

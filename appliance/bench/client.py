@@ -322,7 +322,7 @@ def refusal_text(body: bytes) -> str:
 
 
 def _error_text(error: Any) -> str:
-    """Return the message of an error in OpenAI's format, or the error itself as text."""
+    """Return the message if the error is in OpenAI's format, and the error as text otherwise."""
     if isinstance(error, dict) and isinstance(error.get("message"), str):
         return error["message"]
     return str(error)

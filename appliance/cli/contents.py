@@ -46,8 +46,8 @@ def _described(text: KeptText) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Return a conversation as its messages, and any other text unchanged, without terminal control
-    characters."""
+    """Return the lines of a stored text. A conversation becomes one paragraph for each message. Terminal
+    control characters are removed."""
     try:
         messages = msgspec.json.decode(text, type=list[_Message])
     except (msgspec.DecodeError, UnicodeDecodeError):

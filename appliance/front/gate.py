@@ -25,8 +25,8 @@ _MAX_DEADLINE_MS = 86_400_000
 
 
 class Gate:
-    """ASGI middleware around the whole application. Paths in `open_paths` need no identity. The caller has
-    already been identified (`IdentityTable.tenant_of`)."""
+    """ASGI middleware around the whole application. It rejects callers without an identity, except on
+    `open_paths`. Callers have already been identified by `IdentityTable.tenant_of`."""
 
     def __init__(self, app: ASGIApp, state: AppState, open_paths: frozenset[str]) -> None:
         self._app = app

@@ -133,7 +133,7 @@ class Turns:
         return max(rest_s, _MIN_REST_S) if rest_s else 0.0
 
     def _charge(self, passed_s: float, now: float) -> None:
-        """Charge the time of the last iteration to the budgets that took a turn in it."""
+        """Charge the duration of the last iteration to the budgets whose turns it included."""
         for budget in self._used:
             self._budgets.charge(budget, min(passed_s / len(self._used), MAX_CHARGE_S), now)
         self._used.clear()

@@ -95,7 +95,7 @@ class ReplicaEvents(Protocol):
         """Handle a replica's report: its heartbeat, its credits, and the finished submissions."""
 
     def replica_silent(self, replica: Replica) -> None:
-        """Handle a ready replica that has not reported in time and must get no new requests."""
+        """Stop sending new requests to a ready replica that has not reported in time."""
 
     def replica_heard(self, replica: Replica) -> None:
         """Handle a silent replica that has reported again."""

@@ -110,7 +110,7 @@ class Bucket:
         self.held -= unused
 
     def let_go(self, amount: float) -> None:
-        """Release this held amount, because the request that used it is finished."""
+        """Release an amount that was held for a request. Call this when the request has finished."""
         self.held -= amount
 
     def wait_s(self, amount: float) -> float:

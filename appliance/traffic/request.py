@@ -74,7 +74,7 @@ class Request:
         self.due = 0.0
         """Sort key within the tenant, the same as `Ticket.due`."""
         self.begin_by: float | None = None
-        """Time by which the request must start to meet its deadline, as promised on admission."""
+        """Latest time at which the request can start and still meet the deadline promised at admission."""
         self.promised_s = 0.0
         """Time in seconds by which the promise to this request delays other promised requests."""
 

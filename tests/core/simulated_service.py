@@ -182,8 +182,8 @@ class SimulatedService:
         }
 
     def kill_front(self, front: FakeFront, unwritten: int = 0) -> None:
-        """Kill a front. Up to `unwritten` of its last messages are lost on each channel: to every replica,
-        and to the core."""
+        """Kill a front. On each of its channels (one to the core and one to each replica), up to `unwritten`
+        of the latest messages are lost."""
         front.alive = False
         for _ in range(min(unwritten, len(front.to_core))):
             front.to_core.pop()
