@@ -37,8 +37,8 @@ class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
     """Fraction of the service reserved for P3, ahead of higher-priority classes, while P3 requests are
     waiting."""
     reserved_slots: _Part = 0.03
-    """Fraction of a replica's sequence slots that is reserved for tenants with few running sequences. It
-    applies while more than one tenant sends requests."""
+    """Fraction of a replica's sequence slots that is reserved for P0 requests, and for P1 requests of tenants
+    with few running sequences, while more than one tenant sends requests."""
     overload: _Factor = 10.0
     """Overload begins when the expected waiting time exceeds this many times a class's target."""
     overload_s: _Seconds = 5.0
