@@ -8,7 +8,6 @@ import json
 import os
 import random
 import socket
-import statistics
 import subprocess
 import sys
 import time
@@ -183,7 +182,8 @@ def test_a_tenant_cannot_tell_which_prompts_another_has_in_the_prefix_cache(runn
             hits.append(timed(http, victim, secret, cached=True))
             guesses.append(timed(http, attacker, secret, cached=False))
             others.append(timed(http, attacker, other, cached=False))
-    hit, guess, other = map(statistics.median, (hits, guesses, others))
+    # The minimum of several times is least affected by other work on the machine.
+    hit, guess, other = map(min, (hits, guesses, others))
     saved = other - hit
     assert saved > 0.3 * other, f"a hit takes {hit:.3f} s of {other:.3f} s, so the measurement shows nothing"
     assert abs(guess - other) < 0.5 * saved, f"guess {guess:.3f} s, other {other:.3f} s, own hit {hit:.3f} s"
