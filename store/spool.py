@@ -3,7 +3,7 @@ the file is reserved at each startup, so that it can hold entries even when the 
 not fit into the file are kept in memory and also written to the service's log in full.
 
 The file consists of lines of JSON, followed by zero bytes up to the reserved size. Each line's `mac` signs
-the line's entry and the previous line's `mac`. Without the service's key, nobody can change, remove or
+the line's entry and the previous line's `mac`. Without the service's key, no one can change, remove or
 reorder lines undetected.
 """
 

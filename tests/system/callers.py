@@ -163,7 +163,7 @@ def everybody(running: Service, port: int) -> tuple[dict[str, list[Caller]], dic
         admin_may += [Caller("admin, stranger with a key", admin, bearer(operator), STRANGER)]
         looks += [Caller("admin, stranger who reads", admin, bearer(reader), STRANGER)]
     else:
-        print("not root: nobody else's uid can be tried")
+        print("not root: other uids cannot be tried")
     return (
         {"unknown": may_not, "lacking": lack, "suspended": suspended, "inference": may},
         {"": admin_may_not, "read": looks, "admin": admin_may},
