@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.experts_plans import ExpertsPlan
-from kernels.triton.linear_rows import Workspace, gated, prefetch, weight_rows, widen
+from kernels.triton.linear_rows import Workspace, check_results, gated, weight_rows, widen
 
 
 def up(
@@ -116,9 +116,7 @@ def down(
     experts, columns, intermediate = weight.shape
     _check(x, x_scale, chosen, weight, weight_scale, tokens * top_k)
     out = torch.empty((tokens, columns), dtype=dtype or x.dtype, device=x.device) if out is None else out
-    for name, tensor in (("out", out), ("residual", residual)):
-        if tensor is not None and (tensor.shape != (tokens, columns) or not tensor.is_contiguous()):
-            raise ValueError(f"{name} is {tuple(tensor.shape)}; needs {(tokens, columns)}, contiguous")
+    check_results(out, residual, (tokens, columns))
     if not tokens:
         return out
     tiles = triton.cdiv(columns, plan.block_n)
@@ -167,7 +165,6 @@ def down(
         tokens,
         ROWS=plan.rows,
         BY_PAIR=by_pair,
-        AHEAD=min(plan.ahead, triton.next_power_of_2(intermediate)),
         num_stages=plan.stages,
         **shape,
     )
@@ -466,7 +463,6 @@ def _down_dot(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BY_PAIR: tl.constexpr,
-    AHEAD: tl.constexpr,
     SCALED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
@@ -481,11 +477,6 @@ def _down_dot(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     expert, live, takes, pair = _takers(chosen, slot, tokens, TOP_K, TOP_K_BLOCK, ROWS, BY_PAIR)
-    if PDL and AHEAD > 0:
-        line: tl.constexpr = 128 * 8 // weight.dtype.element_ty.primitive_bitwidth
-        early = tl.minimum(tl.arange(0, AHEAD // line) * line, K - 1)
-        if live:
-            prefetch(weight + expert * (COLUMNS * K) + weight_row[:, None] * K + early[None, :])
     if PDL:
         tl.extra.cuda.gdc_wait()
     if live:

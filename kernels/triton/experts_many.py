@@ -27,7 +27,7 @@ import triton.language as tl
 
 from kernels.triton.experts_plans import ExpertsPlan
 from kernels.triton.experts_route import Routed, block_tokens
-from kernels.triton.linear_rows import gated, weight_rows
+from kernels.triton.linear_rows import check_results, gated, weight_rows
 
 _SUMMED = 1 << 14
 """Maximum number of counts that a `sort` program adds up at a time."""
@@ -139,9 +139,7 @@ def combine(
     tokens, top_k = weights.shape
     hidden = results.shape[1]
     out = torch.empty((tokens, hidden), dtype=results.dtype, device=results.device) if out is None else out
-    for name, tensor in (("out", out), ("residual", residual)):
-        if tensor is not None and (tensor.shape != (tokens, hidden) or not tensor.is_contiguous()):
-            raise ValueError(f"{name} is {tuple(tensor.shape)}; needs {(tokens, hidden)}, contiguous")
+    check_results(out, residual, (tokens, hidden))
     if tokens:
         block = min(_COMBINED_COLUMNS, triton.next_power_of_2(hidden))
         _combine[(tokens, triton.cdiv(hidden, block))](

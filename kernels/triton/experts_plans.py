@@ -41,9 +41,6 @@ class ExpertsPlan:
     programs: int = 1
     """Number of programs per multiprocessor. Only used by `grouped`, whose programs each compute several
     tiles."""
-    ahead: int = 0
-    """Number of columns of its weight rows that a program of `down` with `dot` loads into the L2 cache before
-    it waits for `up`, 0 or a power of two of at least 128."""
 
     @property
     def max_registers(self) -> int:

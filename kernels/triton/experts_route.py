@@ -24,7 +24,7 @@ import triton.language as tl
 
 from kernels.limits import LARGEST_ROW, MAX_EXPERTS, MAX_TOP_K
 from kernels.triton import fused
-from kernels.triton.linear_rows import Workspace, prefetch
+from kernels.triton.linear_rows import Workspace
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
@@ -230,6 +230,14 @@ def _check(x: torch.Tensor, norm_weight: torch.Tensor, router: torch.Tensor, top
 
 
 @triton.jit
+def _prefetch(at):
+    """Load the lines of 128 bytes that contain the addresses `at` into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _route(
     x,
     norm_weight,
@@ -340,7 +348,7 @@ def _logits(
         line: tl.constexpr = 128 * 8 // router.dtype.element_ty.primitive_bitwidth
         column = split * length + tl.arange(0, LINES) * line
         at = tl.minimum(index, EXPERTS - 1)[:, None] * HIDDEN + tl.minimum(column, HIDDEN - 1)[None, :]
-        prefetch(router + at)
+        _prefetch(router + at)
         tl.extra.cuda.gdc_wait()
     xs = normed + tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * HIDDEN + k[None, :]
     ws = router + tl.minimum(index, EXPERTS - 1)[:, None] * HIDDEN + k[None, :]

@@ -51,6 +51,14 @@ def check_workspace(plan: GemmPlan, n: int) -> None:
 # ── launching ────────────────────────────────────────────────────────────────────────────────────────
 
 
+def check_results(out: torch.Tensor, residual: torch.Tensor | None, shape: tuple[int, int]) -> None:
+    """Raise ValueError unless the result and the residual, if there is one, are contiguous with this
+    shape."""
+    for name, tensor in (("out", out), ("residual", residual)):
+        if tensor is not None and (tensor.shape != shape or not tensor.is_contiguous()):
+            raise ValueError(f"{name} is {tuple(tensor.shape)}; needs {shape}, contiguous")
+
+
 def launch_gemv(
     plan: GemmPlan,
     x: torch.Tensor,
@@ -412,11 +420,3 @@ def _gemv(
     if QUANTISE:
         total = total * scale * tl.load(weight_scale + weight_row)
     _finish(total[:, None], tile, bias, residual, out, 1, columns, 0, 0, 1, BLOCK_N, SILU, BIAS, RESIDUAL)
-
-
-@triton.jit
-def prefetch(at):
-    """Load the lines of 128 bytes that contain the addresses `at` into the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
-    )
