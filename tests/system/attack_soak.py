@@ -1,8 +1,9 @@
 """Measures how much floods delay another tenant's short requests: `scripts/soak --attacks`.
 
-Separate processes at nice 19 generate each flood. Latencies are measured twice, with the same requests.
-During the first measurement, the baseline, the same number of processes at nice 19 only use CPU time. During
-the second, they generate the flood. The resident memory (RSS from /proc) of the core and the fronts is
+Separate processes at nice 19 generate each flood. Latencies are measured with the same requests in two
+situations. In the first, the baseline, the same number of processes at nice 19 only use CPU time. In the
+second, they generate the flood. The two situations alternate for several rounds, because the speed of a
+virtual machine changes over time. The resident memory (RSS from /proc) of the core and the fronts is
 compared with its size before the flood: at its peak, and again after a period without attackers. All traffic
 uses loopback addresses and Unix sockets, and stops by itself.
 """
@@ -92,10 +93,14 @@ FLOODS = (
 class Plan:
     """The duration of a flood's measurements, and the bounds on their results."""
 
-    requests: int = 200
-    """Number of short requests. They are sent during the baseline load, and again during the flood."""
-    rate: float = 20.0
-    """Short requests per second."""
+    rounds: int = 3
+    """Number of times that the baseline load and the flood are measured, in alternation."""
+    requests: int = 70
+    """Number of short requests per round. They are sent during the baseline load, and again during the
+    flood."""
+    rate: float = 10.0
+    """Short requests per second. On two CPU cores, 20 requests per second occupy the replica so much that the
+    requests delay each other."""
     start_s: float = 3.0
     """Time, in seconds, from the start of the attackers to the first measured request."""
     processes: int = 2
@@ -178,18 +183,25 @@ def attackers(orders: Sequence[Orders]) -> Iterator[list[subprocess.Popen[bytes]
 
 
 def reports(processes: Sequence[subprocess.Popen[bytes]]) -> dict[str, Any]:
-    """Wait until the attackers have finished, and return their combined report. Raises if an attacker
+    """Wait until the attackers have finished, and return the sum of their reports. Raises if an attacker
     failed."""
-    total: Counter[str] = Counter()
-    statuses: Counter[str] = Counter()
+    found = []
     for process in processes:
         assert process.stdout is not None
         output = process.stdout.read()
         if process.wait():
             raise RuntimeError(f"an attacker ended with exit code {process.returncode}")
-        report = json.loads(output)
-        statuses.update(report.pop("statuses"))
-        total.update(report)
+        found.append(json.loads(output))
+    return sum_of(found)
+
+
+def sum_of(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the sum of the counts in reports of attackers."""
+    total: Counter[str] = Counter()
+    statuses: Counter[str] = Counter()
+    for report in reports:
+        statuses.update(report["statuses"])
+        total.update({name: count for name, count in report.items() if name != "statuses"})
     return {**total, "statuses": dict(statuses)}
 
 
@@ -228,41 +240,41 @@ async def ask(path: str, request: bytes, due: float, into: Latencies) -> None:
         into.refused[status] += 1
 
 
-def latencies_of(attacked: Target, requests: int, rate: float) -> Latencies:
-    """Send the tenant's short requests at a fixed rate, without waiting for earlier answers. Return their
-    latencies."""
+def latencies_of(attacked: Target, requests: int, rate: float, into: Latencies) -> None:
+    """Send the tenant's short requests at a fixed rate, without waiting for earlier answers. Add their
+    latencies to `into`."""
     body = {"model": "demo", "prompt": "x = ", "max_tokens": 2, "temperature": 0}
     request = post("/v1/completions", body, attacked.authorization, "Connection: close")
-    found = Latencies()
 
     async def measure() -> None:
         start = time.monotonic()
         await asyncio.gather(
-            *(ask(str(attacked.unix), request, start + number / rate, found) for number in range(requests))
+            *(ask(str(attacked.unix), request, start + number / rate, into) for number in range(requests))
         )
 
     asyncio.run(measure())
-    return found
 
 
 # ── one flood ──
 
 
 def measure(flood: Flood, attacked: Target, key: str, plan: Plan) -> Row:
-    """Measure the requests during a baseline load and during the flood, and the memory growth caused by the
-    flood."""
+    """Measure the requests during a baseline load and during the flood, and the growth of the memory."""
     seconds = plan.start_s + plan.requests / plan.rate + 1.0
     load = Orders("cpu_load", "", seconds, 0)
-    with attackers([load] * plan.processes):
-        time.sleep(plan.start_s)
-        baseline = latencies_of(attacked, plan.requests, plan.rate)
+    flooding = orders_of(flood, attacked, seconds, key)
     everyone = processes_of(attacked.running)
     memory = PeakMemory({name: one for name, one in everyone.items() if not name.startswith("replica")})
     memory.start()
-    with attackers([orders_of(flood, attacked, seconds, key)] * plan.processes) as processes:
-        time.sleep(plan.start_s)
-        beside = latencies_of(attacked, plan.requests, plan.rate)
-        done = reports(processes)
+    baseline, beside = Latencies(), Latencies()
+    done: list[dict[str, Any]] = []
+    for _ in range(plan.rounds):
+        for orders, latencies in ((load, baseline), (flooding, beside)):
+            with attackers([orders] * plan.processes) as processes:
+                time.sleep(plan.start_s)
+                latencies_of(attacked, plan.requests, plan.rate, latencies)
+                if orders is flooding:
+                    done.append(reports(processes))
     memory.stop()
     growth, left = memory.peak_growth_mb(), memory.growth_after_mb(plan.idle_s)
     row = Row(
@@ -276,7 +288,7 @@ def measure(flood: Flood, attacked: Target, key: str, plan: Plan) -> Row:
         max(size for name, size in growth.items() if name != "core"),
         left["core"],
         max((size for name, size in left.items() if name != "core"), default=0.0),
-        done,
+        sum_of(done),
     )
     row.failures = failures_of(row, plan)
     row.failures += [f"{name} has ended" for name, process in everyone.items() if not process.is_running()]
@@ -329,7 +341,7 @@ def attacked_service(*flags: str) -> Iterator[tuple[Target, str]]:
     ):
         attacked.running.tenant("attacker")
         key = attacked.running.key("attacker", "attacker")
-        latencies_of(attacked, 40, 20.0)
+        latencies_of(attacked, 40, 20.0, Latencies())
         yield attacked, key
 
 
@@ -343,7 +355,8 @@ def run(floods: Sequence[Flood], plan: Plan) -> Iterator[Row]:
 def main() -> int:
     """Measure floods. The exit code is 1 if a bound is exceeded."""
     parser = argparse.ArgumentParser(prog="scripts/soak --attacks", description=main.__doc__)
-    parser.add_argument("--requests", type=int, default=Plan.requests)
+    parser.add_argument("--rounds", type=int, default=Plan.rounds)
+    parser.add_argument("--requests", type=int, default=Plan.requests, help="per round")
     parser.add_argument("--rate", type=float, default=Plan.rate)
     parser.add_argument("--processes", type=int, default=Plan.processes, help="attackers of each flood")
     parser.add_argument("--idle-seconds", type=float, default=Plan.idle_s)
@@ -351,6 +364,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to keep the result")
     options = parser.parse_args()
     plan = Plan(
+        rounds=options.rounds,
         requests=options.requests,
         rate=options.rate,
         processes=options.processes,
