@@ -13,14 +13,16 @@ from appliance.front.request_context import RequestContext, context_of
 from appliance.front.validation import Body, FieldError, parse_struct
 
 _BYTES_PER_VALUE = 8
+_BYTES_PER_NAME = 32
 _BYTES_PER_CONTAINER = 128
-"""Limits on a body's number of JSON values, and on its number of lists and objects: one value per 8 bytes and
-one list or object per 128 bytes of the maximum body size. For a maximum of 2 MiB, these are 262,144 values
-and 16,384 lists or objects. Parsing runs on the event loop and takes about 0.1 µs per value and 1 µs per list
-or object.
+"""Limits on a body's numbers of JSON values, of names in objects, and of lists and objects: one value per 8
+bytes, one name per 32 bytes, and one list or object per 128 bytes of the maximum body size. For a maximum of
+2 MiB, these are 262,144 values, 65,536 names and 16,384 lists or objects. Parsing runs on the event loop and
+takes about 0.1 µs per value, 0.2 µs per name and 1 µs per list or object.
 
-A list of token ids stays within the limit, because each id takes 6 to 8 bytes. Commas and brackets inside
-strings are counted too, but a string that reaches the limit would have more than one token per 8 bytes.
+A list of token ids stays within the limit, because each id takes 6 to 8 bytes. Commas, colons and brackets
+inside strings are counted too, but a string that reaches a limit would exceed the context length of most
+models: text with one comma per 8 bytes or one colon per 32 bytes has more than 250,000 tokens in 2 MiB.
 """
 
 _FREE_BYTES = 64 << 10
@@ -48,12 +50,17 @@ async def receive_body(request: Request, max_bytes: int) -> bytearray:
 def parse_body(data: bytearray, model: type[Body], max_bytes: int, context: RequestContext) -> Body:
     """Parse and validate the body. Raises `ApiError` (400, 413)."""
     context.work_tokens = max(0, len(data) - _FREE_BYTES) // _BYTES_PER_TOKEN
-    max_values, max_containers = max_bytes // _BYTES_PER_VALUE, max_bytes // _BYTES_PER_CONTAINER
-    if data.count(b",") > max_values or data.count(b"{") + data.count(b"[") > max_containers:
+    max_values, max_names = max_bytes // _BYTES_PER_VALUE, max_bytes // _BYTES_PER_NAME
+    max_containers = max_bytes // _BYTES_PER_CONTAINER
+    if (
+        data.count(b",") > max_values
+        or data.count(b":") > max_names
+        or data.count(b"{") + data.count(b"[") > max_containers
+    ):
         raise ApiError(
             413,
-            f"the body has more than {max_values} values or more than {max_containers} lists and "
-            "objects; split the request",
+            f"the body has more than {max_values} values, more than {max_names} names in objects or more "
+            f"than {max_containers} lists and objects; split the request",
             code="body_too_large",
         )
     try:

@@ -76,7 +76,7 @@ def says(content: str) -> bytes:
 
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-NAMES = {f"a{n}": n for n in range(100_000)}
+NAMES = {f"a{n}": n for n in range(65_000)}
 LETTERS = "x " * (BODY // 2 - 1000)
 
 ATTACKS: dict[str, tuple[str, Callable[[], bytes]]] = {
@@ -86,6 +86,7 @@ ATTACKS: dict[str, tuple[str, Callable[[], bytes]]] = {
     "many long numbers": (CHAT, lambda: filled(raw("x", b"[")[:-1], b"1.2345678e9,", b"1]}")),
     "many texts": (CHAT, lambda: filled(raw("x", b"[")[:-1], b'"abcdefg",', b"1]}")),
     "many names": (CHAT, lambda: chat(x=NAMES)),
+    "too many names": (CHAT, lambda: chat(x={str(n): 1 for n in range(150_000)})),
     "a long number": (CHAT, lambda: raw("x", b"9" * (BODY - 1000))),
     "a long fraction": (CHAT, lambda: raw("x", b"0." + b"1" * (BODY - 1000))),
     "escapes": (CHAT, lambda: filled(raw("user", b'"')[:-1], b"\\u00e9", b'"}')),
@@ -93,7 +94,7 @@ ATTACKS: dict[str, tuple[str, Callable[[], bytes]]] = {
     "spaces": (CHAT, lambda: raw("x", b" " * (BODY - 1000) + b"1")),
     "wrong modalities": (CHAT, lambda: chat(modalities=["x"] * 150_000)),
     "wrong stop tokens": (CHAT, lambda: chat(stop_token_ids=["x"] * 150_000)),
-    "many biases": (CHAT, lambda: chat(logit_bias={str(n): 1 for n in range(150_000)})),
+    "many biases": (CHAT, lambda: chat(logit_bias={str(n): 1 for n in range(65_000)})),
     "many stop strings": (CHAT, lambda: chat(stop=["x"] * 200_000)),
     "long stop strings": (CHAT, lambda: chat(stop=[chr(97 + n) * 4096 for n in range(16)])),
     "allowed stop strings": (CHAT, lambda: chat(stop=[chr(97 + n) * 255 + "b" for n in range(16)])),
