@@ -1,0 +1,390 @@
+"""One instant of the service, as the console, `appliance top` and the event stream show it.
+
+A `Snapshot` is a plain struct. Its figures have the names of the admin API (`appliance.protocol`), so that a
+figure on screen can be found in the JSON and in the metrics. A figure that the service does not measure is
+None, never 0.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from appliance.protocol import (
+    ClassStatus,
+    CurrentProblem,
+    DrainStatus,
+    FrontStatus,
+    InFlight,
+    LimitUsage,
+    ModelStatus,
+    Problem,
+    ServiceState,
+    SocketStatus,
+)
+
+Phase = Literal["queued", "prefill", "decode", "ending"]
+"""A request is in "prefill" until its first token, and in "decode" after it."""
+BlockState = Literal["free", "cached", "used", "shared"]
+BLOCK_STATES: tuple[BlockState, ...] = ("free", "cached", "used", "shared")
+"""The states of a KV block, by the number in `BlockMap.states`. A "cached" block is free and still contains a
+prefix. A "shared" block is used by more than one sequence."""
+NO_OWNER = 0xFFFF
+"""Entry of `BlockMap.owners` for a block that no sequence uses."""
+
+
+class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
+    """The distribution of one duration over the requests that ended within a window."""
+
+    window_s: float
+    count: int
+    p50_ms: float | None = None
+    p90_ms: float | None = None
+    p99_ms: float | None = None
+
+
+class Latency(msgspec.Struct, frozen=True, kw_only=True):
+    """The latencies of requests over all models. None means that the service does not report a latency."""
+
+    ttft: Percentiles | None = None
+    """Time from a request's arrival to its first token."""
+    itl: Percentiles | None = None
+    """A request's mean time between output tokens."""
+    queue: Percentiles | None = None
+    """Time from admission to the first dispatch."""
+    e2e: Percentiles | None = None
+    """Time from arrival to the end of the answer."""
+
+
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters over all models, counted from the start of the service."""
+
+    prompt_tokens: int | None = None
+    """Prompt tokens of the sequences that replicas have started."""
+    cached_tokens: int | None = None
+    """Prompt tokens that replicas found in their prefix caches."""
+    computed_tokens: int | None = None
+    generated_tokens: int | None = None
+    """Output tokens, counted when they are generated."""
+    admitted: int | None = None
+    refused: int | None = None
+    """Requests that the core refused."""
+    ended: int | None = None
+    failed: int | None = None
+    """Requests that ended with outcome failed."""
+    cancelled: int | None = None
+    preemptions: int | None = None
+    billed_tokens: int | None = None
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """The change of the totals per second, over the last `window_s` seconds. None without an earlier
+    instant."""
+
+    window_s: float | None = None
+    prompt_tokens_per_s: float | None = None
+    cached_tokens_per_s: float | None = None
+    generated_tokens_per_s: float | None = None
+    requests_per_s: float | None = None
+    """Ended requests per second."""
+    refused_per_s: float | None = None
+    failed_per_s: float | None = None
+
+
+class Queue(msgspec.Struct, frozen=True, kw_only=True):
+    """The queue of the core."""
+
+    waiting: int
+    running: int
+    oldest_wait_s: float
+    waiting_tokens: int
+    limit: int
+    overload: str = ""
+    overload_step: int = 0
+    classes: list[ClassStatus] = []
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """The steps of one replica in one time slice."""
+
+    model: str
+    replica: str
+    at: float
+    """End of the slice, in unix seconds."""
+    span_s: float
+    """Length of the slice. The means below cover the slice, or the replica's last report within it."""
+    step: int
+    """Number of the last step whose tokens were read."""
+    steps: int | None = None
+    """Number of steps in the slice."""
+    decode_steps: int | None = None
+    mixed_steps: int | None = None
+    """Number of steps with prefill."""
+    step_ms: float | None = None
+    """Mean duration of a decode-only step."""
+    mixed_step_ms: float | None = None
+    idle_us: float | None = None
+    """Mean time that the device waited for the host before a decode-only step."""
+    mixed_idle_us: float | None = None
+    running: int = 0
+    waiting: int = 0
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+    computed_tokens: int | None = None
+    """Prompt tokens computed in the slice."""
+    generated_tokens: int | None = None
+    """Output tokens generated in the slice."""
+    preemptions: int | None = None
+    busy: float | None = None
+    """Share of the slice in which a step ran, from 0 to 1."""
+    longest_ms: float | None = None
+    """Duration of the longest step in the slice."""
+    longest_request: str = ""
+    """Request with the largest prompt chunk in the longest step."""
+
+
+class BlockMap(msgspec.Struct, frozen=True, kw_only=True):
+    """Each block of a KV cache, in the order of the pool. Arrays are bytes, because caches have many blocks."""
+
+    states: bytes
+    """One byte per block: an index into `BLOCK_STATES`."""
+    owners: bytes
+    """Two bytes per block, little-endian: an index into `requests`, or `NO_OWNER`. A shared block names the
+    first of its owners."""
+    requests: list[str]
+    """Ids of the requests that own blocks."""
+    tenants: list[str]
+    """The tenant of each entry in `requests`."""
+    ages: bytes | None = None
+    """One byte per block: the binary logarithm of 1 + the seconds since the block was last used, rounded
+    down."""
+
+
+class KvCache(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV cache of one replica."""
+
+    model: str
+    replica: str
+    blocks_total: int
+    blocks_used: int
+    """Blocks in use by unfinished sequences."""
+    blocks_cached: int
+    """Free blocks that still contain a cached prefix."""
+    block_tokens: int
+    kv_bytes: int | None = None
+    kv_cache_dtype: str = ""
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Prompt tokens found in the prefix cache since the replica's start."""
+    hit_rate: float | None = None
+    """Share of prompt tokens found in the prefix cache over the last `hit_window_s` seconds, from 0 to 1."""
+    hit_window_s: float | None = None
+    preemptions: int | None = None
+    evictions: int | None = None
+    """Cached blocks that were overwritten, since the replica's start."""
+    blocks: BlockMap | None = None
+
+
+class Request(InFlight, kw_only=True):
+    """An unfinished request, with its progress."""
+
+    class_name: str = ""
+    """Service class, from "P0" to "P3"."""
+    phase: Phase | None = None
+    key_name: str = ""
+    stream: bool | None = None
+    queue_s: float | None = None
+    """Time in the queue until the first dispatch, or until now for a waiting request."""
+    ttft_s: float | None = None
+    """Time from arrival to the first token."""
+    cached_tokens: int | None = None
+    computed_tokens: int | None = None
+    """Prompt tokens whose keys and values are in the cache."""
+    generated_tokens: int | None = None
+    """Output tokens so far, over all samples."""
+    blocks: int | None = None
+    preemptions: int | None = None
+    deadline_left_s: float | None = None
+
+
+class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that uses memory of a GPU."""
+
+    pid: int
+    memory_bytes: int | None = None
+    name: str = ""
+    replica: str = ""
+    """The replica that the process belongs to; empty for a process that is not part of the service."""
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU, as NVML reports it. None means that the GPU or the driver does not report the figure."""
+
+    number: int
+    name: str
+    uuid: str = ""
+    replicas: list[str] = []
+    """Replicas with a rank on this GPU."""
+    utilization_percent: float | None = None
+    """Share of time in which a kernel ran, over NVML's sample period."""
+    memory_bytes: int | None = None
+    used_bytes: int | None = None
+    weight_bytes: int | None = None
+    kv_bytes: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    temperature_c: float | None = None
+    sm_clock_mhz: int | None = None
+    max_sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    throttle_reasons: list[str] | None = None
+    """Reasons for reduced clocks, such as "power cap". Empty if the clocks are not reduced."""
+    nvlink_tx_bytes_per_s: float | None = None
+    nvlink_rx_bytes_per_s: float | None = None
+    ecc_corrected: int | None = None
+    ecc_uncorrected: int | None = None
+    """Memory errors since the driver was loaded."""
+    last_xid: int | None = None
+    """Number of the newest Xid error in the kernel's log since the service started; 0 without any."""
+    processes: list[GpuProcess] | None = None
+
+
+class TenantUse(msgspec.Struct, frozen=True, kw_only=True):
+    """A tenant's use of the service."""
+
+    name: str
+    suspended_at: float | None = None
+    """If set, the tenant's requests are refused."""
+    weight: float | None = None
+    highest_class: int | None = None
+    """Highest service class that the tenant's requests can use."""
+    keys: int | None = None
+    """Number of valid keys."""
+    peers: int | None = None
+    """Number of mapped users and groups."""
+    running: int | None = None
+    waiting: int | None = None
+    tokens_per_s: float | None = None
+    """Prompt and output tokens of the tenant per second, over the rates' window."""
+    service_tokens: float | None = None
+    """Weighted tokens computed for the tenant since the start of the service."""
+    share: float | None = None
+    """Share of the weighted tokens computed for all tenants over the rates' window, from 0 to 1."""
+    fair_share: float | None = None
+    """The tenant's share by weight among the tenants that have requests, from 0 to 1."""
+    requests: int | None = None
+    """Requests that ended, since the start of the service."""
+    refused: int | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    billed_tokens: int | None = None
+    usage: list[LimitUsage] = []
+    exhausted_in_s: float | None = None
+    """Predicted time until the first of the tenant's limits is reached at the present rate. None if no limit
+    will be reached."""
+
+
+AlertState = Literal["pending", "firing", "acknowledged", "silenced", "resolved"]
+Severity = Literal["info", "warning", "critical"]
+
+
+class Alert(msgspec.Struct, frozen=True, kw_only=True):
+    """A condition that needs the attention of an operator."""
+
+    id: str
+    rule: str
+    """Name of the rule, or "problem" for a current problem of the service."""
+    severity: Severity
+    state: AlertState
+    where: str
+    """The model, replica, front, GPU, tenant or database that the alert concerns."""
+    what: str
+    cause: str = ""
+    """The likely cause, from what happened in the window."""
+    remedy: str = ""
+    """The next step."""
+    since: float | None = None
+    """When the condition began, in unix seconds."""
+    ended_at: float | None = None
+    value: float | None = None
+    threshold: float | None = None
+    unit: str = ""
+    suppressed: int = 0
+    """Number of alerts that are not shown because this alert explains them."""
+    acknowledged_by: str = ""
+    silenced_until: float | None = None
+
+
+class Process(msgspec.Struct, frozen=True, kw_only=True):
+    """A process of the service."""
+
+    name: str
+    """Name of the process, such as "core", "front-1" or "demo-1"."""
+    role: Literal["core", "front", "replica", "worker"]
+    pid: int | None = None
+    state: str = ""
+    cpu_percent: float | None = None
+    """CPU time over the last slice, in percent of one core."""
+    memory_bytes: int | None = None
+    """Resident memory."""
+    restarts: int | None = None
+
+
+class Host(msgspec.Struct, frozen=True, kw_only=True):
+    """The machine and the processes of the service."""
+
+    name: str = ""
+    cpus: int | None = None
+    cpu_percent: float | None = None
+    """CPU time of all processes of the machine, in percent of all cores."""
+    load_1m: float | None = None
+    memory_bytes: int | None = None
+    memory_used_bytes: int | None = None
+    disk_bytes: int | None = None
+    """Size of the file system that contains the state directory."""
+    disk_free_bytes: int | None = None
+    processes: list[Process] = []
+
+
+class Snapshot(msgspec.Struct, kw_only=True):
+    """One instant of the service."""
+
+    at: float
+    """When the figures were read, in unix seconds."""
+    started_at: float
+    """When the service started. A later value than before means that the service was restarted."""
+    uptime_s: float
+    version: str
+    pid: int | None = None
+    state: ServiceState
+    reason: str = ""
+    """Reason why the service is not ready."""
+    config_file: str = ""
+    run_dir: str = ""
+    state_dir: str = ""
+    totals: Totals
+    rates: Rates
+    latency: Latency
+    queue: Queue
+    batches: list[Batch]
+    """The newest slice of each replica."""
+    kv: list[KvCache]
+    requests: list[Request]
+    """Unfinished requests, oldest first."""
+    gpus: list[Gpu]
+    models: list[ModelStatus]
+    tenants: list[TenantUse]
+    alerts: list[Alert]
+    host: Host
+    drains: list[DrainStatus] = []
+    fronts: list[FrontStatus] = []
+    sockets: list[SocketStatus] = []
+    current_problems: list[CurrentProblem] = []
+    problems: list[Problem] = []
+    audit_rows: int | None = None
+    audit_head: str = ""
+    audit_recorded_rows: int | None = None
+    """Audit rows that chain heads outside the database prove to be unchanged."""
+    gpu_error: str = ""
+    """Reason why the GPUs could not be read."""

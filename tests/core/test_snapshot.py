@@ -1,0 +1,55 @@
+"""Tests of the struct that the console, `appliance top` and the event stream share."""
+
+from __future__ import annotations
+
+import msgspec
+
+from appliance.protocol import InFlight
+from appliance.snapshot import BlockMap, Host, KvCache, Latency, Queue, Rates, Request, Snapshot, Totals
+
+
+def snapshot() -> Snapshot:
+    blocks = BlockMap(states=b"\0\1\2", owners=b"\xff\xff\xff\xff\0\0", requests=["req-1"], tenants=["a"])
+    return Snapshot(
+        at=2.0,
+        started_at=1.0,
+        uptime_s=1.0,
+        version="0.1.0",
+        state="ready",
+        totals=Totals(),
+        rates=Rates(),
+        latency=Latency(),
+        queue=Queue(waiting=0, running=0, oldest_wait_s=0.0, waiting_tokens=0, limit=10),
+        batches=[],
+        kv=[
+            KvCache(
+                model="demo",
+                replica="demo-1",
+                blocks_total=3,
+                blocks_used=1,
+                blocks_cached=1,
+                block_tokens=64,
+                blocks=blocks,
+            )
+        ],
+        requests=[],
+        gpus=[],
+        models=[],
+        tenants=[],
+        alerts=[],
+        host=Host(),
+    )
+
+
+def test_a_snapshot_survives_json() -> None:
+    before = snapshot()
+    assert msgspec.json.decode(msgspec.json.encode(before), type=Snapshot) == before
+
+
+def test_a_request_has_every_figure_of_the_admin_api() -> None:
+    assert set(InFlight.__struct_fields__) <= set(Request.__struct_fields__)
+
+
+def test_figures_that_were_not_measured_are_null_and_not_zero() -> None:
+    sent = msgspec.json.decode(msgspec.json.encode(Totals()))
+    assert set(sent.values()) == {None}
