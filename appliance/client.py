@@ -3,22 +3,25 @@ clients of the service's Unix sockets."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from appliance.actions import CancelRequest, CreateKey, DrainService, ResumeService, RevokeKey, action_of
+from appliance import calls
+from appliance.actions import CancelRequest, CreateKey, DrainService, ResumeService, RevokeKey
+from appliance.calls import AdminError, Call
 from appliance.ownership import check_peer, trusted_directory
 from appliance.protocol import (
     Configuration,
     Done,
     DrainStatus,
-    ErrorBody,
     InFlight,
     Key,
     NewKey,
@@ -29,13 +32,18 @@ from appliance.protocol import (
 from appliance.rundir import start_remedy
 
 if TYPE_CHECKING:
-    from http.client import HTTPConnection
+    from http.client import HTTPConnection, HTTPResponse
+
+__all__ = ["AdminClient", "AdminError", "NotAllowedError", "ServiceNotRunningError", "unix_connection"]
 
 Answer = TypeVar("Answer")
 
-_ACTION_TIMEOUT_S = 30.0
+ACTION_TIMEOUT_S = 30.0
 """Time limit for an action. Even if an action has to wait for the service's database and then fails, the
 service responds within 25 s."""
+STREAM_TIMEOUT_S = 20.0
+"""Time after which a stream without data counts as broken. The service sends at least an empty line every 5
+seconds."""
 
 
 class ServiceNotRunningError(Exception):
@@ -46,14 +54,6 @@ class ServiceNotRunningError(Exception):
 class NotAllowedError(ServiceNotRunningError):
     """Raised if this user may not open the socket. The caller then cannot tell whether a service is listening
     on it."""
-
-
-class AdminError(Exception):
-    """Raised if the service refuses the call. `status` is the HTTP status code."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class AdminClient:
@@ -80,108 +80,92 @@ class AdminClient:
 
     def status(self) -> Status:
         """Return the state of the service."""
-        return self._call("GET", "/status", Status)
+        return self.call(calls.STATUS)
 
     def in_flight(self) -> list[InFlight]:
         """Return the unfinished requests, oldest first."""
-        return self._call("GET", "/requests", list[InFlight])
+        return self.call(calls.IN_FLIGHT)
 
     def keys(self) -> list[Key]:
         """Return all keys, including revoked keys."""
-        return self._call("GET", "/keys", list[Key])
+        return self.call(calls.KEYS)
 
     def tenants(self) -> list[Tenant]:
         """Return all tenants."""
-        return self._call("GET", "/tenants", list[Tenant])
+        return self.call(calls.TENANTS)
 
     def peers(self) -> list[PeerMapping]:
         """Return the local users and groups that need no key."""
-        return self._call("GET", "/peers", list[PeerMapping])
+        return self.call(calls.PEERS)
 
     def configuration(self) -> Configuration:
         """Return the settings in effect and the source of each."""
-        return self._call("GET", "/config", Configuration)
+        return self.call(calls.CONFIGURATION)
 
     def create_key(self, name: str, tenant: str = "default", expires_at: float | None = None) -> NewKey:
         """Create a bearer key. Its secret is returned only here."""
-        return self._expect(CreateKey(name=name, tenant=tenant, expires_at=expires_at), NewKey)
+        return self.call(calls.act(CreateKey(name=name, tenant=tenant, expires_at=expires_at)))
 
     def revoke_key(self, key_id: str) -> Done:
         """Revoke a key permanently."""
-        return self._expect(RevokeKey(id=key_id), Done)
+        return self.call(calls.act(RevokeKey(id=key_id)))
 
     def drain(self, drain: DrainService) -> DrainStatus:
         """Begin a drain. `status().drains` reports its progress."""
-        return self._expect(drain, DrainStatus)
+        return self.call(calls.act(drain))
 
     def resume(self, resume: ResumeService) -> Done:
         """Cancel a drain, or accept requests again after a completed drain."""
-        return self._expect(resume, Done)
+        return self.call(calls.act(resume))
 
     def cancel_request(self, request_id: str) -> Done:
         """Cancel a request."""
-        return self._expect(CancelRequest(request_id=request_id), Done)
+        return self.call(calls.act(CancelRequest(request_id=request_id)))
 
     def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
         """Perform the action that these parameters belong to (`appliance.actions`)."""
-        return self._expect(parameters, action_of(parameters).result)
+        return self.call(calls.act(parameters))
 
-    def _expect(self, parameters: msgspec.Struct, result: type[Answer]) -> Answer:
-        name = action_of(parameters).name
-        try:
-            body = msgspec.json.encode(parameters)
-        except UnicodeEncodeError as error:
-            # Command-line arguments are not necessarily UTF-8.
-            raise AdminError(400, f"{name}: {error.object!r} is not UTF-8 text: write it in UTF-8") from error
-        return self._call("POST", f"/actions/{name}", result, body)
+    def call(self, call: Call[Answer]) -> Answer:
+        """Perform a call and return its answer."""
+        timeout_s = self._timeout_s if call.body is None else max(self._timeout_s, ACTION_TIMEOUT_S)
+        with self._sent(call, timeout_s) as response:
+            content = response.read()
+        return call.decode(response.status, content, str(self.socket))
 
-    def _call(self, method: str, path: str, result: Any, body: bytes | None = None) -> Any:
+    def follow(self, call: Call[Answer]) -> Iterator[Answer]:
+        """Perform a call whose answer is a stream, and yield its values. Returns when the service ends the
+        stream, because it stops."""
+        with self._sent(call, STREAM_TIMEOUT_S) as response:
+            if response.status != 200:
+                call.decode(response.status, response.read(), str(self.socket))
+            while line := response.readline():
+                if (value := call.decode_line(line, str(self.socket))) is not None:
+                    yield value
+
+    @contextlib.contextmanager
+    def _sent(self, call: Call[Answer], timeout_s: float) -> Iterator[HTTPResponse]:
+        """Send a call, and close its connection at the end of the `with` block."""
         # Imported here because the import takes 20 ms, and some callers need only the types.
         import http.client
 
         headers = dict(self._headers)
-        if body is not None:
+        if call.body is not None:
             headers["content-type"] = "application/json"
         # Each call opens a new connection, because the service closes idle connections, possibly while a
         # request is in flight.
-        timeout_s = self._timeout_s
-        if body is not None and timeout_s is not None:
-            timeout_s = max(timeout_s, _ACTION_TIMEOUT_S)
         connection = unix_connection(self.socket, timeout_s)
         try:
             try:
                 connection.connect()
             except OSError as error:
                 raise not_running(self.socket, error) from error
-            connection.request(method, path, body, headers)
-            response = connection.getresponse()
-            content = response.read()
+            connection.request(call.method, call.path, call.body, headers)
+            yield connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
-            raise ServiceNotRunningError(
-                f"the service on {self.socket} did not respond to {method} {path} "
-                f"({error or type(error).__name__}); see its log"
-                + (
-                    ""
-                    if body is None
-                    else "; to see whether the action was performed, run: appliance audit list"
-                )
-            ) from error
+            raise no_response(self.socket, call, error) from error
         finally:
             connection.close()
-        if 200 <= response.status < 300:
-            try:
-                return msgspec.json.decode(content, type=result)
-            except msgspec.DecodeError as error:
-                raise AdminError(
-                    response.status,
-                    f"{self.socket} responded to {method} {path} with a response that this version of "
-                    f"the command cannot read ({error}): after an update, restart the service",
-                ) from error
-        try:
-            message = msgspec.json.decode(content, type=ErrorBody).message
-        except msgspec.DecodeError:
-            message = f"{self.socket} responded to {method} {path} with status {response.status}"
-        raise AdminError(response.status, message)
 
 
 def unix_connection(path: Path, timeout_s: float | None, connect_timeout_s: float = 10.0) -> HTTPConnection:
@@ -223,6 +207,19 @@ def not_running(path: Path, error: OSError) -> ServiceNotRunningError:
         return ServiceNotRunningError(f"no service is running at {path}: {start_remedy(path.parent)}")
     return ServiceNotRunningError(
         f"no service responds at {path} ({error.strerror or error}): {start_remedy(path.parent)}"
+    )
+
+
+def no_response(path: Path, call: Call[Answer], error: Exception) -> ServiceNotRunningError:
+    """Return an error that explains that the service on the socket at `path` did not answer a call."""
+    return ServiceNotRunningError(
+        f"the service on {path} did not respond to {call.method} {call.path} "
+        f"({error or type(error).__name__}); see its log"
+        + (
+            ""
+            if call.body is None
+            else "; to see whether the action was performed, run: appliance audit list"
+        )
     )
 
 

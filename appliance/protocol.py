@@ -482,3 +482,9 @@ class ErrorBody(msgspec.Struct, kw_only=True):
     """The body of a failed admin call."""
 
     message: str
+
+
+class StreamEnd(msgspec.Struct, kw_only=True):
+    """The last line of a stream that the service cannot continue."""
+
+    error: str

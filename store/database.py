@@ -25,6 +25,7 @@ from store.errors import (
     MissingDatabaseError,
     NotWritableError,
     SchemaVersionError,
+    SlowQueryError,
     StoreError,
     explain,
     explain_os,
@@ -39,6 +40,8 @@ Synchronous = Literal["FULL", "NORMAL"]
 _BUSY_TIMEOUT_S = 5.0
 _JOURNAL_SIZE_LIMIT_BYTES = 64 * 2**20
 _LEAVE_WAL_TIMEOUT_S = 2.0
+_CHECKED_INSTRUCTIONS = 20_000
+"""Number of SQLite instructions between two checks of a query's time limit, about a millisecond."""
 _COPIED_PAGES = 1000
 """Number of pages that `write_back` copies between two calls of `progress`."""
 
@@ -228,13 +231,21 @@ def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connectio
 
 
 @contextmanager
-def reading(path: Path, schema: Schema) -> Iterator[sqlite3.Connection]:
+def reading(path: Path, schema: Schema, limit_s: float | None = None) -> Iterator[sqlite3.Connection]:
     """Open a read-only connection for a `with` block. SQLite errors in the block are raised as
-    `StoreError`."""
+    `StoreError`. After `limit_s` seconds, the running query is interrupted with a `SlowQueryError`."""
     connection = open_readonly(path, schema)
+    if limit_s is not None:
+        deadline = time.monotonic() + limit_s
+        connection.set_progress_handler(lambda: time.monotonic() > deadline, _CHECKED_INSTRUCTIONS)
     try:
         yield connection
     except sqlite3.Error as error:
+        if primary_code(error) == sqlite3.SQLITE_INTERRUPT:
+            raise SlowQueryError(
+                f"{path.name} was read for longer than the limit of {limit_s:g} s: select fewer rows, for "
+                "example by a shorter time span"
+            ) from error
         raise explain(path, error) from error
     finally:
         connection.close()

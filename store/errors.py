@@ -36,6 +36,10 @@ class StorageFaultError(StoreError):
     may succeed."""
 
 
+class SlowQueryError(StoreError):
+    """A query took longer than its time limit."""
+
+
 class OutcomeUnknownError(StoreError):
     """The disk did not respond in time, so it is not known yet whether the change was made."""
 

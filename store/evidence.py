@@ -8,7 +8,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from store import audit, exports, spool
 from store.audit import INTENT, Entry, Head, Verdict
@@ -109,11 +109,26 @@ WHERE (first.phase IS NOT 'result'
     OR NOT EXISTS (SELECT 1 FROM audit WHERE act = first.act AND phase = 'intent'))
 """
 
+_LONGEST_ACTION_ROWS = 10_000
+"""Maximum number of rows between an action's intent and its result for which `read_changed_actions` finds the
+result. The limit keeps the query from reading the whole chain."""
 
-def read_actions(path: Path, wanted: ActionFilter, limit: int) -> list[ActionRecord]:
-    """Return the newest `limit` matching actions, oldest first, through a read-only connection. Raises a
-    `StoreError`."""
-    sql, values = _ACTIONS, []
+
+def read_actions(
+    path: Path,
+    wanted: ActionFilter,
+    limit: int,
+    *,
+    before: int | None = None,
+    limit_s: float | None = None,
+) -> list[ActionRecord]:
+    """Return the newest `limit` matching actions, oldest first, through a read-only connection. If `before`
+    is given, only actions whose first row is older than the row with this seq are returned. `limit_s` limits
+    the time of the call. Raises a `StoreError`."""
+    sql, values = _ACTIONS, list[Any]()
+    if before is not None:
+        sql += " AND first.seq < ?"
+        values.append(before)
     if wanted.actor is not None:
         sql += " AND (first.actor = ? OR first.actor LIKE ? || ' %')"
         values += [wanted.actor, wanted.actor]
@@ -124,9 +139,33 @@ def read_actions(path: Path, wanted: ActionFilter, limit: int) -> list[ActionRec
     if wanted.since is not None:
         sql += " AND first.at >= ?"
         values.append(wanted.since)
-    with reading(path, CONTROL) as connection:
+    with reading(path, CONTROL, limit_s) as connection:
         found = connection.execute(f"{sql} ORDER BY first.seq DESC LIMIT ?", (*values, limit)).fetchall()
     return [ActionRecord(*row) for row in reversed(found)]
+
+
+def read_changed_actions(path: Path, after: int, limit: int, *, limit_s: float) -> list[ActionRecord]:
+    """Return the first `limit` actions whose newest row was added after the row with seq `after`, in the
+    order of their newest rows. Raises a `StoreError`."""
+    sql = f"{_ACTIONS} AND ifnull(last.seq, first.seq) > ? AND first.seq > ? "
+    since = max(0, after - _LONGEST_ACTION_ROWS)
+    with reading(path, CONTROL, limit_s) as connection:
+        found = connection.execute(
+            f"{sql} ORDER BY ifnull(last.seq, first.seq) LIMIT ?", (after, since, limit)
+        ).fetchall()
+    return [ActionRecord(*row) for row in found]
+
+
+def matches_action(record: ActionRecord, wanted: ActionFilter) -> bool:
+    """Return whether an action matches the conditions, with the same result as `read_actions`."""
+    actor, action, since = wanted
+    by = actor is None or record.actor == actor or record.actor.startswith(f"{actor} ")
+    named = (
+        action is None
+        or record.action == action
+        or (action.endswith(".") and record.action.startswith(action))
+    )
+    return by and named and (since is None or record.at >= since)
 
 
 def spooled_actions(folder: Path) -> list[ActionRecord]:

@@ -7,10 +7,11 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -227,6 +228,13 @@ _CONDITIONS = {
 }
 
 
+class RequestPosition(NamedTuple):
+    """The position of a request in the log, in the order of arrival. A page of the log begins below one."""
+
+    created_at: float
+    request_id: str
+
+
 class RequestReader:
     """Reads the request log at `path` from any process, without write permission, whether or not the service
     is running.
@@ -236,27 +244,37 @@ class RequestReader:
     with the oldest row.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, limit_s: float | None = None, limit_bytes: int | None = None) -> None:
+        """`limit_s` limits the time of a call, which raises a `SlowQueryError` after it. `limit_bytes` limits
+        the texts of a list: it ends with the row that exceeds the limit."""
         self.path = path
+        self._limit_s = limit_s
+        self._limit_bytes = limit_bytes
 
-    def query(self, wanted: RequestFilter, limit: int) -> list[LoggedRequest]:
-        """Return the newest `limit` requests by `created_at` that match every condition in `wanted`."""
-        conditions, values = ["true"], []
-        for field, value in msgspec.structs.asdict(wanted).items():
-            if value is not None:
-                conditions.append(_CONDITIONS[field])
-                values.append(_storable(value))
-        where = f"WHERE {' AND '.join(conditions)} ORDER BY created_at DESC, sequence DESC LIMIT ?"
+    def query(
+        self, wanted: RequestFilter, limit: int, before: RequestPosition | None = None
+    ) -> list[LoggedRequest]:
+        """Return the newest `limit` requests by `created_at` that match every condition in `wanted` and, if
+        `before` is given, that are older than this position."""
+        conditions, values = _where(wanted)
+        if before is not None:
+            conditions.append("(created_at, request_id) < (?, ?)")
+            values += [before.created_at, _storable(before.request_id)]
+        where = f"WHERE {' AND '.join(conditions)} ORDER BY created_at DESC, request_id DESC LIMIT ?"
         return self._read(where, (*values, _checked(limit)))[::-1]
 
-    def changes(self, after: int, limit: int = 1000) -> list[LoggedRequest]:
-        """Return the first `limit` rows that were opened or closed after the change with sequence number
-        `after`, in the order of their last change.
+    def changes(
+        self, after: int, limit: int = 1000, wanted: RequestFilter | None = None
+    ) -> list[LoggedRequest]:
+        """Return the first `limit` rows that match `wanted` and were opened or closed after the change with
+        sequence number `after`, in the order of their last change.
 
         Each row is returned once, in its latest state. A row that was opened and closed after `after` is
         returned as closed.
         """
-        return self._read("WHERE sequence > ? ORDER BY sequence LIMIT ?", (after, _checked(limit)))
+        conditions, values = _where(wanted or RequestFilter())
+        where = f"WHERE sequence > ? AND {' AND '.join(conditions)} ORDER BY sequence LIMIT ?"
+        return self._read(where, (after, *values, _checked(limit)))
 
     def last_sequence(self) -> int:
         """Return the sequence number of the latest change; 0 for an empty log."""
@@ -274,8 +292,30 @@ class RequestReader:
         ]
 
     def _fetch(self, sql: str, values: tuple[object, ...]) -> list[Any]:
-        with reading(self.path, HISTORY) as connection:
-            return connection.execute(sql, values).fetchall()
+        with reading(self.path, HISTORY, self._limit_s) as connection:
+            cursor = connection.execute(sql, values)
+            return cursor.fetchall() if self._limit_bytes is None else _within(cursor, self._limit_bytes)
+
+
+def _where(wanted: RequestFilter) -> tuple[list[str], list[Any]]:
+    """Return the SQL conditions of a filter and their values."""
+    conditions, values = ["true"], []
+    for field, value in msgspec.structs.asdict(wanted).items():
+        if value is not None:
+            conditions.append(_CONDITIONS[field])
+            values.append(_storable(value))
+    return conditions, values
+
+
+def _within(rows: Iterable[tuple[Any, ...]], limit_bytes: int) -> list[Any]:
+    """Return rows until their texts exceed the limit: at least one row, if there is one."""
+    found, size = [], 0
+    for row in rows:
+        found.append(row)
+        size += sum(len(value) for value in row if type(value) is str)
+        if size > limit_bytes:
+            break
+    return found
 
 
 def _logged(values: tuple[Any, ...]) -> LoggedRequest:

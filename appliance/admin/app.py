@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -42,6 +42,8 @@ class Backend(NamedTuple):
     peers: Callable[[], list[PeerMapping]]
     configuration: Callable[[], Configuration]
     metrics: Callable[[], bytes]
+    routes: Sequence[ScopedRoute]
+    """Further routes, which read more than the state in memory."""
     act: Callable[[Actor, msgspec.Struct], Awaitable[msgspec.Struct]]
     """Performs the action that the parameters belong to. Raises ActionError."""
     record_denied: Callable[[Actor, Action, str], None]
@@ -92,6 +94,7 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
             Configuration,
             "Return the settings in effect, each with its source",
         ),
+        *backend.routes,
         *(_action_route(backend, action) for action in ACTIONS),
         ScopedRoute(
             "GET",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from appliance.admin.app import Backend
 from appliance.admin.auditing import AuditedActions
@@ -16,6 +16,7 @@ from appliance.core.cancellation import RequestCanceller
 from appliance.core.contents import ContentKeeper
 from appliance.core.drains import Drains
 from appliance.core.reload import Reloader
+from appliance.scopes import ScopedRoute
 from appliance.settings import Settings
 from appliance.traffic.state import TrafficState
 from store.control import ControlStore
@@ -32,6 +33,7 @@ def admin_backend(
     reloader: Reloader,
     status: StatusReader,
     metrics: Callable[[], bytes],
+    routes: Sequence[ScopedRoute],
     publish: Callable[[], None],
 ) -> tuple[Backend, AuditedActions]:
     """Return the backend, and the object that performs its actions. `publish` applies changed tenants and
@@ -62,6 +64,7 @@ def admin_backend(
         peers=peers.list,
         configuration=reloader.configuration,
         metrics=metrics,
+        routes=routes,
         act=actions.act,
         record_denied=actions.record_denied,
     )

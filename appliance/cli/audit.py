@@ -1,54 +1,36 @@
-"""Implements `appliance audit`, which reads the files itself and therefore works whether or not the service
-is running."""
+"""Implements `appliance audit verify` and `export`, which read the files themselves: an auditor checks the
+files without trusting the service that wrote them. `appliance.cli.audit_list` lists the actions."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from appliance.cli.audit_journal import JOURNAL, JournalHeads, heads_in_journal
 from appliance.cli.failure import CommandLineError, Failure, as_failure
-from appliance.cli.output import Column, paint, print_json, printable, table, terminal_width
+from appliance.cli.output import paint, print_json, printable
 from appliance.cli.service import check_databases, find_run_dir, find_state_dir
-from appliance.cli.times import local_short, moment
 from store import audit, exports
 from store.audit import Head
 from store.database import reading
 from store.errors import StoreError
 from store.evidence import (
     AUDIT_FILES,
-    ActionFilter,
-    ActionRecord,
     Findings,
     Recorded,
     examine,
     examine_folder,
-    read_actions,
     read_heads,
     recorded_in,
-    spooled_actions,
 )
 from store.heads import KEY_FILE, SigningKey, read_key
 from store.schemas import CONTROL
 
-_COLUMNS = (
-    Column("TIME"),
-    Column("ROW", right=True),
-    Column("ACTOR"),
-    Column("HOST", flexible=True, drop=2),
-    Column("ACTION"),
-    Column("PARAMETERS", flexible=True, drop=1),
-    Column("RESULT", flexible=True),
-    Column("BEFORE", flexible=True, drop=4),
-    Column("AFTER", flexible=True, drop=3),
-)
 _HEAD = re.compile(r"([0-9]{1,18}):([0-9a-fA-F]{64})")
 
 
@@ -58,39 +40,6 @@ class ChainLocation(NamedTuple):
     database: Path
     folder: Path | None
     """The state directory; None if the chain is in a single file."""
-
-
-def list_actions(
-    run_dir: str | None,
-    state_dir: str | None,
-    file: str | None,
-    *,
-    limit: int,
-    actor: str | None,
-    action: str | None,
-    since: str | None,
-    as_json: bool,
-) -> None:
-    """Print the recorded actions, oldest first, followed by the actions that are waiting in the spool."""
-    location = _location(run_dir, state_dir, file)
-    wanted = ActionFilter(
-        actor, action, None if since is None else _iso(moment(since, "--since", ahead=False))
-    )
-    with as_failure(StoreError):
-        found = read_actions(location.database, wanted, limit)
-        waiting = spooled_actions(location.folder) if location.folder else []
-    found += [record for record in waiting if _matches(record, wanted)]
-    if as_json:
-        print_json([_shown(record) for record in found])
-        return
-    if not found:
-        print(f"No matching actions in {location.database}.", file=sys.stderr)
-        return
-    rows = [_cells(record) for record in found]
-    heading, *lines = table(_COLUMNS, rows, width=terminal_width())
-    print(paint(heading, "dim"))
-    for record, line in zip(found, lines, strict=True):
-        print(line if record.result == "ok" else paint(line, "yellow" if record.result is None else "red"))
 
 
 def verify(
@@ -106,7 +55,7 @@ def verify(
     """Check the chain against all recorded chain heads, print the result and return the exit code. `journal`
     selects the heads that are used from the journal: all (True), only this state directory's heads if there
     are any (None), or none (False)."""
-    location = _location(run_dir, state_dir, file)
+    location = chain_location(run_dir, state_dir, file)
     with as_failure(StoreError):
         recorded = [_noted(text) for text in noted]
         for name in heads:
@@ -135,7 +84,7 @@ def export(
     run_dir: str | None, state_dir: str | None, file: str | None, target: str | None, *, as_json: bool
 ) -> None:
     """Write the chain to a file or to standard output. If the export fails, no file is created."""
-    location = _location(run_dir, state_dir, file)
+    location = chain_location(run_dir, state_dir, file)
     key = _key(location)
     with as_failure(StoreError), reading(location.database, CONTROL) as connection, _output(target) as out:
         for line in exports.lines_of(audit.all_rows(connection), key):
@@ -174,7 +123,7 @@ def _examine_file(path: Path, recorded: list[Recorded], state_dir: str | None) -
 # ── the location of the chain ──
 
 
-def _location(run_dir: str | None, state_dir: str | None, file: str | None) -> ChainLocation:
+def chain_location(run_dir: str | None, state_dir: str | None, file: str | None) -> ChainLocation:
     if file is not None:
         return ChainLocation(Path(file).absolute(), None)
     run = find_run_dir(run_dir)
@@ -285,60 +234,3 @@ def _report(location: ChainLocation, findings: Findings, missing: str | None) ->
         "confirmed_seq": findings.confirmed_seq,
         "spooled": findings.spooled,
     }
-
-
-def _cells(record: ActionRecord) -> tuple[str, ...]:
-    return (
-        local_short(datetime.fromisoformat(record.at).timestamp()),
-        "spool" if record.seq is None else str(record.seq),
-        printable(record.actor),
-        printable(record.host or ""),
-        printable(record.action),
-        _values(record.params),
-        printable("no result" if record.result is None else record.result),
-        _values(record.before),
-        _values(record.after),
-    )
-
-
-def _values(text: str | None) -> str:
-    """Format a JSON object as readable text."""
-    try:
-        value = json.loads(text or "null")
-    except ValueError:
-        return printable(text or "")
-    if not isinstance(value, dict):
-        return "" if value is None else printable(str(value))
-    return printable(" ".join(f"{name}={_value(one)}" for name, one in value.items()))
-
-
-def _value(value: object) -> str:
-    return (
-        value
-        if isinstance(value, str) and value and " " not in value
-        else json.dumps(value, ensure_ascii=False)
-    )
-
-
-def _shown(record: ActionRecord) -> dict[str, Any]:
-    fields = record._asdict()
-    for name in ("params", "before", "after"):
-        # The text is not valid JSON, probably because the row was tampered with. Show it unchanged.
-        with suppress(ValueError):
-            fields[name] = json.loads(fields[name] or "null")
-    return fields
-
-
-def _matches(record: ActionRecord, wanted: ActionFilter) -> bool:
-    actor, action, since = wanted
-    by = actor is None or record.actor == actor or record.actor.startswith(f"{actor} ")
-    named = (
-        action is None
-        or record.action == action
-        or (action.endswith(".") and record.action.startswith(action))
-    )
-    return by and named and (since is None or record.at >= since)
-
-
-def _iso(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds")

@@ -10,8 +10,8 @@ import typer
 from appliance.cli.options import Config, Json, Limit, RunDir, StateDir
 
 audit = typer.Typer(
-    help="List, verify and export the audit trail of operators' actions. Requires read access to the state "
-    "directory, but no running service.",
+    help="List, verify and export the audit trail of operators' actions. Verifying and exporting require "
+    "read access to the state directory, but no running service.",
     no_args_is_help=True,
 )
 
@@ -50,15 +50,32 @@ def audit_list(
             metavar="TIME", help="List only actions since this date, or within this time span (30m, 1h, 7d)."
         ),
     ] = None,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow", "-f", help="Keep running, and print actions when their results are recorded."
+        ),
+    ] = False,
     file: File = None,
     run_dir: RunDir = None,
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """List actions, oldest first: actor, action and result."""
-    from appliance.cli.audit import list_actions
+    """List actions, oldest first: actor, action and result. Asks the running service. If none is running, or
+    with --state-dir or --file, the files are read."""
+    from appliance.cli.audit_list import list_actions
 
-    list_actions(run_dir, state_dir, file, limit=limit, actor=actor, action=action, since=since, as_json=json)
+    list_actions(
+        run_dir,
+        state_dir,
+        file,
+        limit=limit,
+        actor=actor,
+        action=action,
+        since=since,
+        follow=follow,
+        as_json=json,
+    )
 
 
 @audit.command("verify")

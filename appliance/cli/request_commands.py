@@ -55,10 +55,10 @@ def requests_read(
 ) -> None:
     if context.invoked_subcommand is not None:
         return
-    from appliance.cli.requests import request_filter, show_requests
+    from appliance.cli.requests import request_query, show_requests
 
-    wanted = request_filter(request_id, tenant, model, status, failed, since)
-    show_requests(run_dir, state_dir, wanted, limit=limit, follow=follow, as_json=json)
+    query = request_query(request_id, tenant, model, status, failed, since)
+    show_requests(run_dir, state_dir, query, limit=limit, follow=follow, as_json=json)
 
 
 @requests.command("cancel")

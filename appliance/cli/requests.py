@@ -1,17 +1,17 @@
-"""Implements `appliance requests`, which reads `history.db` directly and therefore works whether or not the
-service is running."""
+"""Implements `appliance requests`, which shows the request log. It asks the running service, or, if there is
+none or if `--state-dir` is given, reads `history.db`."""
 
 from __future__ import annotations
 
 import re
 import sys
-import time
 from collections.abc import Iterator
 from itertools import chain
 
 import msgspec
 
-from appliance.cli.failure import CommandLineError, Failure
+from appliance.calls import AdminError
+from appliance.cli.failure import CommandLineError, Failure, as_failure
 from appliance.cli.output import (
     Column,
     Layout,
@@ -22,21 +22,18 @@ from appliance.cli.output import (
     printable,
     terminal_width,
 )
-from appliance.cli.service import check_databases, find_run_dir, find_state_dir
+from appliance.cli.request_sources import FileLog, RequestSource, ServiceLog
+from appliance.cli.service import check_databases, find_run_dir, find_state_dir, service_or_files
 from appliance.cli.times import local, local_short, moment
-from store.errors import CorruptDatabaseError, MissingDatabaseError, SchemaVersionError, StoreError
-from store.requests import LoggedRequest, RequestFilter, RequestReader
-
-_POLL_S = 0.25
-_UNREADABLE_FOR_S = 10.0
-"""Time for which `--follow` tolerates an unreadable log. A service briefly locks the log while it starts or
-stops."""
+from appliance.client import ServiceNotRunningError
+from appliance.pages import NamedRequest, RequestLogQuery
 
 _COLUMNS = (
     Column("TIME"),
     Column("REQUEST", flexible=True),
     Column("TENANT", flexible=True, drop=4),
     Column("MODEL", flexible=True, drop=2),
+    Column("KEY", flexible=True, drop=9),
     Column("PEER", flexible=True, drop=8),
     Column("STATUS"),
     Column("FINISH", flexible=True),
@@ -53,7 +50,7 @@ _COLUMNS = (
 _ROOM = (
     "00-00 00:00:00",
     "req-" + "0" * 24,
-    *["_" * 12] * 3,
+    *["_" * 12] * 4,
     "200",
     "cancelled",
     *["9,999"] * 3,
@@ -68,7 +65,7 @@ _ROOM = (
 def show_requests(
     run_dir: str | None,
     state_dir: str | None,
-    wanted: RequestFilter,
+    query: RequestLogQuery,
     *,
     limit: int,
     follow: bool,
@@ -76,42 +73,46 @@ def show_requests(
 ) -> None:
     """Print the matching rows, oldest first. With `follow`, keep running and print requests when they
     finish."""
+    with as_failure(ServiceNotRunningError, AdminError):
+        source = _source(run_dir, state_dir)
+        rows, sequence = source.newest(query, limit)
+        if query.request_id is not None and not rows and not follow:
+            raise Failure(
+                f"{source.name} has no request {query.request_id!r}: list the requests with: appliance "
+                "requests"
+            )
+        if follow:
+            shown = {row.request_id: row for row in rows}
+            _show_as_they_come(rows, unseen(source.follow(query, sequence), shown), as_json)
+        elif as_json:
+            print_json(rows)
+        elif query.request_id is not None:
+            _show_fields(rows[0])
+        elif rows:
+            _show_as_they_come(rows, None, as_json)
+        else:
+            print(f"No matching requests in {source.name}.", file=sys.stderr)
+
+
+def _source(run_dir: str | None, state_dir: str | None) -> RequestSource:
     run = find_run_dir(run_dir)
+    if state_dir is None and (client := service_or_files(run)) is not None:
+        return ServiceLog(client)
     folder = find_state_dir(state_dir, run)
     check_databases(folder, None if state_dir else run, "history.db")
-    reader = RequestReader(folder / "history.db")
-    try:
-        last = reader.last_sequence() if follow else 0
-        rows = reader.query(wanted, limit)
-    except StoreError as error:
-        raise Failure(str(error)) from error
-    if wanted.request_id is not None and not rows and not follow:
-        raise Failure(
-            f"{reader.path} has no request {wanted.request_id!r}: list the requests with: appliance requests"
-        )
-    if follow:
-        shown: dict[str, LoggedRequest] = {row.request_id: row for row in rows}
-        _show_as_they_come(rows, _ends(reader, last, wanted, shown), as_json)
-    elif as_json:
-        print_json(rows)
-    elif wanted.request_id is not None:
-        _show_fields(rows[0])
-    elif rows:
-        _show_as_they_come(rows, None, as_json)
-    else:
-        print(f"No matching requests in {reader.path}.", file=sys.stderr)
+    return FileLog(folder / "history.db")
 
 
-def request_filter(
+def request_query(
     request_id: str | None,
     tenant: str | None,
     model: str | None,
     status: str | None,
     failed: bool,
     since: str | None,
-) -> RequestFilter:
-    """Return the filter that these options describe. Raises CommandLineError."""
-    wanted = RequestFilter(
+) -> RequestLogQuery:
+    """Return the query that these options describe. Raises CommandLineError."""
+    wanted = RequestLogQuery(
         request_id=request_id,
         tenant=tenant,
         model=model,
@@ -131,9 +132,7 @@ def request_filter(
     )
 
 
-def _show_as_they_come(
-    rows: list[LoggedRequest], more: Iterator[LoggedRequest] | None, as_json: bool
-) -> None:
+def _show_as_they_come(rows: list[NamedRequest], more: Iterator[NamedRequest] | None, as_json: bool) -> None:
     if as_json:
         for row in chain(rows, more or ()):
             print_json(row, line=True)
@@ -149,18 +148,19 @@ def _show_as_they_come(
         sys.stdout.flush()
 
 
-def _print_line(layout: Layout, row: LoggedRequest, cells: tuple[str, ...]) -> None:
+def _print_line(layout: Layout, row: NamedRequest, cells: tuple[str, ...]) -> None:
     line = layout.line(cells)
     print(paint(line, "red") if _failed(row) else paint(line, "dim") if row.state == "open" else line)
 
 
-def _cells(row: LoggedRequest) -> tuple[str, ...]:
+def _cells(row: NamedRequest) -> tuple[str, ...]:
     ended = row.state == "ended"
     return (
         local_short(row.created_at),
         printable(row.request_id),
         printable(row.tenant or ""),
         printable(row.model or ""),
+        printable(row.key_name or row.key_id or ""),
         printable(row.peer or ""),
         str(row.status or "") if ended else "open",
         printable(row.finish_reason or ""),
@@ -175,7 +175,7 @@ def _cells(row: LoggedRequest) -> tuple[str, ...]:
     )
 
 
-def _show_fields(row: LoggedRequest) -> None:
+def _show_fields(row: NamedRequest) -> None:
     fields = msgspec.to_builtins(row)
     for name, value in fields.items():
         if name.endswith("_at") and value is not None:
@@ -185,46 +185,14 @@ def _show_fields(row: LoggedRequest) -> None:
         print(f"{name:20} {'' if value is None else printable(str(value))}".rstrip())
 
 
-def _ends(
-    reader: RequestReader, last: int, wanted: RequestFilter, shown: dict[str, LoggedRequest]
-) -> Iterator[LoggedRequest]:
-    """Yield matching requests when they finish, or when they are admitted if the filter selects open
-    requests. Never returns."""
-    failing_since: float | None = None
-    while True:
-        try:
-            changes = reader.changes(last)
-            failing_since = None
-        except (MissingDatabaseError, CorruptDatabaseError, SchemaVersionError) as error:
-            raise Failure(str(error)) from error
-        except StoreError as error:
-            failing_since = failing_since or time.monotonic()
-            if time.monotonic() - failing_since > _UNREADABLE_FOR_S:
-                raise Failure(str(error)) from error
-            changes = []
-        for row in changes:
-            last = row.sequence
-            before = shown.pop(row.request_id, None)
-            seen = before is not None and before.state == row.state
-            if not seen and row.state == (wanted.state or "ended") and _matches(row, wanted):
-                yield row
-        if not changes:
-            time.sleep(_POLL_S)
+def unseen(changes: Iterator[NamedRequest], shown: dict[str, NamedRequest]) -> Iterator[NamedRequest]:
+    """Yield the changes without those that were already shown: a request that ended while the list was read
+    is in both."""
+    for row in changes:
+        before = shown.pop(row.request_id, None)
+        if before is None or before.state != row.state:
+            yield row
 
 
-def _matches(row: LoggedRequest, wanted: RequestFilter) -> bool:
-    """Return whether a row matches the filter fields that this command sets. The result is the same as that
-    of `RequestReader.query`."""
-    return (
-        wanted.request_id in (None, row.request_id)
-        and wanted.tenant in (None, row.tenant)
-        and wanted.model in (None, row.model)
-        and wanted.status in (None, row.status)
-        and wanted.state in (None, row.state)
-        and (wanted.since is None or row.created_at >= wanted.since)
-        and (not wanted.failed or _failed(row))
-    )
-
-
-def _failed(row: LoggedRequest) -> bool:
+def _failed(row: NamedRequest) -> bool:
     return row.error is not None or (row.status or 0) >= 400

@@ -88,6 +88,25 @@ def admin_client(run_dir: str | None, config: str | None = None) -> Iterator[Adm
             raise Failure(str(error)) from error
 
 
+def service_or_files(run_dir: Path) -> AdminClient | None:
+    """Return a client of the service in `run_dir`, or None if the caller must read the service's files: no
+    service is running, or the caller may not use its admin API and has set no key. The owner of the files may
+    still let the caller read them."""
+    from appliance import calls
+    from appliance.client import AdminClient, AdminError, ServiceNotRunningError
+
+    client = AdminClient(run_dir, key=admin_key())
+    try:
+        client.call(calls.PEERS)
+    except ServiceNotRunningError:
+        return None
+    except AdminError as error:
+        if error.status == 403 and admin_key() is None:
+            return None
+        raise Failure(str(error)) from error
+    return client
+
+
 def admin_key() -> str | None:
     """Return the key in $APPLIANCE_ADMIN_KEY, which users who are not operators need. Raises Failure if it
     cannot be sent in an HTTP header."""

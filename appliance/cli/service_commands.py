@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from appliance.cli.options import Config, Json, RunDir, StateDir, whole_number
+from appliance.cli.options import Config, Json, Limit, RunDir, StateDir, whole_number
 from appliance.protocol import LogLevel
 from engine.messages import Device, DType, LoadFormat, Quantization
 
@@ -115,6 +115,30 @@ def status(run_dir: RunDir = None, json: Json = False) -> None:
     from appliance.cli.status import show_status
 
     show_status(run_dir, as_json=json)
+
+
+def logs(
+    limit: Limit = 50,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Keep running, and print new lines.")
+    ] = False,
+    level: Annotated[
+        LogLevel | None, typer.Option(help="Show only lines of at least this level.", show_default=False)
+    ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            "--text", metavar="TEXT", help="Show only lines that contain this text.", show_default=False
+        ),
+    ] = None,
+    run_dir: RunDir = None,
+    json: Json = False,
+) -> None:
+    """Show the newest lines of the core's log, oldest first. The journal also has the lines of the fronts and
+    replicas."""
+    from appliance.cli.logs import show_logs
+
+    show_logs(run_dir, limit=limit, follow=follow, level=level, text=text, as_json=json)
 
 
 def doctor(

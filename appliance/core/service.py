@@ -12,12 +12,16 @@ from collections.abc import Callable
 
 from appliance.admin.backend import admin_backend
 from appliance.admin.callers import Authenticator, keys_of
+from appliance.admin.log_reading import LogReading
+from appliance.admin.log_routes import log_routes
 from appliance.admin.server import AdminServer
 from appliance.admin.status import StatusReader, service_version
+from appliance.admin.streams import Streams
 from appliance.core.clock import ClockGuard
 from appliance.core.contents import ContentKeeper
 from appliance.core.controller import Controller
 from appliance.core.housekeeping import Housekeeper
+from appliance.core.log_lines import LogLines
 from appliance.core.notifier import Notifier
 from appliance.core.problems import Problems
 from appliance.core.quota_levels import LevelKeeper
@@ -147,6 +151,12 @@ class Service:
             clock=clock,
             started_at=started_at,
         )
+        lines = LogLines()
+        lines.attach()
+        held.callback(lines.close)
+        self.streams = Streams()
+        reading = LogReading(state.history, control, lines, self.streams)
+        held.callback(reading.close)
         self.backend, self.actions = admin_backend(
             control=control,
             contents=contents,
@@ -157,6 +167,7 @@ class Service:
             reloader=reloader,
             status=status,
             metrics=scrape,
+            routes=log_routes(reading, self.streams),
             publish=self.controller.apply_policies,
         )
         self.housekeeper = Housekeeper(
@@ -183,5 +194,6 @@ class Service:
         await self.controller.stop(hurry)
         self.levels.close()
         await self.metrics.stop()
+        self.streams.close()
         await self.admin.stop()
         await self.housekeeper.stop()

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from appliance.cli.output import Layout, cells, printable, shorten
-from appliance.cli.requests import _COLUMNS, _ROOM, _cells, _ends
+from appliance.cli.request_sources import FileLog, named
+from appliance.cli.requests import _COLUMNS, _ROOM, _cells, unseen
+from appliance.pages import RequestLogQuery
 from appliance.protocol import Contents
 from appliance.rundir import RunDirLock
-from store.requests import RequestFilter, RequestReader
+from store.requests import RequestReader
 from store.structs import KeptText
 from tests.cli.conftest import History, Run, a_row
 from tests.cli.servers import AdminService
@@ -162,11 +164,12 @@ def test_a_request_that_ends_between_two_looks_is_shown_once(history: History, t
     history.log.end(a_row("req-both"))
     history.log.end(a_row("req-new"))
     history.flush()
-    reader = RequestReader(tmp_path / "history.db")
-    both = reader.query(RequestFilter(request_id="req-both"), 1)[0]
+    log = FileLog(tmp_path / "history.db")
+    (both,) = log.newest(RequestLogQuery(request_id="req-both"), 1).rows
     # The list already shown contains this request as open. The request finished after the log position from
     # which the command follows.
-    assert next(_ends(reader, 0, RequestFilter(), {"req-both": both})).request_id == "req-new"
+    changes = log.follow(RequestLogQuery(), 0)
+    assert next(unseen(changes, {"req-both": both})).request_id == "req-new"
 
 
 def test_follow_with_a_filter_shows_only_what_matches(history: History, tmp_path: Path) -> None:
@@ -202,7 +205,7 @@ def test_a_log_that_is_followed_from_its_first_row_fits_the_terminal(
     history.flush()
     (row,) = RequestReader(tmp_path / "history.db").changes(0)
     layout = Layout(_COLUMNS, [_ROOM], width)
-    line = layout.line(_cells(row))
+    line = layout.line(_cells(named(row)))
     assert cells(line) <= width
     # Numbers and their column headings are right-aligned.
     assert line[: layout.heading().index(" OUT") + 4].endswith(" 17")

@@ -113,6 +113,8 @@ def test_the_client_says_where_it_looked_and_how_to_start_a_service(tmp_path: Pa
 class Nothing:
     """A backend that fails the test if it is called."""
 
+    routes = ()
+
     def __getattr__(self, name: str) -> Any:
         return lambda *words: pytest.fail("an unknown sender reached the backend")
 

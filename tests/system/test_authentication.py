@@ -30,6 +30,7 @@ from appliance.actions import (
 )
 from appliance.admin.app import admin_app
 from appliance.admin.callers import Authenticator
+from appliance.admin.log_routes import log_routes
 from appliance.client import AdminClient
 from appliance.front.app import build_app
 from appliance.front.app_state import AppState
@@ -103,6 +104,8 @@ def front_table() -> list[Route]:
 
 def admin_table() -> list[Route]:
     class Backend:
+        routes = log_routes(None, None)  # type: ignore[arg-type]
+
         def __getattr__(self, name: str) -> Any:
             return lambda *words: None
 

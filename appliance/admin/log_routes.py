@@ -1,0 +1,105 @@
+"""The admin API's routes for lists that are read in pages or followed. All of them need the scope `read`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from appliance.admin.log_reading import LogReading
+from appliance.admin.query import QueryError, parse_query, query_parameters
+from appliance.admin.streams import Streams, TooManyStreamsError
+from appliance.http.openapi import Operation
+from appliance.pages import AuditPage, AuditQuery, LogPage, LogQuery, RequestLogQuery, RequestPage
+from appliance.protocol import ErrorBody
+from appliance.scopes import ScopedRoute
+from store.errors import SlowQueryError, StoreError
+
+Query = TypeVar("Query", RequestLogQuery, AuditQuery, LogQuery)
+
+_ERRORS = dict.fromkeys((400, 401, 403, 503), ErrorBody)
+
+
+def log_routes(reading: LogReading, streams: Streams) -> list[ScopedRoute]:
+    """Return the routes of the request log, the audit trail and the core's log lines."""
+
+    async def log_page(query: LogQuery) -> LogPage:
+        return reading.log_page(query)
+
+    return [
+        _route(
+            "/request-log",
+            RequestLogQuery,
+            RequestPage,
+            reading.request_page,
+            reading.follow_requests,
+            streams,
+            "Return a page of the request log, or follow the log",
+        ),
+        _route(
+            "/audit",
+            AuditQuery,
+            AuditPage,
+            reading.audit_page,
+            reading.follow_audit,
+            streams,
+            "Return a page of the audit trail, or follow the trail",
+        ),
+        _route(
+            "/logs",
+            LogQuery,
+            LogPage,
+            log_page,
+            reading.follow_log,
+            streams,
+            "Return the newest lines of the core's log, or follow the log",
+        ),
+    ]
+
+
+def _route(
+    path: str,
+    query_type: type[Query],
+    page_type: Any,
+    page: Callable[[Query], Awaitable[msgspec.Struct]],
+    follow: Callable[[Query], AsyncIterator[bytes]],
+    streams: Streams,
+    summary: str,
+) -> ScopedRoute:
+    async def read(request: Request) -> Response:
+        query = parse_query(request, query_type)
+        if query.follow:
+            return streams.response(follow(query))
+        return _json(await page(query))
+
+    operation = Operation(
+        summary,
+        answer=page_type,
+        description="With `follow`, the response is a stream of JSON lines (application/x-ndjson).",
+        errors=_ERRORS,
+        parameters=query_parameters(query_type),
+    )
+    return ScopedRoute("GET", path, answered(read), wanted="read", operation=operation)
+
+
+def answered(
+    endpoint: Callable[[Request], Awaitable[Response]],
+) -> Callable[[Request], Awaitable[Response]]:
+    """Return the endpoint with its errors converted to responses."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except (QueryError, SlowQueryError) as error:
+            return _json(ErrorBody(message=str(error)), 400)
+        except (StoreError, TooManyStreamsError) as error:
+            return _json(ErrorBody(message=str(error)), 503)
+
+    return answer
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")

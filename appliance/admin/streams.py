@@ -1,0 +1,96 @@
+"""Responses of the admin API that stay open and send lines of JSON (`application/x-ndjson`).
+
+An empty line is sent after some seconds without data, so that both sides notice a broken connection. A
+response that cannot continue ends with a line that contains only the field `error`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any
+
+import msgspec
+from starlette.responses import Response, StreamingResponse
+
+from appliance.protocol import StreamEnd
+from store.errors import StoreError
+
+MAX_STREAMS = 32
+"""Maximum number of open streams. The remaining connections of the admin socket stay free for calls."""
+HEARTBEAT_S = 5.0
+CONTENT_TYPE = "application/x-ndjson"
+_POLL_S = 0.25
+_UNREADABLE_FOR_S = 10.0
+"""Time for which a follower tolerates a database that cannot be read."""
+
+
+class TooManyStreamsError(Exception):
+    """Raised if no further stream can be opened."""
+
+
+class Streams:
+    """Counts the open streams, and ends them when the service stops."""
+
+    def __init__(self) -> None:
+        self.open = 0
+        self.closing = False
+
+    def close(self) -> None:
+        """End all streams within one interval."""
+        self.closing = True
+
+    def response(self, lines: AsyncIterator[bytes]) -> Response:
+        """Return a response that sends these pieces as they come. Raises TooManyStreamsError."""
+        if self.open >= MAX_STREAMS or self.closing:
+            raise TooManyStreamsError(
+                f"{self.open} streams are open, which is the maximum: close one, or retry later"
+            )
+
+        async def counted() -> AsyncIterator[bytes]:
+            self.open += 1
+            try:
+                async for piece in lines:
+                    yield piece
+            finally:
+                self.open -= 1
+
+        return StreamingResponse(counted(), media_type=CONTENT_TYPE)
+
+    async def follow(
+        self, version: Callable[[], object], read: Callable[[], Awaitable[tuple[list[bytes], bool]]]
+    ) -> AsyncIterator[bytes]:
+        """Yield what `read` returns whenever `version` has changed. `read` also returns whether more can be
+        read at once."""
+        seen: object = None
+        sent_at = time.monotonic()
+        failing_since: float | None = None
+        while not self.closing:
+            lines, more, current = list[bytes](), False, version()
+            if current != seen:
+                try:
+                    lines, more = await read()
+                    seen = seen if more else current
+                    failing_since = None
+                except StoreError as error:
+                    failing_since = failing_since or time.monotonic()
+                    if time.monotonic() - failing_since > _UNREADABLE_FOR_S:
+                        yield end_of_stream(str(error))
+                        return
+            if lines or time.monotonic() - sent_at > HEARTBEAT_S:
+                sent_at = time.monotonic()
+                yield b"".join(lines) or b"\n"
+            if not more:
+                await asyncio.sleep(_POLL_S)
+
+
+def lines_of(values: Iterable[Any]) -> list[bytes]:
+    """Return values as lines of JSON."""
+    encode = msgspec.json.Encoder().encode
+    return [encode(value) + b"\n" for value in values]
+
+
+def end_of_stream(error: str) -> bytes:
+    """Return the last line of a stream that cannot continue."""
+    return msgspec.json.encode(StreamEnd(error=error)) + b"\n"

@@ -1,0 +1,155 @@
+"""The calls of the admin API: path, parameters and type of the answer. `appliance.client` and
+`appliance.async_client` perform them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from urllib.parse import urlencode
+
+import msgspec
+
+from appliance.actions import action_of
+from appliance.protocol import Configuration, ErrorBody, InFlight, Key, PeerMapping, Status, StreamEnd, Tenant
+
+if TYPE_CHECKING:
+    from appliance.pages import (
+        AuditAction,
+        AuditPage,
+        AuditQuery,
+        LogLine,
+        LogPage,
+        LogQuery,
+        NamedRequest,
+        RequestLogQuery,
+        RequestPage,
+    )
+
+Answer = TypeVar("Answer")
+
+
+class AdminError(Exception):
+    """Raised if the service refuses the call. `status` is the HTTP status code."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Call(NamedTuple, Generic[Answer]):
+    """A call of the admin API. `answer` is the type of the answer, or of each line of a stream."""
+
+    method: str
+    path: str
+    answer: Any
+    body: bytes | None = None
+
+    def decode(self, status: int, content: bytes, place: str) -> Answer:
+        """Return the answer in a response from `place`. Raises AdminError."""
+        if 200 <= status < 300:
+            try:
+                answer: Answer = msgspec.json.decode(content, type=self.answer)
+                return answer
+            except msgspec.DecodeError as error:
+                raise AdminError(
+                    status,
+                    f"{place} responded to {self.method} {self.path} with a response that this version of "
+                    f"the command cannot read ({error}): after an update, restart the service",
+                ) from error
+        try:
+            message = msgspec.json.decode(content, type=ErrorBody).message
+        except msgspec.DecodeError:
+            message = f"{place} responded to {self.method} {self.path} with status {status}"
+        raise AdminError(status, message)
+
+    def decode_line(self, line: bytes, place: str) -> Answer | None:
+        """Return the value in a line of a stream, or None for an empty line. Raises AdminError if the line
+        reports that the service cannot continue the stream."""
+        if not line.strip():
+            return None
+        if line.startswith(b'{"error":'):
+            try:
+                raise AdminError(503, msgspec.json.decode(line, type=StreamEnd).error)
+            except msgspec.DecodeError:
+                pass  # a row whose first field is named error
+        return self.decode(200, line, place)
+
+
+STATUS: Call[Status] = Call("GET", "/status", Status)
+IN_FLIGHT: Call[list[InFlight]] = Call("GET", "/requests", list[InFlight])
+"""The unfinished requests, oldest first."""
+KEYS: Call[list[Key]] = Call("GET", "/keys", list[Key])
+"""All keys, including revoked keys."""
+TENANTS: Call[list[Tenant]] = Call("GET", "/tenants", list[Tenant])
+PEERS: Call[list[PeerMapping]] = Call("GET", "/peers", list[PeerMapping])
+"""The local users and groups that need no key."""
+CONFIGURATION: Call[Configuration] = Call("GET", "/config", Configuration)
+"""The settings in effect and the source of each."""
+
+
+def act(parameters: msgspec.Struct) -> Call[Any]:
+    """Return the call that performs the action of these parameters (`appliance.actions`). Raises
+    AdminError."""
+    action = action_of(parameters)
+    try:
+        body = msgspec.json.encode(parameters)
+    except UnicodeEncodeError as error:
+        # Command-line arguments are not necessarily UTF-8.
+        raise AdminError(
+            400, f"{action.name}: {error.object!r} is not UTF-8 text: write it in UTF-8"
+        ) from error
+    return Call("POST", f"/actions/{action.name}", action.result, body)
+
+
+def request_log(query: RequestLogQuery) -> Call[RequestPage]:
+    """Return the call that reads a page of the request log."""
+    from appliance.pages import RequestPage
+
+    return Call("GET", _with("/request-log", query, follow=False), RequestPage)
+
+
+def follow_request_log(query: RequestLogQuery) -> Call[NamedRequest]:
+    """Return the call that follows the request log."""
+    from appliance.pages import NamedRequest
+
+    return Call("GET", _with("/request-log", query, follow=True), NamedRequest)
+
+
+def audit(query: AuditQuery) -> Call[AuditPage]:
+    """Return the call that reads a page of the audit trail."""
+    from appliance.pages import AuditPage
+
+    return Call("GET", _with("/audit", query, follow=False), AuditPage)
+
+
+def follow_audit(query: AuditQuery) -> Call[AuditAction]:
+    """Return the call that follows the audit trail."""
+    from appliance.pages import AuditAction
+
+    return Call("GET", _with("/audit", query, follow=True), AuditAction)
+
+
+def log_lines(query: LogQuery) -> Call[LogPage]:
+    """Return the call that reads the newest lines of the core's log."""
+    from appliance.pages import LogPage
+
+    return Call("GET", _with("/logs", query, follow=False), LogPage)
+
+
+def follow_log(query: LogQuery) -> Call[LogLine]:
+    """Return the call that follows the core's log."""
+    from appliance.pages import LogLine
+
+    return Call("GET", _with("/logs", query, follow=True), LogLine)
+
+
+def _with(path: str, query: msgspec.Struct, *, follow: bool) -> str:
+    """Return the path with the query's parameters. Raises AdminError."""
+    given: dict[str, Any] = {**msgspec.to_builtins(query), "follow": follow}
+    given = {name: value for name, value in given.items() if value is not None}
+    texts = {
+        name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()
+    }
+    try:
+        return f"{path}?{urlencode(texts)}"
+    except UnicodeEncodeError as error:
+        raise AdminError(400, f"{error.object!r} is not UTF-8 text: write it in UTF-8") from error

@@ -1,0 +1,44 @@
+"""Follows a stream of the admin API across restarts of the service."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from appliance.calls import AdminError
+from appliance.cli.failure import Failure
+from appliance.client import ServiceNotRunningError
+
+Value = TypeVar("Value")
+
+_AWAY_S = 60.0
+"""Time for which a command that follows waits for the service to return."""
+_RETRY_S = 0.5
+
+
+def following(stream: Callable[[], Iterator[Value]]) -> Iterator[Value]:
+    """Yield the values of a stream, and open the stream again after it has broken. `stream` opens it where
+    the previous one ended. Raises Failure if the service does not return within a minute, or if it refuses
+    the call."""
+    away_since: float | None = None
+    while True:
+        reason = "the service ended the stream"
+        try:
+            for value in stream():
+                away_since = None
+                yield value
+            away_since = away_since or time.monotonic()
+        except AdminError as error:
+            if error.status != 503:
+                raise Failure(str(error)) from error
+            reason, away_since = str(error), away_since or time.monotonic()
+        except ServiceNotRunningError as error:
+            reason = str(error)
+            if away_since is None:
+                print("The connection to the service was lost; waiting for the service.", file=sys.stderr)
+            away_since = away_since or time.monotonic()
+        if time.monotonic() - away_since > _AWAY_S:
+            raise Failure(reason)
+        time.sleep(_RETRY_S)

@@ -1,0 +1,201 @@
+"""The types of the admin API's lists that are read in pages or followed: the request log, the audit trail and
+the core's log lines. They are separate from `appliance.protocol`, because they load the store's modules,
+which fronts do not need."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from store.evidence import ActionFilter, ActionRecord
+from store.requests import LoggedRequest, RequestFilter
+
+MAX_PAGE_ROWS = 1000
+"""Maximum number of rows in a page."""
+
+Rows = Annotated[int, msgspec.Meta(ge=1, le=MAX_PAGE_ROWS)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Time = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
+Text = Annotated[str, msgspec.Meta(max_length=400)]
+Level = Literal["debug", "info", "warning", "error", "critical"]
+
+
+# ── the request log ──
+
+
+class NamedRequest(LoggedRequest, frozen=True, kw_only=True):
+    """A row of the request log, with the name of its key."""
+
+    key_name: str | None = None
+    """Current name of the key `key_id`. Null without a key, or if the key is not known to the service."""
+
+
+class RequestPage(msgspec.Struct, kw_only=True):
+    """A page of the request log, newest requests first."""
+
+    rows: list[NamedRequest]
+    next: str | None
+    """Value of `before` for the page with the next older requests. Null if there are none."""
+    sequence: int
+    """Sequence number of the log's latest change when the page was read. With this number as `after`, a
+    reader that follows the log misses nothing."""
+
+
+class RequestLogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Parameters of `GET /request-log`. Rows that match all conditions are returned; times are in unix
+    seconds."""
+
+    limit: Rows = 100
+    """Maximum number of rows in a page."""
+    before: Text | None = None
+    """The field `next` of the previous page."""
+    follow: bool = False
+    """Keep the response open, and send each matching request as a line of JSON when it ends, or, with `state`
+    = "open", when it is admitted."""
+    after: Number | None = None
+    """Sequence number of the change after which to follow. Default: the latest change."""
+    since: Time | None = None
+    """Only requests that arrived at this time or later."""
+    until: Time | None = None
+    """Only requests that arrived before this time."""
+    request_id: Text | None = None
+    tenant: Text | None = None
+    key_id: Text | None = None
+    peer: Text | None = None
+    """Only requests of this peer, such as "uid 1000"."""
+    model: Text | None = None
+    request_class: Literal["P0", "P1", "P2", "P3"] | None = msgspec.field(default=None, name="class")
+    state: Literal["open", "ended"] | None = None
+    status: Annotated[int, msgspec.Meta(ge=100, le=599)] | None = None
+    """Only requests with this HTTP status."""
+    finish_reason: Text | None = None
+    failed: bool | None = None
+    """True: only requests with a status of 400 or more, or with an error. False: all other ended requests."""
+
+    @property
+    def filter(self) -> RequestFilter:
+        """The conditions."""
+        return RequestFilter(**{name: getattr(self, name) for name in RequestFilter.__struct_fields__})
+
+
+# ── the audit trail ──
+
+
+class AuditAction(msgspec.Struct, kw_only=True):
+    """An action of an operator. Times are in ISO 8601."""
+
+    seq: int | None
+    """Row of the action's intent in the chain; null while the action waits in the spool."""
+    result_seq: int | None
+    """Row of the action's result."""
+    at: str
+    ended_at: str | None
+    actor: str
+    host: str | None
+    action: str
+    params: Any
+    """Parameters of the action, without secrets. This field, `before` and `after` are JSON values, or texts
+    if the stored text is not valid JSON."""
+    result: str | None
+    """"ok", or the error. Null if no result has been recorded."""
+    before: Any
+    after: Any
+    note: str | None
+
+
+class AuditPage(msgspec.Struct, kw_only=True):
+    """A page of the audit trail, newest actions first. Actions that wait in the spool come before all others,
+    on the first page."""
+
+    rows: list[AuditAction]
+    next: int | None
+    """Value of `before` for the page with the next older actions. Null if there are none."""
+    sequence: int
+    """Newest row of the chain when the page was read, for `after`."""
+
+
+class AuditQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Parameters of `GET /audit`."""
+
+    limit: Rows = 100
+    """Maximum number of actions in a page."""
+    before: Number | None = None
+    """The field `next` of the previous page."""
+    follow: bool = False
+    """Keep the response open, and send each matching action as a line of JSON: when it begins, and again when
+    its result is recorded."""
+    after: Number | None = None
+    """Row of the chain after which to follow. Default: the newest row."""
+    actor: Text | None = None
+    """Only actions of this actor, such as "uid:0"."""
+    action: Text | None = None
+    """Only this action, such as "keys.create", or all actions with a prefix that ends with a dot, such as
+    "keys."."""
+    since: Time | None = None
+    """Only actions since this time, in unix seconds."""
+
+    @property
+    def filter(self) -> ActionFilter:
+        """The conditions."""
+        return ActionFilter(self.actor, self.action, None if self.since is None else iso_utc(self.since))
+
+
+def audit_action(record: ActionRecord) -> AuditAction:
+    """Return an action of the store in the API's format."""
+    fields = record._asdict()
+    for name in ("params", "before", "after"):
+        # The text of a row that was tampered with may not be valid JSON. It is shown unchanged.
+        with suppress(ValueError):
+            fields[name] = json.loads(fields[name] or "null")
+    return AuditAction(**fields)
+
+
+def iso_utc(seconds: float) -> str:
+    """Return a unix time in the format of the audit trail. Times before 1970 and after 9999 are moved into
+    this range."""
+    inside = min(max(seconds, 0.0), 253_402_300_799.0)
+    return datetime.fromtimestamp(inside, UTC).isoformat(timespec="microseconds")
+
+
+# ── log lines ──
+
+
+class LogLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the core's log."""
+
+    number: int
+    """Number of the line, counted from the start of the service."""
+    at: float
+    level: Level
+    area: str
+    """Part of the service that wrote the line, such as "replica"."""
+    message: str
+
+
+class LogPage(msgspec.Struct, kw_only=True):
+    """The newest lines of the core's log, oldest first."""
+
+    lines: list[LogLine]
+    first: int
+    """Number of the oldest line that the core still has. Older lines are only in the journal."""
+    number: int
+    """Number of the newest line, for `after`; 0 without lines."""
+
+
+class LogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Parameters of `GET /logs`."""
+
+    limit: Rows = 100
+    """Maximum number of lines."""
+    follow: bool = False
+    """Keep the response open, and send each new line as a line of JSON."""
+    after: Number | None = None
+    """Only lines after the line with this number. Default when following: the newest line."""
+    level: Level | None = None
+    """Only lines of at least this level."""
+    text: Text | None = None
+    """Only lines that contain this text, ignoring case."""

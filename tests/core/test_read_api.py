@@ -1,0 +1,229 @@
+"""Tests of the admin API's lists: pages, filters and streams of a real core."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from appliance import calls
+from appliance.actions import CreateKey, CreateTenant, ResumeTenant, SuspendTenant
+from appliance.admin.streams import MAX_STREAMS
+from appliance.async_client import AsyncAdminClient
+from appliance.calls import AdminError
+from appliance.client import AdminClient, ServiceNotRunningError
+from appliance.pages import AuditQuery, LogQuery, NamedRequest, RequestLogQuery
+from tests.core.conftest import Service, read_answer, wait_until
+
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Return a core that has answered five requests, the third with four tokens."""
+    service = Service(tmp_path_factory.mktemp("core"))
+    service.start()
+    assert service.process is not None
+    try:
+        service.wait_ready()
+        for tokens in (1, 2, 4, 2, 1):
+            read_answer(service.connect(f"m {tokens}"))
+        wait_until(lambda: [row.state for row in service.rows()] == ["ended"] * 5)
+        yield service
+    finally:
+        service.process.kill()
+        service.process.wait()
+
+
+def raw(service: Service, path: str, key: str | None = None) -> httpx.Response:
+    transport = httpx.HTTPTransport(uds=str(service.run_dir / "admin.sock"), verify=False)
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    with httpx.Client(transport=transport, base_url="http://appliance", timeout=60) as client:
+        return client.get(path, headers=headers)
+
+
+def key(service: Service, *scopes: str) -> str:
+    created = service.admin.act(CreateKey(name="k", scopes=scopes))
+    return str(created.key)  # type: ignore[attr-defined]
+
+
+def test_pages_of_the_request_log_join_without_gap_or_repetition(running: Service) -> None:
+    whole = running.admin.call(calls.request_log(RequestLogQuery()))
+    assert len(whole.rows) == 5 and whole.next is None
+    assert [row.created_at for row in whole.rows] == sorted(
+        (row.created_at for row in whole.rows), reverse=True
+    )
+    pages, before = [], None
+    while True:
+        page = running.admin.call(calls.request_log(RequestLogQuery(limit=2, before=before)))
+        pages.append([row.request_id for row in page.rows])
+        if (before := page.next) is None:
+            break
+    assert [len(page) for page in pages] == [2, 2, 1]
+    assert [one for page in pages for one in page] == [row.request_id for row in whole.rows]
+
+
+def test_a_filter_of_the_request_log_is_applied_by_the_service(running: Service) -> None:
+    every = running.admin.call(calls.request_log(RequestLogQuery())).rows
+
+    def found(**fields: Any) -> list[str]:
+        page = running.admin.call(calls.request_log(RequestLogQuery(**fields)))
+        return [row.request_id for row in page.rows]
+
+    assert found(request_id=every[3].request_id) == [every[3].request_id]
+    assert found(since=every[1].created_at) == [row.request_id for row in every[:2]]
+    assert found(until=every[1].created_at) == [row.request_id for row in every[2:]]
+    assert found(tenant="nobody") == found(failed=True) == found(state="open") == []
+    assert len(found(model="m", request_class="P1", failed=False, status=200)) == 5
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/request-log?limit=0", "limit='0' is not valid"),
+        ("/request-log?limit=1001", "limit='1001' is not valid"),
+        ("/request-log?since=nan", "since='nan' is not valid"),
+        ("/request-log?class=P4", "class='P4' is not valid"),
+        ("/request-log?before=yesterday", "before='yesterday' is not valid: use the field 'next'"),
+        ("/request-log?colour=red", "'colour' is not a query parameter of /request-log; available"),
+        ("/request-log?limit=1&limit=2", "'limit' is given more than once"),
+        ("/audit?before=x", "before='x' is not valid"),
+        ("/logs?level=loud", "level='loud' is not valid"),
+    ],
+)
+def test_a_wrong_query_parameter_is_named_with_its_value(running: Service, path: str, message: str) -> None:
+    response = raw(running, path)
+    assert response.status_code == 400 and message in response.json()["message"]
+
+
+def test_a_read_key_sees_every_list_and_changes_nothing(running: Service) -> None:
+    secret = key(running, "read")
+    reader = AdminClient(running.run_dir, key=secret)
+    assert len(reader.call(calls.request_log(RequestLogQuery())).rows) == 5
+    assert reader.call(calls.audit(AuditQuery())).rows
+    assert reader.call(calls.log_lines(LogQuery())).lines
+    for call in (calls.STATUS, calls.IN_FLIGHT, calls.KEYS, calls.TENANTS, calls.PEERS, calls.CONFIGURATION):
+        reader.call(call)
+    with pytest.raises(AdminError, match="scope 'admin'"):
+        reader.act(CreateTenant(name="never"))
+    assert "never" not in [tenant.name for tenant in running.admin.tenants()]
+
+
+@pytest.mark.parametrize("path", ["/request-log", "/audit", "/logs", "/request-log?follow=true"])
+def test_a_key_without_read_scope_sees_no_list(running: Service, path: str) -> None:
+    assert raw(running, path, key(running, "inference")).status_code == 403
+    assert raw(running, path, "ak-wrong").status_code == 401
+
+
+def collected(client: AdminClient, call: calls.Call[Any]) -> tuple[list[Any], threading.Thread]:
+    """Follow a stream in a thread. Return the list of its values so far."""
+    values: list[Any] = []
+
+    def follow() -> None:
+        try:
+            for value in client.follow(call):
+                values.append(value)
+        except ServiceNotRunningError:
+            pass  # the service was killed at the end of the tests
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    return values, thread
+
+
+def test_a_follower_gets_each_request_once_when_it_ends(running: Service) -> None:
+    page = running.admin.call(calls.request_log(RequestLogQuery()))
+    query = RequestLogQuery(after=page.sequence)
+    ended, _ = collected(running.admin, calls.follow_request_log(query))
+    opened, _ = collected(
+        running.admin, calls.follow_request_log(msgspec.structs.replace(query, state="open"))
+    )
+    other, _ = collected(
+        running.admin, calls.follow_request_log(msgspec.structs.replace(query, model="other"))
+    )
+    asked = running.connect("m 400")
+    wait_until(lambda: len(opened) == 1, what="the admitted request")
+    read_answer(asked)
+    read_answer(running.connect("m 2"))
+    wait_until(lambda: len(ended) == 2, what="the ended requests")
+    assert [row.state for row in ended] == ["ended", "ended"] and other == []
+    assert ended[0].request_id == opened[0].request_id
+
+
+def test_a_follower_gets_each_action_when_it_begins_and_when_it_ends(running: Service) -> None:
+    running.admin.act(CreateTenant(name="followed"))
+    after = running.admin.call(calls.audit(AuditQuery())).sequence
+    actions, _ = collected(running.admin, calls.follow_audit(AuditQuery(after=after, action="tenants.")))
+    running.admin.act(SuspendTenant(name="followed"))
+    key(running, "read")
+    running.admin.act(ResumeTenant(name="followed"))
+    wait_until(lambda: [one.result for one in actions].count("ok") == 2, what="two results")
+    named = [one.action for one in actions if one.result == "ok"]
+    assert named == ["tenants.suspend", "tenants.resume"] and actions[-1].params == {"name": "followed"}
+
+
+def test_pages_of_the_audit_trail_join_without_gap_or_repetition(running: Service) -> None:
+    whole = running.admin.call(calls.audit(AuditQuery(limit=1000))).rows
+    first = running.admin.call(calls.audit(AuditQuery(limit=1)))
+    assert first.next is not None
+    rest = running.admin.call(calls.audit(AuditQuery(limit=1000, before=first.next))).rows
+    assert [one.seq for one in first.rows + rest] == [one.seq for one in whole]
+
+
+def test_the_log_lines_of_the_core_can_be_read_filtered_and_followed(running: Service) -> None:
+    page = running.admin.call(calls.log_lines(LogQuery(text="IS READY")))
+    assert [line.message for line in page.lines] == ["front-0 is ready"]
+    lines, _ = collected(running.admin, calls.follow_log(LogQuery(after=page.number, text="tenants.create")))
+    running.admin.act(CreateTenant(name="logged"))
+    wait_until(lambda: bool(lines), what="the new line")
+    assert "tenants.create by uid:" in lines[0].message and lines[0].level == "info"
+
+
+def test_the_asynchronous_client_reads_the_same(running: Service) -> None:
+    async def read() -> tuple[list[NamedRequest], NamedRequest]:
+        client = AsyncAdminClient(running.run_dir)
+        page = await client.call(calls.request_log(RequestLogQuery()))
+        stream = client.follow(calls.follow_request_log(RequestLogQuery(after=page.sequence)))
+        following = asyncio.ensure_future(anext(stream))
+        await asyncio.to_thread(lambda: read_answer(running.connect("m 3")))
+        row = await asyncio.wait_for(following, 60)
+        await stream.aclose()
+        with pytest.raises(AdminError, match="already exists"):
+            await client.call(calls.act(CreateTenant(name="local")))
+        with pytest.raises(AdminError, match="limit"):
+            await anext(client.follow(calls.follow_request_log(RequestLogQuery(limit=0))))
+        return page.rows, row
+
+    rows, row = asyncio.run(read())
+    again = running.admin.call(calls.request_log(RequestLogQuery()))
+    assert [row, *rows] == again.rows
+
+
+def test_the_asynchronous_client_says_that_no_service_runs(tmp_path: Path) -> None:
+    with pytest.raises(ServiceNotRunningError, match="appliance serve"):
+        asyncio.run(AsyncAdminClient(tmp_path).call(calls.STATUS))
+
+
+def test_streams_leave_room_for_calls_and_end_when_the_service_stops(
+    make_service: Callable[..., Service],
+) -> None:
+    service = make_service()
+    service.start()
+    service.wait_ready()
+    call = calls.follow_log(LogQuery(after=0))
+    streams = [collected(service.admin, call) for _ in range(MAX_STREAMS)]
+    wait_until(lambda: all(values for values, _ in streams), what="every stream to begin")
+    with pytest.raises(AdminError, match=f"{MAX_STREAMS} streams are open") as refused:
+        next(service.admin.follow(call))
+    assert refused.value.status == 503
+    assert service.admin.status().state == "ready"
+    assert service.stop() == 0
+    for _, thread in streams:
+        thread.join(60)
+        assert not thread.is_alive()
