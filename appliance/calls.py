@@ -9,7 +9,8 @@ from urllib.parse import urlencode
 import msgspec
 
 from appliance.actions import action_of
-from appliance.protocol import Configuration, ErrorBody, InFlight, Key, PeerMapping, Status, StreamEnd, Tenant
+from appliance.protocol import Configuration, ErrorBody, Key, PeerMapping, Status, StreamEnd, Tenant
+from appliance.snapshot import Request
 
 if TYPE_CHECKING:
     from appliance.pages import (
@@ -75,7 +76,7 @@ class Call(NamedTuple, Generic[Answer]):
 
 
 STATUS: Call[Status] = Call("GET", "/status", Status)
-IN_FLIGHT: Call[list[InFlight]] = Call("GET", "/requests", list[InFlight])
+IN_FLIGHT: Call[list[Request]] = Call("GET", "/requests", list[Request])
 """The unfinished requests, oldest first."""
 KEYS: Call[list[Key]] = Call("GET", "/keys", list[Key])
 """All keys, including revoked keys."""

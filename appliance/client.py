@@ -22,7 +22,6 @@ from appliance.protocol import (
     Configuration,
     Done,
     DrainStatus,
-    InFlight,
     Key,
     NewKey,
     PeerMapping,
@@ -30,6 +29,7 @@ from appliance.protocol import (
     Tenant,
 )
 from appliance.rundir import start_remedy
+from appliance.snapshot import Request
 
 if TYPE_CHECKING:
     from http.client import HTTPConnection, HTTPResponse
@@ -82,7 +82,7 @@ class AdminClient:
         """Return the state of the service."""
         return self.call(calls.STATUS)
 
-    def in_flight(self) -> list[InFlight]:
+    def in_flight(self) -> list[Request]:
         """Return the unfinished requests, oldest first."""
         return self.call(calls.IN_FLIGHT)
 

@@ -262,6 +262,13 @@ class Abort(msgspec.Struct, tag="abort", frozen=True):
     message: str
 
 
+class AskProgress(msgspec.Struct, tag="ask_progress", frozen=True):
+    """Asks for the progress of the front's requests. The front replies with `FrontProgress`."""
+
+    number: int
+    """Number of the question, which the reply repeats."""
+
+
 class StopFront(msgspec.Struct, tag="stop_front", frozen=True):
     """Accept no more connections, finish the running answers within `grace_s`, and exit."""
 
@@ -409,6 +416,25 @@ class Retried(LoggedFields, tag="retried", frozen=True, kw_only=True):
     e2e_ms: float
 
 
+class RequestProgress(msgspec.Struct, array_like=True, frozen=True):
+    """How far a request has come."""
+
+    request_id: str
+    generated_tokens: int
+    """Output tokens that the front has received so far, over all samples."""
+    cached_tokens: int
+    """Prompt tokens found in the prefix cache, over the prompts whose first output has arrived."""
+    ttft_s: float | None
+    """Time from arrival to the first token; None before the first token."""
+
+
+class FrontProgress(msgspec.Struct, tag="front_progress", frozen=True):
+    """The reply to `AskProgress`."""
+
+    number: int
+    requests: list[RequestProgress]
+
+
 class Keep(msgspec.Struct, tag="keep", frozen=True, kw_only=True):
     """A request's prompts and answers, to be stored according to the tenant's log policy. The message carries
     one file descriptor: a memfd with a list of `store.structs.KeptText` in msgpack, which is not read on the
@@ -439,8 +465,11 @@ CoreToFront = (
     | Refused
     | Claimed
     | Abort
+    | AskProgress
     | StopFront
 )
 AboutRequest = Admit | Settle | Rejected | Worked | Retried
 """Messages from a front about a request."""
-FrontToCore = FrontReady | AboutRequest | Claim | Release | HandOver | Keep | Taken | FrontReport
+FrontToCore = (
+    FrontReady | AboutRequest | Claim | Release | HandOver | Keep | Taken | FrontReport | FrontProgress
+)

@@ -119,6 +119,9 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
     step: int = 0
+    prefix_cache_hit_rate: float | None = None
+    """Share of the prompt tokens since the replica's start that were found in the prefix cache, from 0 to 1.
+    Null before the first prompt."""
     credit_seqs: int = 0
     """Number of sequences that the replica can start at the moment."""
     credit_tokens: int = 0

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,8 +21,9 @@ from appliance.admin.callers import Authenticator, Caller, DeniedError
 from appliance.http import Connection
 from appliance.http.openapi import Operation, openapi_document
 from appliance.monitoring.metrics.exposition import CONTENT_TYPE
-from appliance.protocol import Configuration, ErrorBody, InFlight, Key, PeerMapping, Status, Tenant
+from appliance.protocol import Configuration, ErrorBody, Key, PeerMapping, Status, Tenant
 from appliance.scopes import InsufficientScopeError, ScopedRoute, check_routes
+from appliance.snapshot import Request as RunningRequest
 from store.audit import Actor
 
 log = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ class Backend(NamedTuple):
     """The functions that the routes call."""
 
     status: Callable[[], Status]
-    in_flight: Callable[[], list[InFlight]]
+    in_flight: Callable[[], Awaitable[list[RunningRequest]]]
     keys: Callable[[], list[Key]]
     tenants: Callable[[], list[Tenant]]
     peers: Callable[[], list[PeerMapping]]
@@ -80,7 +82,7 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
         _shown(
             "/requests",
             backend.in_flight,
-            list[InFlight],
+            list[RunningRequest],
             "List the unfinished requests, oldest first",
         ),
         _shown("/keys", backend.keys, list[Key], "List all keys, without their secrets"),
@@ -142,7 +144,8 @@ def _asked(scope: Scope) -> str:
 
 def _shown(path: str, read: Callable[[], Any], result: Any, summary: str) -> ScopedRoute:
     async def show(request: Request) -> Response:
-        return _json(read())
+        shown = read()
+        return _json(await shown if inspect.isawaitable(shown) else shown)
 
     operation = Operation(summary, answer=result, errors=_ERRORS)
     return ScopedRoute("GET", path, show, wanted="read", operation=operation)

@@ -10,6 +10,7 @@ from appliance.admin.drains import DrainAdmin
 from appliance.admin.handlers import BackupAdmin, RequestAdmin, handlers
 from appliance.admin.keys import KeyAdmin
 from appliance.admin.peers import PeerAdmin
+from appliance.admin.running import RunningRequests
 from appliance.admin.status import StatusReader
 from appliance.admin.tenants import TenantAdmin
 from appliance.core.cancellation import RequestCanceller
@@ -32,6 +33,7 @@ def admin_backend(
     canceller: RequestCanceller,
     reloader: Reloader,
     status: StatusReader,
+    running: RunningRequests,
     metrics: Callable[[], bytes],
     routes: Sequence[ScopedRoute],
     publish: Callable[[], None],
@@ -51,14 +53,14 @@ def admin_backend(
             keys=keys,
             peers=peers,
             drains=DrainAdmin(drains, status.drain),
-            requests=RequestAdmin(status.in_flight, canceller.cancel, contents.show),
+            requests=RequestAdmin(lambda: running.known({}), canceller.cancel, contents.show),
             backups=BackupAdmin(control.trail),
             reload=reloader.reload,
         ),
     )
     backend = Backend(
         status=status.status,
-        in_flight=status.in_flight,
+        in_flight=running.read,
         keys=keys.list,
         tenants=tenants.list,
         peers=peers.list,

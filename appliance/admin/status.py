@@ -25,7 +25,6 @@ from appliance.protocol import (
     AuditStatus,
     DatabaseStatus,
     DrainStatus,
-    InFlight,
     ModelState,
     ModelStatus,
     QueueStatus,
@@ -79,7 +78,7 @@ def audit_status(state: TrailState) -> AuditStatus:
 
 @dataclass(kw_only=True)
 class StatusReader:
-    """Reads the status of the service, its drains and its requests."""
+    """Reads the status of the service and its drains."""
 
     settings: Callable[[], Settings]
     traffic: TrafficState
@@ -152,27 +151,6 @@ class StatusReader:
             eta_s=left.seconds,
             ended=drain.ended,
         )
-
-    def in_flight(self) -> list[InFlight]:
-        """Return the unfinished requests, oldest first."""
-        now = time.time()
-        return [
-            InFlight(
-                request_id=request.request_id,
-                state=request.state,
-                model=request.first.model,
-                tenant=request.first.identity.tenant,
-                key_id=request.first.identity.key_id,
-                peer=request.first.peer,
-                front=request.front,
-                replica=request.latest.replica if request.latest else "",
-                attempt=request.admit.attempt,
-                age_s=now - request.first.arrived_at,
-                prompt_tokens=request.first.prompt_tokens,
-                max_tokens=request.first.max_tokens,
-            )
-            for request in self.traffic.in_flight.values()
-        ]
 
     def _state(self, reason: str, degraded: bool) -> ServiceState:
         """Return the service's state. `degraded` tells whether there are current problems."""

@@ -49,11 +49,24 @@ def requests_read(
             metavar="TIME", help="Show only requests since this date, or within this time span (30m, 1h, 7d)."
         ),
     ] = None,
+    running: Annotated[
+        bool,
+        typer.Option(
+            "--running",
+            help="Show the unfinished requests instead of the log, with their age, phase and tokens so far. "
+            "Can be combined with --tenant and --model.",
+        ),
+    ] = False,
     run_dir: RunDir = None,
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
     if context.invoked_subcommand is not None:
+        return
+    if running:
+        from appliance.cli.running import show_running
+
+        show_running(run_dir, tenant=tenant, model=model, as_json=json)
         return
     from appliance.cli.requests import request_query, show_requests
 

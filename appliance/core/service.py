@@ -14,6 +14,7 @@ from appliance.admin.backend import admin_backend
 from appliance.admin.callers import Authenticator, keys_of
 from appliance.admin.log_reading import LogReading
 from appliance.admin.log_routes import log_routes
+from appliance.admin.running import RunningRequests
 from appliance.admin.server import AdminServer
 from appliance.admin.status import StatusReader, service_version
 from appliance.admin.streams import Streams
@@ -166,6 +167,7 @@ class Service:
             canceller=parts.canceller,
             reloader=reloader,
             status=status,
+            running=RunningRequests(parts.requests.state, parts.fronts.progress, lambda: control.policies),
             metrics=scrape,
             routes=log_routes(reading, self.streams),
             publish=self.controller.apply_policies,

@@ -15,7 +15,17 @@ from appliance.front.models import Catalog
 from appliance.front.replicas import ReplicaChannels
 from appliance.front.retries import Retries
 from appliance.http import CountedLog
-from appliance.messages import Admitted, FrontToCore, HandOver, Keep, Limits, Refused, Rejected, Worked
+from appliance.messages import (
+    Admitted,
+    FrontToCore,
+    HandOver,
+    Keep,
+    Limits,
+    Refused,
+    Rejected,
+    RequestProgress,
+    Worked,
+)
 from appliance.text.fair_queue import TextMemory, WorkPool
 
 if TYPE_CHECKING:
@@ -34,6 +44,7 @@ class Running(Protocol):
     def admitted(self, message: Admitted) -> None: ...
     def refused(self, message: Refused) -> None: ...
     def abort(self, message: str) -> None: ...
+    def progress(self) -> RequestProgress: ...
 
 
 class AppState:

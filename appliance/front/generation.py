@@ -17,7 +17,7 @@ from appliance.front.keeping import Transcript
 from appliance.front.limits import rate_limit_headers
 from appliance.front.request_context import RequestContext
 from appliance.front.sample import Sample
-from appliance.messages import Admit, Admitted, Refused, Settle
+from appliance.messages import Admit, Admitted, Refused, RequestProgress, Settle
 from engine.client import ReplicaClient
 from engine.messages import Output, Submit
 
@@ -197,6 +197,16 @@ class Generation:
     def abort(self, message: str) -> None:
         """End the request immediately, because an operator or a drain has cancelled it."""
         self._fail(ApiError(503, message, code="aborted", retry_after_s=1.0))
+
+    def progress(self) -> RequestProgress:
+        """Return how far the request has come, for operators."""
+        first = self._first_token_at
+        return RequestProgress(
+            self.context.request_id,
+            self._tokens,
+            self.cached_tokens,
+            None if first is None else self.context.elapsed_ms(first) / 1000.0,
+        )
 
     # ── outputs from the replica ──
 

@@ -19,11 +19,13 @@ from appliance.memory_files import read_memory
 from appliance.messages import (
     Abort,
     Admitted,
+    AskProgress,
     AttachReplica,
     Claimed,
     ClientConnection,
     Configure,
     CoreToFront,
+    FrontProgress,
     FrontReady,
     FrontReport,
     Identities,
@@ -89,6 +91,9 @@ class FrontProcess:
             generation = self._state.active.get(message.request_id)
             if generation is not None:
                 generation.abort(message.message)
+        elif isinstance(message, AskProgress):
+            running = self._state.active.values()
+            self._channel.send(FrontProgress(message.number, [one.progress() for one in running]))
         elif isinstance(message, Identities):
             self._state.identities.take(message)
         elif isinstance(message, AttachReplica):

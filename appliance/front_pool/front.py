@@ -29,6 +29,7 @@ from appliance.messages import (
     ClientConnection,
     Configure,
     CoreToFront,
+    FrontProgress,
     FrontReady,
     FrontReport,
     FrontToCore,
@@ -109,6 +110,9 @@ class FrontEvents(Protocol):
     def front_keeps(self, front: Front, message: Keep, descriptor: int) -> None:
         """Store prompts and answers that the front has sent. The descriptor is closed after this method
         returns."""
+
+    def front_progress(self, front: Front, message: FrontProgress) -> None:
+        """Handle the front's reply to `AskProgress`."""
 
     def front_changed(self, front: Front, former: dict[str, str]) -> None:
         """Handle a change of `front.problems`, the models that the front cannot serve. `former` is the
@@ -368,6 +372,8 @@ class Front:
             with self._descriptors(1) as descriptors:
                 if descriptors:
                     self._events.front_keeps(self, message, descriptors[0])
+        elif isinstance(message, FrontProgress):
+            self._events.front_progress(self, message)
         elif isinstance(message, Claim | Release):
             self._events.claim_message(self, message)
         else:

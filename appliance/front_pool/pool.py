@@ -28,6 +28,7 @@ from appliance.front_pool.balancer import ConnectionBalancer
 from appliance.front_pool.claims import Claims
 from appliance.front_pool.front import Front
 from appliance.front_pool.identities import IdentityRegistry, changes
+from appliance.front_pool.progress import ProgressReader
 from appliance.messages import (
     AboutRequest,
     Admit,
@@ -35,6 +36,7 @@ from appliance.messages import (
     ClientConnection,
     Configure,
     CoreToFront,
+    FrontProgress,
     HandOver,
     Identities,
     Keep,
@@ -100,6 +102,7 @@ class FrontPool:
         """
         self.fronts: list[Front] = []
         self.balancer = ConnectionBalancer(self.fronts)
+        self.progress = ProgressReader(self.fronts)
         self._settings = settings
         self._requests = requests
         self._identities = identities
@@ -301,6 +304,9 @@ class FrontPool:
         identity = self._identities.of(message.identity)
         self._keep(msgspec.structs.replace(message, identity=identity), descriptor)
 
+    def front_progress(self, front: Front, message: FrontProgress) -> None:
+        self.progress.take(front.name, message)
+
     def front_changed(self, front: Front, former: dict[str, str]) -> None:
         for model, why in front.problems.items():
             if former.get(model) != why:
@@ -309,6 +315,7 @@ class FrontPool:
 
     def front_lost(self, front: Front, name: str) -> None:
         del self._by_name[name]
+        self.progress.lose_front(name)
         self._requests.lose_front(name)
         if lost := self._claims.lose_front(name):
             log.warning(

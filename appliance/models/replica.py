@@ -368,6 +368,7 @@ class Replica:
             "pids": self.group.pids if self.group else [],
             "tensor_parallel_size": self.spec.tensor_parallel_size,
             "links": self._placement.links(self._gpus),
+            "prefix_cache_hit_rate": _hit_rate(self._report),
             "credit_seqs": credit.available_slots if credit else 0,
             "credit_tokens": credit.available_tokens if credit else 0,
             "last_report_s": self.silent_s if self.group is not None else None,
@@ -392,6 +393,13 @@ def _fields(source: msgspec.Struct | None, kind: type[msgspec.Struct]) -> dict[s
         return {}
     names = set(kind.__struct_fields__) & set(ReplicaStatus.__struct_fields__)
     return {name: getattr(source, name) for name in names}
+
+
+def _hit_rate(report: Report | None) -> float | None:
+    """Return the share of prompt tokens found in the prefix cache; None before the first prompt."""
+    if report is None or not report.prompt_tokens:
+        return None
+    return report.cached_tokens / report.prompt_tokens
 
 
 def _join(pids: list[int]) -> str:

@@ -21,15 +21,18 @@ from appliance.messages import (
     Abort,
     Admit,
     Admitted,
+    AskProgress,
     AttachReplica,
     ClientConnection,
     Configure,
     CoreToFront,
+    FrontProgress,
     FrontReady,
     FrontReport,
     Identities,
     Identity,
     Refused,
+    RequestProgress,
     ServedModel,
     Settle,
     StopFront,
@@ -151,6 +154,12 @@ class FakeFront:
         elif isinstance(message, StopFront):
             task = self.loop.create_task(self.stop())
             self.tasks.add(task)
+        elif isinstance(message, AskProgress):
+            progress = [
+                RequestProgress(name, len(call.tokens), 0, 0.01 if call.tokens else None)
+                for name, call in self.calls.items()
+            ]
+            self.channel.send(FrontProgress(message.number, progress))
         elif isinstance(message, Identities):
             pass
         elif (call := self.calls.get(message.request_id)) is not None:

@@ -227,3 +227,30 @@ def test_streams_leave_room_for_calls_and_end_when_the_service_stops(
     for _, thread in streams:
         thread.join(60)
         assert not thread.is_alive()
+
+
+def test_an_unfinished_request_shows_its_age_class_phase_and_tokens_so_far(
+    make_service: Callable[..., Service],
+) -> None:
+    service = make_service()
+    service.start()
+    service.wait_ready()
+    assert service.admin.in_flight() == []
+    asked = service.connect("m 100000")
+    lines = asked.makefile()
+
+    def decoding() -> bool:
+        (one,) = service.admin.in_flight() or [None]
+        return one is not None and one.phase == "decode" and (one.generated_tokens or 0) > 2
+
+    wait_until(decoding, what="the first tokens")
+    (one,) = service.admin.in_flight()
+    assert lines.readline() == "1\n"
+    assert (one.class_name, one.tenant, one.front, one.replica) == ("P1", "t", "front-0", "m-0")
+    assert one.age_s > 0 and one.queue_s is not None and one.ttft_s is not None
+    before = one.generated_tokens or 0
+    wait_until(lambda: (service.admin.in_flight()[0].generated_tokens or 0) > before, what="more tokens")
+    service.admin.cancel_request(one.request_id)
+    wait_until(lambda: service.admin.in_flight() == [])
+    lines.close()
+    asked.close()

@@ -1,0 +1,63 @@
+"""Asks the fronts how far their requests have come. Only fronts count a request's tokens while it runs. They
+are asked only while an operator looks, so that serving costs nothing otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Mapping, Sequence
+
+from appliance.front_pool.front import Front
+from appliance.messages import AskProgress, FrontProgress, RequestProgress
+
+_WAIT_S = 0.25
+"""Maximum time to wait for replies. The latest reply of a front that takes longer is used again."""
+
+
+class ProgressReader:
+    """The progress of all requests, by request id. Must be used on the event loop's thread."""
+
+    def __init__(self, fronts: Sequence[Front]) -> None:
+        self._fronts = fronts
+        self._numbers = itertools.count(1)
+        self._latest: dict[str, list[RequestProgress]] = {}
+        """The latest reply of each front process."""
+        self._waiting_for: set[str] = set()
+        self._number = 0
+        self._complete = asyncio.Event()
+        self._asking: asyncio.Task[None] | None = None
+
+    async def read(self) -> Mapping[str, RequestProgress]:
+        """Ask all fronts, and return the progress of their requests. Concurrent calls share a question."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask())
+        await asyncio.shield(self._asking)
+        return {one.request_id: one for requests in self._latest.values() for one in requests}
+
+    async def _ask(self) -> None:
+        self._number = next(self._numbers)
+        self._complete.clear()
+        ready = [front for front in self._fronts if front.state in ("ready", "stopping")]
+        self._waiting_for = {front.name for front in ready}
+        for front in ready:
+            front.send(AskProgress(self._number))
+        if self._waiting_for:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._complete.wait(), _WAIT_S)
+
+    def take(self, front: str, message: FrontProgress) -> None:
+        """Handle a reply. A late reply to an earlier question is used too."""
+        self._latest[front] = message.requests
+        if message.number == self._number:
+            self._replied(front)
+
+    def lose_front(self, front: str) -> None:
+        """Forget a front process that has exited."""
+        self._latest.pop(front, None)
+        self._replied(front)
+
+    def _replied(self, front: str) -> None:
+        self._waiting_for.discard(front)
+        if not self._waiting_for:
+            self._complete.set()
