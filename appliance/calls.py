@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         NamedRequest,
         RequestLogQuery,
         RequestPage,
+        UsageQuery,
+        UsageReport,
     )
 
 Answer = TypeVar("Answer")
@@ -143,7 +145,14 @@ def follow_log(query: LogQuery) -> Call[LogLine]:
     return Call("GET", _with("/logs", query, follow=True), LogLine)
 
 
-def _with(path: str, query: msgspec.Struct, *, follow: bool) -> str:
+def usage(query: UsageQuery) -> Call[UsageReport]:
+    """Return the call that reports the usage."""
+    from appliance.pages import UsageReport
+
+    return Call("GET", _with("/usage", query), UsageReport)
+
+
+def _with(path: str, query: msgspec.Struct, *, follow: bool | None = None) -> str:
     """Return the path with the query's parameters. Raises AdminError."""
     given: dict[str, Any] = {**msgspec.to_builtins(query), "follow": follow}
     given = {name: value for name, value in given.items() if value is not None}

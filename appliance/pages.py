@@ -1,6 +1,6 @@
-"""The types of the admin API's lists that are read in pages or followed: the request log, the audit trail and
-the core's log lines. They are separate from `appliance.protocol`, because they load the store's modules,
-which fronts do not need."""
+"""The types of the admin API's lists that are read in pages or followed: the request log, the audit trail,
+the core's log lines and the usage. They are separate from `appliance.protocol`, because they load the store's
+modules, which fronts do not need."""
 
 from __future__ import annotations
 
@@ -199,3 +199,63 @@ class LogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_de
     """Only lines of at least this level."""
     text: Text | None = None
     """Only lines that contain this text, ignoring case."""
+
+
+# ── usage ──
+
+Day = Annotated[
+    str, msgspec.Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$", description="a day in UTC, such as 2026-11-20")
+]
+UsageColumn = Literal["day", "tenant", "key", "model"]
+USAGE_COLUMNS: tuple[UsageColumn, ...] = ("day", "tenant", "key", "model")
+
+
+class UsageRow(msgspec.Struct, kw_only=True):
+    """The ended requests of a group. The fields that the query does not group by are null."""
+
+    day: str | None = None
+    """Day on which the requests ended, in UTC."""
+    tenant: str | None = None
+    key_id: str | None = None
+    """Empty for requests without a key."""
+    key_name: str | None = None
+    model: str | None = None
+    """Empty for requests that named an unknown model."""
+    requests: int
+    failed: int
+    """Number of these requests with a status of 400 or more, or with an error."""
+    prompt_tokens: int
+    """Prompt tokens of the requests that ran, including `cached_tokens`."""
+    cached_tokens: int
+    """Prompt tokens that were found in the prefix cache."""
+    output_tokens: int
+    """Delivered output tokens."""
+    cost: float | None = None
+    """Cost by the prices in the settings. Null if no model of the group has a price."""
+
+
+class UsageReport(msgspec.Struct, kw_only=True):
+    """The usage, in the order of the grouping."""
+
+    rows: list[UsageRow]
+    total: UsageRow
+    """Sum of all rows."""
+    unpriced_models: list[str] = []
+    """Models with tokens that are not part of any cost, because the settings contain no prices for them.
+    Empty if the settings contain no prices at all."""
+
+
+class UsageQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Parameters of `GET /usage`."""
+
+    since: Day | None = None
+    """First day. Default: 30 days before today."""
+    until: Day | None = None
+    """Last day. Default: today."""
+    tenant: Text | None = None
+    key_id: Text | None = None
+    model: Text | None = None
+    by: Annotated[str, msgspec.Meta(pattern=r"^(day|tenant|key|model)(,(day|tenant|key|model)){0,3}$")] = (
+        "day,tenant,key"
+    )
+    """Columns to group by, separated by commas: day, tenant, key, model."""

@@ -17,6 +17,7 @@ import msgspec
 
 from store.database import reading
 from store.schemas import HISTORY
+from store.usage import add_ended
 from store.writer import Writer
 
 log = logging.getLogger(__name__)
@@ -151,7 +152,9 @@ class RequestLog:
             log.error("request %s was opened twice: only the first row is kept", row.request_id)
 
     def _write_end(self, row: RequestRow, connection: sqlite3.Connection) -> None:
-        if self._execute(connection, _END, row) == 0:
+        if self._execute(connection, _END, row):
+            add_ended(connection, _storable(row.request_id))
+        else:
             log.error("request %s was ended twice: only the first end is kept", row.request_id)
             connection.execute(
                 "UPDATE requests SET double_ends = double_ends + 1 WHERE request_id = ?",
@@ -167,6 +170,8 @@ class RequestLog:
             "finish_reason = 'interrupted', error = ?, sequence = ? WHERE request_id = ?",
             [(now, reason, self._next_sequence(connection), request_id) for request_id in open_ids],
         )
+        for request_id in open_ids:
+            add_ended(connection, request_id)
         return len(open_ids)
 
     def _execute(self, connection: sqlite3.Connection, sql: str, row: RequestRow) -> int:

@@ -53,6 +53,16 @@ def remove_requests(connection: sqlite3.Connection, before: float) -> Removed:
     return _and_pages(connection, gone, gone == BATCH_ROWS)
 
 
+def remove_usage(connection: sqlite3.Connection, before: float) -> Removed:
+    """Remove a batch of the usage of days before the day of `before` (unix seconds)."""
+    gone = connection.execute(
+        "DELETE FROM usage WHERE (day, tenant, key_id, model) IN (SELECT day, tenant, key_id, model FROM "
+        "usage WHERE day < date(?, 'unixepoch') LIMIT ?)",
+        (before, BATCH_ROWS),
+    ).rowcount
+    return Removed(gone, 0, gone == BATCH_ROWS)
+
+
 def remove_contents(
     connection: sqlite3.Connection, before: Mapping[str, float | None], otherwise: float | None
 ) -> Removed:

@@ -252,6 +252,50 @@ _RETRIES = (
 
 _USER = ("ALTER TABLE requests ADD COLUMN user TEXT",)
 
+# The usage outlives the rows of the requests. Only requests that ran count tokens: a refused request has no
+# quota_tokens, and the tokens of an interrupted request are not known. Clients choose the names of unknown
+# models, which have no version, so these names are not kept.
+_USAGE_OF_REQUESTS = """
+SELECT
+    date(finished_at, 'unixepoch'), ifnull(tenant, ''), ifnull(key_id, ''),
+    CASE WHEN version IS NULL THEN '' ELSE ifnull(model, '') END,
+    count(*),
+    ifnull(sum(status >= 400 OR error IS NOT NULL), 0),
+    sum(CASE WHEN quota_tokens > 0 AND finish_reason IS NOT 'interrupted' THEN prompt_tokens ELSE 0 END),
+    sum(CASE WHEN quota_tokens > 0 AND finish_reason IS NOT 'interrupted' THEN cached_tokens ELSE 0 END),
+    sum(billed_tokens)
+FROM requests WHERE {where} GROUP BY 1, 2, 3, 4
+"""
+_USAGE = (
+    """
+CREATE TABLE usage (
+    day TEXT NOT NULL,
+    tenant TEXT NOT NULL,
+    key_id TEXT NOT NULL,
+    model TEXT NOT NULL,
+    requests INTEGER NOT NULL,
+    failed INTEGER NOT NULL,
+    prompt_tokens INTEGER NOT NULL,
+    cached_tokens INTEGER NOT NULL,
+    output_tokens INTEGER NOT NULL,
+    PRIMARY KEY (day, tenant, key_id, model)
+) WITHOUT ROWID
+""",
+    "INSERT INTO usage " + _USAGE_OF_REQUESTS.format(where="finished_at IS NOT NULL"),
+)
+ADD_USAGE = (
+    "INSERT INTO usage "
+    + _USAGE_OF_REQUESTS.format(where="request_id = ? AND finished_at IS NOT NULL")
+    + """ON CONFLICT (day, tenant, key_id, model) DO UPDATE SET
+    requests = requests + excluded.requests,
+    failed = failed + excluded.failed,
+    prompt_tokens = prompt_tokens + excluded.prompt_tokens,
+    cached_tokens = cached_tokens + excluded.cached_tokens,
+    output_tokens = output_tokens + excluded.output_tokens
+"""
+)
+"""Adds the ended request with the given id to the usage."""
+
 # Null in rows written by earlier versions. Null columns are not hashed, so those rows keep their hashes.
 _AUDIT_ACTS = (
     "ALTER TABLE audit ADD COLUMN host TEXT",
@@ -311,6 +355,7 @@ HISTORY = Schema(
         Migration("quota levels", _QUOTA_LEVELS),
         Migration("retries", _RETRIES),
         Migration("user", _USER),
+        Migration("usage", _USAGE),
     ),
 )
 

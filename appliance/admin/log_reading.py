@@ -1,4 +1,4 @@
-"""Reads the request log and the audit trail for the admin API.
+"""Reads the request log, the audit trail and the usage for the admin API.
 
 SQLite is read in two threads, never on the event loop, through connections that are opened for one page. Each
 page is bounded in rows, bytes and time, so that no caller can occupy the disk or the memory.
@@ -7,7 +7,7 @@ page is bounded in rows, bytes and time, so that no caller can occupy the disk o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ import msgspec
 
 from appliance.admin.query import QueryError
 from appliance.admin.streams import Streams, lines_of
+from appliance.admin.usage import UsageReader
 from appliance.core.log_lines import LogLines
 from appliance.pages import (
     AuditPage,
@@ -24,8 +25,11 @@ from appliance.pages import (
     NamedRequest,
     RequestLogQuery,
     RequestPage,
+    UsageQuery,
+    UsageReport,
     audit_action,
 )
+from appliance.settings import ModelPrices
 from store.control import ControlStore
 from store.evidence import matches_action, read_actions, read_changed_actions, spooled_actions
 from store.requests import LoggedRequest, RequestPosition, RequestReader
@@ -44,7 +48,16 @@ _THREADS = 2
 class LogReading:
     """Reads pages and follows changes. Must be used on the event loop's thread."""
 
-    def __init__(self, history: Writer, control: ControlStore, lines: LogLines, streams: Streams) -> None:
+    def __init__(
+        self,
+        history: Writer,
+        control: ControlStore,
+        lines: LogLines,
+        streams: Streams,
+        prices: Callable[[], Mapping[str, ModelPrices]],
+    ) -> None:
+        """`prices` returns the prices by model."""
+        self._usage = UsageReader(history.path, prices, lambda: control.policies, MAX_READ_S)
         self._history = history
         self._control = control
         self._lines = lines
@@ -96,6 +109,10 @@ class LogReading:
             )
 
         return await self._in_thread(read)
+
+    async def usage_report(self, query: UsageQuery) -> UsageReport:
+        """Return the usage per day, tenant, key or model. Raises QueryError or StoreError."""
+        return await self._in_thread(lambda: self._usage.report(query))
 
     def log_page(self, query: LogQuery) -> LogPage:
         """Return lines of the core's log."""

@@ -13,7 +13,16 @@ from appliance.admin.log_reading import LogReading
 from appliance.admin.query import QueryError, parse_query, query_parameters
 from appliance.admin.streams import Streams, TooManyStreamsError
 from appliance.http.openapi import Operation
-from appliance.pages import AuditPage, AuditQuery, LogPage, LogQuery, RequestLogQuery, RequestPage
+from appliance.pages import (
+    AuditPage,
+    AuditQuery,
+    LogPage,
+    LogQuery,
+    RequestLogQuery,
+    RequestPage,
+    UsageQuery,
+    UsageReport,
+)
 from appliance.protocol import ErrorBody
 from appliance.scopes import ScopedRoute
 from store.errors import SlowQueryError, StoreError
@@ -24,12 +33,27 @@ _ERRORS = dict.fromkeys((400, 401, 403, 503), ErrorBody)
 
 
 def log_routes(reading: LogReading, streams: Streams) -> list[ScopedRoute]:
-    """Return the routes of the request log, the audit trail and the core's log lines."""
+    """Return the routes of the request log, the audit trail, the core's log lines and the usage."""
 
     async def log_page(query: LogQuery) -> LogPage:
         return reading.log_page(query)
 
+    async def usage(request: Request) -> Response:
+        return _json(await reading.usage_report(parse_query(request, UsageQuery)))
+
     return [
+        ScopedRoute(
+            "GET",
+            "/usage",
+            answered(usage),
+            wanted="read",
+            operation=Operation(
+                "Return the usage per day, tenant, key or model, with costs",
+                answer=UsageReport,
+                errors=_ERRORS,
+                parameters=query_parameters(UsageQuery),
+            ),
+        ),
         _route(
             "/request-log",
             RequestLogQuery,

@@ -9,7 +9,7 @@ import typer
 from appliance.cli.audit_commands import audit, backup
 from appliance.cli.client_commands import BENCH_EPILOG, bench, chat
 from appliance.cli.operating_commands import config, drain, resume
-from appliance.cli.request_commands import requests
+from appliance.cli.request_commands import requests, usage
 from appliance.cli.service_commands import doctor, logs, serve, status
 from appliance.cli.tenant_commands import keys, peers, tenants
 
@@ -21,7 +21,7 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (serve, status, logs, drain, resume, backup, doctor, chat):
+for command in (serve, status, usage, logs, drain, resume, backup, doctor, chat):
     app.command()(command)
 app.command(epilog=BENCH_EPILOG)(bench)
 for name, commands in (

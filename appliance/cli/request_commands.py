@@ -98,3 +98,33 @@ def requests_show(
     from appliance.cli.contents import show_contents
 
     show_contents(run_dir, request_id, as_json=json)
+
+
+def usage(
+    since: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="First day: a date, or a time span (7d). Default: 30 days ago."),
+    ] = None,
+    until: Annotated[
+        str | None, typer.Option(metavar="DATE", help="Last day. Default: today.", show_default=False)
+    ] = None,
+    tenant: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only this tenant.", show_default=False)
+    ] = None,
+    key: Annotated[
+        str | None, typer.Option(metavar="ID", help="Only the key with this id.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only this model.", show_default=False)
+    ] = None,
+    by: Annotated[
+        str, typer.Option(metavar="COLUMNS", help="Columns to group by: day, tenant, key, model.")
+    ] = "day,tenant,key",
+    run_dir: RunDir = None,
+    json: Json = False,
+) -> None:
+    """Show the tokens of ended requests by day (UTC), tenant and key, and their cost if the settings contain
+    prices."""
+    from appliance.cli.usage import show_usage
+
+    show_usage(run_dir, since=since, until=until, tenant=tenant, key=key, model=model, by=by, as_json=json)

@@ -79,6 +79,9 @@ class Housekeeper:
         if days := self._rules().days:
             before = time.time() - days * DAY_S
             await _remove(self._history, partial(retention.remove_requests, before=before))
+        if days := self._rules().usage_days:
+            before = time.time() - days * DAY_S
+            await _remove(self._history, partial(retention.remove_usage, before=before))
 
     async def _remove_contents(self) -> None:
         if self._clock.jump_s:

@@ -66,6 +66,7 @@ def reload_hooks(
         "admin": operators,
         "queue": queue,
         "log": nothing,
+        "prices": nothing,
         "limits": nothing,
         "idempotency": nothing,
         "metrics": metrics,

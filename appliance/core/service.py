@@ -156,7 +156,9 @@ class Service:
         lines.attach()
         held.callback(lines.close)
         self.streams = Streams()
-        reading = LogReading(state.history, control, lines, self.streams)
+        reading = LogReading(
+            state.history, control, lines, self.streams, lambda: self.settings.current.prices
+        )
         held.callback(reading.close)
         self.backend, self.actions = admin_backend(
             control=control,

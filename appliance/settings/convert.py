@@ -11,7 +11,7 @@ import msgspec
 from msgspec import inspect
 
 from appliance.settings.faults import Fault, Path, Place, dotted
-from appliance.settings.fields import ModelSettings, Settings
+from appliance.settings.fields import ModelPrices, ModelSettings, Settings
 from store.fields import either
 
 Part = TypeVar("Part", bound=msgspec.Struct)
@@ -31,16 +31,19 @@ class Converter:
     def settings(self, table: Mapping[str, Any]) -> Settings:
         """Convert all settings. A setting that cannot be used gets its default value."""
         table = dict(table)
-        models = table.pop("models", {})
+        models, prices = table.pop("models", {}), table.pop("prices", {})
         settings = self._table(table, Settings, ()) or Settings()
-        if not isinstance(models, dict):
-            self.add(("models",), f"models = {models!r} is not valid", "write [models.NAME]")
-            models = {}
-        for name, model in models.items():
-            converted = self._table(model, ModelSettings, ("models", name))
-            if converted is not None:
-                settings.models[name] = converted
+        settings.models |= self._named_tables(models, ModelSettings, "models")
+        settings.prices |= self._named_tables(prices, ModelPrices, "prices")
         return settings
+
+    def _named_tables(self, tables: Any, part: type[Part], name: str) -> dict[str, Part]:
+        """Convert the tables [name.KEY]. A table that cannot be used is left out."""
+        if not isinstance(tables, dict):
+            self.add((name,), f"{name} = {tables!r} is not valid", f"write [{name}.NAME]")
+            return {}
+        converted = {key: self._table(table, part, (name, key)) for key, table in tables.items()}
+        return {key: table for key, table in converted.items() if table is not None}
 
     def add(self, path: Path, what: str, remedy: str) -> None:
         """Add a fault for the setting at `path`."""

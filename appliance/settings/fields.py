@@ -22,6 +22,7 @@ Processes = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 Days = Annotated[float, msgspec.Meta(ge=0, le=36_525)]
+Price = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 UserId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 2)]
 Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 SocketMode = Annotated[
@@ -125,9 +126,25 @@ class LogSettings(KeepRules, forbid_unknown_fields=True, frozen=True, kw_only=Tr
     days: Days = 90.0
     """Number of days after which finished requests are removed from the log. With 0, they are never
     removed."""
+    usage_days: Days = 800.0
+    """Number of days for which the usage per day, tenant, key and model is kept (`appliance usage`). With 0,
+    it is never removed."""
     contents_days: Days = 30.0
     """Number of days after which prompts, answers and their hashes are removed. A tenant's `log_days` takes
     precedence. With 0, they are never removed."""
+
+
+class ModelPrices(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """Prices of the model NAME, from which `appliance usage` computes costs. All prices are per million
+    tokens, in any currency. A change applies to the costs of all days. Prices of a model that is no longer
+    served are allowed."""
+
+    prompt: Price = 0.0
+    """Price of a million prompt tokens that were not found in the prefix cache."""
+    cached: Price | None = None
+    """Price of a million prompt tokens that were found in the prefix cache. Default: `prompt`."""
+    output: Price = 0.0
+    """Price of a million output tokens that were delivered."""
 
 
 class MetricsSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -156,6 +173,8 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     models: dict[str, ModelSettings] = {}
     """The served models by name."""
+    prices: dict[str, ModelPrices] = {}
+    """The prices by model name."""
     listen: str | None = None
     """Address (HOST:PORT) for TCP clients, which need a bearer key. HOST is an IP address or localhost.
     Default: only the Unix socket and the sockets that systemd passes to the service."""

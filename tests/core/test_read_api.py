@@ -18,7 +18,7 @@ from appliance.admin.streams import MAX_STREAMS
 from appliance.async_client import AsyncAdminClient
 from appliance.calls import AdminError
 from appliance.client import AdminClient, ServiceNotRunningError
-from appliance.pages import AuditQuery, LogQuery, NamedRequest, RequestLogQuery
+from appliance.pages import AuditQuery, LogQuery, NamedRequest, RequestLogQuery, UsageQuery
 from tests.core.conftest import Service, read_answer, wait_until
 
 pytestmark = pytest.mark.system
@@ -94,6 +94,8 @@ def test_a_filter_of_the_request_log_is_applied_by_the_service(running: Service)
         ("/request-log?colour=red", "'colour' is not a query parameter of /request-log; available"),
         ("/request-log?limit=1&limit=2", "'limit' is given more than once"),
         ("/audit?before=x", "before='x' is not valid"),
+        ("/usage?by=colour", "by='colour' is not valid"),
+        ("/usage?since=2026-13-01", "since='2026-13-01' is not valid"),
         ("/logs?level=loud", "level='loud' is not valid"),
     ],
 )
@@ -254,3 +256,32 @@ def test_an_unfinished_request_shows_its_age_class_phase_and_tokens_so_far(
     wait_until(lambda: service.admin.in_flight() == [])
     lines.close()
     asked.close()
+
+
+def test_usage_sums_the_tokens_of_ended_requests_and_prices_them(
+    make_service: Callable[..., Service],
+) -> None:
+    prices = "[prices.m]\nprompt = 2.0\noutput = 10.0\n[prices.gone]\nprompt = 1.0\n"
+    service = make_service(prices)
+    service.start()
+    service.wait_ready()
+    assert service.admin.call(calls.usage(UsageQuery())).rows == []
+    for tokens in (3, 5):
+        read_answer(service.connect(f"m {tokens}"))
+    read_answer(service.connect("unknown 5"))
+
+    def counted() -> bool:
+        return service.admin.call(calls.usage(UsageQuery())).total.requests == 3
+
+    wait_until(counted, what="three ended requests")
+    (row,) = service.admin.call(calls.usage(UsageQuery())).rows
+    assert (row.tenant, row.key_id, row.model, row.requests, row.failed) == ("t", "", None, 3, 1)
+    assert (row.prompt_tokens, row.cached_tokens, row.output_tokens) == (8, 0, 8)
+    assert row.cost == pytest.approx((8 * 2 + 8 * 10) / 1e6)
+    by_model = service.admin.call(calls.usage(UsageQuery(by="model")))
+    assert [(one.model, one.requests, one.cost) for one in by_model.rows] == [
+        ("", 1, None),
+        ("m", 2, row.cost),
+    ]
+    assert by_model.total.cost == row.cost and by_model.unpriced_models == []
+    assert service.admin.call(calls.usage(UsageQuery(tenant="other"))).rows == []

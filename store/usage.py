@@ -1,0 +1,58 @@
+"""The usage per day in `history.db`: one row for each day, tenant, key and model. A row is updated in the
+transaction that closes a request, so that the usage stays exact after the request's own row has been
+removed."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import NamedTuple
+
+from store.database import reading
+from store.schemas import ADD_USAGE, HISTORY
+
+
+class UsageFilter(NamedTuple):
+    """Conditions on the usage; None matches any value."""
+
+    since_day: str | None = None
+    """Earliest day, such as "2026-11-20", in UTC."""
+    until_day: str | None = None
+    """Latest day, inclusive."""
+    tenant: str | None = None
+    key_id: str | None = None
+    """Empty for requests without a key."""
+    model: str | None = None
+
+
+class DailyUsage(NamedTuple):
+    """The usage of one tenant, key and model on one day."""
+
+    day: str
+    tenant: str
+    key_id: str
+    model: str
+    requests: int
+    failed: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+
+_CONDITIONS = ("day >= ?", "day <= ?", "tenant = ?", "key_id = ?", "model = ?")
+
+
+def add_ended(connection: sqlite3.Connection, request_id: str) -> None:
+    """Add a request to the usage, in the transaction that closes it."""
+    connection.execute(ADD_USAGE, (request_id,))
+
+
+def read_usage(path: Path, wanted: UsageFilter, limit: int, limit_s: float | None) -> list[DailyUsage]:
+    """Return the first `limit` rows that match, oldest day first. `limit_s` limits the time of the call.
+    Raises a `StoreError`."""
+    given = [(sql, value) for sql, value in zip(_CONDITIONS, wanted, strict=True) if value is not None]
+    where = " AND ".join(["true", *(sql for sql, _ in given)])
+    sql = f"SELECT {', '.join(DailyUsage._fields)} FROM usage WHERE {where} ORDER BY 1, 2, 3, 4 LIMIT ?"
+    with reading(path, HISTORY, limit_s) as connection:
+        found = connection.execute(sql, (*(value for _, value in given), limit)).fetchall()
+    return [DailyUsage(*row) for row in found]
