@@ -60,12 +60,12 @@ class UsageReader:
             groups.setdefault(tuple(_value(row, column) for column in columns), []).append(row)
         reported = []
         for values, group in groups.items():
-            row = _sum(group, prices)
+            summed = _sum(group, prices)
             for column, value in zip(columns, values, strict=True):
-                setattr(row, "key_id" if column == "key" else column, value)
-            if row.key_id and (key := keys.get(row.key_id)) is not None:
-                row.key_name = key.name
-            reported.append(row)
+                setattr(summed, "key_id" if column == "key" else column, value)
+            if summed.key_id and (key := keys.get(summed.key_id)) is not None:
+                summed.key_name = key.name
+            reported.append(summed)
         used = {row.model for row in rows if row.model and row.prompt_tokens + row.output_tokens}
         return UsageReport(
             rows=reported,

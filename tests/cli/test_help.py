@@ -52,6 +52,8 @@ COMMANDS = (
     ("requests",),
     ("requests", "cancel"),
     ("requests", "show"),
+    ("usage",),
+    ("logs",),
     ("audit",),
     ("audit", "list"),
     ("audit", "verify"),

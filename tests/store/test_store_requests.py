@@ -12,8 +12,9 @@ import msgspec
 import pytest
 
 from store.database import integrity_problems
-from store.errors import MissingDatabaseError
-from store.requests import LoggedRequest, RequestFilter, RequestReader, RequestRow
+from store.errors import MissingDatabaseError, SlowQueryError
+from store.requests import LoggedRequest, RequestFilter, RequestPosition, RequestReader, RequestRow
+from store.usage import UsageFilter, read_usage
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -305,3 +306,42 @@ for number in range(10**9):
     assert still_open >= 64
     assert history.log.seal_open_rows("killed").result(60) == still_open
     assert history.reader.query(RequestFilter(state="open"), 1) == []
+
+
+def test_a_query_that_takes_too_long_is_interrupted(history, request_row):
+    for number in range(2000):
+        history.log.end(request_row(f"req-{number}", finished_at=1_000_001.0))
+    history.writer.flush()
+    reader = RequestReader(history.path, limit_s=0.0)
+    with pytest.raises(SlowQueryError, match="longer than the limit of 0 s: select fewer rows"):
+        for _ in range(100):
+            reader.query(RequestFilter(failed=True), 1)
+
+
+def test_a_page_ends_with_the_row_whose_texts_exceed_its_size(history, request_row):
+    for number in range(5):
+        history.log.end(
+            request_row(f"req-{number}", finished_at=1_000_001.0, created_at=float(number), error="x" * 1000)
+        )
+    history.writer.flush()
+    rows = RequestReader(history.path, limit_bytes=1500).query(RequestFilter(), 5)
+    assert [row.request_id for row in rows] == ["req-3", "req-4"]
+    older = RequestReader(history.path).query(RequestFilter(), 5, RequestPosition(3.0, "req-3"))
+    assert [row.request_id for row in older] == ["req-0", "req-1", "req-2"]
+
+
+def test_the_usage_of_a_day_outlives_the_rows_of_its_requests(history, request_row):
+    day = 1_000_000 // 86400 * 86400.0
+    ended = {"finished_at": day + 5, "version": "v", "model": "m", "tenant": "t", "key_id": "k"}
+    counts = {"prompt_tokens": 10, "cached_tokens": 4, "billed_tokens": 3, "quota_tokens": 13, "status": 200}
+    for number in range(3):
+        history.log.end(request_row(f"req-{number}", **ended, **counts))
+    history.log.end(request_row("req-2", **ended, **counts))  # a second end does not count
+    history.log.end(request_row("refused", **{**ended, "status": 429}, prompt_tokens=10))
+    history.log.open(request_row("open"))
+    history.writer.flush()
+    history.writer.call(lambda connection: connection.execute("DELETE FROM requests")).result(60)
+    (row,) = read_usage(history.path, UsageFilter(), 10, None)
+    assert row == ("1970-01-12", "t", "k", "m", 4, 1, 30, 12, 9)
+    assert read_usage(history.path, UsageFilter(since_day="1970-01-13"), 10, None) == []
+    assert read_usage(history.path, UsageFilter(until_day="1970-01-12", tenant="t"), 10, None) == [row]
