@@ -11,11 +11,26 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from engine.config import DTYPE_BYTES, EXPERTS, ModelConfig, Shard
+from engine.config import DTYPE_BYTES, EXPERTS, CheckpointError, ModelConfig, Shard
 from engine.families import read_config
+from engine.memory import CPU_MAX_KV_BYTES, available_host_bytes
 from engine.messages import BLOCK_TOKENS
+from engine.model.checkpoint import INDEX, SINGLE, read_entries
 
-__all__ = ["Sizing", "decode_capture_sizes", "kv_bytes_per_block", "parameters", "predict", "read_config"]
+__all__ = [
+    "CPU_MAX_KV_BYTES",
+    "INDEX",
+    "SINGLE",
+    "CheckpointError",
+    "Sizing",
+    "available_host_bytes",
+    "decode_capture_sizes",
+    "kv_bytes_per_block",
+    "parameters",
+    "predict",
+    "read_config",
+    "read_entries",
+]
 
 FP8 = "fp8"
 """Name of the dtype for weights or a KV cache in e4m3 with float32 scales."""

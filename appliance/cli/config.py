@@ -22,22 +22,36 @@ class ConfigCheck(msgspec.Struct, kw_only=True):
 
     files: list[str]
     faults: list[Fault]
+    warnings: list[Fault]
 
 
 def check(file: str | None, *, as_json: bool) -> int:
-    """Read the settings as the service would, print every fault, and return the exit code."""
-    faults: tuple[Fault, ...] = ()
+    """Read the settings as the service would, check the models, print every fault and warning, and return the
+    exit code."""
+    from appliance.models.fit import read_memory
+    from appliance.models.preflight import check_model
+    from appliance.models.readable import service_user
+    from appliance.models.registry import model_faults, model_warnings
+
+    faults: list[Fault] = []
+    warnings: list[Fault] = []
     files: list[str] = []
     try:
-        files = [str(path) for path in read_settings(Flags(config=file)).files]
+        loaded = read_settings(Flags(config=file))
+        files = [str(path) for path in loaded.files]
+        memory, reader = read_memory(), service_user()
+        findings = {
+            name: check_model(model, memory, reader) for name, model in loaded.settings.models.items()
+        }
+        faults, warnings = model_faults(loaded, findings), model_warnings(loaded, findings)
     except SettingsError as error:
-        faults = error.faults
+        faults = list(error.faults)
     if as_json:
-        print_json(ConfigCheck(files=files, faults=list(faults)))
-    elif faults:
-        for fault in faults:
-            print(printable(str(fault)))
-    else:
+        print_json(ConfigCheck(files=files, faults=faults, warnings=warnings))
+        return 1 if faults else 0
+    for fault in (*faults, *warnings):
+        print(printable(f"{'warning: ' if fault in warnings else ''}{fault}"))
+    if not faults:
         print(f"ok: {', '.join(map(printable, files)) or 'no settings file, so defaults apply'}")
     return 1 if faults else 0
 

@@ -17,9 +17,9 @@ def serve(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=FOLDER",
-            help="Serve the checkpoint in FOLDER under NAME. May be repeated. Default: the shipped model, "
-            "named demo.",
+            metavar="[NAME=]FOLDER",
+            help="Serve the checkpoint in FOLDER under NAME, or under the folder's own name. May be "
+            "repeated. Default: the shipped model, named demo.",
             show_default=False,
         ),
     ] = None,

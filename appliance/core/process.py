@@ -14,11 +14,15 @@ import signal
 import sys
 from collections.abc import Callable
 
+from appliance.core.readiness import Readiness
 from appliance.core.service import Service
 from appliance.core.state import opened
 from appliance.core.systemd import Manager
 from appliance.http.sockets import ListenError
 from appliance.logs import configure_logging
+from appliance.models.preflight import problem_of
+from appliance.models.preflight_process import MODEL_CHECKS, ModelChecks
+from appliance.models.registry import model_faults, model_warnings
 from appliance.models.replica import Launch
 from appliance.rundir import RunDirError
 from appliance.settings import Flags, Loaded, SettingsError, read_settings
@@ -27,10 +31,17 @@ from store.errors import StoreError
 
 log = logging.getLogger(__name__)
 
+_CHECK_S = 0.25
+"""Interval at which a starting service checks whether any model can be served."""
 COLLECT_AFTER = (50_000, 20, 100)
 """Thresholds of Python's garbage collector. It scans new objects after this many allocations, and scans the
 two older generations 20 and 100 times less often. With the default of 700, it would scan all waiting requests
 once per thirty arriving requests."""
+
+
+class StartError(Exception):
+    """Raised if no model can be served until an operator corrects something. The message gives the
+    problems."""
 
 
 def run(flags: Flags) -> int:
@@ -52,6 +63,9 @@ def run(flags: Flags) -> int:
         gc.set_threshold(*COLLECT_AFTER)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(loaded, reread=read, manager=Manager()))
+    except StartError as error:
+        log.error("%s", error)
+        return os.EX_CONFIG
     except SettingsError as error:
         print(f"appliance: {error}", file=sys.stderr)
         return os.EX_CONFIG
@@ -68,27 +82,66 @@ async def serve(
     manager: Manager,
     launch: Launch = ReplicaGroup.launch,
     front_module: str = "appliance.front",
+    checks: ModelChecks = MODEL_CHECKS,
 ) -> None:
     """Run the service. The first SIGTERM or SIGINT drains it, and a second one stops it immediately. SIGHUP
     applies the settings that `reread` returns. Raises RunDirError, SettingsError, ListenError or a StoreError
     if the service cannot start.
 
-    `manager` is the service manager that started the process. `launch` starts replicas, and `front_module` is
-    the Python module to run as a front; tests replace both.
+    `manager` is the service manager that started the process. `launch` starts replicas, `front_module` is the
+    Python module to run as a front, and `checks` checks the models' files; tests replace them.
     """
     stop, hurry = _signals()
     _raise_descriptor_limit()
     async with contextlib.AsyncExitStack() as held:
         held.callback(manager.close)
+        last_words: list[str] = []
+        held.push(lambda kind, error, trace: _tell_end(manager, str(error) if error else "".join(last_words)))
+        manager.tell(STATUS="starting: checking the models' files")
+        broken = await manager.wait_for(lambda: _broken_models(loaded, checks))
         state = await held.enter_async_context(opened(loaded.settings, manager))
-        service = Service(loaded, reread, state, manager, held, launch, front_module)
+        service = Service(loaded, reread, state, manager, held, launch, front_module, checks, broken)
         await service.answer_operators()
         try:
             service.start()
-            await stop.wait()
+            await _until_stopped(stop, service.readiness)
         finally:
+            last_words.append(service.readiness.reason())
             await service.stop(hurry)
     log.info("stopped")
+
+
+async def _until_stopped(stop: asyncio.Event, readiness: Readiness) -> None:
+    """Wait until `stop` is set. Raises StartError if, before any model has answered requests, all models have
+    problems that only an operator can correct."""
+    while not stop.is_set() and not readiness.serves():
+        if reason := readiness.hopeless():
+            raise StartError(f"no model can be served: {reason}")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), _CHECK_S)
+    await stop.wait()
+
+
+def _tell_end(manager: Manager, why: str) -> None:
+    """Leave the reason why the service was not ready as its last status, because the service manager shows the
+    last status after the end."""
+    if why:
+        manager.tell(STATUS=f"stopped: {why}")
+
+
+def _broken_models(loaded: Loaded, checks: ModelChecks) -> dict[str, str]:
+    """Return the models whose files have a problem, each with the problem. Raises SettingsError if no model
+    is left to serve."""
+    models = loaded.settings.models
+    findings = checks.files(models)
+    for warning in model_warnings(loaded, findings):
+        log.warning("%s", warning)
+    faults = model_faults(loaded, findings)
+    if models and len(faults) == len(models):
+        raise SettingsError(*faults)
+    for fault in faults:
+        log.error("%s", fault)
+    return {name: str(found) for name in models if (found := problem_of(findings[name])) is not None}
 
 
 def _signals() -> tuple[asyncio.Event, asyncio.Event]:

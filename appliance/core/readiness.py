@@ -14,6 +14,7 @@ from appliance.core.drains import STOPPING, Drains
 from appliance.front_pool.pool import FrontPool
 from appliance.messages import Configure
 from appliance.models.manager import ModelManager
+from appliance.models.replica import Replica
 from appliance.settings import Settings
 from appliance.traffic.state import TrafficState
 
@@ -49,6 +50,16 @@ class Readiness:
         """
         return any(replica.state in ("starting", "loading", "ready") for replica in self.models.replicas)
 
+    def serves(self) -> bool:
+        """Return whether at least one model answers requests."""
+        return not all(map(self.silence, self.models.models))
+
+    def hopeless(self) -> str:
+        """Return the problems of all models if none of them can be served until an operator corrects its files
+        or settings, or an empty string."""
+        problems = [self.models.unusable(model) or self.front_problems(model) for model in self.models.models]
+        return "; ".join(problems) if all(problems) else ""
+
     def headline(self) -> str:
         """Return a one-line description of the service's state, which `systemctl status` shows."""
         stats = self.traffic.queue_stats()
@@ -71,7 +82,7 @@ class Readiness:
             return drain.why
         replicas = self.models.of(model)
         if not any(replica.answers for replica in replicas):
-            states = ", ".join(f"{replica.name} is {replica.client_state}" for replica in replicas)
+            states = ", ".join(map(_state, replicas))
             return f"model {model!r} is unavailable ({states or 'it has no replica at the moment'})"
         problem = self.front_problems(model)
         return f"model {model!r} is unavailable ({problem})" if problem else ""
@@ -107,3 +118,8 @@ class Readiness:
             retries=settings.idempotency,
             keeping=settings.log,
         )
+
+
+def _state(replica: Replica) -> str:
+    failure = f": {replica.failure}" if replica.failure else ""
+    return f"{replica.name} is {replica.client_state}{failure}"

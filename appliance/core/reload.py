@@ -17,7 +17,8 @@ from appliance.core.drains import STOPPING, Drains
 from appliance.http.sockets import ListenError
 from appliance.messages import ServedModel
 from appliance.models.manager import ModelManager
-from appliance.models.registry import describe_models
+from appliance.models.preflight_process import Check
+from appliance.models.registry import describe_models, model_faults, model_warnings
 from appliance.protocol import Configuration, Reloaded
 from appliance.settings import Fault, Loaded, Place, Settings, SettingsError
 from appliance.settings.files import DROP_INS
@@ -69,6 +70,8 @@ class Reloader:
     """Reads the settings in the same way as at startup."""
     live: LiveSettings
     models: ModelManager
+    check_models: Check
+    """Checks changed models before anything changes."""
     drains: Drains
     publish: Callable[[], None]
     """Sends changed settings to the fronts."""
@@ -92,6 +95,7 @@ class Reloader:
             waiting = [change for change in changes if change.path[0] in AT_RESTART]
             applied = [change for change in changes if change not in waiting]
             loaded = _until_restart(loaded, former)
+            await self._check_changed_models(former, loaded)
             served = await asyncio.to_thread(describe_models, loaded, former.settings)
             if self.drains.stopping is not None:
                 raise ReloadError(f"{STOPPING}, so its settings cannot be reloaded")
@@ -109,6 +113,21 @@ class Reloader:
             return Reloaded(
                 changed=list(map(str, applied)), models=models, at_restart=list(map(str, waiting))
             )
+
+    async def _check_changed_models(self, former: Loaded, loaded: Loaded) -> None:
+        """Check the models that are new or whose replicas would be replaced. Raises SettingsError if one of
+        them cannot be served."""
+        known = former.settings.models
+        changed = {
+            name: model
+            for name, model in loaded.settings.models.items()
+            if name not in known or known[name].spec("") != model.spec("")
+        }
+        findings = await asyncio.to_thread(self.check_models, changed)
+        for warning in model_warnings(loaded, findings):
+            log.warning("%s", warning)
+        if faults := model_faults(loaded, findings):
+            raise SettingsError(*faults)
 
     def _open(self, wanted: Settings) -> list[socket.socket | None]:
         opened: list[socket.socket | None] = []

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from appliance.admin.backend import admin_backend
 from appliance.admin.callers import Authenticator, keys_of
@@ -33,6 +33,7 @@ from appliance.core.state import State, cache_salts
 from appliance.core.systemd import Manager
 from appliance.front_pool.identities import IdentityRegistry
 from appliance.front_pool.listeners import Listeners
+from appliance.models.preflight_process import ModelChecks
 from appliance.models.registry import describe_models
 from appliance.models.replica import Launch
 from appliance.monitoring.metrics.counting import CountedRows
@@ -59,9 +60,12 @@ class Service:
         held: contextlib.AsyncExitStack,
         launch: Launch,
         front_module: str,
+        checks: ModelChecks,
+        broken: Mapping[str, str],
     ) -> None:
-        """`held` is the exit stack that closes everything that this constructor opens. Raises SettingsError,
-        ListenError or StoreError."""
+        """`held` is the exit stack that closes everything that this constructor opens. `broken` contains the
+        models whose files have a problem, each with the problem. Raises SettingsError, ListenError or
+        StoreError."""
         self.settings = LiveSettings(loaded.settings)
         settings, control, started_at = loaded.settings, state.control, time.time()
         problems, clock = Problems(), ClockGuard()
@@ -77,7 +81,7 @@ class Service:
         )
         parts = ServingParts(
             self.settings,
-            describe_models(loaded),
+            describe_models(loaded, broken=broken),
             rows=counted,
             salt=cache_salts(control),
             quotas=quotas,
@@ -115,6 +119,7 @@ class Service:
         )
         self.metrics = MetricsServer(scrape)
         self.metrics.change(settings, self.metrics.prepare(settings))
+        self.readiness = parts.readiness
         self.notifier = Notifier(manager, parts.readiness, lambda: state.stalled_s)
         held.callback(self.notifier.close)
         # The operators' side.
@@ -125,6 +130,7 @@ class Service:
             reread=reread,
             live=self.settings,
             models=parts.models,
+            check_models=checks.everything,
             drains=parts.drains,
             publish=parts.fronts.publish_configuration,
             listeners=[self.listeners, self.metrics],

@@ -11,7 +11,8 @@ through the front pool, and the front pool gets the fronts' configuration from `
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from appliance.core.cancellation import RequestCanceller
 from appliance.core.drains import Drains, DrainTools
@@ -20,6 +21,7 @@ from appliance.front_pool.identities import IdentityRegistry
 from appliance.front_pool.pool import FrontPool
 from appliance.messages import Keep, ServedModel
 from appliance.models.manager import ModelManager
+from appliance.models.preflight_process import MODEL_CHECKS, ModelChecks
 from appliance.models.replica import Launch
 from appliance.settings import Settings
 from appliance.traffic.lifecycle import RowSink
@@ -45,6 +47,8 @@ class ServingParts:
         note: Callable[[str, str], None],
         on_availability: Callable[[], None],
         launch: Launch = ReplicaGroup.launch,
+        checks: ModelChecks = MODEL_CHECKS,
+        broken: Mapping[str, str] = MappingProxyType({}),
         front_module: str = "appliance.front",
     ) -> None:
         self.requests = RequestManager(
@@ -74,6 +78,8 @@ class ServingParts:
             publish=self.fronts.publish_configuration,
             note=note,
             launch=launch,
+            preflight=checks.problem,
+            broken=broken,
         )
         self.canceller = RequestCanceller(self.requests, self.models)
         self.drains = Drains(

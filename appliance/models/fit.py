@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from appliance.models.gpus import DetectedGpu, find_gpus
 from appliance.quantities import of_bytes
 from appliance.settings import ModelSettings
 from engine import sizing
+from engine.messages import BLOCK_TOKENS
 
-CPU_MAX_KV_BYTES = 2 << 30
-"""The engine's limit on the size of the KV cache on a CPU, over all ranks (`engine.memory`)."""
+_LENGTHS = (1024, 4096, 16_384, 65_536)
+"""Lengths in tokens for which `MemoryFit.sequences` is shown, in addition to the maximum length."""
 
 
 class UnfitError(Exception):
@@ -22,51 +24,104 @@ class UnfitError(Exception):
         self.remedy = remedy
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryFit:
+class MachineMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of this machine, with the memory that all processes use at the moment."""
+
+    gpus: list[DetectedGpu]
+    available_bytes: int
+    """Host memory that new processes can use, limited by the machine and by this process's cgroups."""
+    total_bytes: int
+    """Host memory of the machine."""
+
+    def idle(self) -> MachineMemory:
+        """Return the memory as it would be if no other process used it."""
+        return MachineMemory(
+            gpus=[gpu._replace(used_bytes=0) for gpu in self.gpus],
+            available_bytes=self.total_bytes,
+            total_bytes=self.total_bytes,
+        )
+
+
+class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
     """The predicted memory of each rank of a replica, in bytes."""
 
     model_type: str
     parameters: int
-    on_gpu: bool
+    gpus: list[DetectedGpu]
+    """GPUs for which the memory was predicted. Empty if the model runs on the CPU."""
+    ranks: int
     dtype: str
     weights: str
     kv_cache_dtype: str
-    longest: int
+    max_model_len: int
     """Length in tokens of the longest sequence that the settings or the checkpoint allow."""
-    blocks: int
+    max_num_seqs: int
+    kv_blocks: int
     """The configured number of KV blocks, or as many blocks as fit."""
+    total_bytes: int
+    """Memory of the device. On a CPU, it is the available memory divided by the number of ranks."""
+    used_bytes: int
+    """Memory of the GPU that other processes use. Always 0 on a CPU."""
     usable_bytes: int
+    """The share of the memory that `gpu_memory_utilization` allows, minus `used_bytes`."""
     weight_bytes: int
-    fixed_bytes: int
-    """Memory of the weights plus working memory."""
+    workspace_bytes: int
     block_bytes: int
 
     @property
     def kv_bytes(self) -> int:
-        return self.blocks * self.block_bytes
+        return self.kv_blocks * self.block_bytes
 
     @property
     def needed_bytes(self) -> int:
-        return self.fixed_bytes + self.kv_bytes
+        return self.weight_bytes + self.workspace_bytes + self.kv_bytes
+
+    @property
+    def kv_tokens(self) -> int:
+        """Number of tokens that the KV cache holds."""
+        return self.kv_blocks * BLOCK_TOKENS
+
+    def sequences(self, tokens: int) -> int:
+        """Return the number of sequences of this length that can run at the same time."""
+        return min(self.max_num_seqs, self.kv_blocks // -(-tokens // BLOCK_TOKENS))
+
+    def lengths(self) -> list[int]:
+        """Return the sequence lengths for which `sequences` is of interest, in ascending order."""
+        longest = min(self.max_model_len, self.kv_tokens)
+        return [*(length for length in _LENGTHS if length < longest), longest] if longest else []
 
 
-def fit(model: ModelSettings, gpus: list[DetectedGpu], available_bytes: int) -> MemoryFit:
-    """Predict a replica's memory. `available_bytes` is the memory available to a model on the CPU. On a GPU,
-    all memory is treated as free.
+def read_memory() -> MachineMemory:
+    """Return this machine's memory. This function calls NVML and reads from the kernel, so it must not run on
+    the event loop."""
+    import psutil
 
-    Raises UnfitError for a checkpoint or settings that cannot run at all.
+    return MachineMemory(
+        gpus=find_gpus().gpus,
+        available_bytes=sizing.available_host_bytes(),
+        total_bytes=int(psutil.virtual_memory().total),
+    )
+
+
+def fit(model: ModelSettings, memory: MachineMemory, chosen: Sequence[int] = ()) -> MemoryFit:
+    """Predict a replica's memory.
+
+    `chosen` contains the numbers of the GPUs that the replica would use. By default, these are the GPUs with
+    the most free memory. Raises UnfitError for a checkpoint or settings that cannot run at all.
     """
     ranks = model.tensor_parallel_size
-    on_gpu = model.device == "cuda" or (model.device == "auto" and bool(gpus))
-    if on_gpu and len(gpus) < ranks:
+    on_gpu = model.device == "cuda" or (model.device == "auto" and bool(memory.gpus))
+    if on_gpu and len(memory.gpus) < ranks:
         needed = "one GPU" if ranks == 1 else f"{ranks} GPUs"
         raise UnfitError(
-            f"tensor_parallel_size = {ranks} needs {needed}, but {len(gpus)} are available",
-            f"lower tensor_parallel_size to {len(gpus)}" if gpus else 'set device = "cpu"',
+            f"tensor_parallel_size = {ranks} needs {needed}, but {len(memory.gpus)} are available",
+            f"lower tensor_parallel_size to {len(memory.gpus)}" if memory.gpus else 'set device = "cpu"',
         )
-    memory = min(gpu.memory_bytes for gpu in gpus[:ranks]) if on_gpu else available_bytes // ranks
-    usable = int(memory * model.gpu_memory_utilization)
+    gpus = _gpus(memory.gpus, ranks, chosen) if on_gpu else []
+    fullest = min(gpus, key=_free, default=None)
+    total = memory.available_bytes // ranks if fullest is None else fullest.memory_bytes
+    used = 0 if fullest is None else fullest.used_bytes
+    usable = max(0, int(total * model.gpu_memory_utilization) - used)
     try:
         config = sizing.read_config(model.folder)
         longest = config.resolve_length(model.max_model_len)
@@ -91,19 +146,23 @@ def fit(model: ModelSettings, gpus: list[DetectedGpu], available_bytes: int) -> 
             text or str(error), remedy if text else "fix the model's folder or settings"
         ) from error
     room = max(0, usable - predicted.fixed_bytes)
-    most = room if on_gpu else min(room, CPU_MAX_KV_BYTES // ranks)
+    most = room if on_gpu else min(room, sizing.CPU_MAX_KV_BYTES // ranks)
     return MemoryFit(
         model_type=config.model_type,
         parameters=sizing.parameters(config),
-        on_gpu=on_gpu,
+        gpus=gpus,
+        ranks=ranks,
         dtype=dtype,
         weights=weights,
         kv_cache_dtype=kv_cache_dtype,
-        longest=longest,
-        blocks=model.kv_blocks if model.kv_blocks is not None else most // predicted.kv_bytes_per_block,
+        max_model_len=longest,
+        max_num_seqs=model.max_num_seqs,
+        kv_blocks=model.kv_blocks if model.kv_blocks is not None else most // predicted.kv_bytes_per_block,
+        total_bytes=total,
+        used_bytes=used,
         usable_bytes=usable,
         weight_bytes=predicted.weight_bytes,
-        fixed_bytes=predicted.fixed_bytes,
+        workspace_bytes=predicted.fixed_bytes - predicted.weight_bytes,
         block_bytes=predicted.kv_bytes_per_block,
     )
 
@@ -117,21 +176,29 @@ def why_not_beside(model: ModelSettings, chosen: Sequence[int] = ()) -> str:
     Otherwise its cache would stay smaller for its whole lifetime. This function calls NVML and reads from the
     kernel, so it must not run on the event loop.
     """
-    import psutil
-
-    gpus, ranks = find_gpus().gpus, model.tensor_parallel_size
-    available = int(psutil.virtual_memory().available)
+    memory = read_memory()
+    chosen = chosen or range(min(len(memory.gpus), model.tensor_parallel_size))
+    alone = MachineMemory(
+        gpus=memory.idle().gpus, available_bytes=memory.available_bytes, total_bytes=memory.total_bytes
+    )
     try:
-        wanted = fit(model, gpus, available)
+        wanted = fit(model, alone, chosen)
     except UnfitError:
         # The replica's load fails immediately and reports the reason, while the running replicas continue.
         return ""
-    if wanted.on_gpu:
-        used = [gpus[number] for number in chosen] or gpus[:ranks]
-        free = min(gpu.memory_bytes - gpu.used_bytes for gpu in used)
-    else:
-        free = wanted.usable_bytes
-    if wanted.needed_bytes <= free and wanted.blocks:
+    on_gpu = bool(wanted.gpus)
+    free = min(_free(memory.gpus[gpu.number]) for gpu in wanted.gpus) if on_gpu else wanted.usable_bytes
+    if wanted.needed_bytes <= free and wanted.kv_blocks:
         return ""
-    where = "of the GPU's memory" if wanted.on_gpu else "of the host's memory"
+    where = "of the GPU's memory" if on_gpu else "of the host's memory"
     return f"each rank needs {of_bytes(wanted.needed_bytes)}, but only {of_bytes(free)} {where} is free"
+
+
+def _gpus(gpus: list[DetectedGpu], ranks: int, chosen: Sequence[int]) -> list[DetectedGpu]:
+    if chosen:
+        return [gpus[number] for number in chosen]
+    return sorted(sorted(gpus, key=_free, reverse=True)[:ranks])
+
+
+def _free(gpu: DetectedGpu) -> int:
+    return gpu.memory_bytes - gpu.used_bytes

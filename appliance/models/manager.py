@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -31,7 +31,7 @@ from appliance.messages import ServedModel
 from appliance.models.fit import why_not_beside
 from appliance.models.placement import GpuPlacement, machine_topology
 from appliance.models.registry import describe
-from appliance.models.replica import Launch, Replica
+from appliance.models.replica import Launch, Preflight, Replica
 from appliance.settings import ModelSettings, Settings
 from appliance.traffic.request_manager import RequestManager
 from engine.messages import Report
@@ -71,12 +71,16 @@ class ModelManager:
         publish: Callable[[], None],
         note: Callable[[str, str], None],
         launch: Launch,
+        preflight: Preflight,
+        broken: Mapping[str, str],
     ) -> None:
         """Create the manager without starting any replicas.
 
         - `settings` returns the settings in effect.
         - `publish` is called when the list of served models or the readiness of a model may have changed.
         - `note` reports a problem (its location and description) to the operator.
+        - `preflight` checks a model's files.
+        - `broken` contains the models whose files have a problem, each with the problem.
         """
         self.models = {model.name: model for model in served}
         """The served models, as the fronts know them."""
@@ -88,6 +92,8 @@ class ModelManager:
         self._publish = publish
         self._note = note
         self._launch = launch
+        self._preflight = preflight
+        self._broken = broken
         self._placement = GpuPlacement(machine_topology())
         self._numbers: dict[str, int] = {}
         self._changes: dict[str, asyncio.Task[None]] = {}
@@ -102,9 +108,12 @@ class ModelManager:
                 self._new(name, wanted)
 
     def start(self) -> None:
-        """Start every replica."""
+        """Start every replica, except the replicas of models whose files have a problem."""
         for replica in self.replicas:
-            replica.start()
+            if problem := self._broken.get(replica.model):
+                replica.refuse(problem)
+            else:
+                replica.start()
 
     async def stop(self) -> None:
         """End every replica."""
@@ -120,6 +129,12 @@ class ModelManager:
     def of(self, model: str) -> list[Replica]:
         """Return the replicas of a model."""
         return [replica for replica in self.replicas if replica.model == model]
+
+    def unusable(self, model: str) -> str:
+        """Return the reason why no replica of the model can start until an operator corrects the model's files
+        or settings, or an empty string."""
+        replicas = self.of(model)
+        return replicas[0].failure if replicas and all(one.bad_checkpoint for one in replicas) else ""
 
     def pinned(self) -> list[str]:
         """Return the models that must be ready before startup is considered complete."""
@@ -383,6 +398,7 @@ class ModelManager:
             hang_timeout_s=service.hang_timeout_s,
             load_timeout_s=service.load_timeout_s,
             placement=self._placement,
+            preflight=self._preflight,
             launch=self._launch,
         )
         self.replicas.append(replica)

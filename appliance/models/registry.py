@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from appliance.messages import ServedModel
+from appliance.models.preflight import ModelFinding
+from appliance.models.preflight_process import Findings
 from appliance.settings import Fault, Loaded, ModelSettings, Place, Settings, SettingsError, dotted
 
 log = logging.getLogger(__name__)
@@ -17,13 +20,53 @@ _WHOLE_BYTES = 32 << 20
 _SAMPLE_BYTES = 1 << 20
 
 
-def describe_models(loaded: Loaded, former: Settings | None = None) -> list[ServedModel]:
-    """Describe the models that are not in `former`, or whose folder differs from the one in `former`. Raises
-    SettingsError for folders that cannot be read."""
+def model_faults(loaded: Loaded, findings: Findings) -> list[Fault]:
+    """Return the problems of models as faults of the settings that name the models' folders."""
+    return [
+        _fault(loaded, name, finding)
+        for name, found in findings.items()
+        for finding in found
+        if finding.level == "problem"
+    ]
+
+
+def model_warnings(loaded: Loaded, findings: Findings) -> list[Fault]:
+    """Return the warnings about models, in the form of `model_faults`."""
+    return [
+        _fault(loaded, name, finding)
+        for name, found in findings.items()
+        for finding in found
+        if finding.level == "warning"
+    ]
+
+
+def _fault(loaded: Loaded, name: str, finding: ModelFinding) -> Fault:
+    path = ("models", name, "folder")
+    return Fault(
+        place=loaded.places.get(path, Place("default")),
+        field=dotted(path),
+        what=f"model {name!r}: {finding.text}",
+        remedy=finding.remedy,
+    )
+
+
+def describe_models(
+    loaded: Loaded, former: Settings | None = None, broken: Collection[str] = ()
+) -> list[ServedModel]:
+    """Describe the models that are not in `former`, or whose folder differs from the one in `former`. For
+    models in `broken`, whose folders may not be readable, the description contains only the name and the
+    folder. Raises SettingsError for other folders that cannot be read."""
     served, faults = [], []
     for name, model in loaded.settings.models.items():
         known = former.models.get(name) if former is not None else None
         if known is not None and known.folder == model.folder:
+            continue
+        if name in broken:
+            served.append(
+                ServedModel(
+                    name=name, folder=model.folder, version="", created=0, max_model_len=0, vocab_size=0
+                )
+            )
             continue
         try:
             served.append(describe(name, model))

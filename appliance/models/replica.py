@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from appliance.background import Backoff
+from appliance.background import Background, Backoff
 from appliance.messages import ServedModel
 from appliance.models.placement import GpuPlacement, numbered
 from appliance.protocol import ReplicaState, ReplicaStatus, precision
@@ -48,6 +48,12 @@ _RETRY_FIRST_S, _RETRY_MAX_S = 5.0, 300.0
 reason, such as a damaged file or a missing mount. Another start can succeed only after the file has been
 replaced or the mount is available again."""
 
+_CHECK_AGAIN_S = 10.0
+"""Delay after which the files of a model with a known problem are checked again."""
+
+Preflight = Callable[[str, ModelSettings], str]
+"""Checks the files of a model with this name and these settings, and returns the problem; empty if there is
+none. Called in a thread."""
 Launch = Callable[
     [ReplicaSpec, Callable[[int, RankOutbound], None], Callable[[str], None]],
     ReplicaGroup,
@@ -131,6 +137,7 @@ class Replica:
         hang_timeout_s: float,
         load_timeout_s: float,
         placement: GpuPlacement,
+        preflight: Preflight,
         launch: Launch = ReplicaGroup.launch,
     ) -> None:
         self.model = model
@@ -146,6 +153,8 @@ class Replica:
         self.failure = ""
         """Reason why requests are refused instead of waiting for this replica. It is set in the state
         "failed". It is cleared when the replica becomes ready or exits for another reason."""
+        self.bad_checkpoint = False
+        """Whether `failure` is a problem of the model's files or settings."""
         self.incarnation = 0
         """Number of starts so far."""
         self.steps = StepTotals()
@@ -165,6 +174,8 @@ class Replica:
         self._gpus: list[int] = []
         """Numbers of the current incarnation's GPUs, in rank order. Empty if GPUs are not chosen."""
         self._launch = launch
+        self._preflight = preflight
+        self._background = Background()
         self._backoff = Backoff()
         self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MAX_S)
         self._expected_failures = 0
@@ -244,6 +255,19 @@ class Replica:
         self._placement.release(self.name)
         self.state, self.detail = "stopped", ""
 
+    def refuse(self, problem: str) -> None:
+        """Do not start the replica, because a check of its model's files has found a problem. The files are
+        checked again after a while, and the replica is started when they are correct."""
+        if self._stopping or self.retiring:
+            return
+        if problem != self.failure:
+            self._events.replica_problem(self, problem)
+        self.state, self.failure, self.last_error = "failed", problem, problem
+        self.bad_checkpoint = True
+        self.detail, self.fraction = "", None
+        self._start_later(_CHECK_AGAIN_S, self._check_files)
+        self._events.replica_changed(self)
+
     def kill(self, reason: str) -> None:
         """Kill the ranks. The replica is then restarted."""
         if self.group is not None:
@@ -307,7 +331,7 @@ class Replica:
         self.state, self.detail, self.fraction, self.info = "ready", "", None, info
         self._ready_at = time.monotonic()
         self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MAX_S)
-        self._expected_failures, self.failure = 0, ""
+        self._expected_failures, self.failure, self.bad_checkpoint = 0, "", False
         self.account = CreditAccount(self.name, self.model, ", ".join(info.devices))
         self.account.rates.predict(info.least_step_s, info.least_prompt_token_s)
         log.info(
@@ -338,6 +362,7 @@ class Replica:
         fatal = self._fatal
         expected = fatal is not None and fatal.kind != "internal" and not was_ready
         self._expected_failures = self._expected_failures + 1 if expected else 0
+        self.bad_checkpoint = expected and fatal is not None and fatal.kind == "checkpoint"
         # Do not start again immediately. The previous incarnation may still hold memory and devices, and a
         # damaged file is unlikely to have been replaced so quickly.
         if fatal is not None and expected and (fatal.kind == "checkpoint" or self._expected_failures > 1):
@@ -349,9 +374,25 @@ class Replica:
             delay_s = self._backoff.delay_s(served_s)
         self.detail, self.fraction = "", None
         self.restarts += 1
-        self._next_start_at = time.monotonic() + delay_s
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self.start)
+        self._start_later(delay_s, self._check_files if self.failure else self.start)
         self._events.replica_changed(self)
+
+    def _start_later(self, delay_s: float, start: Callable[[], None]) -> None:
+        self._next_start_at = time.monotonic() + delay_s
+        self._timer = asyncio.get_running_loop().call_later(delay_s, start)
+
+    def _check_files(self) -> None:
+        """Check the files of a failed replica's model, and start the replica if no problem is found."""
+        self._background.run(self._start_if_sound())
+
+    async def _start_if_sound(self) -> None:
+        problem = await asyncio.to_thread(self._preflight, self.model, self.settings)
+        if self._stopping or self.retiring:
+            return
+        if problem:
+            self.refuse(problem)
+        else:
+            self.start()
 
     # ── status for operators ──
 

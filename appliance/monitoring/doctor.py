@@ -11,8 +11,11 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import msgspec
+
 from appliance.client import AdminClient, AdminError, NotAllowedError, ServiceNotRunningError
-from appliance.models.gpus import find_gpus
+from appliance.models.fit import MachineMemory, read_memory
+from appliance.models.gpus import GpuReport, find_gpus
 from appliance.monitoring import machine, models, places, processes
 from appliance.monitoring.databases import databases
 from appliance.monitoring.findings import Area, Examination, Finding, Level
@@ -61,7 +64,7 @@ def examine(run_dir: Path, state_dir: Path, settings: Settings | str) -> Examina
         look("models", lambda: models.running_models(served))
     elif isinstance(settings, Settings):
         wanted = settings.models
-        look("models", lambda: models.configured_models(wanted, report.gpus, _available_bytes()))
+        look("models", lambda: models.configured_models(wanted, _memory(report)))
     look("databases", lambda: databases(state_dir, run_dir, running or kept_out))
     look("leftovers", lambda: places.leftovers(run_dir, state_dir, running or kept_out))
     look("leftovers", lambda: processes.orphans(status.pid if status is not None else None))
@@ -148,7 +151,5 @@ def _finding(subject: str, level: Level, text: str, remedy: str = "") -> Finding
     return Finding(area="service", subject=subject, level=level, text=text, remedy=remedy)
 
 
-def _available_bytes() -> int:
-    import psutil
-
-    return int(psutil.virtual_memory().available)
+def _memory(report: GpuReport) -> MachineMemory:
+    return msgspec.structs.replace(read_memory(), gpus=report.gpus)

@@ -38,6 +38,7 @@ from appliance.settings.load import (
     default_state_dir,
     demo_model_folder,
     load_settings,
+    model_name_of,
     read_settings,
 )
 
@@ -63,6 +64,7 @@ __all__ = [
     "dotted",
     "find_config",
     "load_settings",
+    "model_name_of",
     "parse_address",
     "read_settings",
     "read_tables",

@@ -229,7 +229,7 @@ class Flags(msgspec.Struct, kw_only=True):
 
     config: str | None = None
     models: list[str] = []
-    """Models in the form NAME=FOLDER. They replace the models in the settings files."""
+    """Models in the form FOLDER or NAME=FOLDER. They replace the models in the settings files."""
     listen: str | None = None
     fronts: int | None = None
     run_dir: str | None = None

@@ -97,14 +97,14 @@ def _lay_flags_over(tables: Tables, flags: Flags) -> None:
         for place in [place for place in places if place[0] == "models"]:
             del places[place]
     for text in flags.models:
-        name, equals, folder = text.partition("=")
         at = Place("--model")
-        if not equals or not name or not folder:
+        name, folder = _named_folder(text)
+        if not name or not folder:
             raise SettingsError(
                 faults.Fault(
                     place=at,
-                    what=f"{text!r} is not NAME=FOLDER",
-                    remedy="use a value such as --model chat=/srv/chat",
+                    what=f"{text!r} is not FOLDER or NAME=FOLDER",
+                    remedy="use a value such as --model /srv/chat or --model chat=/srv/chat",
                 )
             )
         if name in values["models"]:
@@ -123,6 +123,28 @@ def _lay_flags_over(tables: Tables, flags: Flags) -> None:
             if isinstance(model, dict):
                 model[name] = value
                 places[("models", model_name, name)] = Place(_option(name))
+
+
+def _named_folder(text: str) -> tuple[str, str]:
+    """Split the value of --model into a model's name and its folder. Without a name, the model has the name
+    of its folder."""
+    name, equals, folder = text.partition("=")
+    if equals and not os.path.isdir(os.path.expanduser(text)):
+        return name, folder
+    return model_name_of(Path(os.path.expanduser(text))), text
+
+
+def model_name_of(folder: Path) -> str:
+    """Return the name of a model that is named after its folder; empty if the folder has no usable name.
+
+    In a Hugging Face hub cache, the folder is a snapshot whose name is a commit, so the name of the
+    repository is used.
+    """
+    path = Path(os.path.abspath(folder))
+    name = path.name
+    if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
+        name = path.parent.parent.name.rpartition("--")[2]
+    return re.sub(r"[^A-Za-z0-9._:@+-]+", "-", name).lstrip("._:@+-")[:128]
 
 
 def _demo_model(flags: Flags, places: dict[faults.Path, Place]) -> ModelSettings:
@@ -144,20 +166,13 @@ def _option(flag: str) -> str:
 
 
 def _check(settings: Settings, converter: Converter) -> None:
-    for name, model in settings.models.items():
+    for name in settings.models:
         path = ("models", name)
         if not re.fullmatch(_MODEL_NAME, name):
             converter.add(
                 path,
                 f"{name!r} is not a valid model name",
                 "use 1 to 128 letters, digits and ._:/@+- and begin with a letter or digit",
-            )
-        if not os.path.isdir(model.folder):
-            converter.add(
-                (*path, "folder"),
-                f"models.{name}.folder = {model.folder!r} is not a folder",
-                "set it to the folder of a Hugging Face checkpoint (config.json, tokenizer.json, "
-                "*.safetensors)",
             )
     try:
         settings.address()

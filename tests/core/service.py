@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+from collections.abc import Mapping
 from functools import partial
 
 import uvloop
@@ -11,8 +13,16 @@ import uvloop
 from appliance.core.process import serve
 from appliance.core.systemd import Manager
 from appliance.logs import configure_logging
-from appliance.settings import Flags, read_settings
+from appliance.models.preflight import ModelFinding
+from appliance.models.preflight_process import ModelChecks
+from appliance.settings import Flags, ModelSettings, read_settings
 from engine.client import ReplicaGroup
+
+
+def check_folders(models: Mapping[str, ModelSettings]) -> dict[str, list[ModelFinding]]:
+    """Check only whether the folders exist, because fake replicas need no checkpoints."""
+    missing = ModelFinding(level="problem", text="the folder is not a folder", remedy="create it")
+    return {name: [] if os.path.isdir(model.folder) else [missing] for name, model in models.items()}
 
 
 def main() -> None:
@@ -21,7 +31,14 @@ def main() -> None:
     launch = partial(ReplicaGroup.launch, module="tests.core.fake_replica")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(
-            serve(read(), reread=read, manager=Manager(), launch=launch, front_module="tests.core.fake_front")
+            serve(
+                read(),
+                reread=read,
+                manager=Manager(),
+                launch=launch,
+                front_module="tests.core.fake_front",
+                checks=ModelChecks(files=check_folders, everything=check_folders),
+            )
         )
 
 

@@ -1,0 +1,189 @@
+"""Checks the files of a model folder without loading weights: whether they exist, are readable by the
+service's user, and are complete."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from appliance.models.readable import FileReader, hidden_by_unit, why_unreadable
+from engine import sizing
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+SMALL_FILES = (
+    CONFIG,
+    TOKENIZER,
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    sizing.INDEX,
+)
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_GGUF = b"GGUF"
+_NAMES_SHOWN = 3
+_EXPECTED = "a folder with config.json, tokenizer.json and *.safetensors"
+
+
+class FolderFault(Exception):
+    """Raised for a defect of a model folder. `remedy` explains how to correct it."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(what)
+        self.remedy = remedy
+
+
+def check_files(folder: Path, reader: FileReader, *, weights: bool) -> None:
+    """Check the files of a model folder. Without `weights`, weight files may be missing. Raises FolderFault
+    for the first defect."""
+    _check_kind(folder, reader)
+    for path in _needed(folder, weights):
+        if unreadable := why_unreadable(path, reader):
+            raise FolderFault(unreadable.what, unreadable.remedy)
+        _check_content(path, folder)
+    if weights:
+        _check_weights(folder)
+    if not (folder / TOKENIZER).exists():
+        raise FolderFault(
+            f"{folder / TOKENIZER} does not exist",
+            "copy it from the original model, or create it with transformers: "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
+        )
+
+
+def _check_kind(folder: Path, reader: FileReader) -> None:
+    """Check that `folder` is the folder of a checkpoint, and not another form in which models are stored."""
+    if unreadable := why_unreadable(folder, reader):
+        raise FolderFault(unreadable.what, unreadable.remedy)
+    if not os.path.isdir(folder):
+        raise _not_a_folder(folder)
+    if os.path.lexists(folder / CONFIG):
+        return
+    if snapshots := _snapshots(folder):
+        raise FolderFault(
+            f"{folder} is a repository in a Hugging Face hub cache, not the folder of a checkpoint",
+            f"use the folder of its snapshot: {snapshots[0]}",
+        )
+    if cached := sorted(folder.glob("models--*--*")) or sorted(folder.glob("hub/models--*--*")):
+        found = [snapshots[0] for repository in cached if (snapshots := _snapshots(repository))]
+        raise FolderFault(
+            f"{folder} is the root of a Hugging Face hub cache, not the folder of a checkpoint",
+            f"use the folder of a snapshot: {_listed(found)}"
+            if found
+            else f"download a model into it first; {cached[0].name} has no complete snapshot",
+        )
+    if gguf := sorted(folder.glob("*.gguf")):
+        raise _gguf(gguf[0])
+    raise FolderFault(
+        f"{folder} has no {CONFIG}",
+        f"use the folder of a Hugging Face checkpoint: {_EXPECTED}",
+    )
+
+
+def _not_a_folder(path: Path) -> FolderFault:
+    if path.suffix == ".gguf" or _starts_with(path, _GGUF):
+        return _gguf(path)
+    if os.path.exists(path):
+        return FolderFault(f"{str(path)!r} is not a folder, but a file", f"use {_EXPECTED}")
+    if hidden_by_unit(path):
+        return FolderFault(
+            f"{str(path)!r} is not a folder that the service can see, because its unit hides /home and /root",
+            "move the model to a directory such as /srv/models, or use the drop-in models-in-home.conf",
+        )
+    return FolderFault(
+        f"{str(path)!r} is not a folder: it does not exist",
+        f"use the folder of a Hugging Face checkpoint: {_EXPECTED}",
+    )
+
+
+def _gguf(path: Path) -> FolderFault:
+    return FolderFault(
+        f"{path} is a GGUF file, which this engine does not read",
+        f"use the safetensors version of the model: {_EXPECTED}",
+    )
+
+
+def _snapshots(repository: Path) -> list[Path]:
+    """Return the snapshots of a repository in a hub cache. The snapshot of the branch main is first, followed
+    by the others, newest first."""
+    try:
+        found = [path for path in (repository / "snapshots").iterdir() if path.is_dir()]
+        found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    except OSError:
+        return []
+    try:
+        main = (repository / "refs" / "main").read_text().strip()
+    except (OSError, ValueError):
+        main = ""
+    return sorted(found, key=lambda path: path.name != main)
+
+
+def _needed(folder: Path, weights: bool) -> list[Path]:
+    """Return the files of the folder that the service reads, including files that may not exist."""
+    found = [folder / name for name in SMALL_FILES]
+    return found + sorted(folder.glob("*.safetensors")) if weights else found
+
+
+def _check_content(path: Path, folder: Path) -> None:
+    """Check that a file exists if its name does, and that it contains data and not a reference to data."""
+    if os.path.islink(path) and not os.path.exists(path):
+        raise FolderFault(
+            f"{path} is a symbolic link to {path.readlink()}, which does not exist",
+            "download the model again, or copy the folder with the files that its links name (cp -L)",
+        )
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise FolderFault(f"{path} is not a regular file", "replace it with the file of the original model")
+    if _starts_with(path, _POINTER):
+        raise FolderFault(
+            f"{path} is a Git LFS pointer: the repository was cloned without its large files",
+            f"run: git -C {folder} lfs pull",
+        )
+
+
+def _check_weights(folder: Path) -> None:
+    """Check that all weight files exist and have the sizes that their headers give."""
+    index = folder / sizing.INDEX
+    if (
+        not index.exists()
+        and not (folder / sizing.SINGLE).exists()
+        and (gguf := sorted(folder.glob("*.gguf")))
+    ):
+        raise _gguf(gguf[0])
+    missing = [name for name in _shards(index) if not (folder / name).exists()]
+    if missing:
+        more = f" ({len(missing) - 1} more files are missing, too)" if len(missing) > 1 else ""
+        raise FolderFault(
+            f"{folder / missing[0]} does not exist, but {sizing.INDEX} lists it{more}",
+            "copy or download the checkpoint again, with all of its files",
+        )
+    try:
+        sizing.read_entries(folder)
+    except sizing.CheckpointError as error:
+        text, _, remedy = str(error).rpartition("; ")
+        raise FolderFault(text or str(error), remedy if text else "download the model again") from error
+
+
+def _shards(index: Path) -> list[str]:
+    """Return the names of all files that the index lists. Empty without a valid index, which `read_entries`
+    reports."""
+    try:
+        names = json.loads(index.read_bytes())["weight_map"].values()
+        return sorted({name for name in names if isinstance(name, str) and Path(name).name == name})
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return []
+
+
+def _starts_with(path: Path, prefix: bytes) -> bool:
+    try:
+        if not os.path.isfile(path):
+            return False
+        with path.open("rb") as file:
+            return file.read(len(prefix)) == prefix
+    except OSError:
+        return False
+
+
+def _listed(paths: list[Path]) -> str:
+    more = f" or {len(paths) - _NAMES_SHOWN} more" if len(paths) > _NAMES_SHOWN else ""
+    return " or ".join(map(str, paths[:_NAMES_SHOWN])) + more

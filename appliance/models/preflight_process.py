@@ -1,0 +1,104 @@
+"""Runs the checks of `appliance.models.preflight` in a separate process.
+
+The core uses this process while it serves, because reading a large tokenizer would block its event loop for
+about a second, and because a damaged file must not be able to crash the core.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from appliance.models.fit import read_memory
+from appliance.models.preflight import ModelFinding, check_model, problem_of
+from appliance.models.readable import this_process
+from appliance.settings import ModelSettings
+from engine.client import module_command, module_environment
+
+_TIMEOUT_S = 60.0
+"""Time limit for the checks of all models."""
+
+Findings = dict[str, list[ModelFinding]]
+"""The findings of each model, by the model's name."""
+
+
+Check = Callable[[Mapping[str, ModelSettings]], Findings]
+
+
+class CheckRequest(msgspec.Struct, kw_only=True):
+    """The input of the process."""
+
+    models: Mapping[str, ModelSettings]
+    chat_templates: Mapping[str, str] = {}
+
+
+def check_files_here(models: Mapping[str, ModelSettings]) -> Findings:
+    """Check the models in this process, without loading tokenizers or compiling templates. This takes some
+    tens of milliseconds per model."""
+    memory, reader = read_memory(), this_process()
+    return {name: check_model(model, memory, reader, compile_text=False) for name, model in models.items()}
+
+
+def check_apart(
+    models: Mapping[str, ModelSettings], chat_templates: Mapping[str, str] | None = None
+) -> Findings:
+    """Run all checks of the models in a separate process, and wait for the result.
+
+    `chat_templates` contains templates that replace the templates in a model's folder, by the model's name. A
+    process that does not end in time or ends without a result is reported as a problem of every model.
+    """
+    if not models:
+        return {}
+    request = msgspec.json.encode(CheckRequest(models=models, chat_templates=chat_templates or {}))
+    try:
+        done = subprocess.run(
+            module_command("appliance.models.preflight_process"),
+            input=request,
+            capture_output=True,
+            timeout=_TIMEOUT_S,
+            env=module_environment(),
+            check=True,
+        )
+        return msgspec.json.decode(done.stdout, type=Findings)
+    except subprocess.TimeoutExpired:
+        what = f"the model's files could not be checked within {_TIMEOUT_S:g} s"
+        remedy = "check that the disk with the model responds"
+    except (OSError, subprocess.CalledProcessError, msgspec.MsgspecError) as error:
+        what, remedy = f"the check of the model's files failed: {error}", "see the log for the cause"
+    return {name: [ModelFinding(level="problem", text=what, remedy=remedy)] for name in models}
+
+
+class ModelChecks(NamedTuple):
+    """The checks that the core runs. Both block, so they must not run on the event loop's thread."""
+
+    files: Check = check_files_here
+    """Quick checks, before the service starts and before a failed replica is started again."""
+    everything: Check = check_apart
+    """All checks, before the settings of a running service change."""
+
+    def problem(self, name: str, model: ModelSettings) -> str:
+        """Return the problem that the quick checks find, with its remedy; empty if there is none."""
+        found = problem_of(self.files({name: model})[name])
+        return str(found) if found is not None else ""
+
+
+MODEL_CHECKS = ModelChecks()
+
+
+def main() -> None:
+    """Check the models of the request on standard input, and print the findings as JSON."""
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=CheckRequest)
+    memory, reader = read_memory(), this_process()
+    findings = {
+        name: check_model(model, memory, reader, chat_template=request.chat_templates.get(name))
+        for name, model in request.models.items()
+    }
+    sys.stdout.buffer.write(msgspec.json.encode(findings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Checks whether the service's user can read files, and explains which permission is missing."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+from appliance.ownership import SERVICE_USER, user_name
+from appliance.rundir import unit_is_installed
+
+_UNIT_USER = "appliance"
+"""User of the service in systemd/appliance.service."""
+_HIDDEN_BY_UNIT = (Path("/home"), Path("/root"), Path("/run/user"))
+"""Directories that the option ProtectHome= of the unit hides from the service."""
+
+
+class FileReader(NamedTuple):
+    """A user whose permissions are checked."""
+
+    uid: int
+    groups: frozenset[int]
+    is_this_process: bool
+    """Whether the kernel can be asked, because the user is the user of this process."""
+
+
+class Unreadable(NamedTuple):
+    """A file or directory that the user cannot read, and how to change that."""
+
+    what: str
+    remedy: str
+
+
+def this_process() -> FileReader:
+    """Return the user of this process."""
+    return FileReader(os.geteuid(), frozenset((os.getegid(), *os.getgroups())), is_this_process=True)
+
+
+def service_user() -> FileReader:
+    """Return the user that runs the service. It is the user of this process, unless root runs a command on a
+    machine whose service has another user."""
+    if os.geteuid() == 0:
+        named = os.environ.get(SERVICE_USER) or (_UNIT_USER if unit_is_installed() else "")
+        try:
+            user = pwd.getpwuid(int(named)) if named.isdecimal() else pwd.getpwnam(named)
+        except KeyError:
+            return this_process()
+        if user.pw_uid != 0:
+            groups = frozenset(os.getgrouplist(user.pw_name, user.pw_gid))
+            return FileReader(user.pw_uid, groups, is_this_process=False)
+    return this_process()
+
+
+def why_unreadable(path: Path, reader: FileReader) -> Unreadable | None:
+    """Return the reason why the user cannot read an existing file or list an existing directory. None if the
+    user can, or if the path does not exist.
+
+    Symbolic links are followed, because a hub cache consists of links.
+    """
+    if _readable(path, reader):
+        return None
+    real = Path(os.path.realpath(path))
+    name = user_name(reader.uid)
+    for folder in reversed(real.parents):
+        if not _allowed(folder, reader, os.X_OK):
+            return Unreadable(
+                f"{path} cannot be read by {name}, because {name} may not enter the directory {folder}",
+                f"move the model to a directory that every user may enter, such as /srv/models, or run: "
+                f"chmod a+x {folder}",
+            )
+    try:
+        found = real.stat()
+    except OSError:
+        return None
+    folder = real if os.path.isdir(real) else real.parent
+    target = "" if real == path else f" ({real})"
+    return Unreadable(
+        f"{path}{target} cannot be read by {name}: its owner is {user_name(found.st_uid)} and its mode is "
+        f"{stat.S_IMODE(found.st_mode):o}",
+        f"let the user read the model: chmod -R a+rX {folder}, or chown -R {reader.uid} {folder}",
+    )
+
+
+def hidden_by_unit(path: Path) -> bool:
+    """Return whether this process runs as a unit of systemd that may hide the path (ProtectHome=)."""
+    return "INVOCATION_ID" in os.environ and any(path.is_relative_to(top) for top in _HIDDEN_BY_UNIT)
+
+
+def _readable(path: Path, reader: FileReader) -> bool:
+    if not reader.is_this_process:
+        real = Path(os.path.realpath(path))
+        wanted = os.R_OK | (os.X_OK if os.path.isdir(real) else 0)
+        return all(_allowed(folder, reader, os.X_OK) for folder in real.parents) and _allowed(
+            real, reader, wanted
+        )
+    return os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0), effective_ids=True)
+
+
+def _allowed(path: Path, reader: FileReader, wanted: int) -> bool:
+    """Return whether the mode bits of a path give the user these rights (os.R_OK, os.X_OK). True if the path
+    does not exist. Access control lists are considered only for this process."""
+    if reader.is_this_process:
+        try:
+            return os.access(path, wanted, effective_ids=True) or not os.path.lexists(path)
+        except OSError:
+            return True
+    try:
+        found = path.stat()
+    except OSError:
+        return True
+    if found.st_uid == reader.uid:
+        mode = found.st_mode >> 6
+    elif found.st_gid in reader.groups:
+        mode = found.st_mode >> 3
+    else:
+        mode = found.st_mode
+    return mode & 7 & wanted == wanted
