@@ -95,8 +95,8 @@ async def serve(
     _raise_descriptor_limit()
     async with contextlib.AsyncExitStack() as held:
         held.callback(manager.close)
-        last_words: list[str] = []
-        held.push(lambda kind, error, trace: _tell_end(manager, str(error) if error else "".join(last_words)))
+        reasons: list[str] = []
+        held.push(lambda kind, error, trace: _tell_end(manager, str(error) if error else "".join(reasons)))
         manager.tell(STATUS="starting: checking the models' files")
         broken = await manager.wait_for(lambda: _broken_models(loaded, checks))
         state = await held.enter_async_context(opened(loaded.settings, manager))
@@ -106,7 +106,7 @@ async def serve(
             service.start()
             await _until_stopped(stop, service.readiness)
         finally:
-            last_words.append(service.readiness.reason())
+            reasons.append(service.readiness.reason())
             await service.stop(hurry)
     log.info("stopped")
 
@@ -115,7 +115,7 @@ async def _until_stopped(stop: asyncio.Event, readiness: Readiness) -> None:
     """Wait until `stop` is set. Raises StartError if, before any model has answered requests, all models have
     problems that only an operator can correct."""
     while not stop.is_set() and not readiness.serves():
-        if reason := readiness.hopeless():
+        if reason := readiness.permanent_problems():
             raise StartError(f"no model can be served: {reason}")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), _CHECK_S)
@@ -123,8 +123,8 @@ async def _until_stopped(stop: asyncio.Event, readiness: Readiness) -> None:
 
 
 def _tell_end(manager: Manager, why: str) -> None:
-    """Leave the reason why the service was not ready as its last status, because the service manager shows the
-    last status after the end."""
+    """Report the reason why the service was not ready as its last status, because the service manager shows
+    the last status after the end."""
     if why:
         manager.tell(STATUS=f"stopped: {why}")
 

@@ -54,9 +54,9 @@ class Readiness:
         """Return whether at least one model answers requests."""
         return not all(map(self.silence, self.models.models))
 
-    def hopeless(self) -> str:
-        """Return the problems of all models if none of them can be served until an operator corrects its files
-        or settings, or an empty string."""
+    def permanent_problems(self) -> str:
+        """Return the problems of all models if none of them can be served until an operator corrects its
+        files or settings, or an empty string."""
         problems = [self.models.unusable(model) or self.front_problems(model) for model in self.models.models]
         return "; ".join(problems) if all(problems) else ""
 

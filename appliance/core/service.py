@@ -90,6 +90,8 @@ class Service:
             note=problems.note,
             on_availability=lambda: self.listeners.update(),
             launch=launch,
+            checks=checks,
+            broken=broken,
             front_module=front_module,
         )
         self.listeners = Listeners(manager.sockets, settings, parts.fronts.balancer, problems.note)

@@ -152,7 +152,7 @@ def _check_weights(folder: Path) -> None:
         raise _gguf(gguf[0])
     missing = [name for name in _shards(index) if not (folder / name).exists()]
     if missing:
-        more = f" ({len(missing) - 1} more files are missing, too)" if len(missing) > 1 else ""
+        more = f"; {len(missing)} files of the model are missing" if len(missing) > 1 else ""
         raise FolderFault(
             f"{folder / missing[0]} does not exist, but {sizing.INDEX} lists it{more}",
             "copy or download the checkpoint again, with all of its files",

@@ -94,6 +94,8 @@ class ModelManager:
         self._launch = launch
         self._preflight = preflight
         self._broken = broken
+        self._was_ready: set[str] = set()
+        """Models of which at least one replica has been ready since the service started."""
         self._placement = GpuPlacement(machine_topology())
         self._numbers: dict[str, int] = {}
         self._changes: dict[str, asyncio.Task[None]] = {}
@@ -131,10 +133,12 @@ class ModelManager:
         return [replica for replica in self.replicas if replica.model == model]
 
     def unusable(self, model: str) -> str:
-        """Return the reason why no replica of the model can start until an operator corrects the model's files
-        or settings, or an empty string."""
+        """Return the reason why no replica of the model has ever started and none can start until an operator
+        corrects the model's files or settings, or an empty string."""
         replicas = self.of(model)
-        return replicas[0].failure if replicas and all(one.bad_checkpoint for one in replicas) else ""
+        if model in self._was_ready or not replicas:
+            return ""
+        return replicas[0].failure if all(replica.bad_checkpoint for replica in replicas) else ""
 
     def pinned(self) -> list[str]:
         """Return the models that must be ready before startup is considered complete."""
@@ -163,6 +167,7 @@ class ModelManager:
         group, account = replica.group, replica.account
         if group is None or account is None:
             return
+        self._was_ready.add(replica.model)
         self._learn(replica)
         self._requests.recover_model(replica.model)
         try:

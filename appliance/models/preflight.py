@@ -106,6 +106,15 @@ def _check_text(folder: Path, chat_template: str | None, compile_text: bool) -> 
         text, _, remedy = str(error).rpartition("; ")
         yield _problem(text or str(error), remedy if text else "copy the file again from the original model")
         return
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic in the Rust extension is not an `Exception`
+        text = str(error).encode(errors="backslashreplace").decode()
+        yield _problem(
+            f"the model's files in {folder} cannot be read ({type(error).__name__}: {text:.500})",
+            "copy the tokenizer's files again from the original model",
+        )
+        return
     if "default" not in sources:
         yield ModelFinding(
             level="warning",
@@ -119,7 +128,6 @@ def _compile_text(folder: Path, sources: dict[str, str], special_tokens: dict[st
     """Load the tokenizer and compile the templates as a front does. Raises TokenizerFilesError."""
     from appliance.text.template_process import TemplateProcess
     from appliance.text.tokenizer import Tokenizer
-    from appliance.text.tokenizer_files import TokenizerFilesError
 
     async def compile_templates() -> None:
         template = TemplateProcess(sources, special_tokens)
@@ -128,15 +136,7 @@ def _compile_text(folder: Path, sources: dict[str, str], special_tokens: dict[st
         finally:
             template.close()
 
-    try:
-        Tokenizer.load(folder)
-    except (TokenizerFilesError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic in the Rust extension is not an `Exception`
-        raise TokenizerFilesError(
-            f"the tokenizer in {folder} cannot be used ({type(error).__name__}: {error}); copy its files "
-            "again from the original model"
-        ) from error
+    Tokenizer.load(folder)
     asyncio.run(compile_templates())
 
 

@@ -20,14 +20,12 @@ from msgspec import structs
 from appliance.cli.doctor import examination_lines
 from appliance.cli.output import cells
 from appliance.http.sockets import bind_unix
-from appliance.models.fit import CPU_MAX_KV_BYTES
 from appliance.models.gpus import DetectedGpu, GpuReport
 from appliance.monitoring.findings import Examination, Finding
 from appliance.monitoring.models import running_models
 from appliance.protocol import CurrentProblem, Problem
 from appliance.rundir import RunDirLock
 from appliance.settings import demo_model_folder
-from engine import memory
 from store.requests import RequestReader
 from tests.audit_trail import forge
 from tests.cli.conftest import History, Run, a_row, a_status, change_replica
@@ -38,16 +36,15 @@ Doctor = Callable[..., tuple[int, list[dict[str, Any]]]]
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Return a folder that looks like a checkpoint. It contains the small files of the shipped model, and an
-    empty weights file."""
+    """Return a folder that contains the small files of the shipped model, and links to its weight files."""
     folder = tmp_path / "model"
     folder.mkdir()
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json"):
-        shutil.copy(demo_model_folder() / name, folder)
+    for path in demo_model_folder().glob("*.json"):
+        shutil.copy(path, folder)
     for shard in set(
         json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].values()
     ):
-        (folder / shard).write_bytes(b"")
+        (folder / shard).symlink_to(demo_model_folder() / shard)
     return folder
 
 
@@ -100,7 +97,7 @@ def test_a_sound_set_up_has_no_problem(doctor: Doctor, databases: Path) -> None:
 def test_a_missing_model_folder_is_a_problem(doctor: Doctor) -> None:
     code, findings = doctor(settings='[models.m]\nfolder = "/no/such/folder"\n')
     assert code == 1
-    assert "'/no/such/folder' is not a folder" in found(findings, "service", "problem")
+    assert "'/no/such/folder' is not a folder" in found(findings, "models", "problem")
 
 
 def test_a_settings_file_with_a_mistake_hides_nothing_else(doctor: Doctor, databases: Path) -> None:
@@ -113,10 +110,13 @@ def test_a_settings_file_with_a_mistake_hides_nothing_else(doctor: Doctor, datab
 @pytest.mark.parametrize(
     ("gone", "said"),
     [
-        ("config.json", "config.json: no such file"),
+        ("config.json", "has no config.json"),
         ("tokenizer.json", "tokenizer.json does not exist"),
         ("model-00002-of-00002.safetensors", "model-00002-of-00002.safetensors does not exist"),
-        ("model.safetensors.index.json", "has neither model.safetensors nor"),
+        (
+            "model.safetensors.index.json",
+            "model.safetensors: no such file, and no model.safetensors.index.json",
+        ),
     ],
 )
 def test_a_file_that_a_model_lacks_is_named(doctor: Doctor, model: Path, gone: str, said: str) -> None:
@@ -187,10 +187,6 @@ def test_where_memory_limits_the_length_that_nobody_asked_for_it_is_a_warning(
     warning = found(findings, "models", "warning")
     assert "the KV cache limits sequences to 256 tokens, but the checkpoint allows 2,048" in warning
     assert "max_model_len = 256" in warning
-
-
-def test_the_doctor_predicts_with_the_engines_bound_for_kv_on_a_cpu() -> None:
-    assert CPU_MAX_KV_BYTES == memory.CPU_MAX_KV_BYTES
 
 
 def test_a_directory_that_cannot_be_made_or_written_is_a_problem(doctor: Doctor, tmp_path: Path) -> None:

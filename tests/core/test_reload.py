@@ -298,6 +298,7 @@ def test_a_change_that_fails_leaves_no_address_open() -> None:
             reread=reread,
             live=LiveSettings(Settings()),
             models=unused,
+            check_models=lambda models: {},
             drains=drains,
             publish=unused,
             listeners=[door],

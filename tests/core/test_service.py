@@ -21,6 +21,7 @@ from appliance.client import AdminError
 from appliance.monitoring.doctor import examine
 from appliance.protocol import ModelStatus, Status
 from appliance.rundir import last_holder
+from appliance.settings import demo_model_folder
 from store.evidence import verify_audit
 from tests.audit_trail import read_audit
 from tests.core.conftest import ROOT, Service, alive, read_answer, wait_until
@@ -391,7 +392,10 @@ def test_a_run_directory_has_one_service_and_the_message_names_it(make_service: 
     service.start()
     service.wait_ready()
     second = subprocess.run(
-        [sys.executable, "-m", "appliance.cli", "serve", "--config", str(service.config)],
+        [
+            *(sys.executable, "-m", "appliance.cli", "serve"),
+            *("--config", str(service.config), "--model", str(demo_model_folder())),
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -116,7 +116,7 @@ def test_what_cannot_be_used_is_named_with_its_place_and_remedy(tmp_path: Path, 
 def test_wrong_flags_are_named_too(tmp_path: Path) -> None:
     for flags, said in (
         ({"dtype": "int3"}, "dtype = 'int3' is not valid"),
-        ({"models": ["x"]}, "--model: 'x' is not NAME=FOLDER"),
+        ({"models": ["=x"]}, "--model: '=x' is not FOLDER or NAME=FOLDER"),
         ({"models": [f"x={tmp_path}", f"x={tmp_path}"]}, "--model: the model name 'x' is given twice"),
         ({"listen": "here"}, "--listen: listen = 'here' is not HOST:PORT"),
         ({"config": "/nope.toml"}, "--config: /nope.toml is not a file"),
@@ -325,3 +325,18 @@ inline = { x = 1, "y z" = { w = 2 } }
 
 def test_the_page_of_settings_says_what_the_settings_say() -> None:
     check_page("configuration_page.py")
+
+
+def test_a_model_without_a_name_has_the_name_of_its_folder(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--Org--Qwen3-8B" / "snapshots" / "0123abcd"
+    for folder, name in (
+        (tmp_path / "chat", "chat"),
+        (tmp_path / "my chat (new)", "my-chat-new-"),
+        (tmp_path / ".hidden=1", "hidden-1"),
+        (snapshot, "Qwen3-8B"),
+    ):
+        folder.mkdir(parents=True)
+        (model,) = load_settings(Flags(models=[str(folder)]), {"HOME": str(tmp_path)}).models.items()
+        assert (model[0], model[1].folder) == (name, str(folder))
+    with pytest.raises(SettingsError, match="the model name 'chat' is given twice"):
+        load_settings(Flags(models=[str(tmp_path / "chat")] * 2), {"HOME": str(tmp_path)})

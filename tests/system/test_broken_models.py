@@ -1,0 +1,150 @@
+"""Tests that a model with defective files is named with its cause and remedy, while other models are served."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from appliance.client import ServiceNotRunningError
+from appliance.settings import demo_model_folder
+from tests.system.service import APPLIANCE, Service, service
+
+pytestmark = pytest.mark.system
+SHARD = "model-00002-of-00002.safetensors"
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Iterator[Path]:
+    """Return a copy of the shipped model without its second shard."""
+    folder = tmp_path / "broken"
+    shutil.copytree(demo_model_folder(), folder)
+    (folder / SHARD).unlink()
+    yield folder
+    shutil.rmtree(folder)
+
+
+def run(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [APPLIANCE, *map(str, words)]
+    return subprocess.run(
+        command,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def answers(running: Service) -> bool:
+    """Return whether the service answers on its admin socket."""
+    try:
+        return bool(running.status())
+    except ServiceNotRunningError:
+        return False
+
+
+def test_config_check_names_the_missing_shard_and_its_line(broken: Path, tmp_path: Path) -> None:
+    config = tmp_path / "appliance.toml"
+    config.write_text(f'[models.chat]\nfolder = "{broken}"\n')
+    done = run("config", "check", config)
+    assert done.returncode == 1
+    assert done.stdout.startswith(f"{config}:2: model 'chat': {broken / SHARD} does not exist, but ")
+    assert done.stdout.rstrip().endswith("copy or download the checkpoint again, with all of its files")
+    (fault,) = json.loads(run("config", "check", config, "--json").stdout)["faults"]
+    assert fault["field"] == "models.chat.folder" and SHARD in fault["what"]
+
+
+def test_config_check_warns_about_a_model_without_a_template(broken: Path, tmp_path: Path) -> None:
+    shutil.copy(demo_model_folder() / SHARD, broken)
+    (broken / "tokenizer_config.json").write_text("{}")
+    config = tmp_path / "appliance.toml"
+    config.write_text(f'[models.chat]\nfolder = "{broken}"\n')
+    done = run("config", "check", config)
+    assert done.returncode == 0 and done.stdout.rstrip().endswith(f"ok: {config}")
+    assert "warning: " in done.stdout and "chat requests will be refused" in done.stdout
+
+
+def test_a_service_with_only_broken_models_ends_with_the_cause_as_its_last_status(
+    broken: Path, tmp_path: Path
+) -> None:
+    folders = "--run-dir", tmp_path / "run", "--state-dir", tmp_path / "state"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        began = time.monotonic()
+        done = run("serve", *folders, "--model", broken, NOTIFY_SOCKET=str(tmp_path / "notify"))
+        assert time.monotonic() - began < 60
+        manager.setblocking(False)
+        told = []
+        while True:
+            try:
+                told.append(manager.recv(65536).decode())
+            except BlockingIOError:
+                break
+    assert done.returncode == os.EX_CONFIG
+    assert f"--model: model 'broken': {broken / SHARD} does not exist" in done.stderr
+    assert "database" not in done.stderr and ".db" not in "".join(told)
+    assert "STATUS=stopped: " in told[-1] and SHARD in told[-1]
+    assert not (tmp_path / "state").exists(), "the databases were created although nothing can be served"
+
+
+def test_a_defect_that_only_the_engine_finds_also_ends_the_start(broken: Path, tmp_path: Path) -> None:
+    shutil.copy(demo_model_folder() / SHARD, broken)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 64}))
+    folders = "--run-dir", tmp_path / "run", "--state-dir", tmp_path / "state"
+    done = run("serve", *folders, "--model", broken, "--kv-blocks", "50", OMP_NUM_THREADS="1")
+    assert done.returncode == os.EX_CONFIG
+    assert "no model can be served: " in done.stderr and "config.json needs" in done.stderr
+
+
+def test_a_broken_model_is_shown_as_failed_until_it_is_repaired_while_others_serve(
+    broken: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Service, "ready", answers)
+    models = "--model", f"demo={demo_model_folder()}", "--model", str(broken)
+    with service(*models, "--kv-blocks", "50") as running:
+
+        def state(name: str) -> tuple[str, str]:
+            found = {model["name"]: model for model in running.status()["models"]}[name]
+            return found["state"], found["detail"]
+
+        running.wait_until(lambda: state("demo")[0] == "ready", 120, "the good model")
+        assert state("broken")[0] == "failed" and SHARD in state("broken")[1]
+        status = running.status()
+        assert any(SHARD in problem["what"] for problem in status["current_problems"])
+        assert "no such file" not in running.log_path.read_text(), "the engine was started for nothing"
+        with running.http() as http:
+            body = {"model": "demo", "prompt": "hi", "max_tokens": 1}
+            assert http.post("/v1/completions", json=body).status_code == 200
+            refused = http.post("/v1/completions", json=body | {"model": "broken"})
+            assert refused.status_code == 503 and SHARD in refused.text
+            not_ready = http.get("/health/ready")
+            assert not_ready.status_code == 503 and SHARD in not_ready.text
+        shutil.copy(demo_model_folder() / SHARD, broken)
+        running.wait_until(lambda: state("broken")[0] == "ready", 120, "the repaired model")
+        with running.http() as http:
+            running.wait_until(lambda: http.get("/health/ready").status_code == 200, 60, "ready")
+
+
+def test_a_reload_refuses_a_broken_model_and_changes_nothing(broken: Path, tmp_path: Path) -> None:
+    config = tmp_path / "appliance.toml"
+    good = f'[models.demo]\nfolder = "{demo_model_folder()}"\nkv_blocks = 50\n'
+    config.write_text(good)
+    with service("--config", str(config)) as running:
+        pids = running.replica()["pids"]
+        config.write_text(f'{good}max_num_seqs = 7\n[models.chat]\nfolder = "{broken}"\n')
+        done = run("config", "reload", "--run-dir", running.run_dir)
+        assert done.returncode == 1
+        assert f"{config}:6: model 'chat': {broken / SHARD} does not exist" in done.stderr
+        assert [model["name"] for model in running.status()["models"]] == ["demo"]
+        assert running.replica()["pids"] == pids
+        with running.http() as http:
+            assert http.get("/health/ready").status_code == 200
