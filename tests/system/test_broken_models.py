@@ -1,4 +1,4 @@
-"""Tests that a model with defective files is named with its cause and remedy, while other models are served."""
+"""Tests that a model with defective files is named with its cause and remedy, and that others are served."""
 
 from __future__ import annotations
 
