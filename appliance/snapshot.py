@@ -145,7 +145,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockMap(msgspec.Struct, frozen=True, kw_only=True):
-    """Each block of a KV cache, in the order of the pool. Arrays are bytes, because caches have many blocks."""
+    """Every block of a KV cache, in the order of the pool. Caches have many blocks, so arrays are bytes."""
 
     states: bytes
     """One byte per block: an index into `BLOCK_STATES`."""

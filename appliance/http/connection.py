@@ -85,16 +85,14 @@ class Connection(asyncio.BufferedProtocol):
         """Whether the client has closed its sending side."""
         self._linger_bytes: int | None = None
         """Number of bytes still to be dropped before the connection closes, or None if it is not closing."""
-        self._writable = asyncio.Event()
-        self._writable.set()
+        self.writable = True
+        """Whether the transport's buffer is below its high-water mark. Streams read this for each token."""
+        self._may_write = asyncio.Event()
+        """Set while `writable` is true."""
+        self._may_write.set()
         self._timer = Timer()
 
     # ── methods for a response in progress ──
-
-    @property
-    def writable(self) -> bool:
-        """Whether the transport's buffer is below its high-water mark."""
-        return self._writable.is_set()
 
     @property
     def lost(self) -> bool:
@@ -113,7 +111,7 @@ class Connection(asyncio.BufferedProtocol):
 
     async def drain(self) -> None:
         """Wait until the transport accepts bytes again."""
-        await self._writable.wait()
+        await self._may_write.wait()
 
     def write_chunk(self, data: bytes) -> None:
         """Write part of a response that was started without a content length. `data` must not be empty."""
@@ -189,7 +187,8 @@ class Connection(asyncio.BufferedProtocol):
         self.server.forget(self)
         for timer in (self._timer, self._half_closed, self._write_limit):
             timer.stop()
-        self._writable.set()
+        self.writable = True
+        self._may_write.set()
         self._input.clear()
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
@@ -500,13 +499,15 @@ class Connection(asyncio.BufferedProtocol):
     def pause_writing(self) -> None:
         """Record that the transport's buffer is full, and start the time limit within which the client must
         read."""
-        self._writable.clear()
+        self.writable = False
+        self._may_write.clear()
         self._write_limit.start()
         self.server.congested(self)
 
     def resume_writing(self) -> None:
         """Record that the transport accepts bytes again."""
-        self._writable.set()
+        self.writable = True
+        self._may_write.set()
         self.server.relieved(self)
         self._write_limit.restart()
         if self.on_writable is not None:
