@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import gcd
 from typing import Literal, NamedTuple, get_args
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -19,8 +20,17 @@ RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 
 
+FP8_BLOCK = 128
+"""Number of rows and of columns of a block in checkpoints whose FP8 matrices have one scale per block."""
+
 DENSE, EXPERTS = "dense", "experts"
 """The kinds of layers: layers with an MLP, and layers with a mixture of experts."""
+
+
+def fp8_block(part: int) -> int:
+    """Return the number of rows or columns of the blocks of an FP8 matrix on a rank, whose tensors, or parts
+    of tensors, begin at multiples of `part`. 0 means that the matrix is one complete tensor."""
+    return gcd(FP8_BLOCK, part)
 
 
 class CheckpointError(Exception):
@@ -116,6 +126,10 @@ class Shard:
         """Return this rank's share of a total `width`, which is divided equally among the ranks."""
         return width // self.size
 
+    def cut(self, part: int) -> int:
+        """Return `part`, a rank's share of a width, or 0 if there is one rank, which has the whole width."""
+        return part if self.size > 1 else 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -151,7 +165,9 @@ class ModelConfig:
     dtype: str
     """Dtype of the checkpoint, a key of DTYPE_BYTES."""
     fp8: bool
-    """Whether the checkpoint's matrices are e4m3, with one scale per output or per matrix."""
+    """Whether the checkpoint's matrices are e4m3, with one scale per output, per matrix or per block."""
+    fp8_blocks: bool
+    """Whether e4m3 matrices have one scale per block of FP8_BLOCK rows and columns."""
 
     @property
     def context_length(self) -> int:

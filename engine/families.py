@@ -15,6 +15,7 @@ from engine.config import (
     DENSE,
     DTYPE_BYTES,
     EXPERTS,
+    FP8_BLOCK,
     ROPE_KINDS,
     CheckpointError,
     ExpertsConfig,
@@ -312,6 +313,7 @@ def _from_fields(fields: Fields) -> ModelConfig:
     rope = _rope(fields, positions, family.rope_theta)
     if rope.kind == "dynamic" and head_dim == 2:
         raise fields.error("head_dim", "dynamic rope needs at least 4")
+    fp8, fp8_blocks = _quantised(fields)
     return ModelConfig(
         model_type=model_type,
         hidden_size=hidden_size,
@@ -334,7 +336,8 @@ def _from_fields(fields: Fields) -> ModelConfig:
         experts=None if family.experts is None else family.experts(fields),
         sliding_windows=family.windows(fields, layers),
         dtype=_dtype(fields),
-        fp8=_quantised(fields),
+        fp8=fp8,
+        fp8_blocks=fp8_blocks,
     )
 
 
@@ -351,20 +354,22 @@ def _dtype(fields: Fields) -> str:
     return str(value)
 
 
-def _quantised(fields: Fields) -> bool:
-    """Return whether the checkpoint declares FP8 matrices. The tensors' dtypes determine which matrices are
-    FP8."""
+def _quantised(fields: Fields) -> tuple[bool, bool]:
+    """Return whether the checkpoint declares FP8 matrices, and whether these have one scale per block. The
+    tensors' dtypes determine which matrices are FP8."""
     value = fields.get("quantization_config")
     if value is None:
-        return False
+        return False, False
     if not isinstance(value, dict):
         raise fields.error("quantization_config", "it must be an object with quant_method")
     config = Fields(fields.file, value, prefix="quantization_config.")
     method = config.get("quant_method")
     if method == "fp8":
-        _expect(config, "weight_block_size", (None,))
         _expect(config, "fmt", (None, "e4m3"))
-        return True
+        blocks = config.get("weight_block_size") is not None
+        if blocks:
+            _expect_blocks(config)
+        return True, blocks
     _expect(config, "quant_method", ("compressed-tensors",))
     groups = config.get("config_groups")
     if not isinstance(groups, dict):
@@ -380,7 +385,19 @@ def _quantised(fields: Fields) -> bool:
         _expect(scheme, "symmetric", (None, True))
     # Without groups, only the checkpoint's KV cache is quantised. The dtype of our KV cache is a setting of
     # the replica.
-    return bool(groups)
+    return bool(groups), False
+
+
+def _expect_blocks(config: Fields) -> None:
+    """Raise CheckpointError unless the blocks are square blocks of FP8_BLOCK rows, and activations are
+    quantised while the model runs."""
+    if config.get("weight_block_size") != [FP8_BLOCK, FP8_BLOCK]:
+        raise config.error(
+            "weight_block_size",
+            f"blocks of [{FP8_BLOCK}, {FP8_BLOCK}] are supported; otherwise use the bfloat16 checkpoint",
+        )
+    if config.get("activation_scheme") not in (None, "dynamic"):
+        raise config.error("activation_scheme", "with weight_block_size it must be dynamic")
 
 
 def _expect(config: Fields, name: str, loadable: tuple[Any, ...]) -> None:

@@ -37,11 +37,13 @@ from engine.sampler import Sampler
 from engine.sizing import (
     EXPANSION_BLOCKS,
     FP8,
+    FP8_BLOCKS,
     Sizing,
     gemm_sizes,
     kv_bytes_per_block,
     parameters,
     predict,
+    weights_dtype,
 )
 from engine.spec_checks import check_spec
 from engine.steps import StepExecutor
@@ -87,7 +89,10 @@ class ModelRunner:
         resident = memory.resident_bytes()
         self.config = read_config(spec.model_path)
         self.dtype = _dtype_name(spec.dtype, self.config, self.device)
-        self.weights = FP8 if spec.quantization == FP8 or self.config.fp8 else self.dtype
+        on_gpu = self.device.type == "cuda"
+        self.weights = weights_dtype(self.config, spec.quantization, self.dtype, on_gpu=on_gpu)
+        if self.config.fp8_blocks and self.weights == FP8:
+            log.info("converting the checkpoint's FP8 block scales to one scale per output")
         self.kv_cache_dtype = FP8 if spec.kv_cache_dtype == FP8 else self.dtype
         self.max_model_len = self._initial_max_model_len()
         self._padding = Padding(gemm_sizes(spec.max_num_batched_tokens), gemm_sizes(spec.max_num_seqs))
@@ -104,7 +109,8 @@ class ModelRunner:
                 TORCH_DTYPES[self.dtype],
                 self.device,
                 max_model_len=self.max_model_len,
-                fp8=self.weights == FP8,
+                fp8=self.weights != self.dtype,
+                fp8_blocks=self.weights == FP8_BLOCKS,
                 kv_fp8=self.kv_cache_dtype == FP8,
             )
             # The size of the KV pool is determined later, because the pool uses the remaining memory.
@@ -261,7 +267,7 @@ class ModelRunner:
         served = ReplicaModel(
             config=self.config,
             dtype=self.dtype,
-            fp8=self.weights == FP8,
+            fp8=self.weights != self.dtype,
             kv_fp8=self.kv_cache_dtype == FP8,
             tensor_parallel_size=self.ranks.size,
             max_num_seqs=self.spec.max_num_seqs,

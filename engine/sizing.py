@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from math import gcd
+from typing import NamedTuple
 
-from engine.config import DTYPE_BYTES, EXPERTS, CheckpointError, ModelConfig, Shard
+from engine.config import DTYPE_BYTES, EXPERTS, CheckpointError, ModelConfig, Shard, fp8_block
 from engine.families import read_config
 from engine.memory import CPU_MAX_KV_BYTES, available_host_bytes
 from engine.messages import BLOCK_TOKENS
@@ -30,10 +32,14 @@ __all__ = [
     "predict",
     "read_config",
     "read_entries",
+    "weights_dtype",
 ]
 
 FP8 = "fp8"
-"""Name of the dtype for weights or a KV cache in e4m3 with float32 scales."""
+"""Name of the dtype for weights or a KV cache in e4m3 with float32 scales. Weights have one scale per
+output."""
+FP8_BLOCKS = "fp8-block"
+"""Name of the dtype for weights in e4m3 with one float32 scale per block of rows and columns."""
 
 EXPANSION_BLOCKS = 1024
 """Maximum number of FP8 cache blocks that are expanded to the model's dtype together, in a pass with prompts
@@ -123,10 +129,11 @@ def predict(
     """Predict the memory of rank 0. It needs the most memory, because only rank 0 has the biases of
     all-reduced linears.
 
-    `dtype` is the model's dtype, a key of `engine.config.DTYPE_BYTES`. `weights` and `kv_cache_dtype` are
-    keys of the same mapping, or "fp8". `max_num_seqs` is the maximum number of running sequences.
-    `max_num_batched_tokens` is the token budget of a step. `blocks` is the size of the KV pool, or None if it
-    is not yet known. Raises UnsupportedError if the model cannot be split across the ranks.
+    `dtype` is the model's dtype, a key of `engine.config.DTYPE_BYTES`. `weights` (see `weights_dtype`) and
+    `kv_cache_dtype` are keys of the same mapping, or "fp8"; `weights` may also be "fp8-block". `max_num_seqs`
+    is the maximum number of running sequences. `max_num_batched_tokens` is the token budget of a step.
+    `blocks` is the size of the KV pool, or None if it is not yet known. Raises UnsupportedError if the model
+    cannot be split across the ranks.
     """
     shard = config.shard(tensor_parallel_size, 0)
     return Sizing(
@@ -149,25 +156,60 @@ def weight_bytes(config: ModelConfig, shard: Shard, dtype: str, weights: str) ->
     """Return the size, in bytes, of all weights of a rank.
 
     `dtype` is the dtype of the embeddings, the norms and the output matrix. `weights` is the dtype of the
-    layers' matrices: the same dtype, or "fp8".
+    layers' matrices: the same dtype, "fp8" or "fp8-block".
     """
     width = DTYPE_BYTES[dtype]
-    if weights != FP8:
+    if weights not in (FP8, FP8_BLOCKS):
         return _parameters(config, shard) * width
     quantised = _matrices(config, shard)
-    matrices = sum(outputs * inputs for outputs, inputs in quantised)
-    scales = sum(outputs for outputs, _ in quantised)
+    matrices = sum(each.elements for each in quantised)
+    scales = sum(each.blocks if weights == FP8_BLOCKS else each.count * each.outputs for each in quantised)
     return matrices + 4 * scales + (_parameters(config, shard) - matrices) * width
 
 
-def _matrices(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:
-    """Return the dimensions (outputs, inputs) of all matrices that can be quantised: qkv and o, and gate_up
-    and down of every MLP and expert. The matrices of a layer's routed experts are combined into one."""
+def weights_dtype(config: ModelConfig, quantization: str, dtype: str, *, on_gpu: bool) -> str:
+    """Return the dtype of the layers' matrices in a replica: `dtype`, "fp8" or "fp8-block".
+
+    Matrices with one scale per block keep these scales only where the reference implementation computes. The
+    GPU kernels support one scale per output, to which the matrices are converted while they are loaded.
+    """
+    if quantization == FP8 or (config.fp8 and not config.fp8_blocks):
+        return FP8
+    if not config.fp8:
+        return dtype
+    return FP8 if on_gpu and dtype != "float32" else FP8_BLOCKS
+
+
+class _Matrices(NamedTuple):
+    """Equal matrices that can be quantised."""
+
+    count: int
+    outputs: int
+    inputs: int
+    row_part: int
+    """As in `engine.model.layers.ParameterFactory.matrix`."""
+    column_part: int
+
+    @property
+    def elements(self) -> int:
+        return self.count * self.outputs * self.inputs
+
+    @property
+    def blocks(self) -> int:
+        """Number of FP8 blocks."""
+        rows = -(-self.outputs // fp8_block(self.row_part))
+        return self.count * rows * -(-self.inputs // fp8_block(self.column_part))
+
+
+def _matrices(config: ModelConfig, shard: Shard) -> list[_Matrices]:
+    """Return all matrices that can be quantised: qkv and o, and gate_up and down of every MLP and expert."""
     hidden, q, kv = config.hidden_size, shard.heads * config.head_dim, shard.kv_heads * config.head_dim
-    found = [(q + 2 * kv, hidden), (hidden, q)] * config.layers
+    qkv = _Matrices(1, q + 2 * kv, hidden, gcd(q, kv), 0)
+    found = [qkv, _Matrices(1, hidden, q, 0, shard.cut(q))] * config.layers
     for kind in config.layer_kinds:
         for count, width in _mlps(config, shard, kind):
-            found += [(count * 2 * width, hidden), (count * hidden, width)]
+            found.append(_Matrices(count, 2 * width, hidden, width, 0))
+            found.append(_Matrices(count, hidden, width, 0, shard.cut(width)))
     return found
 
 
@@ -187,7 +229,7 @@ def _parameters(config: ModelConfig, shard: Shard) -> int:
     and the gate of a shared expert.
     """
     hidden, q, kv = config.hidden_size, shard.heads * config.head_dim, shard.kv_heads * config.head_dim
-    matrices = sum(outputs * inputs for outputs, inputs in _matrices(config, shard))
+    matrices = sum(each.elements for each in _matrices(config, shard))
     layer = 2 * hidden
     first = shard.rank == 0
     if config.qkv_bias:
@@ -240,7 +282,7 @@ def _workspace_on_cpu(
     """
     kv = shard.kv_heads * config.head_dim
     outputs = max(shard.heads * config.head_dim + 2 * kv, 2 * shard.intermediate)
-    copied = 4 * config.hidden_size * outputs if weights == FP8 else 0
+    copied = 4 * config.hidden_size * outputs if weights in (FP8, FP8_BLOCKS) else 0
     logits = max_num_seqs * shard.vocab * 4 * _SAMPLED_COPIES
     pages = 2 * max(kv * DTYPE_BYTES[dtype] * max_model_len, _GATHERED_BYTES)
     packed = shard.vocab * config.hidden_size * 4 if dtype == "float32" and config.tie_word_embeddings else 0

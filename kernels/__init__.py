@@ -28,12 +28,17 @@ PDL_FROM = 90
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
-    """An FP8 weight matrix with one scale per output row."""
+    """An FP8 weight matrix with one scale per output row, or one scale per block of rows and columns. Only
+    the reference implementation supports blocks."""
 
     values: torch.Tensor
     """Quantised matrix, [out, in] float8_e4m3fn."""
     scales: torch.Tensor
-    """Scale of each row, [out] float32. Row i of the weight matrix equals `values[i] × scales[i]`."""
+    """Scale of each row, [out] float32. Row i of the weight matrix equals `values[i] × scales[i]`. With
+    `block`, scale of each block: [⌈out / rows⌉, ⌈in / columns⌉] float32."""
+    block: tuple[int, int] | None = None
+    """Rows and columns of a block, or None if there is one scale per row. Activations are then quantised with
+    one scale per token and group of `columns` inputs."""
 
 
 Weight = torch.Tensor | Fp8Weight
@@ -233,7 +238,8 @@ class Ops(Protocol):
 
     def linear(self, x: Activation, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """Return `x [tokens, in] @ weight [out, in].T (+ bias [out])`, which has shape `[tokens, out]`. If
-        `weight` is an `Fp8Weight`, x is first quantised per token, unless it is already quantised."""
+        `weight` is an `Fp8Weight`, x is first quantised per token (with blocks: per token and group of
+        inputs), unless it is already quantised."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Compute RMSNorm (Zhang and Sennrich 2019) over the last dimension in float32, and round the result

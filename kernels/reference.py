@@ -163,7 +163,7 @@ def experts_linear(x: torch.Tensor, expert: torch.Tensor, weight: Weight) -> tor
 def expert_weight(weight: Weight, expert: int) -> Weight:
     """Return one expert's matrix `[out, in]` of `weight [experts, out, in]`."""
     if isinstance(weight, Fp8Weight):
-        return Fp8Weight(weight.values[expert], weight.scales[expert])
+        return Fp8Weight(weight.values[expert], weight.scales[expert], weight.block)
     return weight[expert]
 
 
@@ -184,9 +184,46 @@ def quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, largest / most
 
 
+def quantise_blocks(x: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise a matrix `x [out, in]` to e4m3 with one scale per block, as `quantise_fp8` does with one scale
+    per row. Return the quantised values and their scales (`kernels.Fp8Weight.scales`)."""
+    (out, inputs), (rows, columns) = x.shape, block
+    whole = F.pad(x, (0, -inputs % columns, 0, -out % rows))
+    blocks = whole.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).transpose(1, 2)
+    values, scales = quantise_fp8(blocks.flatten(2))
+    values = values.view(blocks.shape).transpose(1, 2).reshape(whole.shape)
+    return values[:out, :inputs].contiguous(), scales.squeeze(-1)
+
+
+def dequantise(weight: Fp8Weight) -> torch.Tensor:
+    """Return the values of an FP8 matrix `[out, in]` multiplied by their scales, in float32."""
+    found = weight.values.float()
+    if weight.block is None:
+        return found.mul_(weight.scales.unsqueeze(1))
+    rows, columns = weight.block
+    # Scale one group of columns after another, so that no matrix of scales is needed.
+    scales = weight.scales.repeat_interleave(rows, dim=0)[: len(found)]
+    for group, part in enumerate(found.split(columns, dim=1)):
+        part.mul_(scales[:, group : group + 1])
+    return found
+
+
+def round_in_groups(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """Quantise `x [tokens, n]` to e4m3 with one scale per token and group of `columns` numbers. Return the
+    quantised values multiplied by their scales, in float32."""
+    groups = F.pad(x, (0, -x.shape[1] % columns)).unflatten(1, (-1, columns))
+    values, scales = quantise_fp8(groups)
+    return values.float().mul_(scales).flatten(1)[:, : x.shape[1]]
+
+
 def linear_fp8(x: Activation, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """Multiply `x [tokens, in]` by an FP8 weight. x is first quantised per token, unless it is already
-    quantised. Sums are computed in float32 and rounded once to the model's dtype."""
+    quantised. If the weight has blocks, x is quantised per token and group of inputs, and must not be
+    quantised yet. Sums are computed in float32 and rounded once to the model's dtype."""
+    if weight.block is not None:
+        assert isinstance(x, torch.Tensor)
+        product = F.linear(round_in_groups(x, weight.block[1]), dequantise(weight))
+        return (product if bias is None else product + bias.float()).to(x.dtype)
     if not isinstance(x, Fp8Activation):
         x = Fp8Activation(*quantise_fp8(x), x.dtype)
     product = F.linear(x.values.float(), weight.values.float()) * x.scales * weight.scales

@@ -126,7 +126,7 @@ def fit(model: ModelSettings, memory: MachineMemory, chosen: Sequence[int] = ())
         config = sizing.read_config(model.folder)
         longest = config.resolve_length(model.max_model_len)
         dtype = model.dtype if model.dtype != "auto" else config.dtype if on_gpu else "float32"
-        weights = sizing.FP8 if config.fp8 or model.quantization == sizing.FP8 else dtype
+        weights = sizing.weights_dtype(config, model.quantization, dtype, on_gpu=on_gpu)
         kv_cache_dtype = model.kv_cache_dtype if model.kv_cache_dtype != "auto" else dtype
         predicted = sizing.predict(
             config,

@@ -35,8 +35,9 @@ class Decoder:
 
     `max_model_len` is the maximum sequence length, or None for the checkpoint's maximum
     (`ModelConfig.context_length`). With `fp8`, the layers' matrices are e4m3 with one scale per output, while
-    the embeddings and the output matrix are not quantised. With `kv_fp8`, the KV cache is e4m3 with one scale
-    per token and head.
+    the embeddings and the output matrix are not quantised. With `fp8_blocks`, there is one scale per block
+    instead, which only the reference implementation supports. With `kv_fp8`, the KV cache is e4m3 with one
+    scale per token and head.
 
     Raises UnsupportedError if the model cannot be split across the ranks or does not support this length, and
     WeightsTooLarge if the weights do not fit on the device.
@@ -52,9 +53,10 @@ class Decoder:
         *,
         max_model_len: int | None = None,
         fp8: bool = False,
+        fp8_blocks: bool = False,
         kv_fp8: bool = False,
     ) -> None:
-        factory = ParameterFactory(ops, dtype, device, fp8)
+        factory = ParameterFactory(ops, dtype, device, fp8, fp8_blocks)
         self.config = config
         self.ranks = ranks
         self.ops = ops
@@ -63,7 +65,8 @@ class Decoder:
         self.device = device
         self.max_model_len = config.resolve_length(max_model_len)
         self.shard = config.shard(ranks.size, ranks.rank)
-        self.fit = WeightFit(config, self.shard, str(dtype).removeprefix("torch."), fp8, device, ranks.size)
+        name = str(dtype).removeprefix("torch.")
+        self.fit = WeightFit(config, self.shard, name, fp8, device, ranks.size, fp8_blocks)
         self.fit.check()
         with self.fit.explained():
             self.embedding = factory.empty(self.shard.vocab, config.hidden_size)

@@ -18,7 +18,7 @@ from engine.model.layers import (
     ParameterFactory,
     WeightShard,
     add_sum,
-    values_and_scales,
+    rows_of,
 )
 from engine.parallel import Ranks
 from kernels import Activation, ExpertActivation, Experts, Fp8Activation, Ops, Residual
@@ -78,8 +78,8 @@ class Mixture:
         self.start = shard.rank * self.part
         self.experts = Experts(
             router=factory.empty(count, hidden),
-            gate_up=factory.matrix(count, 2 * self.part, hidden),
-            down=factory.matrix(count, hidden, self.part),
+            gate_up=factory.matrix(count, 2 * self.part, hidden, row_part=self.part),
+            down=factory.matrix(count, hidden, self.part, column_part=shard.cut(self.part)),
             top_k=self.config.top_k,
             normalised=self.config.normalised,
         )
@@ -106,16 +106,16 @@ class Mixture:
         count, hidden = router.shape
         weight_shards = [WeightShard(f"{prefix}.gate.weight", (count, hidden), router)]
         for expert in range(count):
-            gate_up, scales = values_and_scales(expert_weight(self.experts.gate_up, expert))
+            name, gate_up = f"{prefix}.experts.{expert}", expert_weight(self.experts.gate_up, expert)
             for index, part in enumerate(("gate_proj", "up_proj")):
-                rows = slice(index * self.part, (index + 1) * self.part)
-                name = f"{prefix}.experts.{expert}.{part}.weight"
-                of_rows = None if scales is None else scales[rows]
-                shape = (width, hidden)
-                weight_shards.append(WeightShard(name, shape, gate_up[rows], 0, self.start, of_rows))
-            down, scales = values_and_scales(expert_weight(self.experts.down, expert))
-            name = f"{prefix}.experts.{expert}.down_proj.weight"
-            weight_shards.append(WeightShard(name, (hidden, width), down, 1, self.start, scales))
+                rows = rows_of(gate_up, index * self.part, self.part)
+                weight_shards.append(
+                    WeightShard.of(f"{name}.{part}.weight", (width, hidden), rows, 0, self.start)
+                )
+            down = expert_weight(self.experts.down, expert)
+            weight_shards.append(
+                WeightShard.of(f"{name}.down_proj.weight", (hidden, width), down, 1, self.start)
+            )
         if self.shared is not None:
             weight_shards += self.shared.weight_shards(f"{prefix}.shared_expert")
             weight_shards.append(

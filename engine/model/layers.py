@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, Protocol
 
 import torch
 
-from engine.config import ModelConfig, Shard
+from engine.config import ModelConfig, Shard, fp8_block
 from engine.parallel import Ranks
 from kernels import Activation, Fp8Weight, KvPool, Ops, Residual, Rotation, Weight
-from kernels.reference import quantise_fp8
+from kernels.reference import quantise_blocks, quantise_fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +50,30 @@ class ParameterFactory:
     device: torch.device
     fp8: bool = False
     """Whether the layers' matrices are quantised."""
+    fp8_blocks: bool = False
+    """Whether quantised matrices have one scale per block instead of one scale per output."""
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def matrix(self, *shape: int) -> Weight:
+    def matrix(self, *shape: int, row_part: int = 0, column_part: int = 0) -> Weight:
         """Allocate a layer's weight `[outputs, inputs]`, or `[experts, outputs, inputs]`, with undefined
-        values."""
+        values.
+
+        The matrix may consist of several tensors, or of a part of a tensor. Each begins at a multiple of
+        `row_part` rows and `column_part` columns, both in the matrix and in the checkpoint. 0 means that
+        the matrix is one complete tensor in this dimension.
+        """
         if not self.fp8:
             return self.empty(*shape)
         values = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
-        return Fp8Weight(values, torch.empty(shape[:-1], dtype=torch.float32, device=self.device))
+        if not self.fp8_blocks:
+            return Fp8Weight(values, torch.empty(shape[:-1], dtype=torch.float32, device=self.device))
+        # A block of the checkpoint may be cut by ranks, or by tensors that share a weight. It is then stored
+        # as several smaller blocks with equal scales.
+        block = fp8_block(row_part), fp8_block(column_part)
+        blocks = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
+        return Fp8Weight(values, torch.empty(blocks, dtype=torch.float32, device=self.device), block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +90,17 @@ class WeightShard:
     start: int = 0
     """First index of the part along `dim`."""
     scales: torch.Tensor | None = None
-    """View of the scales of `target`'s rows if `target` is e4m3. Values of other dtypes are quantised when
-    they are loaded."""
+    """View of the scales of `target`'s rows or blocks if `target` is e4m3. Values of other dtypes are
+    quantised when they are loaded."""
+    block: tuple[int, int] | None = None
+    """Rows and columns of a block of `target` if there is one scale per block (`kernels.Fp8Weight.block`)."""
+
+    @staticmethod
+    def of(name: str, shape: tuple[int, ...], weight: Weight, dim: int, start: int) -> WeightShard:
+        """Return the shard that fills a whole weight from the rows or columns of a tensor."""
+        if isinstance(weight, Fp8Weight):
+            return WeightShard(name, shape, weight.values, dim, start, weight.scales, weight.block)
+        return WeightShard(name, shape, weight, dim, start)
 
     def part(self, whole: Any) -> Any:
         """Return this rank's part of the tensor, or of any object that can be sliced in the same way."""
@@ -90,6 +113,11 @@ class WeightShard:
         assert self.target is not None
         if self.scales is None:
             self.target.copy_(part)
+            return
+        if self.block is not None:
+            values, scales = quantise_blocks(part, self.block)
+            self.target.copy_(values)
+            self.scales.copy_(scales)
             return
         values, scales = quantise_fp8(part.to(self.target.device))
         self.target.copy_(values)
@@ -107,11 +135,23 @@ class WeightShard:
 
 
 class Linear:
-    """A weight `[out, in]` and an optional bias `[out]` on this rank. Call `pack` once, after loading."""
+    """A weight `[out, in]` and an optional bias `[out]` on this rank. Call `pack` once, after loading.
 
-    def __init__(self, factory: ParameterFactory, inputs: int, outputs: int, bias: bool) -> None:
+    row_part, column_part: see `ParameterFactory.matrix`.
+    """
+
+    def __init__(
+        self,
+        factory: ParameterFactory,
+        inputs: int,
+        outputs: int,
+        bias: bool,
+        *,
+        row_part: int = 0,
+        column_part: int = 0,
+    ) -> None:
         self.ops = factory.ops
-        self.weight = factory.matrix(outputs, inputs)
+        self.weight = factory.matrix(outputs, inputs, row_part=row_part, column_part=column_part)
         self.bias = factory.empty(outputs) if bias else None
 
     def __call__(self, x: Activation) -> torch.Tensor:
@@ -140,10 +180,9 @@ class Linear:
     def output_shards(self, name: str, whole: int, start: int, first: int, count: int) -> list[WeightShard]:
         """Return the shards that fill rows `[first, first + count)` of this weight (and bias) from the rows
         of a checkpoint tensor that begin at `start`. The checkpoint tensor has `whole` rows."""
-        values, scales = values_and_scales(self.weight)
-        target = values[first : first + count]
-        scales = None if scales is None else scales[first : first + count]
-        weight_shards = [WeightShard(f"{name}.weight", (whole, values.shape[1]), target, 0, start, scales)]
+        part = rows_of(self.weight, first, count)
+        inputs = part.values.shape[1] if isinstance(part, Fp8Weight) else part.shape[1]
+        weight_shards = [WeightShard.of(f"{name}.weight", (whole, inputs), part, 0, start)]
         if self.bias is not None:
             weight_shards.append(
                 WeightShard(f"{name}.bias", (whole,), self.bias[first : first + count], 0, start)
@@ -154,19 +193,22 @@ class Linear:
         """Return the shards that fill all columns of this weight from the columns of a checkpoint tensor that
         begin at `start`. The checkpoint tensor has `whole` columns. Only the first rank has a bias, because
         the sum over the ranks must contain the bias only once."""
-        values, scales = values_and_scales(self.weight)
-        outputs = values.shape[0]
-        weight_shards = [WeightShard(f"{name}.weight", (outputs, whole), values, 1, start, scales)]
+        weight = self.weight
+        outputs = len(weight.values if isinstance(weight, Fp8Weight) else weight)
+        weight_shards = [WeightShard.of(f"{name}.weight", (outputs, whole), weight, 1, start)]
         if bias:
             weight_shards.append(WeightShard(f"{name}.bias", (outputs,), self.bias))
         return weight_shards
 
 
-def values_and_scales(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the values of a weight, and its scales if it is FP8."""
-    if isinstance(weight, Fp8Weight):
-        return weight.values, weight.scales
-    return weight, None
+def rows_of(weight: Weight, first: int, count: int) -> Weight:
+    """Return rows `[first, first + count)` of a weight `[out, in]`. If the weight has blocks, `first` must be
+    the first row of a block."""
+    if not isinstance(weight, Fp8Weight):
+        return weight[first : first + count]
+    rows = 1 if weight.block is None else weight.block[0]
+    scales = weight.scales[first // rows : -(-(first + count) // rows)]
+    return Fp8Weight(weight.values[first : first + count], scales, weight.block)
 
 
 def add_sum(
@@ -229,10 +271,10 @@ class Attention:
         self.ops = factory.ops
         self.window = config.sliding_windows[layer]
         self.scale = config.head_dim**-0.5
-        outputs = (shard.heads + 2 * shard.kv_heads) * config.head_dim
-        inputs = shard.heads * config.head_dim
-        self.qkv = Linear(factory, config.hidden_size, outputs, config.qkv_bias)
-        self.o = Linear(factory, inputs, config.hidden_size, config.o_bias and shard.rank == 0)
+        q, kv = shard.heads * config.head_dim, shard.kv_heads * config.head_dim
+        self.qkv = Linear(factory, config.hidden_size, q + 2 * kv, config.qkv_bias, row_part=gcd(q, kv))
+        o_bias = config.o_bias and shard.rank == 0
+        self.o = Linear(factory, q, config.hidden_size, o_bias, column_part=shard.cut(q))
         self.q_norm = factory.empty(config.head_dim) if config.qk_norm else None
         self.k_norm = factory.empty(config.head_dim) if config.qk_norm else None
         self.qk_norm = None
@@ -331,8 +373,9 @@ class Mlp:
         self.ops = factory.ops
         self.width = config.intermediate_size if width is None else width
         self.part = shard.part(self.width)
-        self.gate_up = Linear(factory, config.hidden_size, 2 * self.part, config.mlp_bias)
-        self.down = Linear(factory, self.part, config.hidden_size, config.mlp_bias and shard.rank == 0)
+        bias, hidden, part = config.mlp_bias, config.hidden_size, self.part
+        self.gate_up = Linear(factory, hidden, 2 * part, bias, row_part=part)
+        self.down = Linear(factory, part, hidden, bias and shard.rank == 0, column_part=shard.cut(part))
 
     def activate(self, x: Residual, norm_weight: torch.Tensor, eps: float) -> Activation:
         """Compute the input of `down` from the residual: `[tokens, intermediate on this rank]`."""

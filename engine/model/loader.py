@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from engine.config import CheckpointError
+from engine.model.block_scales import dequantised, fill_scales, scale_shape
 from engine.model.checkpoint import TensorEntry, read_entries
 from engine.model.decoder import Decoder
 from engine.model.exchange import ColumnExchange
@@ -30,6 +31,8 @@ _LOADABLE = ("F32", "BF16", "F16")
 _FP8 = "F8_E4M3"
 _SCALE = "_scale"
 """Suffix of the tensor name for an FP8 weight's scales. There is one scale per weight or per output."""
+_BLOCK_SCALE = "_scale_inv"
+"""The suffix if there is one scale per block. Despite the name, values are multiplied by it."""
 _STATIC_SCALES = (".input_scale", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".output_scale")
 """Suffixes of precomputed scales for activations and the KV cache. They are ignored, because the engine
 computes scales per token."""
@@ -53,7 +56,8 @@ def load(decoder: Decoder, folder: str | Path, progress: ProgressCallback, *, ex
     folder = Path(folder)
     entries = split_experts(read_entries(folder))
     shards = {shard.name: shard for shard in with_names_of(entries, decoder.weight_shards())}
-    _check(entries, shards, folder, tied=decoder.config.tie_word_embeddings)
+    config = decoder.config
+    _check(entries, shards, folder, tied=config.tie_word_embeddings, blocks=config.fp8_blocks)
     with decoder.fit.explained():
         done = _fill(shards, entries, decoder, progress, exchange)
         _finish(decoder)
@@ -81,7 +85,9 @@ def load_dummy(decoder: Decoder, seed: int) -> int:
     return done
 
 
-def _check(entries: dict[str, TensorEntry], shards: dict[str, WeightShard], folder: Path, tied: bool) -> None:
+def _check(
+    entries: dict[str, TensorEntry], shards: dict[str, WeightShard], folder: Path, *, tied: bool, blocks: bool
+) -> None:
     # Only matrices can be FP8, because only matrices have scales.
     quantised = {
         name
@@ -95,12 +101,12 @@ def _check(entries: dict[str, TensorEntry], shards: dict[str, WeightShard], fold
         )
     for name, shard in shards.items():
         _check_dtype(entries[name], name, (*_LOADABLE, _FP8) if len(shard.shape) == 2 else _LOADABLE)
-    scales = {name + _SCALE for name in quantised}
+    suffix = _BLOCK_SCALE if blocks else _SCALE
+    scales = {name + suffix for name in quantised}
     missing = [name for name in sorted(scales) if name not in entries]
     if missing:
-        raise CheckpointError(
-            f"{folder}: {_names(missing)} missing; an FP8 weight needs one scale, or one per output"
-        )
+        needs = "scales, one per block" if blocks else "one scale, or one per output"
+        raise CheckpointError(f"{folder}: {_names(missing)} missing; an FP8 weight needs {needs}")
     wanted = {*shards, *scales}
     unknown = [name for name in entries if name not in wanted and not _is_ignored(name, tied)]
     if unknown:
@@ -115,13 +121,25 @@ def _check(entries: dict[str, TensorEntry], shards: dict[str, WeightShard], fold
                 f"{entry.file}: {name} has shape {list(entry.shape)}, config.json needs {list(shard.shape)}"
             )
         if name in quantised:
-            scale = entries[name + _SCALE]
-            _check_dtype(scale, name + _SCALE, _LOADABLE)
-            if scale.shape not in ((), (1,), entry.shape[:1], (entry.shape[0], 1)):
-                raise CheckpointError(
-                    f"{scale.file}: {name + _SCALE} has shape {list(scale.shape)}; one scale, or one for "
-                    f"each of {entry.shape[0]} outputs, is needed"
-                )
+            _check_scales(entries[name + suffix], name + suffix, entry.shape, blocks)
+        elif shard.block is not None:
+            raise CheckpointError(
+                f"{entry.file}: {name} has dtype {entry.dtype}; with weight_block_size, every matrix of a "
+                f'layer must be {_FP8}: set quantization = "fp8", which converts all of them'
+            )
+
+
+def _check_scales(scale: TensorEntry, name: str, shape: tuple[int, ...], blocks: bool) -> None:
+    """Raise CheckpointError if the scales of a matrix of this shape have the wrong dtype or shape."""
+    _check_dtype(scale, name, _LOADABLE)
+    if blocks:
+        allowed: tuple[tuple[int, ...], ...] = (scale_shape(shape),)
+        needed = f"one for each block, {list(scale_shape(shape))}, is needed"
+    else:
+        allowed = ((), (1,), shape[:1], (shape[0], 1))
+        needed = f"one scale, or one for each of {shape[0]} outputs, is needed"
+    if scale.shape not in allowed:
+        raise CheckpointError(f"{scale.file}: {name} has shape {list(scale.shape)}; {needed}")
 
 
 def _check_dtype(entry: TensorEntry, name: str, loadable: tuple[str, ...]) -> None:
@@ -159,7 +177,11 @@ def _fill(
     memory.
     """
     device, ranks = decoder.device, decoder.ranks.size
-    scales = _read_scales(shards, entries, device)
+    blocks = decoder.config.fp8_blocks
+    scales = _read_scales(shards, entries, device, _BLOCK_SCALE if blocks else _SCALE)
+    for shard in shards.values():
+        if shard.block is not None and shard.target is not None:
+            fill_scales(shard, scales[shard.name])
     columns = ColumnExchange(ranks, decoder.ranks.rank)
     exchanged = {
         shard.name
@@ -189,14 +211,21 @@ def _fill(
 
     def fill_rows(part: TensorSlice, numbers: torch.Tensor) -> None:
         """Fill rows of a shard with values of this rank's columns."""
-        block = _rows_of_shard(shards[part.name], part)
-        if part.entry.dtype == _FP8:
-            block.fill_quantised(numbers, scales_of(part))
+        shard = shards[part.name]
+        rows = _rows_of_shard(shard, part)
+        if part.entry.dtype != _FP8:
+            rows.fill(numbers)
+        elif shard.block is not None:
+            assert rows.target is not None
+            rows.target.copy_(numbers)
+        elif blocks:
+            first = part.first_row - (shard.start if shard.dim == 0 else 0)
+            rows.fill(dequantised(shard, numbers, first, scales[part.name]))
         else:
-            block.fill(numbers)
+            rows.fill_quantised(numbers, scales_of(part))
 
     def scales_of(part: TensorSlice) -> torch.Tensor:
-        each = scales[part.name + _SCALE]
+        each = scales[part.name]
         return each if len(each) == 1 else each[part.first_row : part.first_row + part.rows]
 
     def find_target(whole: TensorSlice) -> torch.Tensor | None:
@@ -205,7 +234,9 @@ def _fill(
         whole_rows = shard.target.shape[1:] == whole.entry.shape[1:] and shard.target.is_contiguous()
         if not whole_rows or shard.target.dtype != whole.dtype:
             return None
-        if shard.scales is not None:
+        if shard.scales is not None and shard.block is None:
+            if blocks:
+                return None
             shard.scales.copy_(scales_of(whole))
         return shard.target
 
@@ -244,31 +275,32 @@ def _rows_of_shard(shard: WeightShard, part: TensorSlice) -> WeightShard:
     assert shard.target is not None
     first = part.first_row - (shard.start if shard.dim == 0 else 0)
     rows = slice(first, first + part.rows)
-    return replace(
-        shard, target=shard.target[rows], scales=None if shard.scales is None else shard.scales[rows]
-    )
+    scales = None if shard.scales is None or shard.block is not None else shard.scales[rows]
+    return replace(shard, target=shard.target[rows], scales=scales)
 
 
 def _read_scales(
-    shards: dict[str, WeightShard], entries: dict[str, TensorEntry], device: torch.device
+    shards: dict[str, WeightShard], entries: dict[str, TensorEntry], device: torch.device, suffix: str
 ) -> dict[str, torch.Tensor]:
-    """Return the float32 scales of all FP8 weights by tensor name: one per row (`[rows]`), or one for all
-    rows (`[1]`)."""
+    """Return the float32 scales of all FP8 weights by the name of the weight: one per row (`[rows]`), one for
+    all rows (`[1]`), or one per block (`scale_shape`). suffix: ending of the scales' names."""
     wanted = []
     for shard in shards.values():
         if shard.target is not None and entries[shard.name].dtype == _FP8:
-            name = shard.name + _SCALE
+            name = shard.name + suffix
             wanted.append(TensorSlice(name, entries[name], 0, math.prod(entries[name].shape[:1])))
     wanted.sort(key=lambda part: (part.entry.file, part.entry.offset))
     if not wanted:
         return {}
     # All scales are in one tensor, so that they are allocated and checked together.
-    sizes = [part.rows for part in wanted]
+    sizes = [math.prod(part.entry.shape) for part in wanted]
     whole = torch.empty(sum(sizes), device=device)
     found = {part.name: scales for part, scales in zip(wanted, whole.split(sizes), strict=True)}
 
     def fill(part: TensorSlice, numbers: torch.Tensor) -> None:
-        found[part.name][part.first_row : part.first_row + part.rows] = numbers.flatten()
+        numbers = numbers.flatten()
+        first = part.first_row * (len(numbers) // part.rows)
+        found[part.name][first : first + len(numbers)] = numbers
 
     for _ in stream(wanted, device, fill):
         pass
@@ -279,7 +311,9 @@ def _read_scales(
             f"{entries[bad[0]].file}: {_names(bad)} invalid: scales must be finite and not "
             "negative; download it again"
         )
-    return found
+    if suffix == _BLOCK_SCALE:
+        found = {name: scales.view(entries[name].shape) for name, scales in found.items()}
+    return {name.removesuffix(suffix): scales for name, scales in found.items()}
 
 
 def _finish(decoder: Decoder) -> None:

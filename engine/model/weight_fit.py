@@ -11,7 +11,7 @@ import torch
 from engine import memory
 from engine.config import ModelConfig, Shard
 from engine.memory import WeightsTooLarge
-from engine.sizing import FP8, weight_bytes
+from engine.sizing import FP8, FP8_BLOCKS, weight_bytes
 
 _GIB = 2**30
 
@@ -29,6 +29,8 @@ class WeightFit:
     device: torch.device
     ranks: int = 1
     """Number of ranks. On a CPU, they share the host's memory."""
+    fp8_blocks: bool = False
+    """Whether quantised matrices have one scale per block."""
 
     def check(self) -> None:
         """Raise WeightsTooLarge if the weights cannot fit. Call before any rank allocates weights.
@@ -76,7 +78,7 @@ class WeightFit:
         remedies = ["use more GPUs (tensor_parallel_size)" if gpu else "free memory"]
         settings = [] if self.fp8 else [(f'quantization = "{FP8}"', self.dtype, FP8)]
         if self.dtype == "float32":
-            settings.append(('dtype = "bfloat16"', "bfloat16", FP8 if self.fp8 else "bfloat16"))
+            settings.append(('dtype = "bfloat16"', "bfloat16", self._weights if self.fp8 else "bfloat16"))
         for setting, dtype, weights in settings:
             if (needed := self._bytes(dtype, weights)) <= most:
                 remedies.append(f"set {setting} ({needed / _GIB:.1f} GiB)")
@@ -84,7 +86,9 @@ class WeightFit:
 
     @property
     def _weights(self) -> str:
-        return FP8 if self.fp8 else self.dtype
+        if not self.fp8:
+            return self.dtype
+        return FP8_BLOCKS if self.fp8_blocks else FP8
 
     def _bytes(self, dtype: str, weights: str) -> int:
         return weight_bytes(self.config, self.shard, dtype, weights)

@@ -170,7 +170,7 @@ def _of_step(
     kinds = list(zip(through, config.layer_kinds, strict=True))
     dense = [count for count, kind in kinds if kind != EXPERTS]
     sparse = [count for count, kind in kinds if kind == EXPERTS]
-    fp8, number = info.weights == FP8, DTYPE_BYTES[info.dtype]
+    fp8, number = info.weights != info.dtype, DTYPE_BYTES[info.dtype]
     weight = 1 if fp8 else number
     # Bytes of one token's key or value per head, including the scale if the cache is FP8.
     of_kv = config.head_dim + 4 if info.kv_cache_dtype == FP8 else config.head_dim * number

@@ -117,6 +117,9 @@ class Fp8:
     """Whether to also store static scales for activations and for the KV cache."""
     scales_apart: bool = False
     """Whether weights and scales are in separate files."""
+    blocks: bool = False
+    """Whether there is one scale per block of 128 rows and columns, as in the checkpoints that Qwen and
+    DeepSeek publish."""
 
 
 def quantise(folder: Path, how: Fp8) -> dict[str, torch.Tensor]:
@@ -131,6 +134,13 @@ def quantise(folder: Path, how: Fp8) -> dict[str, torch.Tensor]:
     meant = {name: tensor.float() for name, tensor in tensors.items()}
     for name in [name for name in tensors if any(part in name for part in how.quantised)]:
         if not name.endswith(".weight"):
+            continue
+        if how.blocks:
+            scale = _block_scales(meant[name]).to(how.scale_dtype)
+            of_numbers = _of_numbers(scale.float(), meant[name].shape)
+            tensors[name] = (meant[name] / of_numbers).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+            meant[name] = tensors[name].float() * of_numbers
+            scales[f"{name}_scale_inv"] = scale
             continue
         largest = meant[name].abs().amax(dim=1, keepdim=True) if how.per_channel else meant[name].abs().max()
         scale = (largest / _LARGEST).to(how.scale_dtype)
@@ -160,7 +170,25 @@ def quantise(folder: Path, how: Fp8) -> dict[str, torch.Tensor]:
     return meant
 
 
+def _block_scales(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the scale of each block of a matrix."""
+    return torch.stack(
+        [
+            torch.stack([block.abs().max() / _LARGEST for block in rows.split(128, dim=1)])
+            for rows in matrix.split(128, dim=0)
+        ]
+    )
+
+
+def _of_numbers(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return the scale of every number of a matrix whose blocks have the given scales."""
+    return scales.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
+
+
 def _described(how: Fp8) -> dict[str, Any]:
+    if how.blocks:
+        fixed = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+        return fixed | {"weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
     if how.method == "fp8":
         return {"quant_method": "fp8", "activation_scheme": "static" if how.static else "dynamic"}
     weights = {"num_bits": 8, "type": "float", "strategy": "channel" if how.per_channel else "tensor"}
@@ -168,9 +196,10 @@ def _described(how: Fp8) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
 
 
-def quantised_oracle(folder: Path, meant: dict[str, torch.Tensor]) -> Any:
+def quantised_oracle(folder: Path, meant: dict[str, torch.Tensor], group: int | None = None) -> Any:
     """Return a quantised checkpoint as a transformers model with the dequantised weights. As in the engine,
-    the input of each linear layer is rounded to e4m3 with one scale per token."""
+    the input of each linear layer is rounded to e4m3 with one scale per token, or with one scale per token
+    and group of `group` numbers."""
     unquantised = folder / "unquantised"
     unquantised.mkdir()
     config = json.loads((folder / "config.json").read_text())
@@ -180,6 +209,8 @@ def quantised_oracle(folder: Path, meant: dict[str, torch.Tensor]) -> Any:
     model = oracle(unquantised)
 
     def rounded(x: torch.Tensor) -> torch.Tensor:
+        if group is not None and x.shape[-1] > group:
+            return torch.cat([rounded(part) for part in x.split(group, dim=-1)], dim=-1)
         largest = x.abs().amax(dim=-1, keepdim=True)
         return (x * (_LARGEST / largest)).to(torch.float8_e4m3fn).float() * (largest / _LARGEST)
 

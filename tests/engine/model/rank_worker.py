@@ -42,6 +42,7 @@ def logits_of(
         torch.float32,
         torch.device("cpu"),
         fp8=fp8 or config.fp8,
+        fp8_blocks=config.fp8_blocks,
         kv_fp8=kv_fp8,
     )
     if dummy:

@@ -15,7 +15,7 @@ from engine.parallel import RankLost, join, single
 from kernels.draws import BAD_TOKEN
 
 from . import rank_worker
-from .checkpoints import OLMOE_EXPERTS, QWEN2_EXPERTS, Case, Fp8, make, quantise
+from .checkpoints import OLMOE_EXPERTS, QWEN2_EXPERTS, QWEN3_EXPERTS, Case, Fp8, make, quantise
 
 GROUPS = [
     # The vocabulary is not divisible by either number of ranks, so its last shard is padded. With 2 ranks,
@@ -49,6 +49,7 @@ def _run_group(size: int, folders: list[Path], tokens: list[int], folder: Path) 
 
 FP8 = {
     "quantised": "meant",
+    "blocks": "meant of blocks",
     "FP8 KV": "biased",
     "FP8 weights and KV": "biased",
     "FP8 experts": "shared expert",
@@ -66,12 +67,21 @@ NO_WORSE = 1.25
 """Maximum distance from the unquantised model, in the same units."""
 
 
+WIDER = Case("wider", "qwen3_moe", {**QWEN3_EXPERTS, "hidden_size": 192, "moe_intermediate_size": 160})
+"""A model whose FP8 blocks are cut by the ranks."""
+
+
 def _quantised(folder: Path) -> list[Path]:
-    """Create two checkpoints: a quantised one, and an unquantised one with the dequantised values."""
-    quantised, meant = folder / "quantised", folder / "meant"
-    tensors = quantise(make(GROUPS[0], quantised), Fp8("per output", per_channel=True, scales_apart=True))
-    save_file(tensors, make(GROUPS[0], meant) / "model.safetensors")
-    return [quantised, meant]
+    """Create two quantised checkpoints, each with an unquantised one that has the dequantised values."""
+    found = []
+    for name, meant, case, how in (
+        ("quantised", "meant", GROUPS[0], Fp8("per output", per_channel=True, scales_apart=True)),
+        ("blocks", "meant of blocks", WIDER, Fp8("per block", blocks=True)),
+    ):
+        tensors = quantise(make(case, folder / name), how)
+        save_file(tensors, make(case, folder / meant) / "model.safetensors")
+        found += [folder / name, folder / meant]
+    return found
 
 
 def _distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:

@@ -56,18 +56,24 @@ def test_parameters_are_those_of_transformers(case: Case, tmp_path: Path) -> Non
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("fp8", "kv_fp8"), [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("weights", "kv_fp8"),
+    [("auto", False), ("fp8", False), ("auto", True), ("fp8", True), ("fp8-block", False)],
+)
 def test_weights_and_blocks_are_exact(
-    case: Case, size: int, dtype: str, fp8: bool, kv_fp8: bool, tmp_path: Path
+    case: Case, size: int, dtype: str, weights: str, kv_fp8: bool, tmp_path: Path
 ) -> None:
     config = read_config(make(case, tmp_path))
     ranks: Any = FirstRank(size)
     cpu, ops = torch.device("cpu"), select_backend("cpu")
-    decoder = Decoder(config, ranks, ops, TORCH_DTYPES[dtype], cpu, fp8=fp8, kv_fp8=kv_fp8)
+    fp8, fp8_blocks = weights != "auto", weights == sizing.FP8_BLOCKS
+    decoder = Decoder(
+        config, ranks, ops, TORCH_DTYPES[dtype], cpu, fp8=fp8, fp8_blocks=fp8_blocks, kv_fp8=kv_fp8
+    )
     predicted = sizing.predict(
         config,
         dtype=dtype,
-        weights=sizing.FP8 if fp8 else dtype,
+        weights=weights if fp8 else dtype,
         kv_cache_dtype=sizing.FP8 if kv_fp8 else dtype,
         tensor_parallel_size=size,
         blocks=5,

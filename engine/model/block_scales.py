@@ -1,0 +1,43 @@
+"""Reads the scales of FP8 matrices that a checkpoint stores with one scale per block of FP8_BLOCK rows and
+columns (`weight_block_size`)."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.config import FP8_BLOCK
+from engine.model.layers import WeightShard
+
+
+def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the shape of the scales of a matrix `[out, in]` in a checkpoint."""
+    out, inputs = shape
+    return -(-out // FP8_BLOCK), -(-inputs // FP8_BLOCK)
+
+
+def fill_scales(shard: WeightShard, scales: torch.Tensor) -> None:
+    """Fill the scales of a shard with blocks from the scales of the whole matrix. A block of the checkpoint
+    that is cut by the shard's borders has the same scale in each of its parts."""
+    assert shard.target is not None and shard.scales is not None and shard.block is not None
+    rows, columns = shard.block
+    shard.scales.copy_(_scales_at(shard, scales, range(0, shard.target.shape[0], rows), columns))
+
+
+def dequantised(
+    shard: WeightShard, numbers: torch.Tensor, first_row: int, scales: torch.Tensor
+) -> torch.Tensor:
+    """Return e4m3 numbers of a shard multiplied by their scales, in float32.
+
+    numbers: rows of the shard that begin at row `first_row` of the shard, `[rows, columns of the shard]`.
+    scales: the scales of the whole matrix.
+    """
+    return numbers.float() * _scales_at(shard, scales, range(first_row, first_row + len(numbers)), 1)
+
+
+def _scales_at(shard: WeightShard, scales: torch.Tensor, rows: range, column_step: int) -> torch.Tensor:
+    """Return the scale of every `column_step`th column of some rows of a shard."""
+    assert shard.target is not None
+    first_row, first_column = (shard.start, 0) if shard.dim == 0 else (0, shard.start)
+    row = first_row + torch.arange(rows.start, rows.stop, rows.step, device=scales.device)
+    column = first_column + torch.arange(0, shard.target.shape[1], column_step, device=scales.device)
+    return scales[row // FP8_BLOCK][:, column // FP8_BLOCK]
