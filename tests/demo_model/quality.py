@@ -4,6 +4,7 @@ quantised variant get the same questions and the same held-out text, and run in 
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TypeVar
 from engine.generate import LocalEngine
 from engine.messages import ReplicaSpec, SamplingParams
 from tests.demo_model.asking import DEMO, END, questions
+from tests.demo_model.block_checkpoint import write_blocks
 
 BEGIN = 0
 """The demo model's begin token."""
@@ -32,6 +34,8 @@ class Form:
     kv_cache_dtype: str
     most_perplexity_change: float
     """Maximum relative change of the perplexity on held-out text: 0.005 is half a percent."""
+    blocks: bool = False
+    """Whether the model is first written as an FP8 checkpoint with one scale per block."""
 
 
 FORMS = (
@@ -40,6 +44,12 @@ FORMS = (
     Form("FP8 KV", "auto", "fp8", 0.003),
     Form("FP8 weights and KV", "fp8", "fp8", 0.008),
 )
+BLOCK_FORMS = (
+    Form("FP8 blocks", "auto", "auto", 0.005, blocks=True),
+    Form("FP8 blocks, converted", "fp8", "auto", 0.005, blocks=True),
+)
+"""Variants of an FP8 checkpoint with one scale per block: computed with these scales, and converted to one
+scale per output, which is what GPUs compute."""
 LEAST_KEPT = 0.97
 """Minimum fraction of the unquantised model's correct answers that the variant must also answer correctly."""
 
@@ -116,6 +126,16 @@ def held_out_windows() -> list[list[int]]:
 
 
 def _run(model: Path, device: str, dtype: str, form: Form, asked: int | None, windows: int | None) -> _Run:
+    if not form.blocks:
+        return _run_folder(model, device, dtype, form, asked, windows)
+    with tempfile.TemporaryDirectory(prefix="appliance-blocks-") as folder:
+        written = write_blocks(model, Path(folder) / "model")
+        return _run_folder(written, device, dtype, form, asked, windows)
+
+
+def _run_folder(
+    model: Path, device: str, dtype: str, form: Form, asked: int | None, windows: int | None
+) -> _Run:
     from tokenizers import Tokenizer
 
     prompts, expected = questions()

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from engine.client import ReplicaGroup
 from engine.messages import RankOutbound, Ready, ReplicaInfo, ReplicaSpec, SamplingParams, Submit
 from tests.demo_model.asking import DEMO, END, questions
-from tests.demo_model.quality import FORMS, LEAST_KEPT, Score, held_out_windows, measure
+from tests.demo_model.quality import BLOCK_FORMS, FORMS, LEAST_KEPT, Score, held_out_windows, measure
 from tests.engine.streaming_client import StreamingClient
 
 
@@ -27,6 +27,16 @@ def test_fp8_weights_and_cache_cost_no_more_than_they_may() -> None:
         assert abs(score.perplexity_change) <= form.most_perplexity_change, form.name
         assert score.kept >= LEAST_KEPT, form.name
         assert score.passes
+
+
+def test_a_checkpoint_with_block_scales_costs_no_more_than_it_may() -> None:
+    """Computed with its block scales, and converted to one scale per output."""
+    _, *blocks = measure("cpu", "float32", asked=20, windows=3, forms=(FORMS[0], *BLOCK_FORMS))
+    assert [score.form for score in blocks] == [form.name for form in BLOCK_FORMS]
+    for score in blocks:
+        assert score.token_change > 0.01, f"{score.form}: nothing is quantised"
+        assert score.passes
+    assert blocks[0].perplexity != blocks[1].perplexity
 
 
 def test_the_text_is_that_of_the_model_card() -> None:

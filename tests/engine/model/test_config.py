@@ -211,6 +211,7 @@ def test_lengths_follow_from_the_scaling(
     [
         (None, False),
         ({"quant_method": "fp8"}, True),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, True),
         (
             {"quant_method": "fp8", "activation_scheme": "static", "fmt": "e4m3", "weight_block_size": None},
             True,
@@ -260,7 +261,6 @@ REFUSED = [
             ({}, "quant_method is None"),
             ({"quant_method": "gptq"}, "quant_method is 'gptq'"),
             ({"quant_method": ["fp8"]}, "quant_method is ['fp8']"),
-            ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "weight_block_size is [128, 128]"),
             ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2'"),
             (_compressed(type="int"), "config_groups.group_0.weights.type is 'int'"),
             (_compressed(num_bits=4), "config_groups.group_0.weights.num_bits is 4"),

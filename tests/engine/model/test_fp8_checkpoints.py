@@ -307,17 +307,3 @@ def test_a_missing_file_of_scales_is_named(tmp_path: Path) -> None:
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model-00001-of-00002.safetensors: no such file, but model"):
         _load(tmp_path)
-
-
-def test_block_wise_scales_are_refused_before_any_file_is_opened(tmp_path: Path) -> None:
-    make(LLAMA, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(
-        CheckpointError,
-        match=r"weight_block_size is \[128, 128\]; supported quantised "
-        r"checkpoints",
-    ):
-        _load(tmp_path)
