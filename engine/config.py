@@ -89,6 +89,22 @@ class ExpertsConfig:
     """Name of `count` in `config.json`, for messages."""
     width_field: str = "moe_intermediate_size"
     """Name of `intermediate_size` in `config.json`, for messages."""
+    whole: bool = False
+    """Whether each rank has some routed experts completely (expert parallelism). Otherwise, each rank has a
+    part of every expert. The shared expert is always split."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsShard:
+    """The routed experts of one rank."""
+
+    first: int
+    """First expert of which the rank has a part."""
+    count: int
+    width: int
+    """Width of the rank's part of each expert."""
+    start: int
+    """First index of the part within the width of an expert."""
 
 
 class MlpWidth(NamedTuple):
@@ -99,6 +115,10 @@ class MlpWidth(NamedTuple):
     field: str
     """Name of the width in `config.json`."""
     width: int
+
+
+_ROUTED = "experts"
+"""`MlpWidth.kind` of routed experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +149,14 @@ class Shard:
     def cut(self, part: int) -> int:
         """Return `part`, a rank's share of a width, or 0 if there is one rank, which has the whole width."""
         return part if self.size > 1 else 0
+
+    def experts(self, config: ExpertsConfig) -> ExpertsShard:
+        """Return this rank's part of the routed experts."""
+        if config.whole:
+            count = self.part(config.count)
+            return ExpertsShard(self.rank * count, count, config.intermediate_size, 0)
+        width = self.part(config.intermediate_size)
+        return ExpertsShard(0, config.count, width, self.rank * width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +221,7 @@ class ModelConfig:
         if any(kind != EXPERTS for kind in self.layer_kinds):
             widths.append(MlpWidth("an MLP", "intermediate_size", self.intermediate_size))
         if experts is not None and EXPERTS in self.layer_kinds:
-            widths.append(MlpWidth("experts", experts.width_field, experts.intermediate_size))
+            widths.append(MlpWidth(_ROUTED, experts.width_field, experts.intermediate_size))
             if experts.shared_intermediate_size is not None:
                 field = "shared_expert_intermediate_size"
                 widths.append(MlpWidth("a shared expert", field, experts.shared_intermediate_size))
@@ -224,6 +252,15 @@ class ModelConfig:
             sliding_windows=tuple(self.sliding_windows[index] for index in indices),
         )
 
+    def with_whole_experts(self) -> ModelConfig:
+        """Return the configuration with the layout of experts `ExpertsConfig.whole`. Raises UnsupportedError
+        if the model has no experts."""
+        if self.experts is None:
+            raise UnsupportedError(
+                f"expert_parallel is true, but {self.model_type} models have no experts: remove this setting"
+            )
+        return replace(self, experts=replace(self.experts, whole=True))
+
     def resolve_length(self, requested: int | None) -> int:
         """Return the requested maximum sequence length, or the default if `requested` is None. Raises
         UnsupportedError if it exceeds `context_limit`."""
@@ -237,9 +274,9 @@ class ModelConfig:
         return requested
 
     def check_parallel(self, size: int) -> None:
-        """Raise UnsupportedError if the model cannot be split across `size` ranks. Attention heads and the
-        MLP must divide evenly, and KV heads must divide or be replicated evenly. The vocabulary is padded if
-        necessary."""
+        """Raise UnsupportedError if the model cannot be split across `size` ranks. Attention heads, the MLP
+        and experts must divide evenly, and KV heads must divide or be replicated evenly. The vocabulary is
+        padded if necessary."""
         problems = []
         if size < 1:
             raise UnsupportedError(f"tensor_parallel_size is {size}; it must be at least 1")
@@ -247,7 +284,9 @@ class ModelConfig:
             problems.append(f"{self.heads} attention heads")
         if self.kv_heads % size and size % self.kv_heads:
             problems.append(f"{self.kv_heads} KV heads")
-        problems += [f"{kind} of {width}" for kind, _, width in self.mlp_widths if width % size]
+        problems += [f"{kind} of {width}" for kind, _, width in self._split_widths if width % size]
+        if self._whole_experts % size:
+            problems.append(f"{self._whole_experts} experts")
         if problems:
             fitting = [n for n in range(1, self.heads + 1) if self._divides(n)]
             raise UnsupportedError(
@@ -257,8 +296,20 @@ class ModelConfig:
 
     def _divides(self, size: int) -> bool:
         kv_fits = self.kv_heads % size == 0 or size % self.kv_heads == 0
-        mlps_fit = all(mlp.width % size == 0 for mlp in self.mlp_widths)
-        return self.heads % size == 0 and kv_fits and mlps_fit
+        mlps_fit = all(mlp.width % size == 0 for mlp in self._split_widths)
+        return self.heads % size == 0 and kv_fits and mlps_fit and self._whole_experts % size == 0
+
+    @property
+    def _split_widths(self) -> list[MlpWidth]:
+        """The entries of `mlp_widths` that are divided among the ranks."""
+        if not self._whole_experts:
+            return self.mlp_widths
+        return [mlp for mlp in self.mlp_widths if mlp.kind != _ROUTED]
+
+    @property
+    def _whole_experts(self) -> int:
+        """Number of routed experts of a layer that are divided among the ranks as a whole, or 0."""
+        return self.experts.count if self.experts is not None and self.experts.whole else 0
 
     def shard(self, size: int, rank: int) -> Shard:
         """Return the dimensions of the shard of rank `rank`, out of `size` ranks. Raises UnsupportedError

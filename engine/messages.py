@@ -60,6 +60,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Dtype of the KV cache: "auto" (the model's dtype) or "fp8" (e4m3, with one scale per token and
     head)."""
     tensor_parallel_size: int = 1
+    expert_parallel: bool = False
+    """Whether each rank has some experts completely. Otherwise, each rank has a part of every expert."""
     max_model_len: int | None = None
     """Maximum length of a sequence, including prompt and output. None selects the checkpoint's maximum."""
     max_num_seqs: int = 64

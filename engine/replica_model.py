@@ -62,6 +62,11 @@ class ReplicaModel:
                 f"hidden_size is {config.hidden_size}; FP8 weights on a GPU need a multiple of "
                 f"{limits.FP8_ALIGNMENT}: {serve_unquantised}"
             )
+        elif experts is not None and experts.whole and size > 1:
+            problem = (
+                "expert_parallel is true; the GPU kernels split every expert across the ranks: set "
+                f"expert_parallel = false, or serve this model {_WITHOUT_KERNELS}"
+            )
         elif experts is not None and experts.count > limits.MAX_EXPERTS:
             has = f"{experts.count_field} is {experts.count}"
             problem = f"{has}; the GPU kernels support at most {limits.MAX_EXPERTS}: {serve}"

@@ -88,6 +88,8 @@ class ModelRunner:
         torch.set_num_threads(self._threads)
         resident = memory.resident_bytes()
         self.config = read_config(spec.model_path)
+        if spec.expert_parallel:
+            self.config = self.config.with_whole_experts()
         self.dtype = _dtype_name(spec.dtype, self.config, self.device)
         on_gpu = self.device.type == "cuda"
         self.weights = weights_dtype(self.config, spec.quantization, self.dtype, on_gpu=on_gpu)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from math import gcd
-from typing import NamedTuple
 
 from engine.config import DTYPE_BYTES, EXPERTS, CheckpointError, ModelConfig, Shard, fp8_block
 from engine.families import read_config
@@ -180,7 +179,8 @@ def weights_dtype(config: ModelConfig, quantization: str, dtype: str, *, on_gpu:
     return FP8 if on_gpu and dtype != "float32" else FP8_BLOCKS
 
 
-class _Matrices(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Matrices:
     """Equal matrices that can be quantised."""
 
     count: int
@@ -207,19 +207,20 @@ def _matrices(config: ModelConfig, shard: Shard) -> list[_Matrices]:
     qkv = _Matrices(1, q + 2 * kv, hidden, gcd(q, kv), 0)
     found = [qkv, _Matrices(1, hidden, q, 0, shard.cut(q))] * config.layers
     for kind in config.layer_kinds:
-        for count, width in _mlps(config, shard, kind):
+        for count, width, whole in _mlps(config, shard, kind):
             found.append(_Matrices(count, 2 * width, hidden, width, 0))
-            found.append(_Matrices(count, hidden, width, 0, shard.cut(width)))
+            found.append(_Matrices(count, hidden, width, 0, 0 if whole else shard.cut(width)))
     return found
 
 
-def _mlps(config: ModelConfig, shard: Shard, kind: str) -> list[tuple[int, int]]:
-    """Return the MLPs or experts of a layer on this rank as (number, width) pairs."""
+def _mlps(config: ModelConfig, shard: Shard, kind: str) -> list[tuple[int, int, bool]]:
+    """Return the number and the width of the MLPs or experts of a layer on this rank, and whether the rank
+    has them completely, although there are other ranks."""
     if kind != EXPERTS or config.experts is None:
-        return [(1, shard.intermediate)]
-    experts, shared = config.experts, config.experts.shared_intermediate_size
-    routed = (experts.count, shard.part(experts.intermediate_size))
-    return [routed] if shared is None else [routed, (1, shard.part(shared))]
+        return [(1, shard.intermediate, False)]
+    shared, here = config.experts.shared_intermediate_size, shard.experts(config.experts)
+    routed = (here.count, here.width, config.experts.whole)
+    return [routed] if shared is None else [routed, (1, shard.part(shared), False)]
 
 
 def _parameters(config: ModelConfig, shard: Shard) -> int:
@@ -265,7 +266,7 @@ def _activations(config: ModelConfig, shard: Shard, dtype: str, tokens: int) -> 
     mlp = 3 * shard.intermediate * width + config.hidden_size * width
     if config.experts is not None:
         experts = config.experts
-        each = 3 * shard.part(experts.intermediate_size) + 2 * config.hidden_size
+        each = 3 * shard.experts(experts).width + 2 * config.hidden_size
         shared = 3 * shard.part(experts.shared_intermediate_size or 0)
         mlp = max(mlp, (experts.top_k * each + shared) * width + experts.count * 4)
     return tokens * (2 * config.hidden_size * width + max(attention, mlp))

@@ -104,7 +104,7 @@ class Experts:
     out, in] and scales [experts, out]."""
 
     router: torch.Tensor
-    """The router's matrix, in the model's dtype: [experts, hidden]."""
+    """The router's matrix, in the model's dtype: [experts of all ranks, hidden]."""
     gate_up: Weight
     """Gate and up matrices, [experts, 2 × intermediate, hidden]. Each expert's gate rows precede its up
     rows."""
@@ -115,6 +115,9 @@ class Experts:
     normalised: bool
     """Whether the softmax covers only the chosen experts' logits, so that their weights add up to one.
     Otherwise, it covers the logits of all experts."""
+    first: int = 0
+    """Router row of the first expert in `gate_up` and `down`. The results of experts that are only on other
+    ranks are zero. Only the reference implementation supports experts on other ranks."""
 
 
 @dataclass(frozen=True, slots=True)

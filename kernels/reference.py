@@ -119,12 +119,12 @@ def norm_experts(x: Residual, norm_weight: torch.Tensor, eps: float, experts: Ex
     normed = rms_norm(x.values, norm_weight, eps)
     chosen, weights = route(normed, experts.router, experts.top_k, experts.normalised)
     rows = normed.repeat_interleave(experts.top_k, dim=0)
-    products = experts_linear(rows, chosen.flatten(), experts.gate_up)
+    products = experts_linear(rows, chosen.flatten() - experts.first, experts.gate_up)
     return ExpertActivation(chosen, weights, silu_mul(products))
 
 
 def experts_sum(x: ExpertActivation, experts: Experts) -> torch.Tensor:
-    results = experts_linear(x.values, x.chosen.flatten(), experts.down)
+    results = experts_linear(x.values, x.chosen.flatten() - experts.first, experts.down)
     weighted = results.float().mul_(x.weights.view(-1, 1))
     return weighted.view(*x.chosen.shape, results.shape[1]).sum(dim=1).to(experts.router.dtype)
 
@@ -150,11 +150,14 @@ def route(
 
 def experts_linear(x: torch.Tensor, expert: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Multiply each row of `x [rows, in]` by the matrix in `weight [experts, out, in]` that `expert [rows]`
-    selects. The result is `[rows, out]` in x's dtype."""
+    selects. The result is `[rows, out]` in x's dtype. It is zero for experts outside `weight`."""
+    held = len(_values(weight))
+    expert = torch.where((expert >= 0) & (expert < held), expert, held)
     by_expert = expert.argsort(stable=True)
-    counts = expert.bincount(minlength=len(_values(weight))).tolist()
+    *of_experts, elsewhere = by_expert.split(expert.bincount(minlength=held + 1).tolist())
     out = x.new_empty(len(x), _values(weight).shape[1])
-    for index, rows in enumerate(by_expert.split(counts)):
+    out[elsewhere] = 0
+    for index, rows in enumerate(of_experts):
         if len(rows):
             out[rows] = linear(x[rows], expert_weight(weight, index), None)
     return out

@@ -124,6 +124,8 @@ def fit(model: ModelSettings, memory: MachineMemory, chosen: Sequence[int] = ())
     usable = max(0, int(total * model.gpu_memory_utilization) - used)
     try:
         config = sizing.read_config(model.folder)
+        if model.expert_parallel:
+            config = config.with_whole_experts()
         longest = config.resolve_length(model.max_model_len)
         dtype = model.dtype if model.dtype != "auto" else config.dtype if on_gpu else "float32"
         weights = sizing.weights_dtype(config, model.quantization, dtype, on_gpu=on_gpu)

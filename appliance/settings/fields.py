@@ -56,6 +56,9 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     16-bit type."""
     tensor_parallel_size: Processes = 1
     """Number of ranks per replica. Each rank uses one GPU."""
+    expert_parallel: bool = False
+    """Whether each rank has some experts of a mixture of experts completely. Otherwise, each rank has a part
+    of every expert. Only the CPU supports complete experts if there are several ranks."""
     max_model_len: Positive | None = None
     """Maximum length of a sequence in tokens, prompt and output together. Default: the checkpoint's limit."""
     max_num_seqs: Positive = 64

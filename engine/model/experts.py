@@ -1,7 +1,8 @@
 """The layer with a mixture of experts instead of an MLP.
 
-Every rank has the whole router, and a slice of every expert, as with a dense MLP. All ranks therefore choose
-the same experts, and their results are summed only once per layer.
+Every rank has the whole router, so all ranks choose the same experts. A rank has either a slice of every
+expert, as with a dense MLP, or some experts completely (`ExpertsConfig.whole`). In both layouts, the results
+of the ranks are summed only once per layer.
 """
 
 from __future__ import annotations
@@ -73,15 +74,17 @@ class Mixture:
         assert config.experts is not None
         self.config = config.experts
         self.ops = factory.ops
-        hidden, count = config.hidden_size, self.config.count
-        self.part = shard.part(self.config.intermediate_size)
-        self.start = shard.rank * self.part
+        hidden = config.hidden_size
+        self.here = shard.experts(self.config)
+        count, width = self.here.count, self.here.width
+        column_part = 0 if self.config.whole else shard.cut(width)
         self.experts = Experts(
-            router=factory.empty(count, hidden),
-            gate_up=factory.matrix(count, 2 * self.part, hidden, row_part=self.part),
-            down=factory.matrix(count, hidden, self.part, column_part=shard.cut(self.part)),
+            router=factory.empty(self.config.count, hidden),
+            gate_up=factory.matrix(count, 2 * width, hidden, row_part=width),
+            down=factory.matrix(count, hidden, width, column_part=column_part),
             top_k=self.config.top_k,
             normalised=self.config.normalised,
+            first=self.here.first,
         )
         self.shared, self.shared_gate = None, None
         if self.config.shared_intermediate_size is not None:
@@ -102,26 +105,36 @@ class Mixture:
         return MixtureActivation(routed, shared * gate)
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
-        router, width = self.experts.router, self.config.intermediate_size
-        count, hidden = router.shape
-        weight_shards = [WeightShard(f"{prefix}.gate.weight", (count, hidden), router)]
-        for expert in range(count):
-            name, gate_up = f"{prefix}.experts.{expert}", expert_weight(self.experts.gate_up, expert)
-            for index, part in enumerate(("gate_proj", "up_proj")):
-                rows = rows_of(gate_up, index * self.part, self.part)
-                weight_shards.append(
-                    WeightShard.of(f"{name}.{part}.weight", (width, hidden), rows, 0, self.start)
-                )
-            down = expert_weight(self.experts.down, expert)
-            weight_shards.append(
-                WeightShard.of(f"{name}.down_proj.weight", (hidden, width), down, 1, self.start)
-            )
+        router = self.experts.router
+        weight_shards = [WeightShard(f"{prefix}.gate.weight", tuple(router.shape), router)]
+        for expert in range(self.config.count):
+            weight_shards += self._expert_shards(f"{prefix}.experts.{expert}", expert - self.here.first)
         if self.shared is not None:
             weight_shards += self.shared.weight_shards(f"{prefix}.shared_expert")
             weight_shards.append(
-                WeightShard(f"{prefix}.shared_expert_gate.weight", (1, hidden), self.shared_gate)
+                WeightShard(f"{prefix}.shared_expert_gate.weight", (1, router.shape[1]), self.shared_gate)
             )
         return weight_shards
+
+    def _expert_shards(self, name: str, index: int) -> list[WeightShard]:
+        """Return the shards of one expert. `index` is its index among the experts of this rank."""
+        hidden, width = self.experts.router.shape[1], self.config.intermediate_size
+        shapes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
+        if not 0 <= index < self.here.count:
+            return [WeightShard(f"{name}.{part}.weight", shape, None) for part, shape in shapes.items()]
+        part, start = self.here.width, self.here.start
+        gate_up = expert_weight(self.experts.gate_up, index)
+        down = expert_weight(self.experts.down, index)
+        # A rank that has the whole expert reads complete rows. Columns are exchanged between ranks.
+        dim = 0 if self.config.whole else 1
+        return [
+            WeightShard.of(f"{name}.{matrix}.weight", shapes[matrix], weight, of_dim, start)
+            for matrix, weight, of_dim in (
+                ("gate_proj", rows_of(gate_up, 0, part), 0),
+                ("up_proj", rows_of(gate_up, part, part), 0),
+                ("down_proj", down, dim),
+            )
+        ]
 
     def pack(self) -> None:
         if self.shared is not None:

@@ -199,6 +199,18 @@ UNSERVED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
+def test_whole_experts_on_several_gpus_are_refused(tmp_path: Path) -> None:
+    config = read_config(folder_of(tmp_path, "llama", **MIXTURES["olmoe"], model_type="olmoe"))
+    whole = config.with_whole_experts()
+    replica_model(whole).check_shapes()
+    model = replica_model(whole, tensor_parallel_size=2)
+    with pytest.raises(
+        UnsupportedError, match=r"^expert_parallel is true; .* set expert_parallel = false, or"
+    ):
+        check_kernels(model, GPU)
+    check_kernels(model, torch.device("cpu"))
+
+
 @pytest.mark.parametrize(("changes", "served", "words"), UNSERVED, ids=lambda value: str(value)[:40])
 def test_a_model_that_no_kernel_serves_is_refused_before_anything_is_compiled_or_loaded(
     tmp_path: Path, changes: dict[str, Any], served: dict[str, Any], words: str

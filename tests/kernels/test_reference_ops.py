@@ -189,6 +189,29 @@ def test_a_pass_without_tokens_has_no_experts(fp8: bool) -> None:
     assert OPS.experts_add(found, experts, Residual(nothing), None).values.shape == nothing.shape
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_results_of_ranks_with_some_experts_each_add_up_to_the_sum(fp8: bool) -> None:
+    whole = _experts(_random(8, HIDDEN, seed=3), 3, normalised=True)
+    assert isinstance(whole.gate_up, torch.Tensor) and isinstance(whole.down, torch.Tensor)
+
+    def result(experts: Experts, first: int, count: int) -> torch.Tensor:
+        gate_up, down = (each[first : first + count] for each in (whole.gate_up, whole.down))
+        part = replace(experts, gate_up=gate_up, down=down, first=first)
+        if fp8:
+            part = replace(part, gate_up=_fp8(gate_up), down=_fp8(down))
+        found = OPS.norm_experts(Residual(x), torch.ones(HIDDEN), EPS, part)
+        return OPS.experts_sum(found, part)
+
+    x = _random(33, HIDDEN)
+    expected = result(whole, 0, 8)
+    for count in (1, 2, 4):
+        parts = [result(whole, first, count) for first in range(0, 8, count)]
+        torch.testing.assert_close(sum(parts), expected, rtol=1e-5, atol=1e-6)
+    # With this router, no token chooses an expert of the second rank.
+    one_sided = replace(whole, router=torch.zeros(8, HIDDEN))
+    assert not result(one_sided, 4, 4).any()
+
+
 def _expanded(weight: Fp8Weight) -> torch.Tensor:
     return weight.values.float() * weight.scales.unsqueeze(-1)
 

@@ -40,7 +40,7 @@ SMALL = {
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 QWEN3_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "head_dim": 32}
 QWEN2_EXPERTS = {
-    "num_experts": 6,
+    "num_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 80,

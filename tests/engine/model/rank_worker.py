@@ -31,10 +31,13 @@ def logits_of(
     exchange: bool = False,
     fp8: bool = False,
     kv_fp8: bool = False,
+    whole_experts: bool = False,
 ) -> list[torch.Tensor]:
     """Return the logits of PROMPTS prompts made of `tokens`, and of DECODES further tokens. Every rank must
     call this."""
     config = read_config(folder)
+    if whole_experts:
+        config = config.with_whole_experts()
     decoder = Decoder(
         config,
         ranks,
@@ -65,6 +68,12 @@ def logits_of_all(folders: list[Path], ranks: Ranks, tokens: list[int]) -> dict[
     found["FP8 weights and KV"] = logits_of(folders[0], ranks, tokens, fp8=True, kv_fp8=True)
     mixture = next(folder for folder in folders if folder.name == "shared expert")
     found["FP8 experts"] = logits_of(mixture, ranks, tokens, fp8=True)
+    for folder in folders:
+        if read_config(folder).experts is not None:
+            whole = logits_of(folder, ranks, tokens, whole_experts=True, exchange=True)
+            found[f"whole experts, {folder.name}"] = whole
+    found["whole experts, FP8"] = logits_of(mixture, ranks, tokens, fp8=True, whole_experts=True)
+    found["whole experts, dummy"] = logits_of(mixture, ranks, tokens, dummy=True, whole_experts=True)
     return found
 
 

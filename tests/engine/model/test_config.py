@@ -169,6 +169,21 @@ def test_the_width_of_every_expert_must_divide_by_the_ranks(tmp_path: Path) -> N
         _read(tmp_path, shared).check_parallel(8)
 
 
+def test_whole_experts_must_divide_by_the_ranks_instead_of_their_width(tmp_path: Path) -> None:
+    family = QWEN2_MOE | {"num_key_value_heads": 8, "num_experts": 4, "moe_intermediate_size": 37}
+    family["shared_expert_intermediate_size"] = 32
+    config = _read(tmp_path, family).with_whole_experts()
+    config.check_parallel(4)
+    with pytest.raises(UnsupportedError, match=r"does not divide 4 experts; this model supports 1, 2, 4$"):
+        config.check_parallel(8)
+    assert config.experts is not None
+    parts = [config.shard(4, rank).experts(config.experts) for rank in range(4)]
+    assert [part.first for part in parts] == [0, 1, 2, 3]
+    assert {(part.count, part.width, part.start) for part in parts} == {(1, 37, 0)}
+    with pytest.raises(UnsupportedError, match="expert_parallel is true, but llama models have no experts"):
+        _read(tmp_path, LLAMA).with_whole_experts()
+
+
 def test_rope_and_dtype_are_read_from_configs_of_both_versions(tmp_path: Path) -> None:
     rope = {
         "factor": 8.0,

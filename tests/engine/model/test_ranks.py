@@ -53,6 +53,8 @@ FP8 = {
     "FP8 KV": "biased",
     "FP8 weights and KV": "biased",
     "FP8 experts": "shared expert",
+    "whole experts, FP8": "shared expert",
+    "whole experts, blocks": "meant of blocks",
 }
 """Quantised variants. Each is listed with the checkpoint whose logits it is compared with."""
 DIFFERENT_SCALES = 1.5

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine import sizing
+from engine.config import ModelConfig
 from engine.families import read_config
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from kernels import select_backend
@@ -64,16 +65,22 @@ def test_weights_and_blocks_are_exact(
     case: Case, size: int, dtype: str, weights: str, kv_fp8: bool, tmp_path: Path
 ) -> None:
     config = read_config(make(case, tmp_path))
+    layouts = [config] if config.experts is None else [config, config.with_whole_experts()]
+    for layout in layouts:
+        _check_sizes(layout, size, dtype, weights if weights != "auto" else dtype, kv_fp8)
+
+
+def _check_sizes(config: ModelConfig, size: int, dtype: str, weights: str, kv_fp8: bool) -> None:
     ranks: Any = FirstRank(size)
     cpu, ops = torch.device("cpu"), select_backend("cpu")
-    fp8, fp8_blocks = weights != "auto", weights == sizing.FP8_BLOCKS
+    fp8, fp8_blocks = weights != dtype, weights == sizing.FP8_BLOCKS
     decoder = Decoder(
         config, ranks, ops, TORCH_DTYPES[dtype], cpu, fp8=fp8, fp8_blocks=fp8_blocks, kv_fp8=kv_fp8
     )
     predicted = sizing.predict(
         config,
         dtype=dtype,
-        weights=weights if fp8 else dtype,
+        weights=weights,
         kv_cache_dtype=sizing.FP8 if kv_fp8 else dtype,
         tensor_parallel_size=size,
         blocks=5,
