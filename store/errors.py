@@ -64,6 +64,10 @@ class UnknownPeerError(UnknownRecordError):
     """This user or group is not mapped."""
 
 
+class UnknownModelError(UnknownRecordError):
+    """The registry has no model, version or alias with this name."""
+
+
 class ConflictError(StoreError):
     """The change conflicts with an existing record, or the record is still in use."""
 

@@ -1,6 +1,6 @@
-"""Stores the records of `store.policies` in their tables.
+"""Stores the records of `store.policies` and `store.models` in their tables.
 
-Each field is a column. Quotas and lists, for which SQLite has no type, are JSON text. All functions run
+Each field is a column. Quotas, lists and objects, for which SQLite has no type, are JSON text. All functions run
 inside the caller's transaction."""
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ from typing import Any, TypeVar, get_origin, get_type_hints
 import msgspec
 
 from store.fields import without_none
-from store.policies import KeyRecord, PeerRecord, Record, TenantRecord
+from store.models import AliasRecord, ModelRecord, VersionRecord
+from store.policies import KeyRecord, PeerRecord, TenantRecord
 
-R = TypeVar("R", TenantRecord, KeyRecord, PeerRecord)
+Record = TenantRecord | KeyRecord | PeerRecord | ModelRecord | VersionRecord | AliasRecord
+R = TypeVar("R", TenantRecord, KeyRecord, PeerRecord, ModelRecord, VersionRecord, AliasRecord)
 
 _TABLES: dict[type[Record], tuple[str, tuple[str, ...]]] = {
     TenantRecord: ("tenants", ("name",)),
     KeyRecord: ("keys", ("id",)),
     PeerRecord: ("peers", ("kind", "number")),
+    ModelRecord: ("models", ("name",)),
+    VersionRecord: ("model_versions", ("model", "version")),
+    AliasRecord: ("aliases", ("name",)),
 }
 """Table and primary key of each record type."""
 
@@ -81,7 +86,7 @@ def column_type(hint: Any) -> str:
 
 def column_value(value: object) -> object:
     """Convert a field's value to its representation in SQLite."""
-    if isinstance(value, tuple | msgspec.Struct):
+    if isinstance(value, tuple | dict | msgspec.Struct):
         return msgspec.json.encode(value, order="sorted").decode()
     return value
 
@@ -103,6 +108,6 @@ def _as_json(kind: type[Record]) -> tuple[str, ...]:
     found = []
     for name, hint in get_type_hints(kind).items():
         inner = without_none(hint)
-        if get_origin(inner) is tuple or (isinstance(inner, type) and issubclass(inner, msgspec.Struct)):
+        if get_origin(inner) in (tuple, dict) or (isinstance(inner, type) and issubclass(inner, msgspec.Struct)):
             found.append(name)
     return tuple(found)

@@ -327,6 +327,37 @@ WHERE first.phase IS NOT 'result'
 """,
 )
 
+_MODELS = (
+    """
+CREATE TABLE models (
+    name TEXT PRIMARY KEY NOT NULL,
+    created_at REAL NOT NULL,
+    default_version INTEGER NOT NULL,
+    previous_version INTEGER,
+    next_version INTEGER NOT NULL
+)
+""",
+    """
+CREATE TABLE model_versions (
+    model TEXT NOT NULL REFERENCES models (name),
+    version INTEGER NOT NULL,
+    created_at REAL NOT NULL,
+    folder TEXT NOT NULL,
+    files TEXT NOT NULL,
+    settings TEXT NOT NULL,
+    loaded_at REAL,
+    PRIMARY KEY (model, version)
+)
+""",
+    """
+CREATE TABLE aliases (
+    name TEXT PRIMARY KEY NOT NULL,
+    target TEXT NOT NULL,
+    created_at REAL NOT NULL
+)
+""",
+)
+
 # The prompts and answers that tenants' log policies keep. Only the service's user can read this file.
 _CONTENTS = (
     """
@@ -398,5 +429,6 @@ CONTROL = Schema(
         Migration("audit acts", _AUDIT_ACTS),
         *_added_fields("tenants", TenantRecord, "suspended_at", "tenant_list", _TENANT_LIST),
         *_added_fields("keys", KeyFields, "replaced_by", "key_list", _KEY_LIST),
+        Migration("models", _MODELS),
     ),
 )

@@ -1,0 +1,79 @@
+"""The records of the model registry in `control.db`: models, their versions, and aliases. A version is a
+folder with a checkpoint, together with its settings. The records contain only data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+
+class ModelFile(msgspec.Struct, frozen=True, array_like=True):
+    """A file of a version's folder when the version was added."""
+
+    name: str
+    bytes: int
+    sha256: str
+    """SHA-256 (hex) of the file."""
+
+
+class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A model, which applications name. Times are in unix seconds."""
+
+    name: str
+    created_at: float
+    default_version: int
+    """The version that answers requests for the name."""
+    previous_version: int | None = None
+    """The default version before the latest change, to which `models rollback` returns."""
+    next_version: int
+    """Number of the next version. Numbers are not reused, because the request log contains them."""
+
+
+class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A version of a model."""
+
+    model: str
+    version: int
+    created_at: float
+    folder: str
+    files: tuple[ModelFile, ...] = ()
+    settings: dict[str, Any] = {}
+    """Settings of the model by their names in settings files. Omitted settings have their default values."""
+    loaded_at: float | None = None
+    """When an operator loaded the version; None if it is not loaded. After a restart of the service, loaded
+    versions are loaded again."""
+
+
+class AliasRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A further name for a model or for one of its versions."""
+
+    name: str
+    target: str
+    """A model's name, or NAME@VERSION."""
+    created_at: float
+
+
+RegistryRecord = ModelRecord | VersionRecord | AliasRecord
+
+
+class Registry:
+    """All models, versions and aliases at one moment. The object is immutable, so any thread may read it."""
+
+    def __init__(
+        self,
+        models: Iterable[ModelRecord] = (),
+        versions: Iterable[VersionRecord] = (),
+        aliases: Iterable[AliasRecord] = (),
+    ) -> None:
+        self.models: Mapping[str, ModelRecord] = {model.name: model for model in models}
+        self.versions: Mapping[tuple[str, int], VersionRecord] = {
+            (version.model, version.version): version
+            for version in sorted(versions, key=lambda version: version.version)
+        }
+        self.aliases: Mapping[str, AliasRecord] = {alias.name: alias for alias in aliases}
+
+    def versions_of(self, model: str) -> list[VersionRecord]:
+        """Return the versions of a model, oldest first."""
+        return [version for version in self.versions.values() if version.model == model]

@@ -1,0 +1,248 @@
+"""The model registry: reads and changes the models, versions and aliases in `control.db`. Reads need no I/O,
+because all records are kept in memory."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from store import records
+from store.audit import Actor
+from store.control import ControlStore
+from store.database import reading
+from store.errors import ConflictError, UnknownModelError
+from store.models import AliasRecord, ModelFile, ModelRecord, Registry, VersionRecord
+from store.schemas import CONTROL
+
+
+class ModelRegistry:
+    """The registry of one service. Changes return a future, as the changes of `ControlStore` do. Safe to call
+    from any thread."""
+
+    def __init__(self, control: ControlStore) -> None:
+        """`control` must have been started. Raises a `StoreError`."""
+        self._control = control
+        self.current = read_registry(control.path)
+        """All records at the moment. Every change replaces the object."""
+
+    # ── versions ──
+
+    def add_version(
+        self,
+        *,
+        actor: Actor | str,
+        model: str,
+        folder: str,
+        files: tuple[ModelFile, ...],
+        settings: Mapping[str, Any],
+    ) -> Future[VersionRecord]:
+        """Add a version of a model. The first version of a name creates the model and is its default."""
+        now = time.time()
+
+        def apply(connection: sqlite3.Connection) -> VersionRecord:
+            known = records.find(connection, ModelRecord, model)
+            number = 1 if known is None else known.next_version
+            if known is None:
+                records.insert(
+                    connection,
+                    ModelRecord(name=model, created_at=now, default_version=1, next_version=2),
+                )
+            else:
+                records.update(connection, msgspec.structs.replace(known, next_version=number + 1))
+            version = VersionRecord(
+                model=model,
+                version=number,
+                created_at=now,
+                folder=folder,
+                files=files,
+                settings=dict(settings),
+            )
+            records.insert(connection, version)
+            return version
+
+        params = {"name": model, "folder": folder, "settings": dict(settings)}
+        return self._change(
+            actor, "models.add", params, apply, lambda added: (None, {"version": added.version})
+        )
+
+    def remove_version(self, *, actor: Actor | str, model: str, version: int) -> Future[VersionRecord]:
+        """Remove a version. With its last version, the model is removed.
+
+        The future raises UnknownModelError if there is no such version, and ConflictError if an alias names
+        it or if it is the default of a model with other versions.
+        """
+
+        def apply(connection: sqlite3.Connection) -> VersionRecord:
+            known, found = _model(connection, model), _version(connection, model, version)
+            last = len(records.select(connection, VersionRecord, "model = ?", model)) == 1
+            names = {f"{model}@{version}", *([model] if last else [])}
+            if aliases := [one.name for one in records.select(connection, AliasRecord) if one.target in names]:
+                raise ConflictError(
+                    f"alias {aliases[0]!r} names model {model}@{version}: change or delete the alias first"
+                )
+            if known.default_version == version and not last:
+                raise ConflictError(
+                    f"version {version} is the default of model {model!r}: make another version the default "
+                    "first"
+                )
+            records.delete(connection, found)
+            if last:
+                records.delete(connection, known)
+            elif known.previous_version == version:
+                records.update(connection, msgspec.structs.replace(known, previous_version=None))
+            return found
+
+        params = {"name": model, "version": version}
+        return self._change(
+            actor, "models.remove", params, apply, lambda removed: ({"folder": removed.folder}, None)
+        )
+
+    def set_default(self, *, actor: Actor | str, action: str, model: str, version: int) -> Future[ModelRecord]:
+        """Make a version the default of its model. If it already is, nothing changes. The future raises
+        UnknownModelError."""
+        before: list[int] = []
+
+        def apply(connection: sqlite3.Connection) -> ModelRecord:
+            known = _model(connection, model)
+            _version(connection, model, version)
+            before[:] = [known.default_version]
+            if known.default_version == version:
+                return known
+            changed = msgspec.structs.replace(
+                known, default_version=version, previous_version=known.default_version
+            )
+            records.update(connection, changed)
+            return changed
+
+        return self._change(
+            actor,
+            action,
+            {"name": model, "version": version},
+            apply,
+            lambda _: ({"default_version": before[0]}, {"default_version": version}),
+        )
+
+    def set_loaded(self, model: str, version: int, loaded: bool) -> Future[Registry]:
+        """Store whether a version is loaded again after a restart of the service. This change has no audit
+        row of its own, because the rows of the action that loads or unloads the version describe it. If the
+        version has been removed, nothing changes."""
+
+        def apply(connection: sqlite3.Connection) -> Registry:
+            found = records.find(connection, VersionRecord, model, version)
+            if found is not None and (found.loaded_at is not None) != loaded:
+                changed = msgspec.structs.replace(found, loaded_at=time.time() if loaded else None)
+                records.update(connection, changed)
+            return _read(connection)
+
+        def remember(registry: Registry) -> None:
+            self.current = registry
+
+        return self._control.write(apply, remember)
+
+    # ── aliases ──
+
+    def set_alias(self, *, actor: Actor | str, name: str, target: str) -> Future[AliasRecord | None]:
+        """Create or change an alias. The future returns the former alias."""
+        alias = AliasRecord(name=name, target=target, created_at=time.time())
+
+        def apply(connection: sqlite3.Connection) -> AliasRecord | None:
+            former = records.find(connection, AliasRecord, name)
+            if former is None:
+                records.insert(connection, alias)
+            else:
+                records.update(connection, msgspec.structs.replace(former, target=target))
+            return former
+
+        return self._change(
+            actor,
+            "models.alias",
+            {"name": name, "target": target},
+            apply,
+            lambda former: (None if former is None else {"target": former.target}, {"target": target}),
+        )
+
+    def delete_alias(self, *, actor: Actor | str, name: str) -> Future[AliasRecord]:
+        """Delete an alias. The future raises UnknownModelError if there is no such alias."""
+
+        def apply(connection: sqlite3.Connection) -> AliasRecord:
+            alias = records.find(connection, AliasRecord, name)
+            if alias is None:
+                raise UnknownModelError(
+                    f"there is no alias {name!r}: list the models and aliases with: appliance models list"
+                )
+            records.delete(connection, alias)
+            return alias
+
+        return self._change(
+            actor, "models.alias", {"name": name}, apply, lambda alias: ({"target": alias.target}, None)
+        )
+
+    # ── shared by all changes ──
+
+    def _change(
+        self,
+        actor: Actor | str,
+        action: str,
+        params: Mapping[str, object],
+        apply: Callable[[sqlite3.Connection], Any],
+        values: Callable[[Any], tuple[Mapping[str, object] | None, Mapping[str, object] | None]],
+    ) -> Future[Any]:
+        """Apply a change and audit it, and update the records in memory after the commit."""
+        after: list[Registry] = []
+
+        def apply_and_read(connection: sqlite3.Connection) -> Any:
+            outcome = apply(connection)
+            after[:] = [_read(connection)]
+            return outcome
+
+        def remember(_: Any) -> None:
+            self.current = after[0]
+
+        return self._control.change(
+            actor=actor,
+            action=action,
+            params=params,
+            apply=apply_and_read,
+            after_commit=remember,
+            values=values,
+        )
+
+
+def read_registry(path: Path) -> Registry:
+    """Return all records in the file at `path`, through a read-only connection. Raises a `StoreError`."""
+    with reading(path, CONTROL) as connection:
+        return _read(connection)
+
+
+def _read(connection: sqlite3.Connection) -> Registry:
+    return Registry(
+        records.select(connection, ModelRecord),
+        records.select(connection, VersionRecord),
+        records.select(connection, AliasRecord),
+    )
+
+
+def _model(connection: sqlite3.Connection, name: str) -> ModelRecord:
+    found = records.find(connection, ModelRecord, name)
+    if found is None:
+        raise UnknownModelError(
+            f"the registry has no model {name!r}: list the models with: appliance models list"
+        )
+    return found
+
+
+def _version(connection: sqlite3.Connection, model: str, version: int) -> VersionRecord:
+    found = records.find(connection, VersionRecord, model, version)
+    if found is None:
+        known = records.select(connection, VersionRecord, "model = ?", model)
+        raise UnknownModelError(
+            f"model {model!r} has no version {version}: available versions: "
+            f"{', '.join(str(one.version) for one in known)}"
+        )
+    return found

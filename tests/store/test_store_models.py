@@ -1,0 +1,90 @@
+"""Tests of the model registry in `control.db`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from store.control import ControlStore
+from store.errors import ConflictError, UnknownModelError
+from store.models import ModelFile
+from store.registry import ModelRegistry, read_registry
+
+FILES = (ModelFile("config.json", 2, "ab" * 32),)
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[ModelRegistry]:
+    control = ControlStore(tmp_path / "control.db")
+    control.start()
+    yield ModelRegistry(control)
+    control.close()
+
+
+def add(registry: ModelRegistry, name: str = "chat") -> int:
+    added = registry.add_version(
+        actor="uid:0", model=name, folder=f"/srv/{name}", files=FILES, settings={"dtype": "float32"}
+    )
+    return added.result(60).version
+
+
+def test_versions_are_numbered_from_1_and_the_first_is_the_default(registry: ModelRegistry) -> None:
+    assert [add(registry), add(registry), add(registry, "other")] == [1, 2, 1]
+    assert registry.current.models["chat"].default_version == 1
+
+
+def test_the_records_survive_a_restart(registry: ModelRegistry, tmp_path: Path) -> None:
+    add(registry)
+    registry.set_loaded("chat", 1, True).result(60)
+    registry.set_alias(actor="uid:0", name="gpt", target="chat@1").result(60)
+    read = read_registry(tmp_path / "control.db")
+    version = read.versions[("chat", 1)]
+    assert (version.folder, version.files, version.settings) == ("/srv/chat", FILES, {"dtype": "float32"})
+    assert version.loaded_at is not None and read.versions == registry.current.versions
+    assert read.aliases["gpt"].target == "chat@1"
+
+
+def test_the_former_default_is_remembered(registry: ModelRegistry) -> None:
+    add(registry), add(registry)
+    registry.set_default(actor="uid:0", action="models.default", model="chat", version=2).result(60)
+    model = registry.current.models["chat"]
+    assert (model.default_version, model.previous_version) == (2, 1)
+    registry.set_default(actor="uid:0", action="models.default", model="chat", version=2).result(60)
+    assert registry.current.models["chat"].previous_version == 1
+
+
+def test_numbers_of_removed_versions_are_not_reused(registry: ModelRegistry) -> None:
+    add(registry), add(registry)
+    registry.remove_version(actor="uid:0", model="chat", version=2).result(60)
+    assert add(registry) == 3
+
+
+def test_a_default_or_aliased_version_is_not_removed(registry: ModelRegistry) -> None:
+    add(registry), add(registry)
+    registry.set_alias(actor="uid:0", name="next", target="chat@2").result(60)
+    for version, why in ((1, "default"), (2, "alias 'next'")):
+        with pytest.raises(ConflictError, match=why):
+            registry.remove_version(actor="uid:0", model="chat", version=version).result(60)
+    registry.delete_alias(actor="uid:0", name="next").result(60)
+    registry.remove_version(actor="uid:0", model="chat", version=2).result(60)
+    registry.remove_version(actor="uid:0", model="chat", version=1).result(60)
+    assert not registry.current.models and not registry.current.versions
+
+
+def test_unknown_versions_are_named(registry: ModelRegistry) -> None:
+    add(registry)
+    with pytest.raises(UnknownModelError, match="no version 7: available versions: 1"):
+        registry.set_default(actor="uid:0", action="models.default", model="chat", version=7).result(60)
+
+
+def test_every_change_has_an_audit_row(registry: ModelRegistry, tmp_path: Path) -> None:
+    add(registry), add(registry)
+    registry.set_default(actor="uid:7", action="models.rollback", model="chat", version=2).result(60)
+    import sqlite3
+
+    with sqlite3.connect(tmp_path / "control.db") as connection:
+        rows = connection.execute("SELECT actor, action, after FROM audit ORDER BY seq").fetchall()
+    assert rows[-1] == ("uid:7", "models.rollback", '{"default_version":2}')
+    assert [row[1] for row in rows[:2]] == ["models.add", "models.add"]
