@@ -13,7 +13,18 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from appliance.protocol import AuditHead, Contents, Done, DrainStatus, Key, NewKey, Reloaded, Tenant
+from appliance.protocol import (
+    AddedVersion,
+    AuditHead,
+    Contents,
+    Done,
+    DrainStatus,
+    Key,
+    NewKey,
+    Reloaded,
+    Tenant,
+    VersionStatus,
+)
 from store.fields import Declared, declared
 from store.policies import KeyFields, Quota, TenantRecord
 
@@ -214,6 +225,79 @@ class EndBackup(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Reason why the backup failed."""
 
 
+_Grace = Annotated[float, msgspec.Meta(ge=0, le=MAX_GRACE_S)]
+
+
+class AddModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Add the checkpoint in a folder to the registry. A further checkpoint under the same name becomes a new
+    version of the model. Nothing is loaded."""
+
+    name: str
+    """The name that applications use."""
+    folder: str
+    """Folder of a Hugging Face checkpoint, as an absolute path."""
+    settings: dict[str, Any] = {}
+    """Settings of the version, by their names in settings files."""
+
+
+class LoadModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Load a version of a model. What is already loaded stays loaded."""
+
+    model: str
+    """NAME@VERSION, or NAME for the default version."""
+    wait: bool = False
+    """Respond when the version is loaded, or when it is known that it cannot be loaded."""
+
+
+class UnloadModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Unload a version of a model after its requests have finished. New requests are refused."""
+
+    model: str
+    """NAME@VERSION, or NAME for the default version."""
+    wait: bool = False
+    """Respond when the version is unloaded."""
+    grace_s: _Grace = 120.0
+    """Number of seconds after which unfinished requests end with an error."""
+
+
+class SetDefaultModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Make a version the default of its model. If the model is loaded, the version is loaded first. After the
+    response, every new request gets the new version. The former version finishes its requests and is then
+    unloaded."""
+
+    model: str
+    """NAME@VERSION."""
+    grace_s: _Grace = 3600.0
+    """Number of seconds after which unfinished requests of the former version end with an error."""
+
+
+class RollbackModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Make the former default version of a model the default again."""
+
+    model: str
+    """The model's name."""
+    grace_s: _Grace = 3600.0
+    """Number of seconds after which unfinished requests of the other version end with an error."""
+
+
+class SetAlias(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Set a further name for a model or for one of its versions. After the response, every new request for
+    the alias gets the new target."""
+
+    name: str
+    """The alias."""
+    target: str | None
+    """A model's name, or NAME@VERSION. Null deletes the alias."""
+
+
+class RemoveModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Remove a model, or one of its versions, from the registry. It must not be loaded. The files are
+    kept."""
+
+    model: str
+    """NAME for all versions, or NAME@VERSION."""
+
+
 class Action(NamedTuple):
     """An operation that an operator can perform."""
 
@@ -230,6 +314,8 @@ class Action(NamedTuple):
     named_by: str = ""
     """Parameter that names the target, or empty if there is only one possible target."""
     visibility: Visibility = "shown"
+    is_long: bool = False
+    """Whether the service may respond only after minutes. The service bounds the time itself."""
 
     @property
     def description(self) -> str:
@@ -258,6 +344,33 @@ ACTIONS: tuple[Action, ...] = (
     Action("peers.unmap", "Unmap peer", "confirm", "peer", UnmapPeer, Done, "peer"),
     Action("drain", "Drain", "confirm", "model", DrainService, DrainStatus, "model"),
     Action("resume", "Resume", "none", "model", ResumeService, Done, "model"),
+    Action("models.add", "Add model", "none", "model", AddModel, AddedVersion, "name", is_long=True),
+    Action("models.load", "Load model", "none", "model", LoadModel, VersionStatus, "model", is_long=True),
+    Action(
+        "models.unload", "Unload model", "confirm", "model", UnloadModel, VersionStatus, "model", is_long=True
+    ),
+    Action(
+        "models.default",
+        "Change default version",
+        "none",
+        "model",
+        SetDefaultModel,
+        VersionStatus,
+        "model",
+        is_long=True,
+    ),
+    Action(
+        "models.rollback",
+        "Return to former version",
+        "none",
+        "model",
+        RollbackModel,
+        VersionStatus,
+        "model",
+        is_long=True,
+    ),
+    Action("models.alias", "Set alias", "none", "model", SetAlias, Done, "name", is_long=True),
+    Action("models.remove", "Remove model", "typed", "model", RemoveModel, Done, "model"),
     Action("config.reload", "Reload settings", "none", "service", ReloadConfig, Reloaded),
     Action("requests.cancel", "Cancel request", "confirm", "request", CancelRequest, Done, "request_id"),
     Action(

@@ -15,9 +15,9 @@ import httptools
 
 from appliance.calls import Call
 from appliance.client import (
-    ACTION_TIMEOUT_S,
     STREAM_TIMEOUT_S,
     ServiceNotRunningError,
+    call_timeout_s,
     no_response,
     not_running,
 )
@@ -44,8 +44,7 @@ class AsyncAdminClient:
 
     async def call(self, call: Call[Answer]) -> Answer:
         """Perform a call and return its answer."""
-        timeout_s = self._timeout_s if call.body is None else max(self._timeout_s, ACTION_TIMEOUT_S)
-        async with self._sent(call, timeout_s) as response:
+        async with self._sent(call, call_timeout_s(call, self._timeout_s)) as response:
             content = b"".join([piece async for piece in response.pieces()])
         return call.decode(response.status, content, str(self.socket))
 
@@ -71,7 +70,7 @@ class AsyncAdminClient:
                 call.decode(response.status, rest, str(self.socket))
 
     @contextlib.asynccontextmanager
-    async def _sent(self, call: Call[Answer], timeout_s: float) -> AsyncIterator[_ResponseStream]:
+    async def _sent(self, call: Call[Answer], timeout_s: float | None) -> AsyncIterator[_ResponseStream]:
         """Send a call, and close its connection at the end of the `with` block."""
         try:
             async with asyncio.timeout(timeout_s):
@@ -113,7 +112,7 @@ class _ResponseStream:
     """Parses a response while it arrives. Raises OSError if the connection breaks or is silent for longer
     than the time limit."""
 
-    def __init__(self, reader: asyncio.StreamReader, timeout_s: float) -> None:
+    def __init__(self, reader: asyncio.StreamReader, timeout_s: float | None) -> None:
         self.status = 0
         self._reader = reader
         self._timeout_s = timeout_s

@@ -9,7 +9,16 @@ from urllib.parse import urlencode
 import msgspec
 
 from appliance.actions import action_of
-from appliance.protocol import Configuration, ErrorBody, Key, PeerMapping, Status, StreamEnd, Tenant
+from appliance.protocol import (
+    Configuration,
+    ErrorBody,
+    Key,
+    PeerMapping,
+    RegisteredModel,
+    Status,
+    StreamEnd,
+    Tenant,
+)
 from appliance.snapshot import Request
 
 if TYPE_CHECKING:
@@ -45,6 +54,8 @@ class Call(NamedTuple, Generic[Answer]):
     path: str
     answer: Any
     body: bytes | None = None
+    is_long: bool = False
+    """Whether the service may respond only after minutes (`Action.is_long`)."""
 
     def decode(self, status: int, content: bytes, place: str) -> Answer:
         """Return the answer in a response from `place`. Raises AdminError."""
@@ -85,6 +96,8 @@ KEYS: Call[list[Key]] = Call("GET", "/keys", list[Key])
 TENANTS: Call[list[Tenant]] = Call("GET", "/tenants", list[Tenant])
 PEERS: Call[list[PeerMapping]] = Call("GET", "/peers", list[PeerMapping])
 """The local users and groups that need no key."""
+MODELS: Call[list[RegisteredModel]] = Call("GET", "/models", list[RegisteredModel])
+"""The models of the settings and of the registry, with their versions."""
 CONFIGURATION: Call[Configuration] = Call("GET", "/config", Configuration)
 """The settings in effect and the source of each."""
 
@@ -100,7 +113,7 @@ def act(parameters: msgspec.Struct) -> Call[Any]:
         raise AdminError(
             400, f"{action.name}: {error.object!r} is not UTF-8 text: write it in UTF-8"
         ) from error
-    return Call("POST", f"/actions/{action.name}", action.result, body)
+    return Call("POST", f"/actions/{action.name}", action.result, body, action.is_long)
 
 
 def request_log(query: RequestLogQuery) -> Call[RequestPage]:

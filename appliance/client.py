@@ -25,6 +25,7 @@ from appliance.protocol import (
     Key,
     NewKey,
     PeerMapping,
+    RegisteredModel,
     Status,
     Tenant,
 )
@@ -98,6 +99,10 @@ class AdminClient:
         """Return the local users and groups that need no key."""
         return self.call(calls.PEERS)
 
+    def models(self) -> list[RegisteredModel]:
+        """Return the models of the settings and of the registry, with their versions."""
+        return self.call(calls.MODELS)
+
     def configuration(self) -> Configuration:
         """Return the settings in effect and the source of each."""
         return self.call(calls.CONFIGURATION)
@@ -128,8 +133,7 @@ class AdminClient:
 
     def call(self, call: Call[Answer]) -> Answer:
         """Perform a call and return its answer."""
-        timeout_s = self._timeout_s if call.body is None else max(self._timeout_s, ACTION_TIMEOUT_S)
-        with self._sent(call, timeout_s) as response:
+        with self._sent(call, call_timeout_s(call, self._timeout_s)) as response:
             content = response.read()
         return call.decode(response.status, content, str(self.socket))
 
@@ -144,7 +148,7 @@ class AdminClient:
                     yield value
 
     @contextlib.contextmanager
-    def _sent(self, call: Call[Answer], timeout_s: float) -> Iterator[HTTPResponse]:
+    def _sent(self, call: Call[Answer], timeout_s: float | None) -> Iterator[HTTPResponse]:
         """Send a call, and close its connection at the end of the `with` block."""
         # Imported here because the import takes 20 ms, and some callers need only the types.
         import http.client
@@ -166,6 +170,14 @@ class AdminClient:
             raise no_response(self.socket, call, error) from error
         finally:
             connection.close()
+
+
+def call_timeout_s(call: Call[Answer], timeout_s: float) -> float | None:
+    """Return the time limit for a call of a client with this time limit; None if there is none, because the
+    service bounds the time itself."""
+    if call.body is None:
+        return timeout_s
+    return None if call.is_long else max(timeout_s, ACTION_TIMEOUT_S)
 
 
 def unix_connection(path: Path, timeout_s: float | None, connect_timeout_s: float = 10.0) -> HTTPConnection:

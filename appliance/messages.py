@@ -19,9 +19,11 @@ SecretKind = Literal["keys", "bearer_tokens", "passwords", "private_keys", "emai
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that applications can name."""
+    """A model, or a version of a model, that is loaded or being loaded."""
 
     name: str
+    """The unit of loading: the name of a model in the settings, or NAME@VERSION for a version in the
+    registry."""
     folder: str
     """Folder with the tokenizer and the chat template."""
     version: str
@@ -31,6 +33,22 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     """Maximum total length of prompt and output, in tokens."""
     vocab_size: int
+    required: bool = True
+    """Whether the service is ready only if this model is."""
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """A name that applications can use."""
+
+    name: str
+    unit: str
+    """`ServedModel.name` of the model that answers requests for the name. If it is empty, requests wait until
+    a model is loaded for the name."""
+    created: int = 0
+    """When the model's files were created, in unix seconds."""
+    max_model_len: int = 0
+    listed: bool = True
+    """Whether `GET /v1/models` lists the name, because the model can answer now or on demand."""
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -163,13 +181,20 @@ class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
     """Serial number, which increases with each message. The front reports the serial number that it has
     applied last."""
     models: list[ServedModel]
+    routes: list[Route] | None = None
+    """The names that applications can use. They take effect when the message arrives, before new models are
+    loaded. If None, each model has its own name."""
+    max_held: int = 1000
+    """Maximum number of requests per front that wait for a name without a model."""
+    hold_timeout_s: float = 60.0
+    """Time limit for these waits."""
     limits: Limits
     ready: bool
     """Whether every model that is not drained can answer requests. This is the result of `/health/ready`."""
     reason: str = ""
     """Reason why the service is not ready."""
     silent: dict[str, str] = {}
-    """Models that cannot answer requests, each with the reason. This is the result of
+    """Names whose models cannot answer requests, each with the reason. This is the result of
     `/health/ready?model=NAME`."""
     log_level: LogLevel = "info"
     retries: RetryRules = RetryRules()
@@ -303,6 +328,9 @@ class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
     when it is the request's turn, or one `Refused`. There is no reply if the front withdraws the request with
     `Settle` first."""
 
+    unit: str = ""
+    """`ServedModel.name` of the model that the front has chosen for the requested name. Empty if it is the
+    requested name."""
     attempt: int = 0
     """0 for the first attempt, and one more for each resubmission after a replica was lost."""
     submissions: int
@@ -454,6 +482,10 @@ class FrontReport(FrontStats, tag="front_report", frozen=True, kw_only=True):
     and the limit that was exceeded last. These models are still served."""
     configured: int = 0
     """`serial` of the last `Configure` message that was applied."""
+    routed: int = 0
+    """`serial` of the last `Configure` message whose routes are in effect."""
+    preparing: tuple[str, ...] = ()
+    """Units for which the front is preparing requests that it has not yet sent to the core."""
 
 
 CoreToFront = (

@@ -153,6 +153,74 @@ class ModelStatus(msgspec.Struct, kw_only=True):
     replicas: list[ReplicaStatus] = []
 
 
+VersionState = Literal["available", "loading", "ready", "draining", "failed", "sleeping"]
+"""An "available" version is not loaded. A "draining" version finishes its requests and is then unloaded."""
+
+
+class AddedVersion(msgspec.Struct, kw_only=True):
+    """A version that was added to the registry."""
+
+    name: str
+    version: int
+
+
+class VersionStatus(msgspec.Struct, kw_only=True):
+    """A version of a model and its state."""
+
+    name: str
+    version: int
+    state: VersionState
+    detail: str = ""
+    """Explanation of the state, such as "loading weights 43%", or the reason of a failure."""
+
+
+class RegisteredFile(msgspec.Struct, kw_only=True):
+    """A file of a version when the version was added."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+class RegisteredVersion(msgspec.Struct, kw_only=True):
+    """A version of a model: a folder with a checkpoint, and its settings."""
+
+    version: int
+    folder: str
+    state: VersionState
+    detail: str = ""
+    """Explanation of the state, such as "loading weights 43%", or the reason of a failure."""
+    added_at: float | None = None
+    """When the version was added to the registry, in unix seconds."""
+    settings: dict[str, Any] = {}
+    """The version's own settings, by their names in settings files."""
+    files: list[RegisteredFile] = []
+    replicas: int = 0
+    """Number of replicas that are loaded or being loaded."""
+    devices: list[str] = []
+    memory_bytes: int = 0
+    """Memory of the weights and KV caches of its replicas."""
+    expires_at: float | None = None
+    """When the version is unloaded if no further request arrives, in unix seconds; null: never."""
+
+
+class RegisteredModel(msgspec.Struct, kw_only=True):
+    """A model of the settings or of the registry."""
+
+    name: str
+    state: VersionState
+    """State of the default version."""
+    default: int
+    """The version that answers requests for the name."""
+    previous: int | None = None
+    """The version to which `models rollback` returns."""
+    source: str
+    """"registry", or the place where the settings declare the model."""
+    aliases: list[str] = []
+    """Further names for the model or one of its versions."""
+    versions: list[RegisteredVersion]
+
+
 class Configuration(msgspec.Struct, kw_only=True):
     """The settings in effect and the source of each."""
 

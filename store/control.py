@@ -172,9 +172,7 @@ class ControlStore:
         self._writer.call(change_and_record, follow_up, within_s=WITHIN_S).add_done_callback(settle)
         return changed
 
-    def write(
-        self, apply: Callable[[sqlite3.Connection], T], after_commit: Callable[[T], None]
-    ) -> Future[T]:
+    def write(self, apply: Callable[[sqlite3.Connection], T], after_commit: Callable[[T], None]) -> Future[T]:
         """Run `apply` on the writer thread, in a transaction without an audit row. Use this only for state
         that the audit rows of an action already describe."""
         return self._writer.call(apply, after_commit, within_s=WITHIN_S)

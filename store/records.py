@@ -1,7 +1,7 @@
 """Stores the records of `store.policies` and `store.models` in their tables.
 
-Each field is a column. Quotas, lists and objects, for which SQLite has no type, are JSON text. All functions run
-inside the caller's transaction."""
+Each field is a column. Quotas, lists and objects, for which SQLite has no type, are JSON text. All functions
+run inside the caller's transaction."""
 
 from __future__ import annotations
 
@@ -108,6 +108,8 @@ def _as_json(kind: type[Record]) -> tuple[str, ...]:
     found = []
     for name, hint in get_type_hints(kind).items():
         inner = without_none(hint)
-        if get_origin(inner) in (tuple, dict) or (isinstance(inner, type) and issubclass(inner, msgspec.Struct)):
+        if get_origin(inner) in (tuple, dict) or (
+            isinstance(inner, type) and issubclass(inner, msgspec.Struct)
+        ):
             found.append(name)
     return tuple(found)

@@ -71,39 +71,53 @@ class ModelRegistry:
             actor, "models.add", params, apply, lambda added: (None, {"version": added.version})
         )
 
-    def remove_version(self, *, actor: Actor | str, model: str, version: int) -> Future[VersionRecord]:
-        """Remove a version. With its last version, the model is removed.
+    def remove(self, *, actor: Actor | str, model: str, version: int | None) -> Future[list[VersionRecord]]:
+        """Remove a version of a model or, if `version` is None, all versions. With its last version, the
+        model is removed. The future returns the removed versions.
 
         The future raises UnknownModelError if there is no such version, and ConflictError if an alias names
-        it or if it is the default of a model with other versions.
+        what is removed or if the version is the default of a model with other versions.
         """
 
-        def apply(connection: sqlite3.Connection) -> VersionRecord:
-            known, found = _model(connection, model), _version(connection, model, version)
-            last = len(records.select(connection, VersionRecord, "model = ?", model)) == 1
-            names = {f"{model}@{version}", *([model] if last else [])}
-            if aliases := [one.name for one in records.select(connection, AliasRecord) if one.target in names]:
+        def apply(connection: sqlite3.Connection) -> list[VersionRecord]:
+            known, every = (
+                _model(connection, model),
+                records.select(connection, VersionRecord, "model = ?", model),
+            )
+            removed = every if version is None else [_version(connection, model, version)]
+            gone = len(removed) == len(every)
+            names = {f"{model}@{one.version}" for one in removed} | ({model} if gone else set())
+            if aliases := [
+                one.name for one in records.select(connection, AliasRecord) if one.target in names
+            ]:
                 raise ConflictError(
-                    f"alias {aliases[0]!r} names model {model}@{version}: change or delete the alias first"
+                    f"alias {aliases[0]!r} names what would be removed: change or delete the alias first"
                 )
-            if known.default_version == version and not last:
+            if known.default_version == version and not gone:
                 raise ConflictError(
                     f"version {version} is the default of model {model!r}: make another version the default "
                     "first"
                 )
-            records.delete(connection, found)
-            if last:
+            for one in removed:
+                records.delete(connection, one)
+            if gone:
                 records.delete(connection, known)
             elif known.previous_version == version:
                 records.update(connection, msgspec.structs.replace(known, previous_version=None))
-            return found
+            return removed
 
         params = {"name": model, "version": version}
         return self._change(
-            actor, "models.remove", params, apply, lambda removed: ({"folder": removed.folder}, None)
+            actor,
+            "models.remove",
+            params,
+            apply,
+            lambda removed: ({"folders": [one.folder for one in removed]}, None),
         )
 
-    def set_default(self, *, actor: Actor | str, action: str, model: str, version: int) -> Future[ModelRecord]:
+    def set_default(
+        self, *, actor: Actor | str, action: str, model: str, version: int
+    ) -> Future[ModelRecord]:
         """Make a version the default of its model. If it already is, nothing changes. The future raises
         UnknownModelError."""
         before: list[int] = []

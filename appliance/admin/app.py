@@ -21,7 +21,15 @@ from appliance.admin.callers import Authenticator, Caller, DeniedError
 from appliance.http import Connection
 from appliance.http.openapi import Operation, openapi_document
 from appliance.monitoring.metrics.exposition import CONTENT_TYPE
-from appliance.protocol import Configuration, ErrorBody, Key, PeerMapping, Status, Tenant
+from appliance.protocol import (
+    Configuration,
+    ErrorBody,
+    Key,
+    PeerMapping,
+    RegisteredModel,
+    Status,
+    Tenant,
+)
 from appliance.scopes import InsufficientScopeError, ScopedRoute, check_routes
 from appliance.snapshot import Request as RunningRequest
 from store.audit import Actor
@@ -42,6 +50,7 @@ class Backend(NamedTuple):
     keys: Callable[[], list[Key]]
     tenants: Callable[[], list[Tenant]]
     peers: Callable[[], list[PeerMapping]]
+    models: Callable[[], list[RegisteredModel]]
     configuration: Callable[[], Configuration]
     metrics: Callable[[], bytes]
     routes: Sequence[ScopedRoute]
@@ -89,6 +98,12 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
         _shown("/tenants", backend.tenants, list[Tenant], "List all tenants"),
         _shown(
             "/peers", backend.peers, list[PeerMapping], "List the local users and groups that need no key"
+        ),
+        _shown(
+            "/models",
+            backend.models,
+            list[RegisteredModel],
+            "List the models of the settings and of the registry, with their versions",
         ),
         _shown(
             "/config",

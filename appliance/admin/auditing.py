@@ -19,6 +19,8 @@ from appliance.background import Background
 from appliance.core.drains import DrainError
 from appliance.core.reload import ReloadError
 from appliance.http.sockets import ListenError
+from appliance.models.manifest import ManifestError
+from appliance.models.operations import LoadError
 from appliance.settings import SettingsError
 from store.audit import Actor
 from store.control import ControlStore
@@ -35,6 +37,8 @@ _STATUSES: Mapping[type[Exception], int] = {
     ValueError: 400,
     SettingsError: 400,
     ListenError: 400,
+    ManifestError: 400,
+    LoadError: 409,
     ConflictError: 409,
     DrainError: 409,
     ReloadError: 409,

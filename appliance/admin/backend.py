@@ -9,6 +9,7 @@ from appliance.admin.auditing import AuditedActions
 from appliance.admin.drains import DrainAdmin
 from appliance.admin.handlers import BackupAdmin, RequestAdmin, handlers
 from appliance.admin.keys import KeyAdmin
+from appliance.admin.models import ModelAdmin
 from appliance.admin.peers import PeerAdmin
 from appliance.admin.running import RunningRequests
 from appliance.admin.status import StatusReader
@@ -17,6 +18,7 @@ from appliance.core.cancellation import RequestCanceller
 from appliance.core.contents import ContentKeeper
 from appliance.core.drains import Drains
 from appliance.core.reload import Reloader
+from appliance.models.routing import Routing
 from appliance.scopes import ScopedRoute
 from appliance.settings import Settings
 from appliance.traffic.state import TrafficState
@@ -29,6 +31,8 @@ def admin_backend(
     contents: ContentKeeper,
     settings: Callable[[], Settings],
     traffic: TrafficState,
+    models: ModelAdmin,
+    routing: Routing,
     drains: Drains,
     canceller: RequestCanceller,
     reloader: Reloader,
@@ -52,7 +56,8 @@ def admin_backend(
             tenants=tenants,
             keys=keys,
             peers=peers,
-            drains=DrainAdmin(drains, status.drain),
+            models=models,
+            drains=DrainAdmin(drains, status.drain, routing.unit_of),
             requests=RequestAdmin(lambda: running.known({}), canceller.cancel, contents.show),
             backups=BackupAdmin(control.trail),
             reload=reloader.reload,
@@ -64,6 +69,7 @@ def admin_backend(
         keys=keys.list,
         tenants=tenants.list,
         peers=peers.list,
+        models=models.models,
         configuration=reloader.configuration,
         metrics=metrics,
         routes=routes,

@@ -19,18 +19,25 @@ class DrainAdmin:
 
     drains: Drains
     status: Callable[[Drain], DrainStatus]
+    unit_of: Callable[[str], str]
+    """Returns the unit of loading that answers requests for a name, or an empty string."""
 
     async def drain(self, actor: Actor, asked: DrainService) -> Effect:
         """Begin a drain. Raises DrainError."""
-        before = self._state(asked.model)
-        drain = self.drains.begin(asked.model, grace_s=asked.grace_s, hold=asked.queue)
-        return Effect(self.status(drain), before, self._state(asked.model))
+        model = self._unit(asked.model)
+        before = self._state(model)
+        drain = self.drains.begin(model, grace_s=asked.grace_s, hold=asked.queue)
+        return Effect(self.status(drain), before, self._state(model))
 
     async def resume(self, actor: Actor, asked: ResumeService) -> Effect:
         """Cancel or end a drain. Raises DrainError."""
-        before = self._state(asked.model)
-        drain = self.drains.resume(asked.model)
+        model = self._unit(asked.model)
+        before = self._state(model)
+        drain = self.drains.resume(model)
         return Effect(Done(message=f"{drain.name} is accepting requests again"), before, "in service")
+
+    def _unit(self, model: str | None) -> str | None:
+        return model if model is None else self.unit_of(model) or model
 
     def _state(self, model: str | None) -> str:
         drain = self.drains.of(model)

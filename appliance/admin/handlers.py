@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import msgspec
 
 from appliance.actions import (
+    AddModel,
     BeginBackup,
     CancelRequest,
     CreateKey,
@@ -15,21 +16,28 @@ from appliance.actions import (
     DeleteTenant,
     DrainService,
     EndBackup,
+    LoadModel,
     MapPeer,
     ReloadConfig,
+    RemoveModel,
     ResumeService,
     ResumeTenant,
     RevokeKey,
+    RollbackModel,
     RotateKey,
+    SetAlias,
+    SetDefaultModel,
     SetKey,
     SetTenant,
     ShowContents,
     SuspendTenant,
+    UnloadModel,
     UnmapPeer,
 )
 from appliance.admin.drains import DrainAdmin
 from appliance.admin.effects import Effect, Handler, done
 from appliance.admin.keys import KeyAdmin
+from appliance.admin.models import ModelAdmin
 from appliance.admin.peers import PeerAdmin
 from appliance.admin.tenants import TenantAdmin
 from appliance.protocol import AuditHead, Contents, Done, InFlight, Reloaded
@@ -42,6 +50,7 @@ def handlers(
     tenants: TenantAdmin,
     keys: KeyAdmin,
     peers: PeerAdmin,
+    models: ModelAdmin,
     drains: DrainAdmin,
     requests: RequestAdmin,
     backups: BackupAdmin,
@@ -65,6 +74,13 @@ def handlers(
         RevokeKey: keys.revoke,
         MapPeer: peers.map,
         UnmapPeer: peers.unmap,
+        AddModel: models.add,
+        LoadModel: models.load,
+        UnloadModel: models.unload,
+        SetDefaultModel: models.set_default,
+        RollbackModel: models.rollback,
+        SetAlias: models.alias,
+        RemoveModel: models.remove,
         DrainService: drains.drain,
         ResumeService: drains.resume,
         ReloadConfig: reload_config,

@@ -8,6 +8,7 @@ import typer
 
 from appliance.cli.audit_commands import audit, backup
 from appliance.cli.client_commands import BENCH_EPILOG, bench, chat
+from appliance.cli.model_commands import models
 from appliance.cli.operating_commands import config, drain, resume
 from appliance.cli.request_commands import requests, usage
 from appliance.cli.service_commands import doctor, logs, serve, status
@@ -25,6 +26,7 @@ for command in (serve, status, usage, logs, drain, resume, backup, doctor, chat)
     app.command()(command)
 app.command(epilog=BENCH_EPILOG)(bench)
 for name, commands in (
+    ("models", models),
     ("config", config),
     ("tenants", tenants),
     ("keys", keys),

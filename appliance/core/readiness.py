@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from appliance.core.drains import STOPPING, Drains
 from appliance.front_pool.pool import FrontPool
-from appliance.messages import Configure
+from appliance.messages import Configure, Route
 from appliance.models.manager import ModelManager
 from appliance.models.replica import Replica
+from appliance.models.routing import Routing
 from appliance.settings import Settings
 from appliance.traffic.state import TrafficState
 
@@ -26,20 +27,21 @@ class Readiness:
     settings: Callable[[], Settings]
     traffic: TrafficState
     models: ModelManager
+    routing: Routing
     fronts: FrontPool
     drains: Drains
 
     def reason(self) -> str:
-        """Return the reason why a model is not ready, or an empty string if all models are ready. Models that
-        an operator has drained are ignored unless all models are drained."""
-        names = list(self.models.models)
+        """Return the reason why a required model is not ready, or an empty string if all are ready. Models
+        that an operator has drained are ignored unless all required models are drained."""
+        names = self.models.required()
         wanted = [name for name in names if self.drains.of(name) is None]
         return self.service_drain() or "; ".join(filter(None, map(self.silence, wanted or names)))
 
     def started(self) -> bool:
-        """Return whether at least one front and all pinned models are ready."""
+        """Return whether at least one front and all required models are ready."""
         ready = any(front.state == "ready" for front in self.fronts.fronts)
-        return ready and not any(map(self.silence, self.models.pinned()))
+        return ready and not any(map(self.silence, self.models.required()))
 
     def worth_waiting_for(self) -> bool:
         """Return whether the service manager should keep waiting for startup to complete.
@@ -55,9 +57,13 @@ class Readiness:
         return not all(map(self.silence, self.models.models))
 
     def permanent_problems(self) -> str:
-        """Return the problems of all models if none of them can be served until an operator corrects its
-        files or settings, or an empty string."""
-        problems = [self.models.unusable(model) or self.front_problems(model) for model in self.models.models]
+        """Return the problems of all models in the settings if none of them can be served until an operator
+        corrects its files or settings, or an empty string. It is also empty if a version of the registry is
+        loaded or being loaded."""
+        models = self.models.models
+        if not all(map(self.models.is_declared, models)):
+            return ""
+        problems = [self.models.unusable(model) or self.front_problems(model) for model in models]
         return "; ".join(problems) if all(problems) else ""
 
     def headline(self) -> str:
@@ -87,6 +93,9 @@ class Readiness:
         problem = self.front_problems(model)
         return f"model {model!r} is unavailable ({problem})" if problem else ""
 
+    def _silence_of(self, route: Route) -> str:
+        return self.silence(route.unit) if route.unit else f"model {route.name!r} is being loaded"
+
     def service_drain(self) -> str:
         """Return the reason why the whole service is refusing requests, or an empty string if it accepts
         them."""
@@ -106,14 +115,17 @@ class Readiness:
     def configuration(self) -> Configure:
         """Return the current configuration for fronts."""
         settings, reason, drain = self.settings(), self.reason(), self.service_drain()
-        models = self.models.models
+        routes = self.routing.routes()
         return Configure(
             front="",
-            models=list(models.values()),
+            models=list(self.models.models.values()),
+            routes=routes,
+            max_held=settings.queue.limit,
+            hold_timeout_s=settings.queue.timeout_s,
             limits=settings.limits,
             ready=not reason,
             reason=reason,
-            silent={name: why for name in models if (why := drain or self.silence(name))},
+            silent={route.name: why for route in routes if (why := drain or self._silence_of(route))},
             log_level=settings.log_level,
             retries=settings.idempotency,
             keeping=settings.log,

@@ -20,9 +20,10 @@ from appliance.models.manager import ModelManager
 from appliance.models.preflight_process import Check
 from appliance.models.registry import describe_models, model_faults, model_warnings
 from appliance.protocol import Configuration, Reloaded
-from appliance.settings import Fault, Loaded, Place, Settings, SettingsError
+from appliance.settings import Fault, Loaded, Place, Settings, SettingsError, dotted
 from appliance.settings.files import DROP_INS
 from appliance.settings.table import as_table, differences
+from store.models import Registry
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,8 @@ class Reloader:
     models: ModelManager
     check_models: Check
     """Checks changed models before anything changes."""
+    registry: Callable[[], Registry]
+    """Returns the models in the registry."""
     drains: Drains
     publish: Callable[[], None]
     """Sends changed settings to the fronts."""
@@ -79,6 +82,14 @@ class Reloader:
     hooks: Mapping[str, ReloadHook]
     """The hook for each top-level setting."""
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+
+    def declared_in(self, model: str) -> str:
+        """Return the place that declares a model of the settings; empty if the settings do not contain it."""
+        if model not in self.loaded.settings.models:
+            return ""
+        path = ("models", model)
+        place = self.loaded.places.get((*path, "folder")) or self.loaded.places.get(path)
+        return "the defaults" if place is None else str(place)
 
     def configuration(self) -> Configuration:
         """Return the settings in effect and the source of each."""
@@ -91,6 +102,7 @@ class Reloader:
             former = self.loaded
             loaded = await asyncio.to_thread(self.reread)
             check_still_there(former, loaded)
+            check_names(former, loaded, self.registry())
             changes = list(differences(former.settings, loaded.settings))
             waiting = [change for change in changes if change.path[0] in AT_RESTART]
             applied = [change for change in changes if change not in waiting]
@@ -143,7 +155,8 @@ class Reloader:
         self.live.current = wanted
         for name in sorted(names - APPLIED_HERE):
             self.hooks[name](wanted)
-        self.drains.keep_only(wanted.models)
+        registered = [unit for unit in self.models.models if not self.models.is_declared(unit)]
+        self.drains.keep_only({*wanted.models, *registered})
         changes = self.models.change(wanted.models, served)
         self.publish()
         return changes
@@ -168,6 +181,25 @@ def check_still_there(former: Loaded, loaded: Loaded) -> None:
             remedy="restore the file, or restart the service to run without it",
         )
     )
+
+
+def check_names(former: Loaded, loaded: Loaded, registry: Registry) -> None:
+    """Check that no model that was added to the settings has the name of a model or alias in the registry.
+    Raises SettingsError."""
+    faults = []
+    for name in loaded.settings.models.keys() - former.settings.models.keys():
+        if name in registry.models or name in registry.aliases:
+            kind = "a model" if name in registry.models else "an alias"
+            faults.append(
+                Fault(
+                    place=loaded.places.get(("models", name), Place("default")),
+                    field=dotted(("models", name)),
+                    what=f"the registry already has {kind} named {name!r}",
+                    remedy="choose another name, or unload and remove the other one with: appliance models",
+                )
+            )
+    if faults:
+        raise SettingsError(*faults)
 
 
 def _until_restart(loaded: Loaded, former: Loaded) -> Loaded:

@@ -14,6 +14,7 @@ from appliance.admin.backend import admin_backend
 from appliance.admin.callers import Authenticator, keys_of
 from appliance.admin.log_reading import LogReading
 from appliance.admin.log_routes import log_routes
+from appliance.admin.models import ModelAdmin
 from appliance.admin.running import RunningRequests
 from appliance.admin.server import AdminServer
 from appliance.admin.status import StatusReader, service_version
@@ -33,6 +34,7 @@ from appliance.core.state import State, cache_salts
 from appliance.core.systemd import Manager
 from appliance.front_pool.identities import IdentityRegistry
 from appliance.front_pool.listeners import Listeners
+from appliance.models.operations import ModelOperations
 from appliance.models.preflight_process import ModelChecks
 from appliance.models.registry import describe_models
 from appliance.models.replica import Launch
@@ -82,6 +84,7 @@ class Service:
         parts = ServingParts(
             self.settings,
             describe_models(loaded, broken=broken),
+            registry=state.registry,
             rows=counted,
             salt=cache_salts(control),
             quotas=quotas,
@@ -93,6 +96,9 @@ class Service:
             checks=checks,
             broken=broken,
             front_module=front_module,
+        )
+        self.operations = ModelOperations(
+            state.registry, parts.models, parts.routing, parts.fronts, problems.note, loaded.model_flags
         )
         self.listeners = Listeners(manager.sockets, settings, parts.fronts.balancer, problems.note)
         held.callback(self.listeners.close)
@@ -133,6 +139,7 @@ class Service:
             live=self.settings,
             models=parts.models,
             check_models=checks.everything,
+            registry=lambda: state.registry.current,
             drains=parts.drains,
             publish=parts.fronts.publish_configuration,
             listeners=[self.listeners, self.metrics],
@@ -173,6 +180,15 @@ class Service:
             contents=contents,
             settings=self.settings,
             traffic=parts.requests.state,
+            models=ModelAdmin(
+                operations=self.operations,
+                manager=parts.models,
+                routing=parts.routing,
+                fronts=parts.fronts,
+                settings=self.settings,
+                declared_in=reloader.declared_in,
+            ),
+            routing=parts.routing,
             drains=parts.drains,
             canceller=parts.canceller,
             reloader=reloader,
@@ -193,6 +209,7 @@ class Service:
     def start(self) -> None:
         """Load the models and accept connections."""
         self.controller.start()
+        self.operations.restore()
         self.levels.start()
         self.notifier.start()
         self.housekeeper.start()
@@ -203,6 +220,7 @@ class Service:
         responds until all requests have ended."""
         log.info("stopping: running requests have %g s to finish", self.settings.current.drain_grace_s)
         self.notifier.begin_stop()
+        self.operations.stop()
         await self.controller.stop(hurry)
         self.levels.close()
         await self.metrics.stop()

@@ -23,11 +23,13 @@ from appliance.messages import Keep, ServedModel
 from appliance.models.manager import ModelManager
 from appliance.models.preflight_process import MODEL_CHECKS, ModelChecks
 from appliance.models.replica import Launch
+from appliance.models.routing import Routing
 from appliance.settings import Settings
 from appliance.traffic.lifecycle import RowSink
 from appliance.traffic.quotas import Quotas
 from appliance.traffic.request_manager import RequestManager
 from engine.client import ReplicaGroup
+from store.registry import ModelRegistry
 
 
 class ServingParts:
@@ -39,6 +41,7 @@ class ServingParts:
         settings: Callable[[], Settings],
         served: list[ServedModel],
         *,
+        registry: ModelRegistry,
         rows: RowSink,
         salt: Callable[[str], str],
         quotas: Quotas,
@@ -81,10 +84,13 @@ class ServingParts:
             preflight=checks.problem,
             broken=broken,
         )
+        self.routing = Routing(lambda: registry.current, self.models)
         self.canceller = RequestCanceller(self.requests, self.models)
         self.drains = Drains(
             DrainTools(self.requests, self.fronts, self.canceller.cancel),
             settings,
             lambda: self.models.models,
         )
-        self.readiness = Readiness(settings, self.requests.state, self.models, self.fronts, self.drains)
+        self.readiness = Readiness(
+            settings, self.requests.state, self.models, self.routing, self.fronts, self.drains
+        )

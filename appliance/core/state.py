@@ -16,6 +16,7 @@ from appliance.core.systemd import Manager
 from appliance.rundir import RunDirLock, prepare_directories
 from appliance.settings import Settings
 from store.control import ControlStore
+from store.registry import ModelRegistry
 from store.requests import RequestLog
 from store.schemas import CONTENTS, HISTORY
 from store.writer import Writer
@@ -28,6 +29,8 @@ class State(NamedTuple):
 
     control: ControlStore
     """Tenants, keys, mapped users and the audit chain."""
+    registry: ModelRegistry
+    """Models, versions and aliases."""
     history: Writer
     """Writes to `history.db`, which holds the request log and the quota levels."""
     contents: Writer
@@ -75,7 +78,7 @@ def _opened(settings: Settings, manager: Manager) -> Iterator[State]:
             held.callback(manager.tell, STATUS=f"stopped: closing {database.path}")
         requests = RequestLog(history)
         requests.seal_open_rows("the service ended unexpectedly").add_done_callback(_log_sealed)
-        yield State(control, history, contents, requests)
+        yield State(control, ModelRegistry(control), history, contents, requests)
 
 
 def _warn_missing(control: Path, others: list[Path]) -> None:

@@ -23,7 +23,7 @@ def answer_head(generation: Generation, chunk: bool) -> dict[str, Any]:
         "id": ("chatcmpl-" if task.chat else "cmpl-") + context.request_id,
         "object": kind + ".chunk" if chunk and task.chat else kind,
         "created": int(context.arrived_at),
-        "model": task.model.name,
+        "model": context.model,
         "system_fingerprint": "fp_" + task.model.served.version,
     }
 

@@ -92,6 +92,7 @@ class Gate:
         try:
             await self._app(scope, receive, send_with_headers)
         finally:
+            context.prepared()
             context.body.release()
 
 

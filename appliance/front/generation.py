@@ -127,6 +127,7 @@ class Generation:
         if not self.left:
             self._ask()
             unpaid -= self.task.prompt_tokens
+        self.context.prepared()
         self.state.charge(self.context, unpaid)
 
     def client_disconnected(self) -> None:
@@ -294,6 +295,7 @@ class Generation:
         self.state.to_core(
             Admit(
                 **context.logged_fields(),
+                unit=task.model.unit,
                 attempt=self._attempt,
                 submissions=len(running) if again else len(task.prompts),
                 num_seqs=len(running),

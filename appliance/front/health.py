@@ -78,7 +78,8 @@ class _Health:
                 "/health/ready without a model",
                 "missing_api_key",
             )
-        reason = state.silent_models.get(model) or state.catalog.problems.get(model, "")
+        unit = state.catalog.unit_of(model)
+        reason = state.silent_models.get(model) or state.catalog.problems.get(unit, "")
         if not allows(identity, model) or not (reason or state.catalog.serves(model)):
             return _answer(
                 404,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from appliance.front.errors import ApiError, model_not_allowed, model_not_found
-from appliance.messages import Identity, ServedModel
+from appliance.messages import Identity, Route, ServedModel
 from appliance.text.template_process import TemplateProcess
 from appliance.text.tokenizer import Tokenizer
 from appliance.text.tokenizer_files import TokenizerFilesError
@@ -15,6 +18,8 @@ from appliance.text.tokenizer_files import TokenizerFilesError
 log = logging.getLogger(__name__)
 
 _CLOSE_AFTER_S = 60.0
+_CHECK_CLIENT_S = 1.0
+"""Interval at which a waiting request checks whether its client has disconnected."""
 _MAX_REASON_CHARACTERS = 1000
 
 
@@ -27,8 +32,8 @@ class LoadedModel:
     template: TemplateProcess
 
     @property
-    def name(self) -> str:
-        """Name by which applications refer to the model."""
+    def unit(self) -> str:
+        """The unit of loading that answers the model's requests (`ServedModel.name`)."""
         return self.served.name
 
 
@@ -60,23 +65,31 @@ def allows(identity: Identity, name: str) -> bool:
 
 
 class Catalog:
-    """The served models by name. A model that cannot be loaded stays listed: requests for it are refused with
-    the cause, and the other models are served as usual."""
+    """The loaded models by unit, and the names that applications use for them. A model that cannot be loaded
+    keeps its names: requests for it are refused with the cause, and the other models are served as usual."""
 
     def __init__(self) -> None:
         self._models: dict[str, LoadedModel] = {}
         self._broken: dict[str, str] = {}
-        self.served: list[ServedModel] = []
+        self._routes: dict[str, Route] | None = None
+        self._served: list[ServedModel] = []
+        self._changed = asyncio.Event()
+        """Set, and replaced by a new event, when the names change."""
+        self._preparing: Counter[str] = Counter()
+        self._held = 0
+        self.max_held, self.hold_timeout_s = 0, 0.0
+        """Limits on the requests that wait for a name without a model."""
 
     @property
     def problems(self) -> dict[str, str]:
-        """The unusable models, each with the reason. Empty if all models are usable."""
+        """The unusable models by unit, each with the reason. Empty if all models are usable."""
         return self._broken
 
     @property
     def problem(self) -> str:
-        """The problems of all models as one text, or an empty string if there are none."""
-        return "; ".join(f"model {name}: {reason}" for name, reason in self._broken.items())
+        """The problems of all required models as one text, or an empty string if there are none."""
+        required = {model.name for model in self._served if model.required}
+        return "; ".join(f"model {name}: {why}" for name, why in self._broken.items() if name in required)
 
     @property
     def template_problems(self) -> dict[str, tuple[int, str]]:
@@ -88,12 +101,40 @@ class Catalog:
             if model.template.bounds_exceeded
         }
 
+    @property
+    def preparing(self) -> tuple[str, ...]:
+        """The units for which requests are being prepared."""
+        return tuple(self._preparing)
+
+    @property
+    def listed(self) -> list[Route]:
+        """The names whose models can answer requests."""
+        if self._routes is None:
+            return [own_route(model, model.name) for model in self._served]
+        return [route for route in self._routes.values() if route.listed]
+
     def serves(self, name: str) -> bool:
         """Return whether a model with this name can be used."""
-        return name in self._models
+        return self.unit_of(name) in self._models
+
+    def unit_of(self, name: str) -> str:
+        """Return the unit that answers requests for the name; empty if there is none."""
+        if self._routes is None:
+            return name
+        route = self._routes.get(name)
+        return "" if route is None else route.unit
+
+    # ── changes by the core ──
+
+    def route(self, routes: list[Route] | None) -> None:
+        """Replace the names that applications can use, immediately."""
+        self._routes = None if routes is None else {route.name: route for route in routes}
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     async def replace(self, served: list[ServedModel]) -> None:
-        """Serve exactly these models. The previous models stay in use until the new models are loaded."""
+        """Keep exactly these models loaded. The previous models stay in use until the new models are
+        loaded."""
         models: dict[str, LoadedModel] = {}
         broken: dict[str, str] = {}
         for model in served:
@@ -118,22 +159,76 @@ class Catalog:
             if old.template not in kept:
                 # Requests that began with the old model may still need its templates.
                 asyncio.get_running_loop().call_later(_CLOSE_AFTER_S, old.template.close)
-        self._models, self._broken, self.served = models, broken, served
+        self._models, self._broken, self._served = models, broken, served
+
+    # ── use by requests ──
+
+    def prepare(self, model: LoadedModel) -> Callable[[], None]:
+        """Count a request that is being prepared for the model. The core keeps the model loaded until the
+        returned function is called, which may be called more than once."""
+        unit, counts = model.unit, self._preparing
+        counts[unit] += 1
+        left = [unit]
+
+        def end() -> None:
+            if left:
+                left.clear()
+                counts[unit] -= 1
+                if not counts[unit]:
+                    del counts[unit]
+
+        return end
+
+    async def find(self, name: str, identity: Identity, lost: Callable[[], bool]) -> LoadedModel:
+        """Return the model for this name, as `get` does. If the name is waiting for a model, wait too, until
+        `lost` returns true because the client has disconnected. Raises a 503 if that takes too long or too
+        many requests are waiting."""
+        deadline = asyncio.get_running_loop().time() + self.hold_timeout_s
+        while allows(identity, name) and self._waits(name) and not lost():
+            if self._held >= self.max_held:
+                raise _still_loading(name, f"{self._held} requests are already waiting for it")
+            if (left_s := deadline - asyncio.get_running_loop().time()) <= 0:
+                raise _still_loading(name, f"the request has waited for {self.hold_timeout_s:g} s")
+            self._held += 1
+            try:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), min(left_s, _CHECK_CLIENT_S))
+            finally:
+                self._held -= 1
+        return self.get(name, identity)
 
     def get(self, name: str, identity: Identity) -> LoadedModel:
-        """Return the model with this name. Raises a 403 if the identity may not use it, a 404 if it is not
-        served, or a 503 if its tokenizer could not be read."""
+        """Return the model for this name. Raises a 403 if the identity may not use it, a 404 if it is not
+        served, or a 503 if its tokenizer could not be read or if the model is not loaded yet."""
         if not allows(identity, name):
             # A caller who may not use a model must not learn whether it exists.
             raise model_not_allowed(name)
-        model = self._models.get(name)
+        if self._waits(name):
+            raise _still_loading(name, "its files are being read")
+        unit = self.unit_of(name)
+        model = self._models.get(unit)
         if model is not None:
             return model
-        if name in self._broken:
+        if unit in self._broken:
             raise ApiError(
                 503,
-                f"model {name!r} cannot be used: {self._broken[name]}",
+                f"model {name!r} cannot be used: {self._broken[unit]}",
                 code="model_broken",
                 retry_after_s=30.0,
             )
         raise model_not_found(name)
+
+    def _waits(self, name: str) -> bool:
+        route = None if self._routes is None else self._routes.get(name)
+        return route is not None and not route.unit
+
+
+def own_route(model: ServedModel, name: str) -> Route:
+    """Return a route from this name to the model."""
+    return Route(name=name, unit=model.name, created=model.created, max_model_len=model.max_model_len)
+
+
+def _still_loading(name: str, why: str) -> ApiError:
+    return ApiError(
+        503, f"model {name!r} is still being loaded: {why}", code="model_loading", retry_after_s=5.0
+    )

@@ -29,13 +29,16 @@ MAX_SENT_NUMBERS = 262_144
 prompt is sent to the replica with its own copy of these lists."""
 
 
-def named_model(state: AppState, context: RequestContext, body: GenerationRequest) -> LoadedModel:
-    """Return the model that the request names. Raises `ApiError` if there is no such model, or if the caller
-    may not use it."""
+async def named_model(state: AppState, context: RequestContext, body: GenerationRequest) -> LoadedModel:
+    """Return the model that the request names, and keep it loaded until the request has been sent to the
+    core. Raises `ApiError` if there is no such model, or if the caller may not use it."""
     context.model = body.model[:200]
     context.stream = bool(body.stream)
     context.user = body.user or ""
-    return state.catalog.get(body.model, context.identity)
+    connection = context.connection
+    model = await state.catalog.find(body.model, context.identity, lambda: connection.lost)
+    context.prepared = state.catalog.prepare(model)
+    return model
 
 
 def count_prompt_tokens(context: RequestContext, tokens: int) -> None:

@@ -58,7 +58,7 @@ class FrontProcess:
         self._server = HttpServer(application, known=identities.knows, tenant_of=identities.tenant_of)
         self._configurations: asyncio.Queue[Configure] = asyncio.Queue()
         self._latest: Configure | None = None
-        self._configured = 0
+        self._configured = self._routed = 0
         self._is_configured = False
         """Whether the first configuration has been applied."""
         self.ended = asyncio.Event()
@@ -115,6 +115,12 @@ class FrontProcess:
             self._state.silent_models = self._state.silent_models | message.silent
             if not message.ready:
                 self._state.ready, self._state.not_ready_reason = False, message.reason
+            catalog = self._state.catalog
+            catalog.max_held, catalog.hold_timeout_s = message.max_held, message.hold_timeout_s
+            catalog.route(message.routes)
+            self._routed = message.serial
+            if self._is_configured:
+                self._tell()
         elif isinstance(message, StopFront):
             self._state.background.run(self._stop(message.grace_s))
 
@@ -229,6 +235,8 @@ class FrontProcess:
                 template_problems=state.catalog.template_problems,
                 log_dropped_lines=log_state().dropped_lines,
                 configured=self._configured,
+                routed=self._routed,
+                preparing=state.catalog.preparing,
             )
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,9 @@ class RequestContext:
     admitted: bool = False
     """Whether `Admit` was sent. If so, the request is closed with `Settle` or `Refused`, never with
     `Rejected`."""
+    prepared: Callable[[], None] = lambda: None
+    """Must be called when `Admit` has been sent, or when the request has ended without it
+    (`Catalog.prepare`)."""
     retry_of: str = ""
     """Request id of an earlier run with the same `Idempotency-Key` whose answer is no longer kept."""
     arrived_at: float = field(default_factory=time.time)

@@ -16,7 +16,7 @@ from appliance.front.body import parse_body, read_body, receive_body
 from appliance.front.errors import invalid
 from appliance.front.generation_task import GenerationTask
 from appliance.front.idempotency import answer, key_of
-from appliance.front.models import LoadedModel, allows
+from appliance.front.models import LoadedModel, allows, own_route
 from appliance.front.prepare_chat import chat_task
 from appliance.front.prepare_completion import completion_task
 from appliance.front.prepare_task import named_model
@@ -35,7 +35,7 @@ from appliance.front.schemas import (
 from appliance.front.tokenization import chat_tokens, decode, text_tokens
 from appliance.front.tokens import tokenized
 from appliance.http.openapi import Operation
-from appliance.messages import ServedModel
+from appliance.messages import Route
 from appliance.scopes import ScopedRoute
 
 Body = TypeVar("Body", bound=GenerationRequest)
@@ -116,13 +116,14 @@ class _Api:
     async def list_models(self, request: Request) -> Response:
         """List the served models that the caller may use."""
         identity = context_of(request).identity
-        served = [model for model in self._state.catalog.served if allows(identity, model.name)]
-        return _json({"object": "list", "data": [_document(model) for model in served]})
+        listed = [route for route in self._state.catalog.listed if allows(identity, route.name)]
+        return _json({"object": "list", "data": [_document(route) for route in listed]})
 
     async def show_model(self, request: Request) -> Response:
         """Show one served model."""
-        model = self._state.catalog.get(request.path_params["model"], context_of(request).identity)
-        return _json(_document(model.served))
+        name = request.path_params["model"]
+        model = self._state.catalog.get(name, context_of(request).identity)
+        return _json(_document(own_route(model.served, name)))
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a conversation."""
@@ -144,7 +145,7 @@ class _Api:
         """Convert a text or a conversation to token ids."""
         state, context = self._state, context_of(request)
         body = await read_body(request, TokenizeRequest, state.limits.max_body_bytes)
-        model = state.catalog.get(body.model, context.identity)
+        model = await state.catalog.find(body.model, context.identity, lambda: context.connection.lost)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "send either prompt or messages")
         if body.messages is not None:
@@ -169,7 +170,7 @@ class _Api:
         """Convert token ids to text."""
         state, context = self._state, context_of(request)
         body = await read_body(request, DetokenizeRequest, state.limits.max_body_bytes)
-        model = state.catalog.get(body.model, context.identity)
+        model = await state.catalog.find(body.model, context.identity, lambda: context.connection.lost)
         token_ids = check_token_ids(model, body.tokens, "tokens")
         state.charge(context, len(token_ids))
         return _json({"prompt": await decode(state, model, context, token_ids, skip_special=False)})
@@ -186,7 +187,7 @@ class _Api:
         data = await receive_body(request, state.limits.max_body_bytes)
         body = parse_body(data, kind, state.limits.max_body_bytes, context)
         body.model = request.path_params.get("model", body.model)
-        found = named_model(state, context, body)
+        found = await named_model(state, context, body)
         key = key_of(request)
         if key is None:
             # Free the body's bytes. Otherwise up to 2 MB would stay in memory while the prompt waits to be
@@ -237,11 +238,11 @@ def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-def _document(model: ServedModel) -> dict[str, Any]:
+def _document(route: Route) -> dict[str, Any]:
     return {
-        "id": model.name,
+        "id": route.name,
         "object": "model",
-        "created": model.created,
+        "created": route.created,
         "owned_by": "appliance",
-        "max_model_len": model.max_model_len,
+        "max_model_len": route.max_model_len,
     }

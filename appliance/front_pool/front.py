@@ -207,6 +207,16 @@ class Front:
         return self._report.configured if self._report is not None else 0
 
     @property
+    def routed(self) -> int:
+        """Serial number of the latest configuration whose routes are in effect in the front."""
+        return self._report.routed if self._report is not None else 0
+
+    @property
+    def preparing(self) -> tuple[str, ...]:
+        """Units for which the front is preparing requests."""
+        return self._report.preparing if self._report is not None else ()
+
+    @property
     def _silent_s(self) -> float:
         return time.monotonic() - self._last_sign
 

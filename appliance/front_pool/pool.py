@@ -52,6 +52,8 @@ log = logging.getLogger(__name__)
 
 _CONFIGURED_WITHIN_S = 2.0
 """Maximum time to wait for fronts to apply a configuration. After that, the caller continues without them."""
+_ROUTED_WITHIN_S = 20.0
+"""Time limit for a front to confirm new routes. Confirming them takes milliseconds."""
 _CLOSE_S = 1.0
 _STOP_S = 3.0
 """Time limit for fronts to close their connections and exit. Fronts that take longer are killed."""
@@ -216,6 +218,45 @@ class FrontPool:
             front.state == "ready" and front.configured < self._serial for front in self.fronts
         ):
             await asyncio.sleep(0.005)
+
+    async def applied(self, timeout_s: float) -> bool:
+        """Publish the configuration, and wait until every ready front has applied it, including its models.
+        Returns False if that takes longer than `timeout_s`."""
+        self.publish_configuration()
+        serial, deadline = self._serial, time.monotonic() + timeout_s
+        while any(front.state == "ready" and front.configured < serial for front in self.fronts):
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(0.02)
+        return True
+
+    async def routed(self) -> None:
+        """Publish the configuration, and wait until its routes are in effect in every front that serves
+        connections. A front that does not confirm this in time is killed. Fronts that are starting get the
+        routes before their first connection."""
+        self.publish_configuration()
+        serial, deadline = self._serial, time.monotonic() + _ROUTED_WITHIN_S
+        while late := [front for front in self._serving() if front.routed < serial]:
+            if time.monotonic() > deadline:
+                for front in late:
+                    front.kill(f"it did not confirm new routes within {_ROUTED_WITHIN_S:g} s")
+            await asyncio.sleep(0.005)
+
+    def prepares(self, unit: str) -> bool:
+        """Return whether a front may be preparing a request for this unit, although no route leads to the
+        unit any more."""
+        serial = self._serial
+        return any(front.routed < serial or unit in front.preparing for front in self._serving())
+
+    def problem_with(self, unit: str) -> str:
+        """Return the reason why a front cannot serve this unit, or an empty string if all fronts can."""
+        found = (f"{front.name}: {front.problems[unit]}" for front in self.fronts if unit in front.problems)
+        return next(found, "")
+
+    def _serving(self) -> list[Front]:
+        return [
+            front for front in self.fronts if front.state in ("ready", "stopping") and front.pid is not None
+        ]
 
     def send(self, front: str, message: CoreToFront) -> None:
         """Send a message to the process with this name. If the process has exited, do nothing."""

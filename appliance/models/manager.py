@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _STOP_S = 2.0
+_MAX_FAILED_LOADS = 2
+"""Number of failed starts after which a version of the registry cannot be loaded. The second start succeeds
+if another process had not yet freed its memory at the first."""
 _MAX_FAILED_STARTS = 3
 """Number of failed starts of a successor after which the previous replica is kept."""
 
@@ -83,10 +86,14 @@ class ModelManager:
         - `broken` contains the models whose files have a problem, each with the problem.
         """
         self.models = {model.name: model for model in served}
-        """The served models, as the fronts know them."""
+        """The models that are loaded or being loaded, as the fronts know them. The keys are units of loading:
+        the names of models in the settings, and NAME@VERSION for versions in the registry."""
         self.replicas: list[Replica] = []
         self._settings = settings
-        self._wanted = dict(settings().models)
+        self._declared = dict(settings().models)
+        """The models in the settings."""
+        self._wanted = dict(self._declared)
+        """The settings of every unit that should be loaded."""
         self._requests = requests
         self._channels = channels
         self._publish = publish
@@ -100,6 +107,9 @@ class ModelManager:
         self._numbers: dict[str, int] = {}
         self._changes: dict[str, asyncio.Task[None]] = {}
         self._retirements: dict[Replica, asyncio.Task[None]] = {}
+        self._grace_s: dict[str, float] = {}
+        """Time that the requests of a unit have to finish when it is unloaded, if it differs from the
+        settings."""
         self._given_up: set[str] = set()
         """Models whose new settings could not be loaded. They run with the previous settings."""
         self._background = Background()
@@ -140,9 +150,18 @@ class ModelManager:
             return ""
         return replicas[0].failure if all(replica.bad_checkpoint for replica in replicas) else ""
 
-    def pinned(self) -> list[str]:
-        """Return the models that must be ready before startup is considered complete."""
-        return [name for name in self.models if name in self._wanted and self._wanted[name].pinned]
+    def required(self) -> list[str]:
+        """Return the models that must be ready for the service to be ready."""
+        return [name for name, model in self.models.items() if model.required]
+
+    def is_declared(self, name: str) -> bool:
+        """Return whether the settings contain the model."""
+        return name in self._declared
+
+    def failure(self, unit: str) -> str:
+        """Return the reason why no replica of the unit can start, or an empty string."""
+        replicas = self.of(unit)
+        return replicas[0].failure if replicas and all(replica.failure for replica in replicas) else ""
 
     def set_timeouts(self) -> None:
         """Read the timeouts after which replicas are killed from the settings."""
@@ -202,7 +221,7 @@ class ModelManager:
             self._requests.lose_replica(replica.account)
 
     def replica_changed(self, replica: Replica) -> None:
-        if all(sibling.failure for sibling in self.of(replica.model)):
+        if self.failure(replica.model):
             self._requests.fail_model(replica.model, replica.failure)
         else:
             self._requests.recover_model(replica.model)
@@ -249,7 +268,8 @@ class ModelManager:
         before are tried again.
         """
         described = {model.name: model for model in served}
-        former, self._wanted = self._wanted, dict(wanted)
+        former, self._declared = self._declared, dict(wanted)
+        self._wanted = {name: one for name, one in self._wanted.items() if name not in former} | wanted
         changes = []
         for name in sorted(wanted.keys() | former.keys()):
             if wanted.get(name) == former.get(name) and name not in self._given_up:
@@ -257,12 +277,61 @@ class ModelManager:
             self._given_up.discard(name)
             if name in wanted and name not in self.models:
                 self._add(described[name])
+            elif name in wanted:
+                known = self.models[name]
+                self.models[name] = msgspec.structs.replace(known, required=wanted[name].required)
             changes.append(f"model {name}: {self._describe_change(former.get(name), wanted.get(name))}")
-            if (task := self._changes.get(name)) is not None:
-                task.cancel()
-            self._changes[name] = asyncio.get_running_loop().create_task(self._apply(name))
+            self._begin_change(name)
         self._publish()
         return changes
+
+    def load(self, unit: ServedModel, settings: ModelSettings) -> None:
+        """Load a version of the registry. `loaded` and `load_failure` report the result."""
+        self._wanted[unit.name] = settings
+        self._add(unit)
+        self._begin_change(unit.name)
+        self._publish()
+
+    def loaded(self, unit: str) -> bool:
+        """Return whether all replicas of the unit are ready."""
+        wanted = self._wanted.get(unit)
+        ready = [replica for replica in self.of(unit) if replica.answers]
+        return wanted is not None and len(ready) >= wanted.replicas
+
+    def load_failure(self, unit: str) -> str:
+        """Return the reason why the unit cannot be loaded, or an empty string if it may still become
+        ready."""
+        for replica in self.of(unit):
+            if replica.failure or replica.restarts >= _MAX_FAILED_LOADS:
+                return replica.failure or replica.last_error
+        return ""
+
+    async def unload(self, unit: str, grace_s: float) -> None:
+        """Stop accepting requests for the unit, let its requests finish within `grace_s`, and stop its
+        replicas. Replicas that do not stop in time are killed."""
+        if unit not in self._wanted:
+            return
+        del self._wanted[unit]
+        self._grace_s[unit] = grace_s
+        self._begin_change(unit)
+        await asyncio.wait([self._changes[unit]])
+
+    def finished(self, unit: str) -> bool:
+        """Return whether no request for the unit is unfinished."""
+        return self._requests.state.finished(unit)
+
+    async def why_not_beside(self, settings: ModelSettings) -> str:
+        """Return the reason why a replica with these settings cannot run beside the running replicas; empty
+        if it can."""
+        if not self.replicas:
+            return ""
+        gpus = self._placement.choose(settings.tensor_parallel_size)
+        return await asyncio.to_thread(why_not_beside, settings, gpus)
+
+    def _begin_change(self, name: str) -> None:
+        if (task := self._changes.get(name)) is not None:
+            task.cancel()
+        self._changes[name] = asyncio.get_running_loop().create_task(self._apply(name))
 
     def _describe_change(self, former: ModelSettings | None, wanted: ModelSettings | None) -> str:
         if wanted is None:
@@ -381,7 +450,8 @@ class ModelManager:
         self.models.pop(name, None)
         self._requests.pause_admission(name, f"model {name!r} is being removed")
         self._publish()
-        await _poll(lambda: self._requests.state.finished(name), self._settings().drain_grace_s)
+        grace_s = self._grace_s.pop(name, self._settings().drain_grace_s)
+        await _poll(lambda: self._requests.state.finished(name), grace_s)
         self._requests.abort_all(f"model {name!r} was removed", name)
         for replica in self.of(name):
             await self._retire(replica)

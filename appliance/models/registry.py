@@ -109,6 +109,7 @@ def describe(name: str, settings: ModelSettings) -> ServedModel:
         created=int((folder / "config.json").stat().st_mtime),
         max_model_len=max_model_len,
         vocab_size=vocab_size if isinstance(vocab_size, int) else 0,
+        required=settings.required,
     )
 
 

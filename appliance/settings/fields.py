@@ -41,8 +41,9 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     the command line, to the current directory."""
     replicas: Processes = 1
     """Number of replicas."""
-    pinned: bool = True
-    """Whether the startup of the service, including `systemctl start`, waits until this model is ready."""
+    required: bool = True
+    """Whether the service is ready only if this model is ready. The startup of the service, including
+    `systemctl start`, waits for required models."""
     device: Device = "auto"
     """Device that runs the model. "auto" selects CUDA if a GPU is available, otherwise the CPU."""
     dtype: DType = "auto"

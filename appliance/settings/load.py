@@ -31,6 +31,8 @@ class Loaded(NamedTuple):
     """File and line, or flag, of each setting that does not have its default value."""
     files: list[Path]
     """The files that were read, in order."""
+    model_flags: Mapping[str, str | int] = {}
+    """The command-line options that apply to every model."""
 
 
 def load_settings(flags: Flags | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -57,7 +59,7 @@ def read_settings(flags: Flags | None = None, environ: Mapping[str, str] = os.en
     _check(settings, converter)
     if converter.faults:
         raise SettingsError(*converter.faults)
-    return Loaded(settings, tables.places, tables.files)
+    return Loaded(settings, tables.places, tables.files, _flags_of_models(flags))
 
 
 def default_run_dir(environ: Mapping[str, str] = os.environ) -> str:

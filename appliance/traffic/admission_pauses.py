@@ -55,12 +55,12 @@ class AdmissionPauses:
 
     def held(self, model: str | None = None) -> list[Request]:
         """Return the held requests for `model`, or for all models if it is None, in order of arrival."""
-        return [request for request in self._held.values() if model in (None, request.first.model)]
+        return [request for request in self._held.values() if model in (None, request.unit)]
 
     def released(self) -> list[tuple[Request, AdmissionPause | None]]:
         """Return the held requests that no longer need to be held, each with the pause that now refuses it,
         or with None if it is now admitted."""
-        found = [(request, self.of(request.first.model)) for request in self._held.values()]
+        found = [(request, self.of(request.unit)) for request in self._held.values()]
         return [(request, pause) for request, pause in found if pause is None or not pause.hold]
 
     @property

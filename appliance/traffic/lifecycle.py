@@ -113,14 +113,14 @@ class RequestLifecycle:
         request.queued_at = None
         self._count_waiting(request, -1)
         if not self._state.pauses.let_go(request):
-            model = self._state.models[request.first.model]
+            model = self._state.models[request.unit]
             model.remove(request)
             model.outstanding.begin(request)
 
     def refuse_late(self, now: float) -> None:
         """Refuse requests that have waited too long or can no longer meet their deadline."""
         for request in self._checks.due(now):
-            model, held = self._state.models[request.first.model], request in self._state.pauses
+            model, held = self._state.models[request.unit], request in self._state.pauses
             timeout_s = self.rules.timeout_s
             why = timed_out(request, model, timeout_s, now, held=held) or hopeless(request, model, now)
             if why is None:
@@ -223,7 +223,7 @@ class RequestLifecycle:
     def _leave_place(self, request: Request) -> None:
         """Stop counting the request against the limits of its tenant and key."""
         request.keeps_place = False
-        models, own = self._state.models, request.first.model
+        models, own = self._state.models, request.unit
         tenant = self._state.tenants.of(request.tenant)
         freed = tenant.leave(own, request.key_id, request.running_seqs, request.kv_tokens)
         for name in freed & models.keys():
@@ -234,7 +234,7 @@ class RequestLifecycle:
     def _charge(self, request: Request) -> None:
         """Charge the tenant for the request's tokens. If a replica was lost, their number is unknown until
         the request is settled."""
-        model = self._state.models.get(request.first.model)
+        model = self._state.models.get(request.unit)
         if model is not None and (request.settled is not None or not request.lost_counts):
             model.charge(request, request.service(self.rules.output_weight))
 
@@ -269,7 +269,7 @@ class RequestLifecycle:
         if state.in_flight.pop(request.request_id, None) is None:
             return
         state.ended += 1
-        if (model := state.models.get(request.first.model)) is not None:
+        if (model := state.models.get(request.unit)) is not None:
             model.outstanding.end(request)
         if request.keeps_place:
             self._leave_place(request)

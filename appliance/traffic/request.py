@@ -52,6 +52,9 @@ class Request:
         self.first = admit
         self.admit = admit
         """The `Admit` message of the latest attempt."""
+        self.unit = admit.unit or admit.model
+        """The model that answers the request, as the request manager knows it. `first.model` is the requested
+        name, which may be an alias or the name of a model with several versions."""
         self.version = version
         self.tenant = admit.identity.tenant
         self.key_id = key_id

@@ -119,7 +119,7 @@ class RequestManager:
     def _release_held(self) -> None:
         """Queue or refuse the held requests that no longer need to be held."""
         for request, pause in self.state.pauses.released():
-            model = self.state.models[request.first.model]
+            model = self.state.models[request.unit]
             if pause is not None:
                 self._lifecycle.refuse(request, paused(pause))
             elif model.failure is not None:
@@ -226,7 +226,7 @@ class RequestManager:
             self.state.broken_fronts.add(front)
         for request in [one for one in self.state.in_flight.values() if one.front == front]:
             if request.queued_at is not None and request not in self.state.pauses:
-                self.state.models[request.first.model].strand(request)
+                self.state.models[request.unit].strand(request)
             self._lifecycle.take_back(request, account)
             self._lifecycle.end_if_complete(request)
 
@@ -258,14 +258,14 @@ class RequestManager:
                 admit.request_id,
                 admit.attempt,
             )
-        model = state.models.get(admit.model)
+        model = state.models.get(admit.unit or admit.model)
         key_id = state.tenants.limits_key(admit.identity.key_id)
         request = Request(front, admit, key_id, model.version if model else "", self._deadline_at(admit))
         state.in_flight[admit.request_id] = request
         if model is None:
             self._lifecycle.refuse(request, unknown_model(admit.model, state.models))
             return
-        pause = state.pauses.of(admit.model)
+        pause = state.pauses.of(request.unit)
         why = self._refusal(request, model, pause)
         if why is None:
             self._lifecycle.accept(request, model, hold=pause is not None)
@@ -297,7 +297,7 @@ class RequestManager:
             self._send(front, Refused(admit.request_id, admit.attempt, 409, "duplicate_request", message))
             return
         request.admit = admit
-        model = self.state.models.get(request.first.model)
+        model = self.state.models.get(request.unit)
         if model is None:
             self._lifecycle.refuse(request, unknown_model(request.first.model, self.state.models))
         elif model.failure is not None:

@@ -52,7 +52,7 @@ class TrafficState:
         """Yield the requests in flight that are not held, for `model` or, if it is None, for all models. A
         drain waits for these requests. No request may be added or removed during the iteration."""
         for request in self.in_flight.values():
-            if request not in self.pauses and model in (None, request.first.model):
+            if request not in self.pauses and model in (None, request.unit):
                 yield request
 
     def finished(self, model: str | None = None) -> bool:

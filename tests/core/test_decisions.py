@@ -41,6 +41,7 @@ from appliance.admin import effects
 from appliance.admin.drains import DrainAdmin
 from appliance.admin.handlers import BackupAdmin, RequestAdmin, handlers
 from appliance.admin.keys import KeyAdmin
+from appliance.admin.models import ModelAdmin
 from appliance.admin.peers import PeerAdmin
 from appliance.admin.tenants import TenantAdmin
 from appliance.client import AdminClient, AdminError
@@ -341,7 +342,15 @@ def test_every_action_of_the_registry_has_a_handler_for_its_parameters() -> None
         tenants=TenantAdmin(control=nothing, usage=nothing, peers=nothing, publish=nothing, cancel=nothing),
         keys=KeyAdmin(control=nothing, usage=nothing, publish=nothing, cancel=nothing),
         peers=PeerAdmin(control=nothing, unix=nothing, publish=nothing),
-        drains=DrainAdmin(nothing, nothing),
+        models=ModelAdmin(
+            operations=nothing,
+            manager=nothing,
+            routing=nothing,
+            fronts=nothing,
+            settings=nothing,
+            declared_in=nothing,
+        ),
+        drains=DrainAdmin(nothing, nothing, nothing),
         requests=RequestAdmin(nothing, nothing, nothing),
         backups=BackupAdmin(nothing),
         reload=nothing,

@@ -21,6 +21,7 @@ from appliance.core.reload import APPLIED_HERE, AT_RESTART, LiveSettings, Reload
 from appliance.core.reload_hooks import reload_hooks
 from appliance.protocol import Reloaded, ReplicaStatus
 from appliance.settings import Loaded, Settings, SettingsError
+from store.models import Registry
 from tests.audit_trail import read_audit
 from tests.core.conftest import Service, read_answer, wait_until
 from tests.ports import free_port
@@ -299,6 +300,7 @@ def test_a_change_that_fails_leaves_no_address_open() -> None:
             live=LiveSettings(Settings()),
             models=unused,
             check_models=lambda models: {},
+            registry=Registry,
             drains=drains,
             publish=unused,
             listeners=[door],

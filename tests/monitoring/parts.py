@@ -19,6 +19,7 @@ from appliance.settings.fields import QueueSettings
 from appliance.traffic.quotas import Quotas
 from store.control import ControlStore
 from store.policies import Policies, TenantRecord
+from store.registry import ModelRegistry
 from store.requests import RequestRow
 
 
@@ -45,6 +46,7 @@ class Parts:
         self.serving = ServingParts(
             lambda: loaded.settings,
             describe_models(loaded),
+            registry=ModelRegistry(self.control),
             rows=self.counted,
             salt=str,
             quotas=Quotas(time.monotonic),

@@ -57,7 +57,7 @@ def test_the_former_default_is_remembered(registry: ModelRegistry) -> None:
 
 def test_numbers_of_removed_versions_are_not_reused(registry: ModelRegistry) -> None:
     add(registry), add(registry)
-    registry.remove_version(actor="uid:0", model="chat", version=2).result(60)
+    registry.remove(actor="uid:0", model="chat", version=2).result(60)
     assert add(registry) == 3
 
 
@@ -66,10 +66,10 @@ def test_a_default_or_aliased_version_is_not_removed(registry: ModelRegistry) ->
     registry.set_alias(actor="uid:0", name="next", target="chat@2").result(60)
     for version, why in ((1, "default"), (2, "alias 'next'")):
         with pytest.raises(ConflictError, match=why):
-            registry.remove_version(actor="uid:0", model="chat", version=version).result(60)
+            registry.remove(actor="uid:0", model="chat", version=version).result(60)
     registry.delete_alias(actor="uid:0", name="next").result(60)
-    registry.remove_version(actor="uid:0", model="chat", version=2).result(60)
-    registry.remove_version(actor="uid:0", model="chat", version=1).result(60)
+    registry.remove(actor="uid:0", model="chat", version=2).result(60)
+    registry.remove(actor="uid:0", model="chat", version=1).result(60)
     assert not registry.current.models and not registry.current.versions
 
 

@@ -1,0 +1,316 @@
+"""Lists, adds, loads, swaps and removes models for operators."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from appliance.actions import (
+    AddModel,
+    LoadModel,
+    RemoveModel,
+    RollbackModel,
+    SetAlias,
+    SetDefaultModel,
+    UnloadModel,
+)
+from appliance.admin.effects import Effect, committed, done
+from appliance.background import Background
+from appliance.models.manager import ModelManager
+from appliance.models.manifest import read_manifest
+from appliance.models.operations import FrontRoutes, LoadError, ModelOperations
+from appliance.models.routing import Routing, split_target, unit_name
+from appliance.protocol import (
+    AddedVersion,
+    RegisteredFile,
+    RegisteredModel,
+    RegisteredVersion,
+    VersionState,
+    VersionStatus,
+)
+from appliance.settings import ModelSettings, Place, Settings, SettingsError
+from appliance.settings.convert import Converter
+from store.audit import Actor
+from store.errors import ConflictError, UnknownModelError
+from store.models import ModelRecord, VersionRecord
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,127}")
+
+
+@dataclass(kw_only=True)
+class ModelAdmin:
+    """Handles the actions on models. Models that the settings declare are shown, but changed only in the
+    settings."""
+
+    operations: ModelOperations
+    manager: ModelManager
+    routing: Routing
+    fronts: FrontRoutes
+    settings: Callable[[], Settings]
+    declared_in: Callable[[str], str]
+    """Returns the place that declares a model of the settings, or an empty string."""
+    _background: Background = field(default_factory=Background, init=False)
+
+    # ── lists ──
+
+    def models(self) -> list[RegisteredModel]:
+        """Return all models, first those of the settings."""
+        registry = self.operations.registry.current
+        declared = self.settings().models
+        shown = [self._declared(name, model) for name, model in declared.items()]
+        return shown + [self._registered(one) for one in registry.models.values() if one.name not in declared]
+
+    def _declared(self, name: str, model: ModelSettings) -> RegisteredModel:
+        version = self._version(name, 1, model.folder)
+        return RegisteredModel(
+            name=name,
+            state=version.state,
+            default=1,
+            source=f"declared in {self.declared_in(name)}",
+            aliases=self._aliases(name),
+            versions=[version],
+        )
+
+    def _registered(self, model: ModelRecord) -> RegisteredModel:
+        registry = self.operations.registry.current
+        versions = []
+        for record in registry.versions_of(model.name):
+            version = self._version(unit_name(model.name, record.version), record.version, record.folder)
+            version.added_at, version.settings = record.created_at, record.settings
+            version.files = [
+                RegisteredFile(name=f.name, bytes=f.bytes, sha256=f.sha256) for f in record.files
+            ]
+            versions.append(version)
+        default = next(one for one in versions if one.version == model.default_version)
+        return RegisteredModel(
+            name=model.name,
+            state=default.state,
+            default=model.default_version,
+            previous=model.previous_version,
+            source="registry",
+            aliases=self._aliases(model.name),
+            versions=versions,
+        )
+
+    def _version(self, unit: str, number: int, folder: str) -> RegisteredVersion:
+        state, detail = self._state(unit)
+        replicas = [replica.status() for replica in self.manager.of(unit)]
+        return RegisteredVersion(
+            version=number,
+            folder=folder,
+            state=state,
+            detail=detail,
+            replicas=len(replicas),
+            devices=[device for replica in replicas for device in replica.devices],
+            memory_bytes=sum(replica.weight_bytes + replica.kv_bytes for replica in replicas),
+        )
+
+    def _state(self, unit: str) -> tuple[VersionState, str]:
+        """Return the state of a unit of loading, and its explanation."""
+        if unit in self.operations.draining:
+            return "draining", "finishing its requests"
+        replicas = self.manager.of(unit)
+        usable = unit in self.routing.usable or self.manager.is_declared(unit)
+        if usable and any(replica.answers for replica in replicas):
+            return "ready", ""
+        if failure := self.manager.failure(unit) or self.operations.failures.get(unit, ""):
+            return "failed", failure
+        if replicas or self.operations.is_loading(unit) or usable:
+            return "loading", next((replica.detail for replica in replicas if replica.detail), "")
+        return "available", ""
+
+    def _aliases(self, model: str) -> list[str]:
+        aliases = self.operations.registry.current.aliases.values()
+        return [
+            alias.name for alias in aliases if alias.target == model or split_target(alias.target)[0] == model
+        ]
+
+    def _status(self, record: VersionRecord) -> VersionStatus:
+        state, detail = self._state(unit_name(record.model, record.version))
+        return VersionStatus(name=record.model, version=record.version, state=state, detail=detail)
+
+    # ── add and remove ──
+
+    async def add(self, actor: Actor, asked: AddModel) -> Effect:
+        """Add a version. Raises ValueError, SettingsError or ManifestError for a folder or settings that
+        cannot be used."""
+        self._check_name(asked.name)
+        if asked.name in self.operations.registry.current.aliases:
+            raise ConflictError(f"{asked.name!r} is an alias: choose another name, or delete the alias first")
+        if not os.path.isabs(asked.folder):
+            raise ValueError(f"folder = {asked.folder!r} is not an absolute path: write the whole path")
+        model_settings(asked.name, asked.folder, asked.settings)
+        files = await asyncio.to_thread(read_manifest, asked.folder)
+        names = {file.name for file in files}
+        if "config.json" not in names:
+            raise ValueError(
+                f"{asked.folder} contains no config.json: give the folder of a Hugging Face checkpoint "
+                "(config.json, tokenizer.json, *.safetensors)"
+            )
+        added = await committed(
+            self.operations.registry.add_version(
+                actor=actor, model=asked.name, folder=asked.folder, files=files, settings=asked.settings
+            )
+        )
+        self.fronts.publish_configuration()
+        return Effect(AddedVersion(name=added.model, version=added.version))
+
+    async def remove(self, actor: Actor, asked: RemoveModel) -> Effect:
+        """Remove a model or a version. Raises ConflictError if it is loaded or in use."""
+        name, version = split_target(asked.model)
+        self._check_declared(name, "remove")
+        for record in self.operations.registry.current.versions_of(name):
+            unit = unit_name(name, record.version)
+            if version in (None, record.version) and self._state(unit)[0] not in ("available", "failed"):
+                raise ConflictError(f"{unit} is loaded: unload it first with: appliance models unload {unit}")
+        await committed(self.operations.registry.remove(actor=actor, model=name, version=version))
+        self.fronts.publish_configuration()
+        return done(f"{asked.model} removed; its files are kept")
+
+    # ── load and unload ──
+
+    async def load(self, actor: Actor, asked: LoadModel) -> Effect:
+        """Load a version. Raises UnknownModelError, or LoadError if it cannot be loaded."""
+        record = self._record(asked.model, "load")
+        before = self._status(record).state
+        await self._perform(self.operations.load(record), wait=asked.wait)
+        status = self._status(record)
+        return Effect(status, {"state": before}, {"state": status.state})
+
+    async def unload(self, actor: Actor, asked: UnloadModel) -> Effect:
+        """Unload a version."""
+        record = self._record(asked.model, "unload")
+        before = self._status(record).state
+        await self._perform(self.operations.unload(record, asked.grace_s), wait=asked.wait)
+        status = self._status(record)
+        return Effect(status, {"state": before}, {"state": status.state})
+
+    async def _perform(self, operation: Awaitable[None], *, wait: bool) -> None:
+        """Run an operation to its end, or only begin it. A failure of an operation that was only begun is
+        shown in the list of models."""
+        task = asyncio.ensure_future(operation)
+        if wait:
+            await asyncio.shield(task)
+            return
+
+        async def finish() -> None:
+            with contextlib.suppress(LoadError):  # `ModelOperations.failures` keeps the reason
+                await task
+
+        self._background.run(finish())
+        await asyncio.sleep(0)
+
+    # ── default version and aliases ──
+
+    async def set_default(self, actor: Actor, asked: SetDefaultModel) -> Effect:
+        """Make a version the default. Raises LoadError if it cannot be loaded."""
+        name, version = split_target(asked.model)
+        if version is None:
+            raise ValueError(f"model = {asked.model!r} names no version: write NAME@VERSION")
+        return await self._swap(actor, "models.default", name, version, asked.grace_s)
+
+    async def rollback(self, actor: Actor, asked: RollbackModel) -> Effect:
+        """Make the former default version the default again."""
+        self._check_declared(asked.model, "roll back")
+        version = self._model(asked.model).previous_version
+        if version is None:
+            raise ConflictError(f"model {asked.model!r} has had no other default version since it was added")
+        return await self._swap(actor, "models.rollback", asked.model, version, asked.grace_s)
+
+    async def _swap(self, actor: Actor, action: str, name: str, version: int, grace_s: float) -> Effect:
+        wanted = self._record(unit_name(name, version), "change the default version of")
+        former = self._record(unit_name(name, self._model(name).default_version), "")
+        if former == wanted:
+            return Effect(self._status(wanted))
+        registry = self.operations.registry
+
+        def commit() -> Awaitable[ModelRecord]:
+            return committed(registry.set_default(actor=actor, action=action, model=name, version=version))
+
+        await asyncio.shield(
+            asyncio.ensure_future(self.operations.set_default(former, wanted, commit, grace_s))
+        )
+        return Effect(self._status(wanted))
+
+    async def alias(self, actor: Actor, asked: SetAlias) -> Effect:
+        """Set or delete an alias. Raises ConflictError if the name is in use or if the target is not loaded
+        although the alias is in use."""
+        registry = self.operations.registry
+        if asked.target is None:
+            await committed(registry.delete_alias(actor=actor, name=asked.name))
+            await self.fronts.routed()
+            return done(f"alias {asked.name} deleted")
+        self._check_name(asked.name)
+        if asked.name in registry.current.models:
+            raise ConflictError(f"{asked.name!r} is the name of a model: choose another name for the alias")
+        if not self.declared_in(asked.target):
+            unit = self._target_unit(asked.target)
+            if self.routing.unit_of(asked.name) and unit not in self.routing.usable:
+                raise ConflictError(
+                    f"alias {asked.name!r} is in use, and {asked.target} is not loaded: load it first with: "
+                    f"appliance models load {asked.target}"
+                )
+        await committed(registry.set_alias(actor=actor, name=asked.name, target=asked.target))
+        await self.fronts.routed()
+        return done(f"alias {asked.name} now names {asked.target}")
+
+    def _target_unit(self, target: str) -> str:
+        name, version = split_target(target)
+        record = self._record(target, "")
+        return unit_name(name, record.version if version is None else version)
+
+    # ── checks ──
+
+    def _check_name(self, name: str) -> None:
+        self._check_declared(name, "change")
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"name = {name!r} is not a valid model name: use 1 to 128 letters, digits and ._:/+- and "
+                "begin with a letter or digit"
+            )
+
+    def _check_declared(self, name: str, verb: str) -> None:
+        if place := self.declared_in(name):
+            raise ConflictError(
+                f"model {name!r} is declared in {place}, so this command cannot {verb} it: edit that place "
+                "and run: appliance config reload"
+            )
+
+    def _model(self, name: str) -> ModelRecord:
+        found = self.operations.registry.current.models.get(name)
+        if found is None:
+            raise UnknownModelError(
+                f"the registry has no model {name!r}: add it with: appliance models add {name}=FOLDER"
+            )
+        return found
+
+    def _record(self, target: str, verb: str) -> VersionRecord:
+        """Return the version that NAME or NAME@VERSION names. Raises UnknownModelError, or ConflictError for
+        a model that the settings declare."""
+        name, version = split_target(target)
+        for declared in (target, name):
+            self._check_declared(declared, verb)
+        model, registry = self._model(name), self.operations.registry.current
+        record = registry.versions.get((name, model.default_version if version is None else version))
+        if record is None:
+            known = ", ".join(str(one.version) for one in registry.versions_of(name))
+            raise UnknownModelError(f"model {name!r} has no version {version}; available versions: {known}")
+        return record
+
+
+def model_settings(name: str, folder: str, settings: Mapping[str, Any]) -> ModelSettings:
+    """Return the settings of a version. Raises SettingsError for a setting that does not exist or cannot be
+    used."""
+    path = ("models", name)
+    converter = Converter({path: Place("models add")}, "models add")
+    if "folder" in settings:
+        converter.add((*path, "folder"), "folder is not a setting of a version", "give the folder itself")
+    converted = converter.settings({"models": {name: {**settings, "folder": folder}}})
+    if converter.faults:
+        raise SettingsError(*converter.faults)
+    return converted.models[name]

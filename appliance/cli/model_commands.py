@@ -1,0 +1,196 @@
+"""The commands for models. They are implemented in `appliance.cli.models`, which is loaded on demand. The
+descriptions come from `appliance.actions`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from appliance.cli.options import Json, RunDir, Yes
+from appliance.cli.tenant_commands import about
+
+models = typer.Typer(help="Add, load, swap and remove models.", no_args_is_help=True)
+
+Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="The model's name, as shown by `models list`.", show_default=False),
+]
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME[@VERSION]",
+        help="The model and the number of the version. Default: the model's default version.",
+        show_default=False,
+    ),
+]
+Wait = Annotated[bool, typer.Option("--wait", help="Return when the operation is complete.")]
+
+
+@models.command("add", help=about("models.add"))
+def models_add(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="[NAME=]FOLDER",
+            help="Folder of a Hugging Face checkpoint. Default name: the name of the folder.",
+            show_default=False,
+        ),
+    ],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="A setting of the version, as in [models.NAME] of a settings file, such as max_num_seqs=32. "
+            "May be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+    run_dir: RunDir = None,
+    json: Json = False,
+) -> None:
+    from appliance.cli.models import add_model
+
+    add_model(run_dir, model, settings or [], as_json=json)
+
+
+@models.command("list")
+def models_list(run_dir: RunDir = None, json: Json = False) -> None:
+    """List the models of the settings and of the registry, with their versions and states."""
+    from appliance.cli.models import list_models
+
+    list_models(run_dir, as_json=json)
+
+
+@models.command("ps")
+def models_ps(run_dir: RunDir = None, json: Json = False) -> None:
+    """List the versions that are loaded or being loaded, with their memory."""
+    from appliance.cli.models import list_loaded
+
+    list_loaded(run_dir, as_json=json)
+
+
+@models.command("show")
+def models_show(name: Name, run_dir: RunDir = None, json: Json = False) -> None:
+    """Show a model with its versions, their settings and the SHA-256 of their files."""
+    from appliance.cli.models import show_model
+
+    show_model(run_dir, name, as_json=json)
+
+
+@models.command("load", help=about("models.load"))
+def models_load(model: Target, wait: Wait = False, run_dir: RunDir = None, json: Json = False) -> None:
+    from appliance.actions import LoadModel
+    from appliance.cli.models import change
+
+    change(run_dir, LoadModel(model=model, wait=wait), as_json=json)
+
+
+@models.command("unload", help=about("models.unload"))
+def models_unload(
+    model: Target,
+    wait: Wait = False,
+    grace_s: Annotated[
+        str,
+        typer.Option(
+            "--grace", metavar="SPAN", help="Time after which unfinished requests end with an error."
+        ),
+    ] = "120s",
+    yes: Yes = False,
+    run_dir: RunDir = None,
+    json: Json = False,
+) -> None:
+    from appliance.actions import MAX_GRACE_S, UnloadModel
+    from appliance.cli.models import change
+    from appliance.cli.times import span_s
+
+    action = UnloadModel(model=model, wait=wait, grace_s=span_s(grace_s, "--grace", MAX_GRACE_S))
+    change(run_dir, action, yes=yes, as_json=json)
+
+
+@models.command("default", help=about("models.default"))
+def models_default(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME@VERSION", help="The model and the number of the version.", show_default=False
+        ),
+    ],
+    grace_s: Annotated[
+        str,
+        typer.Option(
+            "--grace",
+            metavar="SPAN",
+            help="Time after which unfinished requests of the former version end with an error.",
+        ),
+    ] = "1h",
+    run_dir: RunDir = None,
+    json: Json = False,
+) -> None:
+    from appliance.actions import MAX_GRACE_S, SetDefaultModel
+    from appliance.cli.models import change
+    from appliance.cli.times import span_s
+
+    action = SetDefaultModel(model=model, grace_s=span_s(grace_s, "--grace", MAX_GRACE_S))
+    change(run_dir, action, as_json=json)
+
+
+@models.command("rollback", help=about("models.rollback"))
+def models_rollback(
+    name: Name,
+    grace_s: Annotated[
+        str,
+        typer.Option(
+            "--grace",
+            metavar="SPAN",
+            help="Time after which unfinished requests of the other version end with an error.",
+        ),
+    ] = "1h",
+    run_dir: RunDir = None,
+    json: Json = False,
+) -> None:
+    from appliance.actions import MAX_GRACE_S, RollbackModel
+    from appliance.cli.models import change
+    from appliance.cli.times import span_s
+
+    action = RollbackModel(model=name, grace_s=span_s(grace_s, "--grace", MAX_GRACE_S))
+    change(run_dir, action, as_json=json)
+
+
+@models.command("alias", help=about("models.alias"))
+def models_alias(
+    alias: Annotated[str, typer.Argument(metavar="ALIAS", help="The further name.", show_default=False)],
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME[@VERSION]", help="The model, or one of its versions.", show_default=False
+        ),
+    ] = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete the alias.")] = False,
+    run_dir: RunDir = None,
+    json: Json = False,
+) -> None:
+    from appliance.cli.models import set_alias
+
+    set_alias(run_dir, alias, target, delete=delete, as_json=json)
+
+
+@models.command("remove", help=about("models.remove"))
+def models_remove(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME[@VERSION]",
+            help="The model with all its versions, or one version.",
+            show_default=False,
+        ),
+    ],
+    yes: Yes = False,
+    run_dir: RunDir = None,
+    json: Json = False,
+) -> None:
+    from appliance.actions import RemoveModel
+    from appliance.cli.actions import perform
+
+    perform(run_dir, RemoveModel(model=model), yes=yes, as_json=json)

@@ -1,0 +1,192 @@
+"""Implements `appliance models`: lists models, and performs the actions on them."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from typing import Any
+
+import msgspec
+
+from appliance.actions import AddModel, SetAlias
+from appliance.cli.actions import perform
+from appliance.cli.failure import CommandLineError, Failure
+from appliance.cli.output import Column, of_count, print_json, print_table, printable
+from appliance.cli.service import admin_client
+from appliance.cli.times import local
+from appliance.protocol import AddedVersion, RegisteredModel, RegisteredVersion, VersionStatus
+from appliance.quantities import of_bytes
+
+_COLOURS = {"ready": "green", "loading": "yellow", "draining": "yellow", "failed": "red"}
+_LIST = (
+    Column("NAME", flexible=True),
+    Column("VERSION", right=True),
+    Column("DEFAULT"),
+    Column("STATE", colours=_COLOURS),
+    Column("ALIASES", drop=2, flexible=True),
+    Column("FOLDER", drop=1, flexible=True),
+    Column("DETAIL", drop=3, flexible=True),
+)
+_LOADED = (
+    Column("NAME", flexible=True),
+    Column("VERSION", right=True),
+    Column("STATE", colours=_COLOURS),
+    Column("REPLICAS", right=True, drop=2),
+    Column("MEMORY", right=True),
+    Column("EXPIRES", drop=1),
+    Column("DETAIL", drop=3, flexible=True),
+)
+
+
+def add_model(run_dir: str | None, model: str, settings: list[str], *, as_json: bool) -> None:
+    """Add a checkpoint to the registry. `model` is NAME=FOLDER or FOLDER."""
+    name, equals, folder = model.partition("=")
+    if not equals:
+        name, folder = "", model
+    folder = os.path.abspath(os.path.expanduser(folder))
+    added = AddModel(
+        name=name or os.path.basename(folder), folder=folder, settings=dict(map(_setting, settings))
+    )
+    perform(run_dir, added, as_json=as_json, show=_show_added)
+
+
+def list_models(run_dir: str | None, *, as_json: bool) -> None:
+    """Print the models with their versions."""
+    found = _models(run_dir)
+    if as_json:
+        print_json([_without_files(model) for model in found])
+        return
+    rows = []
+    for model in found:
+        for version in model.versions:
+            is_default = version.version == model.default
+            rows.append(
+                (
+                    printable(model.name),
+                    str(version.version),
+                    "yes" if is_default else "",
+                    version.state,
+                    printable(", ".join(model.aliases)) if is_default else "",
+                    printable(version.folder),
+                    printable(version.detail or (model.source if model.source != "registry" else "")),
+                )
+            )
+    print_table(_LIST, rows)
+
+
+def list_loaded(run_dir: str | None, *, as_json: bool) -> None:
+    """Print the versions that are loaded or being loaded."""
+    found = [
+        (model.name, version)
+        for model in _models(run_dir)
+        for version in model.versions
+        if version.replicas or version.state in ("loading", "draining", "sleeping")
+    ]
+    if as_json:
+        print_json(
+            [
+                {
+                    "name": name,
+                    "version": one.version,
+                    "state": one.state,
+                    "detail": one.detail,
+                    "replicas": one.replicas,
+                    "devices": one.devices,
+                    "memory_bytes": one.memory_bytes,
+                    "expires_at": one.expires_at,
+                }
+                for name, one in found
+            ]
+        )
+        return
+    rows = [
+        (
+            printable(name),
+            str(one.version),
+            one.state,
+            str(one.replicas),
+            of_bytes(one.memory_bytes) if one.memory_bytes else "",
+            "never" if one.expires_at is None else local(one.expires_at),
+            printable(one.detail),
+        )
+        for name, one in found
+    ]
+    print_table(_LOADED, rows)
+
+
+def show_model(run_dir: str | None, name: str, *, as_json: bool) -> None:
+    """Print a model with the settings and files of its versions."""
+    found = _models(run_dir)
+    model = next((one for one in found if name == one.name or name in one.aliases), None)
+    if model is None:
+        known = ", ".join(printable(one.name) for one in found)
+        raise Failure(f"there is no model {printable(name)!r}; available models: {known or 'none'}")
+    if as_json:
+        print_json(model)
+        return
+    print(f"{printable(model.name)}: {model.state}, version {model.default} is the default")
+    print(f"  source    {printable(model.source)}")
+    if model.aliases:
+        print(f"  aliases   {printable(', '.join(model.aliases))}")
+    for version in model.versions:
+        _show_version(version)
+
+
+def change(run_dir: str | None, action: msgspec.Struct, *, yes: bool = False, as_json: bool) -> None:
+    """Perform an action whose result is the state of a version."""
+    perform(run_dir, action, yes=yes, as_json=as_json, show=_show_status)
+
+
+def set_alias(run_dir: str | None, alias: str, target: str | None, *, delete: bool, as_json: bool) -> None:
+    """Set or delete an alias."""
+    if delete == (target is not None):
+        raise CommandLineError("give either the target of the alias or --delete")
+    perform(run_dir, SetAlias(name=alias, target=target), as_json=as_json)
+
+
+def _models(run_dir: str | None) -> list[RegisteredModel]:
+    with admin_client(run_dir) as client:
+        return client.models()
+
+
+def _without_files(model: RegisteredModel) -> dict[str, Any]:
+    shown: dict[str, Any] = msgspec.to_builtins(model)
+    for version in shown["versions"]:
+        del version["files"]
+    return shown
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """Parse NAME=VALUE. A value that is not TOML is a text, so quotes can be omitted."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise CommandLineError(f"--set {text!r} is not valid: write NAME=VALUE, such as max_num_seqs=32")
+    try:
+        return name, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name, value
+
+
+def _show_added(added: AddedVersion) -> None:
+    name = printable(added.name)
+    print(f"added {name} version {added.version}; load it with: appliance models load {name}@{added.version}")
+
+
+def _show_status(status: VersionStatus) -> None:
+    detail = f": {printable(status.detail)}" if status.detail else ""
+    print(f"{printable(status.name)} version {status.version} is {status.state}{detail}")
+
+
+def _show_version(version: RegisteredVersion) -> None:
+    detail = f": {printable(version.detail)}" if version.detail else ""
+    print(f"version {version.version}: {version.state}{detail}")
+    print(f"  folder    {printable(version.folder)}")
+    if version.added_at is not None:
+        print(f"  added     {local(version.added_at)}")
+    for name, value in version.settings.items():
+        print(f"  {name} = {msgspec.json.encode(value).decode()}")
+    if version.files:
+        total = sum(file.bytes for file in version.files)
+        print(f"  files     {len(version.files)}, {of_bytes(total)}")
+    for file in version.files:
+        print(f"    {file.sha256}  {of_count(file.bytes):>16}  {printable(file.name)}")

@@ -1,0 +1,79 @@
+"""The manifest of a model's folder: the size and the SHA-256 of each file. Reading a manifest takes as long
+as reading the files, so it must not be done on the event loop."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from store.models import ModelFile
+
+_READERS = 4
+"""Files that are hashed at the same time. Hashing releases the interpreter's lock."""
+_WHOLE_BYTES = 32 << 20
+"""Maximum size of a file whose contents are compared with the manifest before each load."""
+
+
+class ManifestError(Exception):
+    """Raised if a folder cannot be read or differs from its manifest. The message gives the file, the problem
+    and the remedy."""
+
+
+def read_manifest(folder: str) -> tuple[ModelFile, ...]:
+    """Return the manifest of the files in a folder, without hidden files and subfolders. Raises
+    ManifestError."""
+    try:
+        paths = _files(Path(folder))
+        with ThreadPoolExecutor(_READERS) as pool:
+            return tuple(pool.map(_describe, paths))
+    except OSError as error:
+        raise _unreadable(error) from error
+
+
+def check_manifest(folder: str, files: tuple[ModelFile, ...]) -> None:
+    """Check that the files in a folder are still those of the manifest. Only the size of large files is
+    compared. Raises ManifestError."""
+    known = {file.name: file for file in files}
+    try:
+        paths = {path.name: path for path in _files(Path(folder))}
+        if missing := sorted(known.keys() - paths.keys()):
+            raise _changed(Path(folder) / missing[0], "has been deleted")
+        if added := sorted(paths.keys() - known.keys()):
+            raise _changed(paths[added[0]], "has been created")
+        for name, path in paths.items():
+            file, size = known[name], path.stat().st_size
+            if size != file.bytes:
+                raise _changed(path, f"has {size} bytes instead of {file.bytes}")
+            if size <= _WHOLE_BYTES and _sha256(path) != file.sha256:
+                raise _changed(path, "has other contents")
+    except OSError as error:
+        raise _unreadable(error) from error
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+
+
+def _describe(path: Path) -> ModelFile:
+    return ModelFile(os.fsencode(path.name).decode(errors="replace"), path.stat().st_size, _sha256(path))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _changed(path: Path, how: str) -> ManifestError:
+    return ManifestError(
+        f"{path} {how} since this version was added: restore the file, or add the folder as a new version "
+        "with: appliance models add"
+    )
+
+
+def _unreadable(error: OSError) -> ManifestError:
+    return ManifestError(
+        f"{error.filename} cannot be read ({error.strerror}): check that the file exists and that the user "
+        "of the service may read it"
+    )

@@ -1,0 +1,335 @@
+"""Loads, unloads and swaps the versions of registered models while the service is running.
+
+A version is loaded in four steps: its files are compared with the manifest, its replicas are started, every
+front reads its tokenizer, and only then do names lead to it (`Routing.usable`). If a step fails, what was
+running before is left as it was.
+
+A swap makes another version the default of its name. The new version is loaded beside the old one. Then the
+names are switched in all fronts, and the operation is complete: every later request is answered by the new
+version. The old version finishes its requests and is unloaded. If the memory is not sufficient for both
+versions, requests wait in the fronts while the old version is unloaded and the new one is loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from appliance.background import Background
+from appliance.models.manager import ModelManager
+from appliance.models.manifest import ManifestError, check_manifest
+from appliance.models.registry import describe
+from appliance.models.routing import Routing, unit_name
+from appliance.settings import ModelSettings
+from store.models import VersionRecord
+from store.registry import ModelRegistry
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.02
+_FRONTS_WITHIN_S = 120.0
+"""Time limit for fronts to read the tokenizer of a model that has been loaded."""
+
+
+class LoadError(Exception):
+    """Raised if a version cannot be loaded, unloaded or swapped. The message gives the reason and the
+    remedy."""
+
+
+class FrontRoutes(Protocol):
+    """Publishes models and routes to the fronts."""
+
+    def publish_configuration(self) -> None: ...
+    async def applied(self, timeout_s: float) -> bool: ...
+    async def routed(self) -> None: ...
+    def prepares(self, unit: str) -> bool: ...
+    def problem_with(self, unit: str) -> str: ...
+
+
+Commit = Callable[[], Any]
+"""Stores the change of a default version. Returns an awaitable."""
+
+
+class ModelOperations:
+    """The operations on registered versions. All methods must be called on the event loop's thread."""
+
+    def __init__(
+        self,
+        registry: ModelRegistry,
+        manager: ModelManager,
+        routing: Routing,
+        fronts: FrontRoutes,
+        note: Callable[[str, str], None],
+        model_flags: Mapping[str, Any],
+    ) -> None:
+        """`note` reports a problem to the operator. `model_flags` contains the command-line options for
+        models, which apply to versions that do not set them."""
+        self.registry = registry
+        self.failures: dict[str, str] = {}
+        """Units whose latest load failed, each with the reason."""
+        self.draining: set[str] = set()
+        """Units that finish their requests and are then unloaded."""
+        self._manager = manager
+        self._routing = routing
+        self._fronts = fronts
+        self._note = note
+        self._model_flags = dict(model_flags)
+        self._loads: dict[str, asyncio.Task[None]] = {}
+        self._unloads: dict[str, asyncio.Task[None]] = {}
+        self._ending: set[str] = set()
+        """Units without requests whose replicas are being stopped."""
+        self._swapping: set[str] = set()
+        self._one_at_a_time = asyncio.Lock()
+        """Held while a unit is being loaded, so that two loads do not both count on the same free memory."""
+        self._background = Background()
+
+    # ── start and stop ──
+
+    def restore(self) -> None:
+        """Load the versions that were loaded when the service stopped."""
+        for record in self.registry.current.versions.values():
+            if record.loaded_at is not None:
+                self._background.run(self._restore(record))
+
+    def stop(self) -> None:
+        """Cancel the operations in progress."""
+        for task in (*self._loads.values(), *self._unloads.values()):
+            task.cancel()
+
+    async def _restore(self, record: VersionRecord) -> None:
+        unit = unit_name(record.model, record.version)
+        if self._manager.is_declared(record.model):
+            self._note(unit, "not loaded: the settings declare a model with the same name")
+            return
+        try:
+            await self.load(record)
+        except LoadError as error:
+            self._note(unit, f"not loaded: {error}")
+
+    # ── load ──
+
+    def is_loading(self, unit: str) -> bool:
+        """Return whether the unit is being loaded."""
+        return unit in self._loads
+
+    async def load(self, record: VersionRecord) -> None:
+        """Load a version, and return when every front can send requests to it. Meanwhile, requests for a
+        model whose default version it is wait. If the version is already being loaded, wait for that. Raises
+        LoadError."""
+        unit = unit_name(record.model, record.version)
+        if (unloading := self._unloads.get(unit)) is not None:
+            if unit not in self._ending:
+                await self._keep(unit, record, unloading)
+                return
+            await asyncio.wait([unloading])
+        if unit in self._routing.usable:
+            return
+        if (task := self._loads.get(unit)) is None:
+            task = asyncio.get_running_loop().create_task(self._load(unit, record))
+            self._loads[unit] = task
+            task.add_done_callback(lambda _: self._loads.pop(unit, None))
+        is_default = self.registry.current.models[record.model].default_version == record.version
+        if is_default:
+            self._routing.held.add(record.model)
+            self._fronts.publish_configuration()
+        try:
+            await asyncio.wait([task])
+        finally:
+            if is_default:
+                self._routing.held.discard(record.model)
+                await self._fronts.routed()
+        if task.cancelled():
+            raise LoadError(f"loading {unit} was cancelled")
+        if (error := task.exception()) is not None:
+            raise error
+
+    async def _keep(self, unit: str, record: VersionRecord, unloading: asyncio.Task[None]) -> None:
+        """Use a version again that was about to be unloaded."""
+        unloading.cancel()
+        await asyncio.wait([unloading])
+        self._routing.usable.add(unit)
+        await self._store_loaded(record, True)
+        await self._fronts.routed()
+
+    async def _load(self, unit: str, record: VersionRecord) -> None:
+        self.failures.pop(unit, None)
+        settings = self.settings_of(record)
+        try:
+            async with self._one_at_a_time:
+                await self._start(unit, record, settings)
+        except BaseException as error:
+            await self._manager.unload(unit, 0.0)
+            if isinstance(error, LoadError):
+                self.failures[unit] = str(error)
+                log.warning("%s could not be loaded: %s", unit, error)
+            raise
+        self._routing.usable.add(unit)
+        await self._store_loaded(record, True)
+        log.info("%s is loaded", unit)
+        await self._fronts.routed()
+
+    async def _start(self, unit: str, record: VersionRecord, settings: ModelSettings) -> None:
+        """Start the unit's replicas, and wait until they and the fronts are ready. Raises LoadError."""
+        try:
+            await asyncio.to_thread(check_manifest, record.folder, record.files)
+            served = await asyncio.to_thread(describe, unit, settings)
+        except ManifestError as error:
+            raise LoadError(str(error)) from error
+        except OSError as error:
+            raise LoadError(f"{error.filename} cannot be read ({error.strerror})") from error
+        if why_not := await self._manager.why_not_beside(settings):
+            raise NoRoomError(
+                f"{unit} does not fit beside the models that are loaded: {why_not}; unload another model "
+                "first with: appliance models unload"
+            )
+        self._manager.load(served, settings)
+        while not self._manager.loaded(unit):
+            if why := self._manager.load_failure(unit):
+                raise LoadError(f"{unit} could not be loaded: {why}")
+            await asyncio.sleep(_POLL_S)
+        in_time = await self._fronts.applied(_FRONTS_WITHIN_S)
+        if why := self._fronts.problem_with(unit):
+            raise LoadError(f"{unit} could not be loaded by {why}")
+        if not in_time:
+            raise LoadError(f"the fronts did not read the tokenizer of {unit} within {_FRONTS_WITHIN_S:g} s")
+
+    def settings_of(self, record: VersionRecord) -> ModelSettings:
+        """Return the settings of a version. Command-line options apply to settings that the version does not
+        have."""
+        values = {"required": False} | self._model_flags | record.settings | {"folder": record.folder}
+        return msgspec.convert(values, ModelSettings)
+
+    # ── unload ──
+
+    async def unload(self, record: VersionRecord, grace_s: float) -> None:
+        """Stop routing requests to a version, let its requests finish within `grace_s`, and unload it. A load
+        in progress is cancelled."""
+        unit = unit_name(record.model, record.version)
+        self.failures.pop(unit, None)
+        if (task := self._loads.get(unit)) is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        if unit in self._routing.usable:
+            self._begin_unload(unit, record, grace_s)
+        if (unloading := self._unloads.get(unit)) is not None:
+            await asyncio.wait([unloading])
+        await self._store_loaded(record, False)
+
+    def _begin_unload(self, unit: str, record: VersionRecord, grace_s: float) -> None:
+        self._routing.usable.discard(unit)
+        self.draining.add(unit)
+        task = asyncio.get_running_loop().create_task(self._drain(unit, record, grace_s))
+        self._unloads[unit] = task
+
+        def ended(_: object) -> None:
+            self.draining.discard(unit)
+            self._ending.discard(unit)
+            self._unloads.pop(unit, None)
+
+        task.add_done_callback(ended)
+
+    async def _drain(self, unit: str, record: VersionRecord, grace_s: float) -> None:
+        """Wait until no request uses the unit any more, and unload it."""
+        await self._fronts.routed()
+        await self._store_loaded(record, False)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + grace_s
+        while loop.time() < deadline and (self._fronts.prepares(unit) or not self._manager.finished(unit)):
+            await asyncio.sleep(_POLL_S)
+        self._ending.add(unit)
+        await self._manager.unload(unit, 0.0)
+        log.info("%s is unloaded", unit)
+
+    # ── swap ──
+
+    async def set_default(
+        self, former: VersionRecord, wanted: VersionRecord, commit: Commit, grace_s: float
+    ) -> None:
+        """Make `wanted` the default version of its model. When this method returns, every new request gets
+        the new version. If the former version is not loaded, nothing is loaded. `commit` stores the change.
+        The former version gets `grace_s` to finish its requests. Raises LoadError, and every error of
+        `commit`; the former version then stays the default."""
+        name = wanted.model
+        if name in self._swapping:
+            raise LoadError(
+                f"the default version of model {name!r} is already being changed: try again later"
+            )
+        self._swapping.add(name)
+        try:
+            await self._set_default(former, wanted, commit, grace_s)
+        finally:
+            self._swapping.discard(name)
+
+    async def _set_default(
+        self, former: VersionRecord, wanted: VersionRecord, commit: Commit, grace_s: float
+    ) -> None:
+        old, new = (unit_name(one.model, one.version) for one in (former, wanted))
+        was_loaded = new in self._routing.usable
+        if old in self._routing.usable:
+            try:
+                await self.load(wanted)
+            except NoRoomError:
+                await self._swap_in_place(former, wanted, commit, grace_s)
+                return
+        try:
+            await commit()
+        except BaseException:
+            if not was_loaded and new in self._routing.usable:
+                self._begin_unload(new, wanted, 0.0)
+            raise
+        await self._fronts.routed()
+        log.info("%s is the default of model %s", new, wanted.model)
+        if old in self._routing.usable and not self._routing.names_of(old):
+            self._begin_unload(old, former, grace_s)
+
+    async def _swap_in_place(
+        self, former: VersionRecord, wanted: VersionRecord, commit: Commit, grace_s: float
+    ) -> None:
+        """Swap two versions of which only one fits into memory. Requests for the model wait in the fronts
+        until a version is loaded."""
+        name, old = wanted.model, unit_name(former.model, former.version)
+        aliases = self.registry.current.aliases.values()
+        if names := [alias.name for alias in aliases if alias.target == old]:
+            raise LoadError(
+                f"there is not enough memory for two versions, and alias {names[0]!r} names {old}: change "
+                "the alias first"
+            )
+        log.info("%s is unloaded before another version of %s is loaded", old, name)
+        self._routing.held.add(name)
+        try:
+            self._begin_unload(old, former, grace_s)
+            await asyncio.wait([self._unloads[old]])
+            try:
+                await self.load(wanted)
+                await commit()
+            except BaseException:
+                await self._return_to(former, wanted)
+                raise
+        finally:
+            self._routing.held.discard(name)
+            await self._fronts.routed()
+
+    async def _return_to(self, former: VersionRecord, wanted: VersionRecord) -> None:
+        """Load the former version again after a swap has failed."""
+        if unit_name(wanted.model, wanted.version) in self._routing.usable:
+            await self.unload(wanted, 0.0)
+        try:
+            await self.load(former)
+        except LoadError as error:
+            self._note(unit_name(former.model, former.version), f"not loaded again: {error}")
+
+    async def _store_loaded(self, record: VersionRecord, loaded: bool) -> None:
+        stored = self.registry.set_loaded(record.model, record.version, loaded)
+        try:
+            await asyncio.wrap_future(stored)
+        except Exception as error:
+            # The version runs or has ended in any case. Only the next start of the service is affected.
+            self._note(f"{record.model}@{record.version}", f"its state could not be stored: {error}")
+
+
+class NoRoomError(LoadError):
+    """Raised if a version does not fit beside the models that are loaded."""

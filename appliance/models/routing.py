@@ -1,0 +1,90 @@
+"""The names that applications can use, and the unit of loading that answers the requests for each of them.
+
+A unit of loading is a model in the settings, which has the same name, or a version of a model in the
+registry, which is called NAME@VERSION. The name of a registered model leads to its default version; an alias
+leads to a model or to one of its versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from appliance.messages import Route
+from appliance.models.manager import ModelManager
+from store.models import Registry
+
+
+def unit_name(model: str, version: int) -> str:
+    """Return the unit of loading of a registered version."""
+    return f"{model}@{version}"
+
+
+def split_target(target: str) -> tuple[str, int | None]:
+    """Split NAME or NAME@VERSION. The version is None if there is none."""
+    name, at, version = target.rpartition("@")
+    if at and name and version.isascii() and version.isdecimal() and len(version) < 10:
+        return name, int(version)
+    return target, None
+
+
+class Routing:
+    """Derives the names from the settings and the registry. It must be used on the event loop's thread."""
+
+    def __init__(self, registry: Callable[[], Registry], models: ModelManager) -> None:
+        self.usable: set[str] = set()
+        """Registered units that are loaded and that every front knows, so that names may lead to them."""
+        self.held: set[str] = set()
+        """Names of registered models whose requests wait, because a version is being loaded."""
+        self._registry = registry
+        self._models = models
+
+    def routes(self) -> list[Route]:
+        """Return all names that applications can use."""
+        registry, routes = self._registry(), {}
+        for name in self._models.models:
+            if self._models.is_declared(name):
+                routes[name] = self._to_unit(name, name)
+        for name in registry.models:
+            if name not in routes and (route := self._of_model(registry, name)) is not None:
+                routes[name] = route
+        for alias in registry.aliases.values():
+            if alias.name not in routes and (route := self._of_alias(registry, alias.name, alias.target)):
+                routes[alias.name] = route
+        return list(routes.values())
+
+    def unit_of(self, name: str) -> str:
+        """Return the unit that answers requests for the name; empty if there is none."""
+        return next((route.unit for route in self.routes() if route.name == name), "")
+
+    def names_of(self, unit: str) -> list[str]:
+        """Return the names that lead to the unit."""
+        return [route.name for route in self.routes() if route.unit == unit]
+
+    def _of_model(self, registry: Registry, name: str) -> Route | None:
+        if name in self.held:
+            return Route(name=name, unit="", listed=False)
+        unit = unit_name(name, registry.models[name].default_version)
+        return self._to_unit(name, unit) if unit in self.usable else None
+
+    def _of_alias(self, registry: Registry, name: str, target: str) -> Route | None:
+        if target in self._models.models and self._models.is_declared(target):
+            return self._to_unit(name, target)
+        model, version = split_target(target)
+        if version is not None:
+            return self._to_unit(name, target) if target in self.usable else None
+        if model not in registry.models:
+            return None
+        route = self._of_model(registry, model)
+        return None if route is None else msgspec.structs.replace(route, name=name)
+
+    def _to_unit(self, name: str, unit: str) -> Route:
+        model = self._models.models[unit]
+        return Route(
+            name=name,
+            unit=unit,
+            created=model.created,
+            max_model_len=model.max_model_len,
+            listed=not self._models.failure(unit),
+        )
