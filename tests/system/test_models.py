@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,4 +78,65 @@ def test_a_model_is_added_loaded_and_answers_without_a_restart(running: Service,
     status, answer = ask(running, "chat")
     assert status == 200, answer
     assert answer["model"] == "chat" and answer["choices"][0]["token_ids"] == [TOKENS[0]] * 4
-    print(json.dumps(models(running, "ps")))
+    [loaded] = models(running, "ps")
+    assert (loaded["name"], loaded["version"], loaded["state"]) == ("chat", 1, "ready")
+    assert loaded["memory_bytes"] > 0
+
+
+def test_the_manifest_has_the_hash_of_every_file(running: Service, folders: list[Path]) -> None:
+    [version] = models(running, "show", "chat")["versions"]
+    assert {file["name"]: file["sha256"] for file in version["files"]} == {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folders[0].iterdir()
+    }
+    assert version["settings"] == {"kv_blocks": 100, "threads": 1, "max_num_seqs": 64}
+
+
+def test_a_second_checkpoint_becomes_version_2_and_changes_nothing(
+    running: Service, folders: list[Path]
+) -> None:
+    assert models(running, "add", f"chat={folders[1]}", *SMALL) == {"name": "chat", "version": 2}
+    assert states(running, "chat") == {1: "ready", 2: "available"}
+    assert ask(running, "chat")[1]["choices"][0]["token_ids"] == [TOKENS[0]] * 4
+
+
+def test_a_load_that_fails_leaves_the_rest_untouched_and_says_why(
+    running: Service, folders: list[Path], tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(folders[0], broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert models(running, "add", str(broken), *SMALL) == {"name": "broken", "version": 1}
+    assert "model.safetensors" in refused(running, "load", "broken", "--wait")
+    [model] = [one for one in models(running, "list") if one["name"] == "broken"]
+    assert model["state"] == "failed" and "model.safetensors" in model["versions"][0]["detail"]
+    assert served(running) == ["chat"] and states(running, "chat")[1] == "ready"
+    with running.http() as http:
+        assert http.get("/health/ready").status_code == 200
+    (broken / "config.json").write_text((broken / "config.json").read_text() + " ")
+    assert "config.json has" in refused(running, "load", "broken", "--wait")
+    models(running, "remove", "broken", "--yes")
+    assert [one["name"] for one in models(running, "list")] == ["chat"]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("add", "x=/nowhere"), "/nowhere cannot be read"),
+        (("add", "x@1=/tmp"), "not a valid model name"),
+        (("add", "chat=/tmp", "--set", "max_num_seq=3"), "did you mean 'max_num_seqs'"),
+        (("load", "chat@9", "--wait"), "no version 9; available versions: 1, 2"),
+        (("load", "other"), "the registry has no model 'other'"),
+        (("default", "chat"), "write NAME@VERSION"),
+        (("rollback", "chat"), "no other default version"),
+        (("remove", "chat", "--yes"), "unload it first"),
+    ],
+)
+def test_a_command_that_cannot_be_done_says_why(running: Service, words: tuple[str, ...], why: str) -> None:
+    assert why in refused(running, *words)
+
+
+def test_every_command_is_audited(running: Service) -> None:
+    actions = running.command("audit", "list")
+    found = {(row["action"], row["result"].partition(":")[0]) for row in actions}
+    assert {("models.add", "ok"), ("models.load", "ok"), ("models.load", "refused")} <= found
