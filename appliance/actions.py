@@ -274,7 +274,7 @@ class SetDefaultModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class RollbackModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Make the former default version of a model the default again."""
 
-    model: str
+    name: str
     """The model's name."""
     grace_s: _Grace = 3600.0
     """Number of seconds after which unfinished requests of the other version end with an error."""
@@ -366,7 +366,7 @@ ACTIONS: tuple[Action, ...] = (
         "model",
         RollbackModel,
         VersionStatus,
-        "model",
+        "name",
         is_long=True,
     ),
     Action("models.alias", "Set alias", "none", "model", SetAlias, Done, "name", is_long=True),

@@ -216,11 +216,11 @@ class ModelAdmin:
 
     async def rollback(self, actor: Actor, asked: RollbackModel) -> Effect:
         """Make the former default version the default again."""
-        self._check_declared(asked.model, "roll back")
-        version = self._model(asked.model).previous_version
+        self._check_declared(asked.name, "roll back")
+        version = self._model(asked.name).previous_version
         if version is None:
-            raise ConflictError(f"model {asked.model!r} has had no other default version since it was added")
-        return await self._swap(actor, "models.rollback", asked.model, version, asked.grace_s)
+            raise ConflictError(f"model {asked.name!r} has had no other default version since it was added")
+        return await self._swap(actor, "models.rollback", asked.name, version, asked.grace_s)
 
     async def _swap(self, actor: Actor, action: str, name: str, version: int, grace_s: float) -> Effect:
         wanted = self._record(unit_name(name, version), "change the default version of")

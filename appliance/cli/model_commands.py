@@ -29,7 +29,7 @@ Wait = Annotated[bool, typer.Option("--wait", help="Return when the operation is
 
 @models.command("add", help=about("models.add"))
 def models_add(
-    model: Annotated[
+    name_folder: Annotated[
         str,
         typer.Argument(
             metavar="[NAME=]FOLDER",
@@ -52,7 +52,7 @@ def models_add(
 ) -> None:
     from appliance.cli.models import add_model
 
-    add_model(run_dir, model, settings or [], as_json=json)
+    add_model(run_dir, name_folder, settings or [], as_json=json)
 
 
 @models.command("list")
@@ -154,13 +154,13 @@ def models_rollback(
     from appliance.cli.models import change
     from appliance.cli.times import span_s
 
-    action = RollbackModel(model=name, grace_s=span_s(grace_s, "--grace", MAX_GRACE_S))
+    action = RollbackModel(name=name, grace_s=span_s(grace_s, "--grace", MAX_GRACE_S))
     change(run_dir, action, as_json=json)
 
 
 @models.command("alias", help=about("models.alias"))
 def models_alias(
-    alias: Annotated[str, typer.Argument(metavar="ALIAS", help="The further name.", show_default=False)],
+    name: Annotated[str, typer.Argument(metavar="ALIAS", help="The further name.", show_default=False)],
     target: Annotated[
         str | None,
         typer.Argument(
@@ -173,7 +173,7 @@ def models_alias(
 ) -> None:
     from appliance.cli.models import set_alias
 
-    set_alias(run_dir, alias, target, delete=delete, as_json=json)
+    set_alias(run_dir, name, target, delete=delete, as_json=json)
 
 
 @models.command("remove", help=about("models.remove"))

@@ -58,6 +58,17 @@ COMMANDS = (
     ("audit", "list"),
     ("audit", "verify"),
     ("audit", "export"),
+    ("models",),
+    ("models", "add"),
+    ("models", "list"),
+    ("models", "ps"),
+    ("models", "show"),
+    ("models", "load"),
+    ("models", "unload"),
+    ("models", "default"),
+    ("models", "rollback"),
+    ("models", "alias"),
+    ("models", "remove"),
     ("backup",),
     ("chat",),
     ("doctor",),
@@ -92,7 +103,7 @@ def test_every_command_explains_itself(cli: Run, command: tuple[str, ...]) -> No
     assert outcome.code == 0
     assert outcome.out.startswith("Usage:") and "--help" in outcome.out
     assert outcome.err == ""
-    if command not in ((), ("keys",), ("tenants",), ("peers",), ("audit",)):
+    if command not in ((), ("keys",), ("tenants",), ("peers",), ("audit",), ("models",)):
         assert "--run-dir" in outcome.out
 
 
