@@ -157,11 +157,13 @@ VersionState = Literal["available", "loading", "ready", "draining", "failed", "s
 """An "available" version is not loaded. A "draining" version finishes its requests and is then unloaded."""
 
 
-class AddedVersion(msgspec.Struct, kw_only=True):
+class AddedVersion(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A version that was added to the registry."""
 
     name: str
     version: int
+    warnings: list[str] = []
+    """Limitations that the checks of the model have found."""
 
 
 class VersionStatus(msgspec.Struct, kw_only=True):

@@ -24,6 +24,8 @@ from appliance.background import Background
 from appliance.models.manager import ModelManager
 from appliance.models.manifest import read_manifest
 from appliance.models.operations import FrontRoutes, LoadError, ModelOperations
+from appliance.models.preflight import problem_of
+from appliance.models.preflight_process import Check
 from appliance.models.routing import Routing, split_target, unit_name
 from appliance.protocol import (
     AddedVersion,
@@ -51,6 +53,8 @@ class ModelAdmin:
     manager: ModelManager
     routing: Routing
     fronts: FrontRoutes
+    check: Check
+    """Runs all checks of a model. It blocks, so it must not run on the event loop's thread."""
     settings: Callable[[], Settings]
     declared_in: Callable[[str], str]
     """Returns the place that declares a model of the settings, or an empty string."""
@@ -144,21 +148,25 @@ class ModelAdmin:
             raise ConflictError(f"{asked.name!r} is an alias: choose another name, or delete the alias first")
         if not os.path.isabs(asked.folder):
             raise ValueError(f"folder = {asked.folder!r} is not an absolute path: write the whole path")
-        model_settings(asked.name, asked.folder, asked.settings)
+        check_settings(asked.name, asked.folder, asked.settings)
+        warnings = await self._check(asked)
         files = await asyncio.to_thread(read_manifest, asked.folder)
-        names = {file.name for file in files}
-        if "config.json" not in names:
-            raise ValueError(
-                f"{asked.folder} contains no config.json: give the folder of a Hugging Face checkpoint "
-                "(config.json, tokenizer.json, *.safetensors)"
-            )
         added = await committed(
             self.operations.registry.add_version(
                 actor=actor, model=asked.name, folder=asked.folder, files=files, settings=asked.settings
             )
         )
         self.fronts.publish_configuration()
-        return Effect(AddedVersion(name=added.model, version=added.version))
+        return Effect(AddedVersion(name=added.model, version=added.version, warnings=warnings))
+
+    async def _check(self, asked: AddModel) -> list[str]:
+        """Check the checkpoint's files, and return the warnings. Raises ValueError for a checkpoint that
+        cannot be served."""
+        settings = self.operations.settings_of(asked.folder, asked.settings)
+        [findings] = (await asyncio.to_thread(self.check, {asked.name: settings})).values()
+        if (problem := problem_of(findings)) is not None:
+            raise ValueError(str(problem))
+        return [str(finding) for finding in findings if finding.level == "warning"]
 
     async def remove(self, actor: Actor, asked: RemoveModel) -> Effect:
         """Remove a model or a version. Raises ConflictError if it is loaded or in use."""
@@ -303,14 +311,13 @@ class ModelAdmin:
         return record
 
 
-def model_settings(name: str, folder: str, settings: Mapping[str, Any]) -> ModelSettings:
-    """Return the settings of a version. Raises SettingsError for a setting that does not exist or cannot be
+def check_settings(name: str, folder: str, settings: Mapping[str, Any]) -> None:
+    """Check the settings of a version. Raises SettingsError for a setting that does not exist or cannot be
     used."""
     path = ("models", name)
     converter = Converter({path: Place("models add")}, "models add")
     if "folder" in settings:
         converter.add((*path, "folder"), "folder is not a setting of a version", "give the folder itself")
-    converted = converter.settings({"models": {name: {**settings, "folder": folder}}})
+    converter.settings({"models": {name: {**settings, "folder": folder}}})
     if converter.faults:
         raise SettingsError(*converter.faults)
-    return converted.models[name]

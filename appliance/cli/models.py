@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tomllib
 from typing import Any
 
@@ -168,6 +169,8 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _show_added(added: AddedVersion) -> None:
+    for warning in added.warnings:
+        print(f"warning: {printable(warning)}", file=sys.stderr)
     name = printable(added.name)
     print(f"added {name} version {added.version}; load it with: appliance models load {name}@{added.version}")
 

@@ -185,6 +185,7 @@ class Service:
                 manager=parts.models,
                 routing=parts.routing,
                 fronts=parts.fronts,
+                check=checks.everything,
                 settings=self.settings,
                 declared_in=reloader.declared_in,
             ),

@@ -157,7 +157,7 @@ class ModelOperations:
 
     async def _load(self, unit: str, record: VersionRecord) -> None:
         self.failures.pop(unit, None)
-        settings = self.settings_of(record)
+        settings = self.settings_of(record.folder, record.settings)
         try:
             async with self._one_at_a_time:
                 await self._start(unit, record, settings)
@@ -197,10 +197,10 @@ class ModelOperations:
         if not in_time:
             raise LoadError(f"the fronts did not read the tokenizer of {unit} within {_FRONTS_WITHIN_S:g} s")
 
-    def settings_of(self, record: VersionRecord) -> ModelSettings:
-        """Return the settings of a version. Command-line options apply to settings that the version does not
-        have."""
-        values = {"required": False} | self._model_flags | record.settings | {"folder": record.folder}
+    def settings_of(self, folder: str, settings: Mapping[str, Any]) -> ModelSettings:
+        """Return the complete settings of a version. Command-line options apply to settings that the version
+        does not have."""
+        values = {"required": False} | self._model_flags | dict(settings) | {"folder": folder}
         return msgspec.convert(values, ModelSettings)
 
     # ── unload ──

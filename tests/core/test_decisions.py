@@ -347,6 +347,7 @@ def test_every_action_of_the_registry_has_a_handler_for_its_parameters() -> None
             manager=nothing,
             routing=nothing,
             fronts=nothing,
+            check=nothing,
             settings=nothing,
             declared_in=nothing,
         ),
