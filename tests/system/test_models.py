@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import write_constant_checkpoint
+from tests.system.model_swaps import STREAMS, Swaps
 from tests.system.service import APPLIANCE, Service, service
 
 pytestmark = pytest.mark.system
@@ -149,3 +150,12 @@ def test_every_command_is_audited(running: Service) -> None:
     actions = running.command("audit", "list")
     found = {(row["action"], row["result"].partition(":")[0]) for row in actions}
     assert {("models.add", "ok"), ("models.load", "ok"), ("models.load", "refused")} <= found
+
+
+def test_swaps_rollbacks_and_alias_changes_fail_no_stream(tmp_path: Path) -> None:
+    config = tmp_path / "appliance.toml"
+    config.write_text("fronts = 2\n[models]\n")
+    with service("--config", str(config)) as running:
+        swaps = Swaps(running, tmp_path)
+        assert swaps.swap_and_roll_back(rounds=1) >= 2 * STREAMS
+        assert swaps.change_alias(rounds=1) >= 2 * STREAMS
