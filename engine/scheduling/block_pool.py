@@ -11,8 +11,8 @@ Each block is in exactly one of three states:
 
 The prefix cache uses chained hashes, like vLLM's automatic prefix caching. The digest of a block covers the
 digest of the previous block and the block's own 64 token ids. The chain starts with the cache salt, so
-sequences with different salts never share blocks. To verify a hit, the parent digest and the tokens are
-compared.
+sequences with different salts never share blocks. A block is found by the digest of the previous block and by
+its own tokens, so a hit needs no further hash.
 """
 
 from __future__ import annotations
@@ -46,50 +46,103 @@ class BlockKey(NamedTuple):
     tokens: bytes
     """Token ids of the block, 32 bits each."""
 
+    @property
+    def content(self) -> Content:
+        return self.parent, self.tokens
+
+
+Content = tuple[bytes, bytes]
+"""Parent digest and tokens of a block, by which the block is found."""
+_BLOCK_BYTES = 4 * BLOCK_TOKENS
+"""Size of a full block's packed tokens."""
+
+
+class Cached(NamedTuple):
+    """A block in the prefix cache."""
+
+    block: int
+    key: BlockKey
+
+
+def pack(token_ids: list[int]) -> bytes | None:
+    """Return token ids as 32-bit numbers (see `BlockKey.tokens`), or None if one of them does not fit."""
+    try:
+        return array("I", token_ids).tobytes()
+    except OverflowError:
+        return None
+
 
 class PrefixChain:
     """The block keys of one sequence. Each key is computed once, at its first use.
 
-    The first `shared_blocks` blocks lie within the prompt. Their keys are computed only once for all chains
-    that are created by `fork`.
+    `prompt` is the packed prompt. The keys of its full blocks are computed only once for all chains that are
+    created by `fork`.
     """
 
-    __slots__ = ("_own", "_root", "_shared", "_shared_blocks")
+    __slots__ = ("_own", "_prompt", "_root", "_shared")
 
-    def __init__(self, salt: str, shared_blocks: int = 0) -> None:
+    def __init__(self, salt: str, prompt: bytes = b"") -> None:
         self._root = sha256(b"prefix\0" + salt.encode("utf-8", "surrogatepass")).digest()
-        self._shared_blocks = shared_blocks
+        self._prompt = prompt
         self._shared: list[BlockKey] = []
+        """Keys of blocks within the prompt."""
         self._own: list[BlockKey] = []
+        """Keys of later blocks. It is empty until all keys of the prompt's blocks are known."""
+
+    @property
+    def _shared_blocks(self) -> int:
+        return len(self._prompt) // _BLOCK_BYTES
 
     def key(self, index: int, token_ids: TokenIds) -> BlockKey:
         """Return the key of block number `index` of a sequence that starts with `token_ids`. The block must
         be full."""
-        shared = self._shared_blocks
-        if index < shared:
-            return self._extend(self._shared, self._root, 0, index, token_ids)
-        parent = self.key(shared - 1, token_ids).digest if shared else self._root
-        return self._extend(self._own, parent, shared, index - shared, token_ids)
+        for number in range(len(self._shared) + len(self._own), index + 1):
+            parent = self._known(number - 1).digest if number else self._root
+            tokens = self._tokens(number, token_ids)
+            self._append(BlockKey(sha256(parent + tokens).digest(), parent, tokens))
+        return self._known(index)
 
-    def _extend(
-        self, keys: list[BlockKey], parent: bytes, first_block: int, index: int, token_ids: TokenIds
-    ) -> BlockKey:
-        while len(keys) <= index:
-            parent = keys[-1].digest if keys else parent
-            first = (first_block + len(keys)) * BLOCK_TOKENS
-            tokens = array("I", token_ids[first : first + BLOCK_TOKENS]).tobytes()
-            keys.append(BlockKey(sha256(parent + tokens).digest(), parent, tokens))
-        return keys[index]
+    def find(self, blocks: dict[Content, Cached], end: int, token_ids: TokenIds) -> list[int]:
+        """Return the blocks of the longest prefix in `blocks`, with at most `end` blocks. The keys of these
+        blocks are copied instead of computed."""
+        found: list[int] = []
+        known = self._shared + self._own
+        parent = self._root
+        for index in range(end):
+            is_known = index < len(known)
+            tokens = known[index].tokens if is_known else self._tokens(index, token_ids)
+            hit = blocks.get((parent, tokens))
+            if hit is None:
+                break
+            if not is_known:
+                self._append(hit.key)
+            parent = hit.key.digest
+            found.append(hit.block)
+        return found
 
     def fork(self) -> PrefixChain:
         """Return a chain that shares the keys of the prompt's blocks with this chain. The keys of later
         blocks are independent."""
         other = PrefixChain.__new__(PrefixChain)
         other._root = self._root
-        other._shared_blocks = self._shared_blocks
+        other._prompt = self._prompt
         other._shared = self._shared
         other._own = self._own.copy()
         return other
+
+    def _tokens(self, index: int, token_ids: TokenIds) -> bytes:
+        """Return the packed tokens of a full block."""
+        if index < self._shared_blocks:
+            return self._prompt[index * _BLOCK_BYTES : (index + 1) * _BLOCK_BYTES]
+        return array("I", token_ids[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]).tobytes()
+
+    def _known(self, index: int) -> BlockKey:
+        shared = self._shared_blocks
+        return self._shared[index] if index < shared else self._own[index - shared]
+
+    def _append(self, key: BlockKey) -> None:
+        """Add the key of the next block."""
+        (self._shared if len(self._shared) < self._shared_blocks else self._own).append(key)
 
 
 class BlockPool:
@@ -106,7 +159,7 @@ class BlockPool:
         number has increased."""
         self._references = [0] * total
         self._keys: list[BlockKey | None] = [None] * total
-        self._by_digest: dict[bytes, int] = {}
+        self._by_content: dict[Content, Cached] = {}
         self._free = list(range(total - 1, -1, -1))
         self._non_finite: set[int] = set()
         self._may_be_non_finite: set[int] = set()
@@ -141,10 +194,7 @@ class BlockPool:
             block = self._free.pop()
         elif self._cached:
             block, _ = self._cached.popitem(last=False)
-            key = self._keys[block]
-            if key is not None:
-                del self._by_digest[key.digest]
-            self._keys[block] = None
+            self._forget_key(block)
         else:
             raise InvariantError(f"all {self.total} KV blocks are in use")
         self._references[block] = 1
@@ -189,10 +239,7 @@ class BlockPool:
     def mark_non_finite(self, block: int) -> None:
         """Record that a used block contains NaN or infinity. It is removed from the prefix cache, and is
         zeroed when it is allocated again."""
-        key = self._keys[block]
-        if key is not None:
-            del self._by_digest[key.digest]
-            self._keys[block] = None
+        self._forget_key(block)
         self._non_finite.add(block)
         self._may_be_non_finite.add(block)
 
@@ -216,16 +263,9 @@ class BlockPool:
 
         At least one token is never matched, because a step must compute a token to produce logits.
         """
-        found: list[int] = []
         if not self.prefix_cache:
-            return found
-        for index in range((count - 1) // BLOCK_TOKENS):
-            key = chain.key(index, token_ids)
-            block = self._by_digest.get(key.digest)
-            if block is None or self._keys[block] != key:
-                break
-            found.append(block)
-        return found
+            return []
+        return chain.find(self._by_content, (count - 1) // BLOCK_TOKENS, token_ids)
 
     def register(self, block: int, key: BlockKey) -> None:
         """Add a used block to the prefix cache. `key` must cover 64 tokens that have been computed and
@@ -233,11 +273,17 @@ class BlockPool:
 
         If the cache already contains another block with the same key, this block is not added.
         """
-        known = self._keys[block] is not None or key.digest in self._by_digest
+        known = self._keys[block] is not None or key.content in self._by_content
         if self.prefix_cache and not known and block not in self._non_finite:
             self._keys[block] = key
-            self._by_digest[key.digest] = block
+            self._by_content[key.content] = Cached(block, key)
             self.gains += 1
+
+    def _forget_key(self, block: int) -> None:
+        """Remove a block from the prefix cache, if it is there."""
+        key, self._keys[block] = self._keys[block], None
+        if key is not None:
+            del self._by_content[key.content]
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Raise InvariantError if the pool is inconsistent, or does not match the given block tables. Takes
@@ -281,6 +327,6 @@ class BlockPool:
             raise InvariantError(
                 f"non-finite blocks are in the prefix cache: {sorted(known & self._non_finite)}"
             )
-        named = {key.digest: block for block, key in enumerate(self._keys) if key is not None}
-        if named != self._by_digest:
+        named = {key.content: Cached(block, key) for block, key in enumerate(self._keys) if key is not None}
+        if named != self._by_content:
             raise InvariantError("the prefix index does not match the blocks' keys")

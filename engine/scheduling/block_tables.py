@@ -9,6 +9,8 @@ known to be finite.
 
 from __future__ import annotations
 
+from itertools import repeat
+
 from engine.messages import BLOCK_TOKENS
 from engine.plan import StepPlan
 from engine.scheduling.block_pool import BlockPool
@@ -82,7 +84,7 @@ class BlockTables:
         slot, sent = sequence.slot, sequence.sent_blocks
         # Shared blocks need not be sent, because they were sent before they became shared.
         new = sequence.table[sent - sequence.shared_blocks :]
-        plan.blocks.extend((slot, index, block) for index, block in enumerate(new, sent))
+        plan.blocks.extend(zip(repeat(slot, len(new)), range(sent, sequence.block_count), new, strict=True))
         sequence.sent_blocks = sequence.block_count
 
     def register(self, sequence: Sequence, confirmed: int) -> None:

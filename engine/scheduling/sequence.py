@@ -218,12 +218,15 @@ class Submission:
         )
 
 
-def new_submission(origin: Hashable, submit: Submit, arrival: int, max_model_len: int) -> Submission:
-    """Return a submission whose sequences are all waiting. `submit` must have passed `validation.refusal`."""
+def new_submission(
+    origin: Hashable, submit: Submit, prompt: bytes, arrival: int, max_model_len: int
+) -> Submission:
+    """Return a submission whose sequences are all waiting. `prompt` is the packed prompt. `submit` must have
+    passed `validation.refusal`."""
     submission = Submission(origin, submit, arrival, submit.level)
     sampling = submit.sampling
     stops = frozenset() if sampling.ignore_eos else frozenset(sampling.stop_token_ids)
-    chain = PrefixChain(submit.cache_salt, len(submit.prompt_token_ids) // BLOCK_TOKENS)
+    chain = PrefixChain(submit.cache_salt, prompt)
     limit = length_limit(submit, max_model_len)
     for sample in range(submit.first_sample, submit.first_sample + submit.n):
         scores_prompt = sampling.prompt_logprobs is not None and sample == submit.first_sample

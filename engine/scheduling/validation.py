@@ -6,6 +6,8 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import numpy as np
+
 from engine.messages import (
     CLASSES,
     MAX_BAD_WORD_TOKENS,
@@ -35,9 +37,9 @@ class SequenceLimits:
     slots: int
 
 
-def refusal(submit: Submit, limits: SequenceLimits) -> str | None:
+def refusal(submit: Submit, packed_prompt: bytes | None, limits: SequenceLimits) -> str | None:
     """Return the reason why a submission cannot be computed, with the field, its value and the limit. Returns
-    None if the submission is valid."""
+    None if the submission is valid. `packed_prompt` is the result of `pack(submit.prompt_token_ids)`."""
     sampling = submit.sampling
     prompt = len(submit.prompt_token_ids)
     if not 1 <= submit.n <= MAX_SAMPLES:
@@ -62,8 +64,11 @@ def refusal(submit: Submit, limits: SequenceLimits) -> str | None:
             f"the prompt has {prompt} tokens; with max_tokens {sampling.max_tokens} "
             f"the model's maximum length of {limits.max_model_len} allows {longest_prompt}"
         )
+    # A prompt may have 131,072 tokens, and numpy compares them 100 times as fast as Python does.
+    packed = packed_prompt is not None
+    prompt_is_valid = packed and int(np.frombuffer(packed_prompt, np.uint32).max()) < limits.vocab_size
     token_fields: dict[str, Collection[int]] = {
-        "prompt_token_ids": submit.prompt_token_ids,
+        "prompt_token_ids": () if prompt_is_valid else submit.prompt_token_ids,
         "output_token_ids": submit.output_token_ids,
         "stop_token_ids": sampling.stop_token_ids,
         "logit_bias": sampling.logit_bias or (),
