@@ -10,7 +10,7 @@ from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.preemption import Preemption
 from engine.scheduling.prefills import PrefillScheduler
 from engine.scheduling.running import RunningSequences
-from engine.scheduling.sequence import BACKGROUND, REAL_TIME, Sequence, setup_numbers, setup_of
+from engine.scheduling.sequence import BACKGROUND, REAL_TIME, Sequence, blocks_for, setup_numbers, setup_of
 from engine.scheduling.step import ScheduledStep
 from engine.scheduling.waiting import WaitingQueue
 
@@ -18,6 +18,12 @@ MAX_SETUP_NUMBERS = 1 << 20
 """Maximum total size of the setups in one step, counted in token ids. A larger setup is sent alone. The limit
 exists because setups are sent to the other ranks as part of the plan, and the device waits for the plan. With
 5 bytes per id, this limit is 5 MiB."""
+
+MAX_TABLE_ENTRIES = 4096
+"""Maximum number of block table entries in one step with which further sequences are admitted. The limit
+exists because resumed samples of a long prompt that the prefix cache contains have few tokens to compute, but
+one entry for each block of the prompt. Without the limit, 128 samples of 131,000 tokens would add 260,000
+entries to one step, which takes 0.4 s."""
 
 
 class Admission:
@@ -87,7 +93,7 @@ class Admission:
         # A preempted sequence can be recomputed only after the tokens of its steps in flight are known.
         if sequence.in_flight or not self._may_fit(sequence):
             return False
-        if self._prefills.leaves_out(sequence) or not self._setup_fits(sequence):
+        if self._prefills.leaves_out(sequence) or not self._fits_plan(step.plan, sequence):
             return False
         hits = self._take_blocks(sequence)
         if hits is None:
@@ -145,11 +151,14 @@ class Admission:
         blocked, gains = self._blocked
         return blocked is not sequence or self._pool.gains >= gains
 
-    def _setup_fits(self, sequence: Sequence) -> bool:
-        """Return whether the step's plan has enough space for the sequence's setup. The first setup always
-        fits."""
+    def _fits_plan(self, plan: StepPlan, sequence: Sequence) -> bool:
+        """Return whether the step's plan has enough space for the sequence's setup and block table entries.
+        The first setup and the entries of the first sequence always fit."""
         planned = self._setup_numbers
-        return not planned or planned + setup_numbers(sequence) <= MAX_SETUP_NUMBERS
+        if planned and planned + setup_numbers(sequence) > MAX_SETUP_NUMBERS:
+            return False
+        entries = len(plan.blocks) + blocks_for(sequence.prefill_end)
+        return not plan.setups or entries <= MAX_TABLE_ENTRIES
 
     def _demand(self, sequence: Sequence) -> tuple[list[int], int, int]:
         """Return the result of `BlockTables.find`, without counting the reserved blocks (the watermark) as

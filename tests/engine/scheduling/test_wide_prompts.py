@@ -7,8 +7,10 @@ from collections import Counter
 import pytest
 
 from engine.messages import BLOCK_TOKENS
+from engine.scheduling.admission import MAX_TABLE_ENTRIES
 from engine.scheduling.block_pool import BlockPool
-from tests.engine.scheduling.host_times import measure
+from tests.engine.scheduling.host_times import entries, measure
+from tests.engine.scheduling.simulated_engine import SimulatedEngine, first_tokens
 
 PROMPT = 64 * BLOCK_TOKENS + 10
 PROMPT_BLOCKS = 65
@@ -46,3 +48,56 @@ def test_samples_that_wait_for_slots_share_their_prompts_blocks_too(pool_calls: 
     assert max(cost.entries for cost in costs) <= PROMPT_BLOCKS + 3 * SAMPLES
     assert sum(cost.entries for cost in costs) <= groups * PROMPT_BLOCKS + 6 * SAMPLES
     assert pool_calls["share"] <= groups * PROMPT_BLOCKS + SAMPLES
+
+
+LONG_PROMPT = 150 * BLOCK_TOKENS + 10
+LIMIT = MAX_TABLE_ENTRIES + 2 * SAMPLES
+"""Maximum number of entries in a step: those of admitted sequences, and the entries of decodes."""
+
+
+def steps_until_done(engine: SimulatedEngine) -> list[int]:
+    """Run the engine until it has no work. Returns the number of block table entries of each step."""
+    made = []
+    while engine.core.has_work:
+        plan = engine.step()
+        made.append(entries(plan) if plan is not None else 0)
+    return made
+
+
+def wide_engine() -> SimulatedEngine:
+    return SimulatedEngine(
+        max_num_seqs=64, max_num_batched_tokens=8192, max_model_len=LONG_PROMPT + 100, blocks=800
+    )
+
+
+def test_preempted_samples_of_a_long_prompt_return_in_plans_of_bounded_size() -> None:
+    engine = wide_engine()
+    wide = engine.submit(LONG_PROMPT, n=SAMPLES, max_tokens=20, priority=3)
+    while len(engine.outputs) < 2 * SAMPLES:
+        engine.step()
+    urgent = [engine.submit(10, max_tokens=1, priority=0, urgency=2) for _ in range(64)]
+    made = steps_until_done(engine)
+    assert engine.finished[-1].preemptions >= 30, engine.finished[-1]
+    assert max(made) <= LIMIT
+    for submit in (wide, *urgent):
+        engine.expect_alone(submit)
+
+
+def test_samples_that_are_resumed_on_another_replica_start_in_plans_of_bounded_size() -> None:
+    engine = wide_engine()
+    first = engine.submit(LONG_PROMPT, max_tokens=1)
+    steps_until_done(engine)
+    resumed = [
+        engine.submit(
+            first.prompt_token_ids,
+            output_token_ids=first_tokens(first, 3),
+            first_sample=0,
+            max_tokens=10,
+        )
+        for _ in range(SAMPLES)
+    ]
+    made = steps_until_done(engine)
+    assert sum(made) > LIMIT, "together, the samples have more entries than one step may have"
+    assert max(made) <= LIMIT
+    for submit in resumed:
+        engine.expect_alone(submit)
