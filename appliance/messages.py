@@ -254,8 +254,8 @@ class Admitted(msgspec.Struct, tag="admitted", frozen=True):
     priority: int
     urgency: int = 0
     """Same as `Submit.urgency`."""
-    spare_slots: int = 0
-    """Same as `Submit.spare_slots`."""
+    reserved_slots: int = 0
+    """Same as `Submit.reserved_slots`."""
     most_tokens: int | None = None
     """Output limit of each sample, or None for the requested limit."""
     rate_limits: RateLimits | None = None

@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from engine.levels import LEVELS, level_of
+
 BLOCK_TOKENS = 64
 """Number of tokens per KV block. The pool layout, the prefix hashes and the kernels depend on this value."""
 
@@ -19,13 +21,6 @@ MAX_BAD_WORD_TOKENS = 32
 MAX_BAD_WORDS = 512
 """Maximum number of entries of `SamplingParams.bad_words`. It is limited because every entry is compared in
 each step."""
-
-CLASSES = 4
-"""Number of priority classes: `Submit.priority` is 0 to 3."""
-URGENCIES = 3
-"""Number of urgencies within a priority class: `Submit.urgency` is 0 to 2."""
-LEVELS = CLASSES * URGENCIES
-"""Number of scheduling levels, one for each pair of class and urgency: `Submit.level` is 0 to 11."""
 
 Device = Literal["auto", "cuda", "cpu"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -200,9 +195,9 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defau
     urgency: int = 0
     """Urgency within the priority class. 2: urgent, and all prompts of the request fit into one step. 1:
     urgent, with longer prompts. 0: not urgent."""
-    spare_slots: int = 0
-    """Number of slots reserved for submissions with higher priority. A sample of this submission starts only
-    if at least this many slots remain free."""
+    reserved_slots: int = 0
+    """Number of slots that are reserved for urgent submissions. It applies to all submissions, including
+    earlier ones, until a submission arrives with a different number."""
 
     @property
     def level(self) -> int:
@@ -222,11 +217,6 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
 
     handle: int
     sample: int | None = None
-
-
-def level_of(priority: int, urgency: int) -> int:
-    """Return the scheduling level of a priority class and an urgency, from 0 (served first) to LEVELS - 1."""
-    return URGENCIES * priority + URGENCIES - 1 - urgency
 
 
 # ── outputs to a front ────────────────────────────────────────────────────────────────────────────

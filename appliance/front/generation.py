@@ -354,7 +354,7 @@ class Generation:
                 cache_salt=admitted.cache_salt,
                 priority=admitted.priority,
                 urgency=admitted.urgency,
-                spare_slots=admitted.spare_slots,
+                reserved_slots=admitted.reserved_slots,
             )
             yield submit, self._sink(submit.handle, group)
 

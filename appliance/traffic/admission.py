@@ -14,7 +14,7 @@ from appliance.traffic.outputs import most_tokens
 from appliance.traffic.quotas import Quotas, Shortage
 from appliance.traffic.request import Request
 from appliance.traffic.tenants import Tenants, TenantTraffic, Use
-from engine.messages import LEVELS
+from engine.levels import LEVELS
 
 _MAX_FREE_MULTIPLE = 4.0
 """Maximum ratio of one tenant's waiting requests to the free places in the queue. Because of it, a single

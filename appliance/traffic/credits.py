@@ -3,9 +3,12 @@ credits spent on dispatched requests."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from appliance.traffic.rates import ReplicaRates
-from engine.messages import BLOCK_TOKENS, LEVELS, Report, level_of
-from store.policies import CLASSES, INTERACTIVE
+from engine.levels import FIRST_VICTIMS, LEVELS, TIERS, kept_free
+from engine.messages import BLOCK_TOKENS, Report
+from store.policies import CLASSES
 
 REAL_TIME, BACKGROUND = 0, CLASSES - 1
 
@@ -14,24 +17,14 @@ _FEW_SLOTS = 8
 _MANY_SLOTS = 64
 """Replicas with at least this many slots always reserve at least one, so that a tenant that has sent no
 requests for a while can start immediately."""
-_ORDINARY_REAL_TIME, _FIRST_BACKGROUND = level_of(REAL_TIME, 0), level_of(BACKGROUND, 2)
-_ORDINARY = level_of(INTERACTIVE, 0)
 
 
-def _tier(level: int) -> int:
-    """Return the tier of a level: 0 for urgent levels, which may use reserved slots; 1 for the other levels
-    of P0 and P1; 2 for P2 and P3."""
-    return 2 if level > _ORDINARY else int(level in (_ORDINARY_REAL_TIME, _ORDINARY))
+class _Availability(NamedTuple):
+    """Results of `free_slots` and `has_slot` for each level, and of `open_levels`."""
 
-
-TIERS = [_tier(level) for level in range(LEVELS)]
-"""The tier of each level."""
-
-
-def spare_slots(level: int, reserved: int) -> int:
-    """Return the number of slots that a sequence of this level must leave free. `reserved` slots are reserved
-    for urgent requests. P2 and P3 sequences leave one more slot free, for P1 requests."""
-    return (0, reserved, reserved + min(1, reserved))[TIERS[level]]
+    free: list[int]
+    can_start: list[bool]
+    open_levels: int
 
 
 class CreditAccount:
@@ -59,9 +52,9 @@ class CreditAccount:
         self._returned_tokens = [0] * LEVELS
         self._waiting_seqs = [0] * LEVELS
         """Number of sequences waiting for a slot at the last report."""
-        self._available: dict[float, tuple[list[int], int]] = {}
-        """Cache of the free slots of each level and the open levels. The key is the fraction of slots that is
-        reserved. Cleared when the account changes."""
+        self._available: dict[float, _Availability] = {}
+        """Cache of what each level can take. The key is the fraction of slots that is reserved. Cleared when
+        the account changes."""
         self.kv_tokens = 0
         """Capacity of the KV cache in tokens."""
         self.generated_each = 0.0
@@ -94,28 +87,34 @@ class CreditAccount:
         return max(1, int(share * self.slots)) if self.slots >= _FEW_SLOTS else 0
 
     def free_slots(self, level: int, share: float) -> int:
-        """Return the number of slots that are free for a level if the fraction `share` is reserved."""
-        return self._availability(share)[0][level]
+        """Return the number of slots that are free for a level if the fraction `share` is reserved. It is not
+        positive if a request of this level must preempt sequences."""
+        return self._availability(share).free[level]
+
+    def has_slot(self, level: int, share: float) -> bool:
+        """Return whether a slot is free for a level, or would be after preempting lower-priority sequences,
+        if the fraction `share` is reserved."""
+        return self._availability(share).can_start[level]
 
     def open_levels(self, share: float) -> int:
         """Return the levels at which the replica accepts a request if the fraction `share` of all slots is
         reserved. Bit `l` is set for level `l`."""
-        return self._availability(share)[1]
+        return self._availability(share).open_levels
 
-    def _availability(self, share: float) -> tuple[list[int], int]:
-        """Return `free_slots` for each level, and `open_levels`."""
+    def _availability(self, share: float) -> _Availability:
         known = self._available.get(share)
         if known is None:
-            free, levels, tokens = self._free_slots(self.reserved_slots(share)), 0, self.tokens
+            free, can_start = self._slots(self.reserved_slots(share))
+            levels, tokens = 0, self.tokens
             for level in range(LEVELS):
                 tokens -= self._spent_tokens[level] - self._returned_tokens[level]
-                if tokens > 0 and free[level] > 0:
+                if tokens > 0 and can_start[level]:
                     levels |= 1 << level
-            known = self._available[share] = free, levels
+            known = self._available[share] = _Availability(free, can_start, levels)
         return known
 
-    def _free_slots(self, reserved: int) -> list[int]:
-        """Compute `free_slots` for each level.
+    def _slots(self, reserved: int) -> tuple[list[int], list[bool]]:
+        """Compute `free_slots` and `has_slot` for each level.
 
         Samples of lower-priority levels that are waiting in the engine occupy no slot. The last report
         contains their number. Of the samples that were dispatched after that report, the engine lets only as
@@ -127,7 +126,7 @@ class CreditAccount:
         in_tiers = [0, 0, 0]
         for tier, count in zip(TIERS, running, strict=True):
             in_tiers[tier] += count
-        spare = (0, reserved, reserved + min(1, reserved))
+        spare = [kept_free(tier, reserved) for tier in range(3)]
         lower = min(in_tiers[2], self.slots - spare[2])
         in_worse_tiers = (min(lower + in_tiers[1], self.slots - spare[1]), lower, 0)
         in_other_tiers = (in_tiers[0], in_tiers[0] + in_tiers[1], sum(in_tiers))
@@ -138,12 +137,13 @@ class CreditAccount:
             occupied += waiting
             at_most = min(occupied, in_worse_tiers[tier] + in_other_tiers[tier])
             free.append(self.slots - at_most - spare[tier])
-        # A P0 request can take the slots of background sequences. If it fits into one step, it can also take
-        # the slots of all other sequences that are not urgent.
-        for level in range(_ORDINARY_REAL_TIME + 1):
-            if free[level] <= 0:
-                free[level] += sum(running[_FIRST_BACKGROUND if level else _ORDINARY :])
-        return free
+        # If no slot is free, sequences of lower-priority classes are preempted.
+        victims = [max(0, count - left) for count, left in zip(running, self._waiting_seqs, strict=True)]
+        can_start: list[bool] = []
+        for slots, victim in zip(free, FIRST_VICTIMS, strict=True):
+            most = self.slots - spare[TIERS[victim]] if victim < LEVELS else 0
+            can_start.append(slots + min(most, sum(victims[victim:])) > 0)
+        return free, can_start
 
     def learn(self, report: Report) -> None:
         """Update the account from the replica's report: the totals granted since the replica started, and its

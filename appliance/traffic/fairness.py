@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from appliance.traffic.timeline import Timeline
-from engine.messages import URGENCIES
+from engine.levels import URGENCIES
 
 Item = TypeVar("Item")
 

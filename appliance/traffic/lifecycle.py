@@ -157,7 +157,7 @@ class RequestLifecycle:
                 request.queue_ms = (now - request.queued_at) * 1000
             state.running += not request.dispatched
             state.admitted += 1
-            spare_slots = model.start(turn, now)
+            reserved_slots = model.start(turn, now)
             self.stop_waiting(request)
             self._send(
                 request.front,
@@ -168,7 +168,7 @@ class RequestLifecycle:
                     self._salt(request.tenant),
                     turn.priority,
                     urgency=turn.urgency,
-                    spare_slots=spare_slots,
+                    reserved_slots=reserved_slots,
                     most_tokens=request.most_tokens,
                     rate_limits=state.quotas.rate_limits(request.tenant, request.key_id),
                 ),

@@ -7,7 +7,7 @@ import heapq
 from typing import NamedTuple
 
 from appliance.messages import Admit
-from appliance.traffic.credits import REAL_TIME, CreditAccount, spare_slots
+from appliance.traffic.credits import REAL_TIME, CreditAccount
 from appliance.traffic.fairness import QueuedTokens, Ticket
 from appliance.traffic.forecast import Forecast
 from appliance.traffic.load_shedder import LoadShedder
@@ -17,7 +17,8 @@ from appliance.traffic.remaining import Outstanding
 from appliance.traffic.request import OnReplica, Request
 from appliance.traffic.rules import QueueRules
 from appliance.traffic.tenants import Tenants, TenantTraffic
-from engine.messages import BLOCK_TOKENS, URGENCIES, level_of
+from engine.levels import URGENCIES, level_of
+from engine.messages import BLOCK_TOKENS
 from store.policies import CLASSES, INTERACTIVE
 
 _LIGHT_PART = 2
@@ -284,11 +285,10 @@ class ModelTraffic:
     # ── running requests ──
 
     def start(self, turn: Turn, now: float) -> int:
-        """Count a request as running on its replica. Returns the number of the replica's slots that the
-        request's samples must leave free."""
+        """Count a request as running on its replica. Returns the number of the replica's slots that are
+        reserved for urgent requests."""
         request, account, level = turn
         admit, tenant = request.admit, self._tenants.of(request.tenant)
-        spare = spare_slots(level, account.reserved_slots(self._reserved_share()))
         if request.ticket is not None and request.ticket.waiting:
             self.queue.take(request.ticket, now)
             request.charged = request.ticket.prompt_tokens
@@ -311,7 +311,7 @@ class ModelTraffic:
         request.began_at = now
         self._learn_start(admit, request)
         self._expect_end(request, now + self._expected_run_s(request))
-        return spare
+        return account.reserved_slots(self._reserved_share())
 
     def stop(self, request: Request) -> None:
         """Stop counting a request as running. No replica has a submission of it any more."""
@@ -471,7 +471,7 @@ class ModelTraffic:
         if self.open_levels() >> level & 1:
             return 0.0
         share = self._reserved_share()
-        if any(account.free_slots(level, share) > 0 for account in self.accounts):
+        if any(account.has_slot(level, share) for account in self.accounts):
             return self.forecast.step_s
         end = self._next_end()
         return self.forecast.step_s if end is None else max(0.0, end - now)

@@ -19,7 +19,7 @@ from appliance.traffic.credits import BACKGROUND
 from appliance.traffic.fairness import FairQueue, Ticket
 from appliance.traffic.rules import QueueRules
 from appliance.traffic.timeline import Promises
-from engine.messages import LEVELS, URGENCIES, level_of
+from engine.levels import LEVELS, URGENCIES, level_of
 from store.policies import CLASSES, INTERACTIVE
 
 Item = TypeVar("Item")

@@ -6,7 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from engine.messages import LEVELS, Finished, Output, Submit
+from engine.levels import LEVELS
+from engine.messages import Finished, Output, Submit
 from engine.scheduling.sequence import Sequence, Submission
 from engine.scheduling.validation import MAX_SAMPLES
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engine.messages import BLOCK_TOKENS, LEVELS, URGENCIES, level_of
+from engine.levels import FIRST_VICTIMS, LEVELS, ORDINARY, URGENCIES, level_of, reclaimable
+from engine.messages import BLOCK_TOKENS
 from engine.plan import StepPlan
 from engine.scheduling.accounting import Totals
 from engine.scheduling.block_pool import BlockPool
@@ -10,7 +11,7 @@ from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.preemption import Preemption
 from engine.scheduling.prefills import PrefillScheduler
 from engine.scheduling.running import RunningSequences
-from engine.scheduling.sequence import BACKGROUND, REAL_TIME, Sequence, blocks_for, setup_numbers, setup_of
+from engine.scheduling.sequence import Sequence, blocks_for, setup_numbers, setup_of
 from engine.scheduling.step import ScheduledStep
 from engine.scheduling.waiting import WaitingQueue
 
@@ -74,18 +75,15 @@ class Admission:
         """
         given = budget
         for level in range(better_than):
-            while budget and self._free_slots(first := self._waiting.first(level)) > 0 and first is not None:
+            while (
+                budget
+                and (first := self._waiting.first(level)) is not None
+                and self._running.free_for(level) > 0
+            ):
                 if not self._try_to_start(step, first):
                     return given - budget
                 budget -= self._prefills.schedule_chunk(step, first, budget)
         return given - budget
-
-    def _free_slots(self, sequence: Sequence | None) -> int:
-        """Return the number of free slots that are not reserved for levels with higher priority than the
-        sequence's level."""
-        if sequence is None:
-            return 0
-        return len(self._running.free_slots) - sequence.submission.submit.spare_slots
 
     def _try_to_start(self, step: ScheduledStep, sequence: Sequence) -> bool:
         """Start a sequence, and as many of its forks as fit, if the step and the block pool have enough
@@ -106,31 +104,29 @@ class Admission:
         return True
 
     def preempt_for_better(self) -> None:
-        """Preempt running sequences if the first waiting sequence lacks a slot or blocks.
+        """Preempt running sequences if the first waiting sequence lacks blocks, or if sequences of its level
+        lack slots.
 
         To free blocks, sequences of lower-priority classes are preempted. If the waiting sequence's prompts
-        fit into one step, lower-priority levels of the same class are preempted too.
-
-        To free slots, a real-time submission preempts background sequences. If the real-time submission's
-        prompts fit into one step, it also preempts class 1 sequences that are not urgent, and all class 2
-        sequences.
+        fit into one step, lower-priority levels of the same class are preempted too. `engine.levels`
+        determines which sequences are preempted to free slots.
         """
         head = self._waiting.peek()
         if head is None or head.in_flight:
             return
+        running, level = self._running, head.level
         fits_step = head.submission.submit.urgency == URGENCIES - 1
-        worse_for_blocks = head.level if fits_step else level_of(head.priority, 0)
-        worst = self._running.worst_level
-        if worst <= worse_for_blocks:
-            return
-        worse_for_slots = LEVELS
-        if head.priority == REAL_TIME:
-            worse_for_slots = level_of(REAL_TIME + 1, 1) if fits_step else level_of(BACKGROUND - 1, 0)
-        slots = self._waiting.length(head.level) - self._free_slots(head)
-        if self._free_slots(head) <= 0 and worst <= worse_for_slots:
+        worse_for_blocks = level if fits_step else level_of(head.priority, 0)
+        free, victim = running.free_for(level), FIRST_VICTIMS[level]
+        lacking = self._waiting.length(level) - free
+        reclaimed = reclaimable(level, running.reserved_slots, running.by_level)
+        frees_slots = lacking > 0 and running.worst_level >= (ORDINARY if reclaimed else victim)
+        if not frees_slots and (free <= 0 or running.worst_level <= worse_for_blocks):
             return
         _, needed, available = self._demand(head)
-        self._preemption.preempt_worse(slots, worse_for_slots, needed - available, worse_for_blocks)
+        self._preemption.preempt_worse(lacking, victim, needed - available, worse_for_blocks + 1)
+        lacking = min(reclaimed, self._waiting.length(level) - running.free_for(level))
+        self._preemption.preempt_worse(lacking, ORDINARY, 0, LEVELS)
 
     def note_batch_size(self, plan: StepPlan) -> None:
         """Record the step's batch size (number of sequences) in each sequence that starts with this step."""
@@ -189,7 +185,7 @@ class Admission:
     def _choose_forks(self, sequence: Sequence, limit: int) -> list[Sequence]:
         """Return up to `limit` waiting samples of the same submission that have never started, if enough
         slots are free."""
-        limit = min(limit, self._free_slots(sequence) - 1)
+        limit = min(limit, self._running.free_for(sequence.level) - 1)
         forks: list[Sequence] = []
         if sequence.started or limit <= 0:
             return forks

@@ -40,21 +40,23 @@ class Preemption:
             self._waiting.push(member)
         sequence.forks = []
 
-    def preempt_worse(self, slots: int, worse_for_slots: int, blocks: int, worse_for_blocks: int) -> None:
+    def preempt_worse(self, slots: int, first_for_slots: int, blocks: int, first_for_blocks: int) -> None:
         """Preempt low-priority sequences to free slots and blocks.
 
-        Sequences with a level above `worse_for_slots` are preempted until `slots` slots have been freed.
-        Sequences with a level above `worse_for_blocks` are preempted until `blocks` blocks have been freed,
-        but only if preempting all of them would free enough blocks.
+        Sequences from level `first_for_slots` on are preempted until `slots` slots have been freed. Sequences
+        from level `first_for_blocks` on are preempted until `blocks` blocks have been freed, but only if
+        preempting all of them would free enough blocks.
         """
+        if slots <= 0 and blocks <= 0:
+            return
         victims = self._running.scheduled()
-        worse = [victim for victim in victims if victim.level > worse_for_blocks]
+        worse = [victim for victim in victims if victim.level >= first_for_blocks]
         shared = {victim.shared for victim in worse if victim.shared is not None}
         if blocks > sum(len(holder.table) for holder in worse) + sum(len(one.blocks) for one in shared):
             blocks = 0
         while victims and (
-            (slots > 0 and victims[-1].level > worse_for_slots)
-            or (blocks > 0 and victims[-1].level > worse_for_blocks)
+            (slots > 0 and victims[-1].level >= first_for_slots)
+            or (blocks > 0 and victims[-1].level >= first_for_blocks)
         ):
             victim = victims.pop()
             slots -= 1 + len(victim.forks)

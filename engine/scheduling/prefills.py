@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engine.messages import BLOCK_TOKENS, LEVELS
+from engine.levels import LEVELS
+from engine.messages import BLOCK_TOKENS
 from engine.plan import Chunk
 from engine.scheduling.accounting import RequestAccounting
 from engine.scheduling.block_tables import BlockTables

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-from engine.messages import LEVELS
+from engine.levels import LEVELS, TIERS, kept_free
 from engine.scheduling.sequence import Sequence
 
 service_order = attrgetter("order")
@@ -27,7 +27,10 @@ class RunningSequences:
         """Sequences that get one token in each step, by slot."""
         self.prefilling: dict[int, Sequence] = {}
         """Sequences whose prefill is incomplete, by slot."""
-        self._by_level = [0] * LEVELS
+        self.by_level = [0] * LEVELS
+        """Number of running sequences of each level."""
+        self.reserved_slots = 0
+        """Number of slots that are reserved for urgent sequences."""
 
     def __len__(self) -> int:
         return len(self.owners) - len(self.free_slots)
@@ -35,14 +38,19 @@ class RunningSequences:
     @property
     def worst_level(self) -> int:
         """The lowest-priority level that has a running sequence, or -1 if no sequence is running."""
-        return max((level for level, count in enumerate(self._by_level) if count), default=-1)
+        return max((level for level, count in enumerate(self.by_level) if count), default=-1)
+
+    def free_for(self, level: int) -> int:
+        """Return the number of free slots that sequences of this level may take. It is negative if reserved
+        slots are in use."""
+        return len(self.free_slots) - kept_free(TIERS[level], self.reserved_slots)
 
     def assign_slot(self, sequence: Sequence) -> None:
         """Assign a free slot to a sequence. The slot's entries in the device's block table are not valid
         yet."""
         slot = sequence.slot = self.free_slots.pop()
         self.owners[slot] = sequence
-        self._by_level[sequence.level] += 1
+        self.by_level[sequence.level] += 1
         sequence.sent_blocks = 0
 
     def release_slot(self, sequence: Sequence) -> None:
@@ -50,7 +58,7 @@ class RunningSequences:
         self.decoding.pop(slot, None)
         self.prefilling.pop(slot, None)
         self.owners[slot] = None
-        self._by_level[sequence.level] -= 1
+        self.by_level[sequence.level] -= 1
         self.free_slots.append(slot)
         sequence.slot = -1
 

@@ -5,9 +5,8 @@ planned in this order:
 
 0. *Preemption for higher priorities.* If the first waiting sequence lacks blocks, running sequences of
    lower-priority levels are preempted, but only if that frees enough blocks. The youngest sequence of the
-   lowest-priority level is preempted first. If real-time submissions (class 0) wait for a slot, background
-   sequences (class 3) are preempted. If their prompts fit into one step, class 1 sequences that are not
-   urgent and class 2 sequences are preempted too.
+   lowest-priority level is preempted first. If sequences of its level lack slots, sequences of
+   lower-priority classes are preempted, except urgent ones (`engine.levels`).
 1. *Decodes.* Every decoding sequence gets one token. If a decode lacks a block, the youngest running
    sequence of the lowest-priority level is preempted: its blocks are freed, and it is recomputed later. The
    oldest sequence of the highest-priority level is never preempted, so the engine always makes progress.
@@ -17,7 +16,7 @@ planned in this order:
    next chunk of a lower-priority prompt is scheduled. The step of the submission skips prompts of
    lower-priority levels, but not in two consecutive steps for the same level.
 3. *Admissions.* Sequences are admitted by level and then by arrival, so preempted sequences precede new
-   ones. A sequence does not use slots that are reserved for higher priorities (`Submit.spare_slots`). The
+   ones. A sequence does not use slots that are reserved for urgent ones (`Submit.reserved_slots`). The
    first waiting sequence waits for a slot, for blocks for its whole prefill, and for the watermark of free
    blocks. No later sequence is admitted before it, even if that sequence needs fewer blocks, so long prompts
    do not starve. If decodes preempted a sequence in this step, no sequence is admitted.
@@ -32,7 +31,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from engine.messages import LEVELS, Submit
+from engine.levels import LEVELS
+from engine.messages import Submit
 from engine.plan import StepPlan, StepTokens
 from engine.scheduling.accounting import RequestAccounting
 from engine.scheduling.admission import Admission
@@ -160,6 +160,7 @@ class Scheduler:
             self.accounting.refuse(origin, submit, reason)
             return
         assert prompt is not None, "token ids that do not fit are outside every vocabulary"
+        self._running.reserved_slots = submit.reserved_slots
         self._arrivals += 1
         submission = new_submission(origin, submit, prompt, self._arrivals, self.limits.max_model_len)
         self.accounting.open(submission)

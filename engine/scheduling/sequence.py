@@ -5,21 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from engine.messages import (
-    BLOCK_TOKENS,
-    CLASSES,
-    MAX_BAD_WORD_TOKENS,
-    Finished,
-    FinishReason,
-    Submit,
-    TokenLogprob,
-)
+from engine.messages import BLOCK_TOKENS, MAX_BAD_WORD_TOKENS, Finished, FinishReason, Submit, TokenLogprob
 from engine.plan import SlotSetup
 from engine.scheduling.block_pool import PrefixChain
-
-REAL_TIME, BACKGROUND = 0, CLASSES - 1
-"""The highest and the lowest priority class. A waiting real-time sequence that needs a slot preempts running
-background sequences."""
 
 _NEVER = 1 << 62
 

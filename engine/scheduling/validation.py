@@ -8,14 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.messages import (
-    CLASSES,
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    URGENCIES,
-    SamplingParams,
-    Submit,
-)
+from engine.levels import CLASSES, TIERS, URGENCIES, kept_free
+from engine.messages import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams, Submit
 from engine.scheduling.sequence import blocks_for, length_limit
 
 MAX_SAMPLES = 1024
@@ -50,8 +44,12 @@ def refusal(submit: Submit, packed_prompt: bytes | None, limits: SequenceLimits)
         return f"priority is {submit.priority}; it must be 0 to {CLASSES - 1}"
     if not 0 <= submit.urgency < URGENCIES:
         return f"urgency is {submit.urgency}; it must be 0 to {URGENCIES - 1}"
-    if not 0 <= submit.spare_slots < limits.slots:
-        return f"spare_slots is {submit.spare_slots}; it must be 0 to {limits.slots - 1}"
+    # A sequence of any level must be able to start while no other sequence runs.
+    if (
+        submit.reserved_slots < 0
+        or max(kept_free(tier, submit.reserved_slots) for tier in TIERS) >= limits.slots
+    ):
+        return f"reserved_slots is {submit.reserved_slots}; it must be 0 to {max(0, limits.slots - 2)}"
     if submit.output_token_ids and submit.n != 1:
         return f"n is {submit.n}; it must be 1 when output_token_ids are given"
     if not prompt:
@@ -65,8 +63,9 @@ def refusal(submit: Submit, packed_prompt: bytes | None, limits: SequenceLimits)
             f"the model's maximum length of {limits.max_model_len} allows {longest_prompt}"
         )
     # A prompt may have 131,072 tokens, and numpy compares them 100 times as fast as Python does.
-    packed = packed_prompt is not None
-    prompt_is_valid = packed and int(np.frombuffer(packed_prompt, np.uint32).max()) < limits.vocab_size
+    prompt_is_valid = (
+        packed_prompt is not None and int(np.frombuffer(packed_prompt, np.uint32).max()) < limits.vocab_size
+    )
     token_fields: dict[str, Collection[int]] = {
         "prompt_token_ids": () if prompt_is_valid else submit.prompt_token_ids,
         "output_token_ids": submit.output_token_ids,

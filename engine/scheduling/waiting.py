@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from engine.messages import LEVELS
+from engine.levels import LEVELS
 from engine.scheduling.sequence import QueueEntry, Sequence
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.client import Channel
+from engine.levels import LEVELS
 from engine.messages import (
-    LEVELS,
     Attach,
     Cancel,
     CancelSequences,

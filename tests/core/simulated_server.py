@@ -62,6 +62,8 @@ class Asked:
     decided_at: float | None = None
     refused: Refused | None = None
     admitted_at: float | None = None
+    overtook: bool = False
+    """Whether the request was dispatched before waiting requests of higher-priority classes."""
     first_token_at: float | None = None
     ended_at: float | None = None
     tokens: int = 0
@@ -278,6 +280,7 @@ class SimulatedServer:
             return
         if asked.admitted_at is None:
             asked.admitted_at = self.now
+        asked.overtook |= asked.asked_class != "" and message.priority < int(asked.asked_class[1])
         replica = next((r for r in self.replicas if r.account.replica == message.replica), None)
         if replica is None:  # The replica died while the message was on its way.
             self.after(RESUBMIT_S, lambda: self._resubmit(asked))
@@ -345,5 +348,5 @@ def _order_of(message: Admitted) -> dict[str, int]:
     return {
         "priority": message.priority,
         "urgency": message.urgency,
-        "spare_slots": message.spare_slots,
+        "reserved_slots": message.reserved_slots,
     }

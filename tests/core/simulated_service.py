@@ -13,7 +13,8 @@ from appliance.traffic.credits import CreditAccount
 from appliance.traffic.quotas import Quotas
 from appliance.traffic.request_manager import RequestManager
 from appliance.traffic.rules import QueueRules
-from engine.messages import LEVELS, Finished, Report, level_of
+from engine.levels import LEVELS, level_of
+from engine.messages import Finished, Report
 from store.requests import RequestRow
 
 SLOTS, TOKENS = 4, 40

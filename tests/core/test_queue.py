@@ -15,7 +15,8 @@ from appliance.traffic.queue import RequestQueue
 from appliance.traffic.rates import ReplicaRates
 from appliance.traffic.rules import QueueRules
 from appliance.traffic.timeline import Promises, Timeline
-from engine.messages import LEVELS, Report, level_of
+from engine.levels import LEVELS, level_of
+from engine.messages import Report
 
 RULES = QueueRules()
 NEVER = float("inf")

@@ -41,16 +41,18 @@ def test_clients_do_not_retry_a_request_whose_deadline_cannot_be_met(
     assert len(front.admits) == 1
 
 
-@pytest.mark.parametrize(("urgency", "spare_slots"), [(2, 0), (0, 3)])
-def test_urgency_and_reserved_slots_reach_the_engine(front: Harness, urgency: int, spare_slots: int) -> None:
+@pytest.mark.parametrize(("urgency", "reserved_slots"), [(2, 0), (0, 3)])
+def test_urgency_and_reserved_slots_reach_the_engine(
+    front: Harness, urgency: int, reserved_slots: int
+) -> None:
     front.admit = "hold"
     with connect(front) as sock:
         sock.sendall(request(chat()))
         front.wait_for(lambda: front.admits)
         request_id, replica = front.admits[0].request_id, front.replica.name
-        turn = Admitted(request_id, 0, replica, "salt", 1, urgency=urgency, spare_slots=spare_slots)
+        turn = Admitted(request_id, 0, replica, "salt", 1, urgency=urgency, reserved_slots=reserved_slots)
         front.send(turn)
         front.wait_for(lambda: front.replica.submits)
         front.settled(1)
     submit = front.replica.submits[0]
-    assert (submit.urgency, submit.spare_slots) == (urgency, spare_slots)
+    assert (submit.urgency, submit.reserved_slots) == (urgency, reserved_slots)

@@ -85,7 +85,7 @@ def test_prompts_of_a_class_are_left_out_once_for_each_better_level_in_a_row() -
 @both_overlaps
 def test_samples_of_one_submission_leave_the_reserved_slots_free(overlap: bool) -> None:
     engine = SimulatedEngine(overlap=overlap, max_num_seqs=8)
-    wide = engine.submit(20, max_tokens=30, n=20, spare_slots=2)
+    wide = engine.submit(20, max_tokens=30, n=20, reserved_slots=2)
     for _ in range(3):
         engine.step()
     assert engine.scheduler.running == 6
@@ -102,9 +102,9 @@ def test_samples_of_one_submission_leave_the_reserved_slots_free(overlap: bool) 
 
 def test_a_wide_submission_that_finds_only_reserved_slots_does_not_block_other_levels() -> None:
     engine = SimulatedEngine(max_num_seqs=4)
-    engine.submit(20, max_tokens=30, n=9, priority=0, spare_slots=1)
+    engine.submit(20, max_tokens=30, n=9, priority=0, reserved_slots=1)
     engine.step()
-    light = engine.submit(10, max_tokens=2, priority=1, urgency=2)
+    light = engine.submit(10, max_tokens=2, priority=1, urgency=2, reserved_slots=1)
     engine.step()
     assert started(engine, light) == 2
     engine.drain()
@@ -157,20 +157,72 @@ def test_real_time_preempts_the_youngest_background_sequences_for_slots(overlap:
         engine.expect_alone(submit)
 
 
-@pytest.mark.parametrize("priority", [1, 2])
-def test_only_background_is_preempted_and_only_for_real_time(priority: int) -> None:
-    engine = SimulatedEngine(max_num_seqs=2)
-    for other in (priority, priority):
-        engine.submit(20, max_tokens=30, priority=other)
+@both_overlaps
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [((0, 0), (1, 0)), ((0, 2), (3, 0)), ((1, 0), (2, 0)), ((1, 2), (3, 0)), ((2, 0), (3, 0))],
+)
+def test_a_better_class_preempts_samples_of_a_worse_one_for_slots(
+    better: tuple[int, int], worse: tuple[int, int], overlap: bool
+) -> None:
+    engine = SimulatedEngine(max_num_seqs=4, overlap=overlap)
+    wide = engine.submit(20, max_tokens=60, n=9, priority=worse[0])
+    while len(engine.outputs) < 8:
+        engine.step()
+    crowd = [engine.submit(10, max_tokens=4, priority=better[0], urgency=better[1]) for _ in range(3)]
+    before = len(engine.runner.plans)
     engine.step()
-    engine.submit(10, max_tokens=2, priority=0)
+    assert len(engine.runner.plans[before].setups) == 3, "all three start in the next step"
     engine.drain()
-    engine.submit(20, max_tokens=30, priority=3)
-    engine.submit(20, max_tokens=30, priority=3)
+    assert engine.finished[-1].preemptions == 3
+    for submit in (wide, *crowd):
+        engine.expect_alone(submit)
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [((0, 2), (1, 2)), ((0, 2), (0, 0)), ((1, 2), (1, 0)), ((2, 0), (2, 0)), ((3, 0), (3, 0))],
+)
+def test_urgent_sequences_and_those_of_the_same_class_are_not_preempted_for_slots(
+    better: tuple[int, int], worse: tuple[int, int]
+) -> None:
+    engine = SimulatedEngine(max_num_seqs=2)
+    for _ in range(2):
+        engine.submit(20, max_tokens=30, priority=worse[0], urgency=worse[1])
     engine.step()
-    engine.submit(10, max_tokens=2, priority=priority, urgency=2)
+    engine.submit(10, max_tokens=2, priority=better[0], urgency=better[1])
     engine.drain()
     assert not any(ledger.preemptions for ledger in engine.finished)
+
+
+def test_waiting_samples_leave_the_slots_free_that_later_submissions_reserve() -> None:
+    engine = SimulatedEngine(max_num_seqs=8)
+    engine.submit(20, max_tokens=10, n=20)
+    for _ in range(3):
+        engine.step()
+    assert engine.scheduler.running == 8
+    engine.submit(10, max_tokens=60, priority=3, reserved_slots=3)
+    while engine.scheduler.waiting > 1:
+        engine.step()
+        if len(engine.finished) == 0 and engine.scheduler.running < 8:
+            assert engine.scheduler.running <= 5
+    engine.drain()
+
+
+@both_overlaps
+def test_urgent_submissions_reclaim_slots_that_became_reserved_and_no_more(overlap: bool) -> None:
+    engine = SimulatedEngine(max_num_seqs=4, overlap=overlap)
+    wide = engine.submit(20, max_tokens=60, n=4)
+    while len(engine.outputs) < 8:
+        engine.step()
+    crowd = [engine.submit(10, max_tokens=4, urgency=2, reserved_slots=2) for _ in range(3)]
+    before = len(engine.runner.plans)
+    engine.step()
+    assert len(engine.runner.plans[before].setups) == 2, "two slots are reserved"
+    engine.drain()
+    assert engine.finished[-1].preemptions == 2
+    for submit in (wide, *crowd):
+        engine.expect_alone(submit)
 
 
 @both_overlaps

@@ -62,7 +62,7 @@ class Ask:
     salt: str
     priority: int
     urgency: int
-    spare: int
+    reserved: int
 
 
 CHOICES: dict[str, list[Any]] = {
@@ -85,7 +85,7 @@ CHOICES: dict[str, list[Any]] = {
     "salt": ["", "", "a", OWN_SALT],
     "priority": [1, 1, 0, 2, 3],
     "urgency": [0, 0, 1, 2],
-    "spare": [0, 0, 1, 2],
+    "reserved": [0, 0, 1, 2],
 }
 """Lengths around block and chunk boundaries, long enough to fill tiny pools. Hypothesis shrinks a failing
 example to the first values."""
@@ -168,7 +168,7 @@ class Traffic(RuleBasedStateMachine):
             cache_salt=f"{OWN_SALT}-{handle}" if ask.salt == OWN_SALT else ask.salt,
             priority=ask.priority,
             urgency=ask.urgency,
-            spare_slots=min(ask.spare, self.initial[0] - 1),
+            reserved_slots=min(ask.reserved, max(0, self.initial[0] - 2)),
         )
         if ask.resumed and ask.n == 1 and prompt:
             # Resubmit the sample with its emitted tokens, as a front does after the death of a replica.
