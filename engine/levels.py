@@ -44,7 +44,7 @@ def kept_free(tier: int, reserved: int) -> int:
 
 
 def reclaimable(level: int, reserved: int, running: list[int]) -> int:
-    """Return the number of slots that an urgent level may take from all sequences that are not urgent,
+    """Return the number of slots that an urgent level may take from all lower levels that are not urgent,
     because fewer urgent sequences run than slots are reserved. This matters after the number of reserved
     slots has grown. `running` is the number of running sequences of each level."""
     if TIERS[level]:

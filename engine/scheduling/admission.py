@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.levels import FIRST_VICTIMS, LEVELS, ORDINARY, URGENCIES, level_of, reclaimable
+from engine.levels import FIRST_VICTIMS, LEVELS, URGENCIES, level_of, reclaimable
 from engine.messages import BLOCK_TOKENS
 from engine.plan import StepPlan
 from engine.scheduling.accounting import Totals
@@ -120,13 +120,15 @@ class Admission:
         free, victim = running.free_for(level), FIRST_VICTIMS[level]
         lacking = self._waiting.length(level) - free
         reclaimed = reclaimable(level, running.reserved_slots, running.by_level)
-        frees_slots = lacking > 0 and running.worst_level >= (ORDINARY if reclaimed else victim)
+        frees_slots = lacking > 0 and running.worst_level >= (
+            level_of(head.priority, 0) if reclaimed else victim
+        )
         if not frees_slots and (free <= 0 or running.worst_level <= worse_for_blocks):
             return
         _, needed, available = self._demand(head)
         self._preemption.preempt_worse(lacking, victim, needed - available, worse_for_blocks + 1)
         lacking = min(reclaimed, self._waiting.length(level) - running.free_for(level))
-        self._preemption.preempt_worse(lacking, ORDINARY, 0, LEVELS)
+        self._preemption.reclaim(lacking, level)
 
     def note_batch_size(self, plan: StepPlan) -> None:
         """Record the step's batch size (number of sequences) in each sequence that starts with this step."""

@@ -106,18 +106,26 @@ class PrefixChain:
         """Return the blocks of the longest prefix in `blocks`, with at most `end` blocks. The keys of these
         blocks are copied instead of computed."""
         found: list[int] = []
-        known = self._shared + self._own
-        parent = self._root
+        keys = self._shared + self._own
+        count, shared, prompt, parent = len(keys), self._shared_blocks, self._prompt, self._root
         for index in range(end):
-            is_known = index < len(known)
-            tokens = known[index].tokens if is_known else self._tokens(index, token_ids)
+            if index < count:
+                tokens = keys[index].tokens
+            elif index < shared:
+                # This line equals `_tokens`, whose call would double the duration of the loop.
+                tokens = prompt[index * _BLOCK_BYTES : (index + 1) * _BLOCK_BYTES]
+            else:
+                tokens = self._tokens(index, token_ids)
             hit = blocks.get((parent, tokens))
             if hit is None:
                 break
-            if not is_known:
-                self._append(hit.key)
-            parent = hit.key.digest
-            found.append(hit.block)
+            block, key = hit
+            if index >= count:
+                keys.append(key)
+            parent = key.digest
+            found.append(block)
+        if len(keys) > count:
+            self._shared[:], self._own = keys[:shared], keys[shared:]
         return found
 
     def fork(self) -> PrefixChain:

@@ -3,6 +3,7 @@ later."""
 
 from __future__ import annotations
 
+from engine.levels import TIERS
 from engine.scheduling.accounting import Totals
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.block_tables import BlockTables
@@ -39,6 +40,17 @@ class Preemption:
             member.leader = None
             self._waiting.push(member)
         sequence.forks = []
+
+    def reclaim(self, slots: int, level: int) -> None:
+        """Preempt sequences of lower-priority levels than `level` that are not urgent, until `slots` slots
+        have been freed."""
+        if slots <= 0:
+            return
+        victims = [one for one in self._running.scheduled() if one.level > level and TIERS[one.level]]
+        while victims and slots > 0:
+            victim = victims.pop()
+            slots -= 1 + len(victim.forks)
+            self.preempt(victim)
 
     def preempt_worse(self, slots: int, first_for_slots: int, blocks: int, first_for_blocks: int) -> None:
         """Preempt low-priority sequences to free slots and blocks.

@@ -47,9 +47,11 @@ def entries(plan: StepPlan) -> int:
     return len(plan.blocks) + sum(len(slots) for _, _, slots in plan.shares)
 
 
-def measure(*, prompt: int, samples: int, slots: int, output: int = 70) -> tuple[float, list[StepCost]]:
+def measure(
+    *, prompt: int, samples: int, slots: int, output: int = 70, cached: bool = False
+) -> tuple[float, list[StepCost]]:
     """Run the submission to completion. Returns the duration of its intake in milliseconds, and the cost of
-    each step."""
+    each step. With `cached`, an earlier submission has left the prompt in the prefix cache."""
     blocks = 2 * (prompt + output) // BLOCK_TOKENS + 4 * samples
     scheduler = Scheduler(
         max_num_seqs=slots,
@@ -59,17 +61,29 @@ def measure(*, prompt: int, samples: int, slots: int, output: int = 70) -> tuple
         blocks=blocks,
     )
     tables = SlotTables(slots, -(-(prompt + output) // BLOCK_TOKENS), VOCAB, torch.device("cpu"))
-    submit = Submit(
-        handle=1,
-        request_id="wide",
-        prompt_token_ids=[index % VOCAB for index in range(prompt)],
-        n=samples,
-        sampling=SamplingParams(max_tokens=output),
-    )
+
+    def submission(handle: int, n: int, max_tokens: int) -> Submit:
+        return Submit(
+            handle=handle,
+            request_id="wide",
+            prompt_token_ids=[index % VOCAB for index in range(prompt)],
+            n=n,
+            sampling=SamplingParams(max_tokens=max_tokens),
+        )
+
+    if cached:
+        scheduler.add("front", submission(1, 1, 1))
+        _run(scheduler, tables)
+    submit = submission(2, samples, output)
     began = time.thread_time()
     scheduler.add("front", submit)
     intake_ms = 1e3 * (time.thread_time() - began)
-    costs = []
+    return intake_ms, _run(scheduler, tables)
+
+
+def _run(scheduler: Scheduler, tables: SlotTables) -> list[StepCost]:
+    """Run steps until no work is left. Returns the cost of each step."""
+    costs: list[StepCost] = []
     while scheduler.has_work:
         began = time.thread_time()
         step = scheduler.schedule()
@@ -93,7 +107,7 @@ def measure(*, prompt: int, samples: int, slots: int, output: int = 70) -> tuple
             )
         )
         scheduler.check() if len(costs) % 20 == 0 else None
-    return intake_ms, costs
+    return costs
 
 
 def main() -> None:
@@ -105,13 +119,18 @@ def main() -> None:
     # Run a small submission first, as a replica does before its first request.
     measure(prompt=100, samples=2, slots=4)
     settle_garbage()
-    intake_ms, costs = measure(prompt=options.prompt, samples=options.samples, slots=options.slots)
-    print(f"intake {intake_ms:.2f} ms; {len(costs)} steps; the most expensive ones:")
-    for cost in sorted(costs, key=lambda cost: -cost.host_ms)[:5]:
-        print(
-            f"step {cost.step}: {cost.host_ms:.2f} ms (plan {cost.plan_ms:.2f}, apply {cost.apply_ms:.2f}, "
-            f"collect {cost.collect_ms:.2f}); {cost.entries} block table entries, {cost.plan_bytes} bytes"
+    for cached in (False, True):
+        intake_ms, costs = measure(
+            prompt=options.prompt, samples=options.samples, slots=options.slots, cached=cached
         )
+        kind = "a cached prompt" if cached else "a new prompt"
+        print(f"{kind}: intake {intake_ms:.2f} ms; {len(costs)} steps; the most expensive ones:")
+        for cost in sorted(costs, key=lambda cost: -cost.host_ms)[:5]:
+            print(
+                f"step {cost.step}: {cost.host_ms:.2f} ms (plan {cost.plan_ms:.2f}, apply "
+                f"{cost.apply_ms:.2f}, collect {cost.collect_ms:.2f}); {cost.entries} block table entries, "
+                f"{cost.plan_bytes} bytes"
+            )
 
 
 if __name__ == "__main__":
