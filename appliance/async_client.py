@@ -7,12 +7,13 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import TypeVar
 
 import httptools
 
+from appliance import calls
 from appliance.calls import Call
 from appliance.client import (
     STREAM_TIMEOUT_S,
@@ -22,6 +23,8 @@ from appliance.client import (
     not_running,
 )
 from appliance.ownership import check_peer, trusted_directory
+from appliance.snapshot import Snapshot
+from appliance.snapshot_stream import SnapshotAssembler
 
 Answer = TypeVar("Answer")
 
@@ -48,7 +51,7 @@ class AsyncAdminClient:
             content = b"".join([piece async for piece in response.pieces()])
         return call.decode(response.status, content, str(self.socket))
 
-    async def follow(self, call: Call[Answer]) -> AsyncIterator[Answer]:
+    async def follow(self, call: Call[Answer]) -> AsyncGenerator[Answer, None]:
         """Perform a call whose answer is a stream, and yield its values. Returns when the service ends the
         stream, because it stops. Close the iterator to close the connection."""
         async with self._sent(call, STREAM_TIMEOUT_S) as response:
@@ -68,6 +71,13 @@ class AsyncAdminClient:
                     )
             if response.status != 200:
                 call.decode(response.status, rest, str(self.socket))
+
+    async def snapshots(self, hz: int = 2) -> AsyncGenerator[Snapshot, None]:
+        """Yield snapshots of the service, `hz` times a second. Returns when the service stops."""
+        assembler = SnapshotAssembler()
+        async with contextlib.aclosing(self.follow(calls.events(hz))) as frames:
+            async for frame in frames:
+                yield assembler.add(frame)
 
     @contextlib.asynccontextmanager
     async def _sent(self, call: Call[Answer], timeout_s: float | None) -> AsyncIterator[_ResponseStream]:

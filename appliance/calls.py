@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         UsageQuery,
         UsageReport,
     )
+    from appliance.snapshot_stream import Frame
 
 Answer = TypeVar("Answer")
 
@@ -156,6 +157,13 @@ def follow_log(query: LogQuery) -> Call[LogLine]:
     from appliance.pages import LogLine
 
     return Call("GET", _with("/logs", query, follow=True), LogLine)
+
+
+def events(hz: int = 2) -> Call[Frame]:
+    """Return the call that follows the state of the service, with `hz` frames per second."""
+    from appliance.snapshot_stream import EventsQuery, Frame
+
+    return Call("GET", _with("/events", EventsQuery(hz=hz)), Frame)
 
 
 def usage(query: UsageQuery) -> Call[UsageReport]:

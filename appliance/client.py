@@ -30,7 +30,7 @@ from appliance.protocol import (
     Tenant,
 )
 from appliance.rundir import start_remedy
-from appliance.snapshot import Request
+from appliance.snapshot import Request, Snapshot
 
 if TYPE_CHECKING:
     from http.client import HTTPConnection, HTTPResponse
@@ -146,6 +146,14 @@ class AdminClient:
             while line := response.readline():
                 if (value := call.decode_line(line, str(self.socket))) is not None:
                     yield value
+
+    def snapshots(self, hz: int = 2) -> Iterator[Snapshot]:
+        """Yield snapshots of the service, `hz` times a second. Returns when the service stops."""
+        from appliance.snapshot_stream import SnapshotAssembler
+
+        assembler = SnapshotAssembler()
+        for frame in self.follow(calls.events(hz)):
+            yield assembler.add(frame)
 
     @contextlib.contextmanager
     def _sent(self, call: Call[Answer], timeout_s: float | None) -> Iterator[HTTPResponse]:

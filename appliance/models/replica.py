@@ -206,6 +206,11 @@ class Replica:
         return "silent" if self.silent else "draining" if self.retiring else "ready"
 
     @property
+    def latest_report(self) -> Report | None:
+        """The latest report of the current incarnation."""
+        return self._report
+
+    @property
     def answers(self) -> bool:
         """Whether requests may be sent to the replica."""
         return self.account is not None and not self.silent

@@ -1,0 +1,187 @@
+"""The event stream: snapshots of the service several times a second, as frames (`appliance.snapshot_stream`).
+
+All readers of one rate share the snapshots and their encoding, so a further reader costs only the writing of
+the bytes. A reader has no queue: it gets the newest frame when its connection accepts bytes, and a whole
+snapshot if it has missed frames. Without readers, nothing is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from appliance.admin.log_routes import answered
+from appliance.admin.query import parse_query, query_parameters
+from appliance.admin.streams import HEARTBEAT_S, Streams
+from appliance.http.openapi import Operation
+from appliance.protocol import ErrorBody
+from appliance.scopes import ScopedRoute
+from appliance.snapshot import Request, Snapshot
+from appliance.snapshot_stream import EventsQuery, Frame
+
+log = logging.getLogger(__name__)
+
+_SNAPSHOT_FIELDS = tuple(name for name in Snapshot.__struct_fields__ if name != "requests")
+
+
+ReadSnapshot = Callable[[], Awaitable[Snapshot]]
+
+
+class EventFeed:
+    """The frames of one rate. Must be used on the event loop's thread."""
+
+    def __init__(self, read: ReadSnapshot, interval_s: float) -> None:
+        self._read = read
+        self._interval_s = interval_s
+        self._encode = msgspec.json.Encoder().encode
+        self._seq = 0
+        self._fields: dict[str, bytes] = {}
+        self._requests: list[Request] = []
+        self._signatures: dict[str, tuple[object, ...]] = {}
+        self._tokens: dict[str, int | None] = {}
+        self._at = 0.0
+        self._delta = b""
+        self._whole: bytes | None = None
+        self._new = asyncio.Event()
+        self._readers = 0
+        self._task: asyncio.Task[None] | None = None
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """Yield frames as lines of JSON until the iterator is closed."""
+        # The state that earlier readers have left may be old.
+        idle = self._task is None or self._task.done()
+        seen, last = self._seq if idle else self._seq - 1, -1
+        self._readers += 1
+        if idle:
+            self._task = asyncio.create_task(self._tick_while_read())
+        try:
+            while True:
+                while self._seq <= max(seen, 0):
+                    try:
+                        async with asyncio.timeout(HEARTBEAT_S):
+                            await self._new.wait()
+                    except TimeoutError:
+                        yield b"\n"
+                line = self._delta if last == self._seq - 1 else self._whole_line()
+                seen = last = self._seq
+                yield line
+        finally:
+            self._readers -= 1
+
+    async def _tick_while_read(self) -> None:
+        while self._readers:
+            began = time.monotonic()
+            try:
+                self.take(await self._read())
+            except Exception:
+                log.exception("a snapshot for the event stream could not be read")
+            self._new.set()
+            self._new = asyncio.Event()
+            await asyncio.sleep(max(0.05, self._interval_s - (time.monotonic() - began)))
+
+    def take(self, snapshot: Snapshot) -> None:
+        """Make the frame that leads from the previous snapshot to this one."""
+        self._seq += 1
+        self._at, self._requests, self._whole = snapshot.at, snapshot.requests, None
+        changed = {}
+        for name in _SNAPSHOT_FIELDS:
+            value = self._encode(getattr(snapshot, name))
+            if value != self._fields.get(name):
+                self._fields[name] = value
+                changed[name] = msgspec.Raw(value)
+        former, known_tokens = self._signatures, self._tokens
+        self._signatures, self._tokens = {}, {}
+        changed_requests, tokens = [], {}
+        for one in snapshot.requests:
+            name = one.request_id
+            signature = self._signatures[name] = _signature(one)
+            self._tokens[name] = one.generated_tokens
+            if former.get(name) != signature:
+                changed_requests.append(one)
+            elif one.generated_tokens is not None and known_tokens.get(name) != one.generated_tokens:
+                tokens[name] = one.generated_tokens
+        frame = Frame(
+            seq=self._seq,
+            at=self._at,
+            fields=changed,
+            requests=changed_requests,
+            ended=[name for name in former if name not in self._signatures],
+            generated_tokens=tokens,
+        )
+        self._delta = self._encode(frame) + b"\n"
+
+    def _whole_line(self) -> bytes:
+        """Return a frame with the whole of the latest snapshot."""
+        if self._whole is None:
+            frame = Frame(
+                seq=self._seq,
+                whole=True,
+                at=self._at,
+                fields={name: msgspec.Raw(value) for name, value in self._fields.items()},
+                requests=self._requests,
+            )
+            self._whole = self._encode(frame) + b"\n"
+        return self._whole
+
+
+class EventFeeds:
+    """The feeds of all rates."""
+
+    def __init__(self, reader: Callable[[], ReadSnapshot], streams: Streams) -> None:
+        """`reader` returns a function that reads snapshots; each feed has its own."""
+        self._reader = reader
+        self._streams = streams
+        self._feeds: dict[int, EventFeed] = {}
+
+    async def follow(self, query: EventsQuery) -> AsyncGenerator[bytes, None]:
+        """Yield the frames until the service stops."""
+        feed = self._feeds.get(query.hz)
+        if feed is None:
+            feed = self._feeds[query.hz] = EventFeed(self._reader(), 1.0 / query.hz)
+        frames = feed.frames()
+        try:
+            async for line in frames:
+                if self._streams.closing:
+                    return
+                yield line
+        finally:
+            await frames.aclose()
+
+
+def _signature(one: Request) -> tuple[object, ...]:
+    """Return the fields whose change makes a request be sent whole."""
+    return (
+        one.state,
+        one.phase,
+        one.front,
+        one.replica,
+        one.attempt,
+        one.ttft_s,
+        one.cached_tokens,
+        one.key_name,
+        one.max_tokens,
+        one.class_name,
+        None if one.phase == "queued" else one.queue_s,
+    )
+
+
+def event_route(feeds: EventFeeds, streams: Streams) -> ScopedRoute:
+    """Return the route of the event stream."""
+
+    async def events(request: HttpRequest) -> Response:
+        return streams.response(feeds.follow(parse_query(request, EventsQuery)))
+
+    operation = Operation(
+        "Follow the state of the service",
+        answer=Frame,
+        description="The response is a stream of JSON lines (application/x-ndjson), each of which is a frame.",
+        errors=dict.fromkeys((400, 401, 403, 503), ErrorBody),
+        parameters=query_parameters(EventsQuery),
+    )
+    return ScopedRoute("GET", "/events", answered(events), wanted="read", operation=operation)

@@ -1,0 +1,304 @@
+"""Reads one instant of the service (`appliance.snapshot`) from the state of its parts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import msgspec
+
+from appliance.admin.running import RunningRequests
+from appliance.admin.status import StatusReader
+from appliance.models.replica import Replica
+from appliance.monitoring.ended import EndedRequests, TenantCounts
+from appliance.monitoring.gpu_figures import GpuReader
+from appliance.monitoring.host import HostReader, ServiceProcess
+from appliance.monitoring.samples import Sample, Sampler
+from appliance.protocol import CurrentProblem, ReplicaStatus, Status
+from appliance.snapshot import Alert, Batch, Gpu, Host, KvCache, Queue, Snapshot, TenantUse
+from store.policies import Policies, TenantRecord
+
+MAX_TENANTS = 200
+"""Maximum number of tenants in a snapshot: those with requests come first."""
+_BLOCK_TOKENS = 64
+_MACHINE_EVERY_S = 2.0
+_COUNT_KEYS_EVERY_S = 15.0
+
+
+@dataclass(kw_only=True)
+class SnapshotParts:
+    """The parts that a snapshot is read from."""
+
+    status: StatusReader
+    running: RunningRequests
+    sampler: Sampler
+    ended: EndedRequests
+    policies: Callable[[], Policies]
+    threads: ThreadPoolExecutor
+    """Threads that read the machine, because a disk or a driver may not respond."""
+
+
+class SnapshotReader:
+    """Reads snapshots. Slices of time, such as a batch's, cover the time since the reader's previous snapshot,
+    so each stream has its own reader. Must be used on the event loop's thread."""
+
+    def __init__(self, parts: SnapshotParts) -> None:
+        self._parts = parts
+        self._slices: dict[str, _Counters] = {}
+        self._machine: tuple[Host, list[Gpu], str] = (Host(), [], "")
+        self._machine_at = float("-inf")
+        self._reading: asyncio.Future[tuple[Host, list[Gpu], str]] | None = None
+        self._host: HostReader | None = None
+        self._gpus: GpuReader | None = None
+        self._keys: tuple[Policies | None, float, Counter[str]] = (None, float("-inf"), Counter())
+
+    async def read(self) -> Snapshot:
+        """Return the service's present state."""
+        parts = self._parts
+        requests = await parts.running.read()
+        status = parts.status.status()
+        sample = parts.sampler.sample()
+        host, gpus, gpu_error = self._read_machine(status)
+        queue = msgspec.structs.asdict(status.queue)
+        return Snapshot(
+            at=time.time(),
+            started_at=status.started_at,
+            uptime_s=status.uptime_s,
+            version=status.version,
+            pid=status.pid,
+            state=status.state,
+            reason=status.reason,
+            config_file=status.config_file,
+            run_dir=status.run_dir,
+            state_dir=status.state_dir,
+            totals=sample.totals,
+            rates=parts.sampler.rates(sample),
+            latency=parts.ended.latency(),
+            queue=Queue(**{name: queue[name] for name in Queue.__struct_fields__}),
+            batches=self._batches(),
+            kv=[
+                self._kv(model.name, replica, sample)
+                for model in status.models
+                for replica in model.replicas
+                if replica.blocks_total
+            ],
+            requests=requests,
+            gpus=[_with_replicas(gpu, status) for gpu in gpus],
+            models=status.models,
+            tenants=self._tenants(sample),
+            alerts=[_alert(problem) for problem in status.current_problems],
+            host=host,
+            drains=status.drains,
+            fronts=status.fronts,
+            sockets=status.sockets,
+            current_problems=status.current_problems,
+            problems=status.problems,
+            audit_rows=status.audit.rows,
+            audit_head=status.audit.head,
+            audit_recorded_rows=status.audit.recorded_rows,
+            gpu_error=gpu_error,
+        )
+
+    # ── replicas ──
+
+    def _batches(self) -> list[Batch]:
+        now, unix = time.monotonic(), time.time()
+        batches, slices = [], {}
+        for replica in self._parts.status.models.replicas:
+            report = replica.latest_report
+            if report is None or replica.info is None:
+                continue
+            counters = slices[replica.name] = _Counters(replica, now)
+            before = self._slices.get(replica.name)
+            if before is None or before.incarnation != counters.incarnation:
+                before = None
+            span_s = 0.0 if before is None else now - before.at
+            batches.append(
+                Batch(
+                    model=replica.model,
+                    replica=replica.name,
+                    at=unix,
+                    span_s=span_s,
+                    step=report.step,
+                    step_ms=report.step_ms or None,
+                    mixed_step_ms=report.mixed_step_ms or None,
+                    idle_us=report.idle_us if report.step_ms else None,
+                    mixed_idle_us=report.mixed_idle_us if report.mixed_step_ms else None,
+                    running=report.running,
+                    waiting=report.waiting,
+                    max_num_seqs=replica.info.max_num_seqs,
+                    max_num_batched_tokens=replica.info.max_num_batched_tokens,
+                    **({} if before is None else counters.since(before)),
+                )
+            )
+        self._slices = slices
+        return batches
+
+    def _kv(self, model: str, replica: ReplicaStatus, sample: Sample) -> KvCache:
+        hit_rate, window_s = self._parts.sampler.hit_rate(sample, replica.name)
+        return KvCache(
+            model=model,
+            replica=replica.name,
+            blocks_total=replica.blocks_total,
+            blocks_used=replica.blocks_used,
+            blocks_cached=replica.blocks_cached,
+            block_tokens=_BLOCK_TOKENS,
+            kv_bytes=replica.kv_bytes or None,
+            kv_cache_dtype=replica.kv_cache_dtype,
+            prompt_tokens=replica.prompt_tokens,
+            cached_tokens=replica.cached_tokens,
+            hit_rate=hit_rate,
+            hit_window_s=window_s,
+            preemptions=replica.preemptions,
+        )
+
+    # ── tenants ──
+
+    def _tenants(self, sample: Sample) -> list[TenantUse]:
+        parts, traffic = self._parts, self._parts.status.traffic
+        policies = parts.policies()
+        stats = {name: traffic.tenant_stats(name) for name in policies.tenants}
+        chosen = list(policies.tenants.values())
+        if len(chosen) > MAX_TENANTS:
+            chosen.sort(key=lambda one: (-(stats[one.name].running + stats[one.name].waiting), one.name))
+            del chosen[MAX_TENANTS:]
+        keys = self._valid_keys(policies)
+        peers = Counter(peer.tenant for peer in policies.peers.values())
+        busy = sum(one.weight for one in stats.values() if one.running or one.waiting)
+        then = parts.sampler.before(sample, 10.0)
+        span_s = 0.0 if then is None else sample.at - then.at
+        service = {
+            name: total - (0.0 if then is None else then.service.get(name, 0.0))
+            for name, total in sample.service.items()
+        }
+        whole = sum(service.values())
+
+        def use(tenant: TenantRecord) -> TenantUse:
+            name, stat = tenant.name, stats[tenant.name]
+            counts = parts.ended.tenants.get(name) or TenantCounts()
+            active = bool(stat.running or stat.waiting)
+            tokens = sample.tokens.get(name, 0) - (0 if then is None else then.tokens.get(name, 0))
+            return TenantUse(
+                name=name,
+                suspended_at=tenant.suspended_at,
+                weight=tenant.weight,
+                highest_class=tenant.highest_class,
+                keys=keys[name],
+                peers=peers[name],
+                running=stat.running,
+                waiting=stat.waiting,
+                tokens_per_s=tokens / span_s if span_s else None,
+                service_tokens=stat.service,
+                share=service.get(name, 0.0) / whole if whole > 0 and span_s else None,
+                fair_share=stat.weight / busy if active and busy else None,
+                requests=counts.requests,
+                refused=counts.refused,
+                prompt_tokens=counts.prompt_tokens,
+                cached_tokens=counts.cached_tokens,
+                billed_tokens=counts.billed_tokens,
+                usage=traffic.usage("tenant", name),
+            )
+
+        return [use(tenant) for tenant in chosen]
+
+    def _valid_keys(self, policies: Policies) -> Counter[str]:
+        """Return the number of valid keys by tenant. The number is counted again when a policy changes, and at
+        intervals, because keys expire."""
+        known, at, count = self._keys
+        if known is not policies or time.monotonic() - at > _COUNT_KEYS_EVERY_S:
+            now = time.time()
+            count = Counter(key.tenant for key in policies.keys.values() if key.valid_at(now))
+            self._keys = policies, time.monotonic(), count
+        return count
+
+    # ── the machine ──
+
+    def _read_machine(self, status: Status) -> tuple[Host, list[Gpu], str]:
+        """Return the latest figures of the machine, and begin to read newer ones if they are old. The snapshot
+        does not wait for them."""
+        if self._reading is not None and self._reading.done():
+            if self._reading.exception() is None:
+                self._machine = self._reading.result()
+            self._reading = None
+        now = time.monotonic()
+        if self._reading is None and now - self._machine_at > _MACHINE_EVERY_S:
+            self._machine_at = now
+            loop, processes = asyncio.get_running_loop(), _processes(status)
+            self._reading = loop.run_in_executor(self._parts.threads, self._look, status.state_dir, processes)
+        return self._machine
+
+    def _look(self, state_dir: str, processes: list[ServiceProcess]) -> tuple[Host, list[Gpu], str]:
+        # These objects are used by one thread at a time, because a new read begins after the last has ended.
+        self._host = self._host or HostReader(state_dir)
+        self._gpus = self._gpus or GpuReader()
+        gpus = self._gpus.read()
+        return self._host.read(processes), gpus, self._gpus.error
+
+
+class _Counters:
+    """The counters of a replica at one instant."""
+
+    def __init__(self, replica: Replica, at: float) -> None:
+        report, steps = replica.latest_report, replica.steps
+        assert report is not None
+        self.at = at
+        self.incarnation = replica.incarnation
+        self.decode_steps, self.mixed_steps = steps.decode.steps, steps.mixed.steps
+        self.seconds = steps.decode.seconds + steps.mixed.seconds
+        self.computed_tokens, self.generated_tokens = report.computed_tokens, report.generated_tokens
+        self.preemptions = report.preemptions
+
+    def since(self, before: _Counters) -> dict[str, float]:
+        """Return the fields of a `Batch` that cover the time since `before`."""
+        decode_steps = self.decode_steps - before.decode_steps
+        mixed_steps = self.mixed_steps - before.mixed_steps
+        return {
+            "steps": decode_steps + mixed_steps,
+            "decode_steps": decode_steps,
+            "mixed_steps": mixed_steps,
+            "computed_tokens": self.computed_tokens - before.computed_tokens,
+            "generated_tokens": self.generated_tokens - before.generated_tokens,
+            "preemptions": self.preemptions - before.preemptions,
+            "busy": min(1.0, (self.seconds - before.seconds) / max(1e-9, self.at - before.at)),
+        }
+
+
+def _processes(status: Status) -> list[ServiceProcess]:
+    found = [ServiceProcess("core", "core", os.getpid(), status.state, 0)]
+    for front in status.fronts:
+        if front.pid is not None:
+            found.append(ServiceProcess(front.name, "front", front.pid, front.state, front.restarts))
+    for model in status.models:
+        for replica in model.replicas:
+            for rank, pid in enumerate(replica.pids):
+                name = replica.name if len(replica.pids) == 1 else f"{replica.name} rank {rank}"
+                found.append(ServiceProcess(name, "replica", pid, replica.state, replica.restarts))
+    return found
+
+
+def _with_replicas(gpu: Gpu, status: Status) -> Gpu:
+    """Return the GPU with the names of the replicas that use it, and of their processes."""
+    owners = {
+        pid: replica.name for model in status.models for replica in model.replicas for pid in replica.pids
+    }
+    processes = gpu.processes or []
+    named = [msgspec.structs.replace(one, replica=owners.get(one.pid, "")) for one in processes]
+    replicas = list(dict.fromkeys(one.replica for one in named if one.replica))
+    return msgspec.structs.replace(gpu, processes=None if gpu.processes is None else named, replicas=replicas)
+
+
+def _alert(problem: CurrentProblem) -> Alert:
+    return Alert(
+        id=f"problem:{problem.where}",
+        rule="problem",
+        severity="warning",
+        state="firing",
+        where=problem.where,
+        what=problem.what,
+        remedy=problem.remedy,
+    )

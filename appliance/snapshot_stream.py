@@ -1,0 +1,89 @@
+"""The frames of the event stream, and how a reader turns them into snapshots.
+
+The first frame contains a whole snapshot. Each later frame contains the fields that have changed since the
+frame before. Requests, of which there may be thousands, are sent one by one: a request is sent whole when it
+arrives or changes its phase, and otherwise only its number of tokens is sent. A reader computes ages itself.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, get_type_hints
+
+import msgspec
+
+from appliance.snapshot import Request, Snapshot
+
+
+class EventsQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Parameters of `GET /events`."""
+
+    hz: Annotated[int, msgspec.Meta(ge=1, le=4)] = 2
+    """Frames per second."""
+
+
+class Frame(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A frame of `GET /events`."""
+
+    seq: int
+    """Number of the frame. A frame that is not `whole` changes the state after the frame `seq` - 1."""
+    whole: bool = False
+    """Whether the frame contains a whole snapshot. The first frame does. A reader that reads too slowly also
+    gets a whole snapshot, in place of the frames that it has missed."""
+    at: float
+    """When the figures were read, in unix seconds."""
+    fields: dict[str, msgspec.Raw] = {}
+    """Changed fields of the snapshot, apart from `requests`, by name."""
+    requests: list[Request] = []
+    """New requests, and requests that have changed in more than their tokens and times."""
+    ended: list[str] = []
+    """Ids of requests that are no longer unfinished."""
+    generated_tokens: dict[str, int] = {}
+    """Output tokens so far of other requests whose number has changed."""
+
+
+class FrameLostError(Exception):
+    """Raised if a frame does not follow the frame before."""
+
+
+class SnapshotAssembler:
+    """Turns the frames of one stream into snapshots."""
+
+    def __init__(self) -> None:
+        self._types = get_type_hints(Snapshot)
+        self._seq: int | None = None
+        self._at = 0.0
+        self._fields: dict[str, Any] = {}
+        self._requests: dict[str, Request] = {}
+
+    def add(self, frame: Frame) -> Snapshot:
+        """Return the snapshot after this frame. Requests of the previous snapshot are changed in place. Raises
+        FrameLostError."""
+        if frame.whole:
+            self._fields, self._requests = {}, {}
+        elif self._seq is None or frame.seq != self._seq + 1:
+            raise FrameLostError(
+                f"frame {frame.seq} does not follow frame {self._seq}: open the stream again"
+            )
+        passed_s, self._seq, self._at = frame.at - self._at, frame.seq, frame.at
+        for name, value in frame.fields.items():
+            if name in self._types:  # a newer service may send further fields
+                self._fields[name] = msgspec.json.decode(value, type=self._types[name])
+        for name in frame.ended:
+            self._requests.pop(name, None)
+        for request in self._requests.values():
+            _let_pass(request, passed_s)
+        for name, tokens in frame.generated_tokens.items():
+            if (known := self._requests.get(name)) is not None:
+                known.generated_tokens = tokens
+        for request in frame.requests:
+            self._requests[request.request_id] = request
+        return Snapshot(**self._fields, requests=list(self._requests.values()))
+
+
+def _let_pass(request: Request, seconds: float) -> None:
+    """Let time pass for a request whose other fields have not changed."""
+    request.age_s += seconds
+    if request.phase == "queued" and request.queue_s is not None:
+        request.queue_s += seconds
+    if request.deadline_left_s is not None:
+        request.deadline_left_s -= seconds
