@@ -56,8 +56,8 @@ class SnapshotAssembler:
         self._requests: dict[str, Request] = {}
 
     def add(self, frame: Frame) -> Snapshot:
-        """Return the snapshot after this frame. Requests of the previous snapshot are changed in place. Raises
-        FrameLostError."""
+        """Return the snapshot after this frame. The requests of the previous snapshot are changed in place.
+        Raises FrameLostError."""
         if frame.whole:
             self._fields, self._requests = {}, {}
         elif self._seq is None or frame.seq != self._seq + 1:

@@ -46,7 +46,7 @@ class EventFeed:
         self._signatures: dict[str, tuple[object, ...]] = {}
         self._tokens: dict[str, int | None] = {}
         self._at = 0.0
-        self._delta = b""
+        self.delta = b""
         self._whole: bytes | None = None
         self._new = asyncio.Event()
         self._readers = 0
@@ -68,7 +68,7 @@ class EventFeed:
                             await self._new.wait()
                     except TimeoutError:
                         yield b"\n"
-                line = self._delta if last == self._seq - 1 else self._whole_line()
+                line = self.delta if last == self._seq - 1 else self.whole_line()
                 seen = last = self._seq
                 yield line
         finally:
@@ -114,9 +114,9 @@ class EventFeed:
             ended=[name for name in former if name not in self._signatures],
             generated_tokens=tokens,
         )
-        self._delta = self._encode(frame) + b"\n"
+        self.delta = self._encode(frame) + b"\n"
 
-    def _whole_line(self) -> bytes:
+    def whole_line(self) -> bytes:
         """Return a frame with the whole of the latest snapshot."""
         if self._whole is None:
             frame = Frame(
@@ -180,7 +180,7 @@ def event_route(feeds: EventFeeds, streams: Streams) -> ScopedRoute:
     operation = Operation(
         "Follow the state of the service",
         answer=Frame,
-        description="The response is a stream of JSON lines (application/x-ndjson), each of which is a frame.",
+        description="Each line of the response is a frame (application/x-ndjson).",
         errors=dict.fromkeys((400, 401, 403, 503), ErrorBody),
         parameters=query_parameters(EventsQuery),
     )

@@ -63,11 +63,12 @@ class LogReading:
         self._lines = lines
         self._streams = streams
         self._requests = RequestReader(history.path, limit_s=MAX_READ_S, limit_bytes=MAX_PAGE_BYTES)
-        self._threads = ThreadPoolExecutor(_THREADS, "admin-reads")
+        self.threads = ThreadPoolExecutor(_THREADS, "admin-reads")
+        """The threads, which also read the machine's figures for snapshots."""
 
     def close(self) -> None:
         """Release the threads. Reads in progress end first."""
-        self._threads.shutdown()
+        self.threads.shutdown()
 
     # ── pages ──
 
@@ -183,7 +184,7 @@ class LogReading:
         return self._streams.follow(version, lambda: self._in_thread(encoded))
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
 
     def _named(self, rows: list[LoggedRequest]) -> list[NamedRequest]:
         keys = self._control.policies.keys

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -44,8 +45,8 @@ class SnapshotParts:
 
 
 class SnapshotReader:
-    """Reads snapshots. Slices of time, such as a batch's, cover the time since the reader's previous snapshot,
-    so each stream has its own reader. Must be used on the event loop's thread."""
+    """Reads snapshots. A batch's slice covers the time since the reader's previous snapshot, so each feed has
+    its own reader. Must be used on the event loop's thread."""
 
     def __init__(self, parts: SnapshotParts) -> None:
         self._parts = parts
@@ -207,7 +208,7 @@ class SnapshotReader:
         return [use(tenant) for tenant in chosen]
 
     def _valid_keys(self, policies: Policies) -> Counter[str]:
-        """Return the number of valid keys by tenant. The number is counted again when a policy changes, and at
+        """Return the number of valid keys by tenant. Keys are counted again when a policy changes, and at
         intervals, because keys expire."""
         known, at, count = self._keys
         if known is not policies or time.monotonic() - at > _COUNT_KEYS_EVERY_S:
@@ -219,7 +220,7 @@ class SnapshotReader:
     # ── the machine ──
 
     def _read_machine(self, status: Status) -> tuple[Host, list[Gpu], str]:
-        """Return the latest figures of the machine, and begin to read newer ones if they are old. The snapshot
+        """Return the latest figures of the machine. If they are old, begin to read newer ones. The snapshot
         does not wait for them."""
         if self._reading is not None and self._reading.done():
             if self._reading.exception() is None:
@@ -253,7 +254,7 @@ class _Counters:
         self.computed_tokens, self.generated_tokens = report.computed_tokens, report.generated_tokens
         self.preemptions = report.preemptions
 
-    def since(self, before: _Counters) -> dict[str, float]:
+    def since(self, before: _Counters) -> dict[str, Any]:
         """Return the fields of a `Batch` that cover the time since `before`."""
         decode_steps = self.decode_steps - before.decode_steps
         mixed_steps = self.mixed_steps - before.mixed_steps

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from appliance.cli.failure import CommandLineError
 from appliance.cli.options import Json, Limit, RunDir, StateDir, Yes
 
 RequestId = Annotated[
@@ -57,6 +58,9 @@ def requests_read(
             "Can be combined with --tenant and --model.",
         ),
     ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="With --running: keep running, and update the list every second.")
+    ] = False,
     run_dir: RunDir = None,
     state_dir: StateDir = None,
     json: Json = False,
@@ -66,8 +70,12 @@ def requests_read(
     if running:
         from appliance.cli.running import show_running
 
-        show_running(run_dir, tenant=tenant, model=model, as_json=json)
+        show_running(run_dir, tenant=tenant, model=model, watch=watch, as_json=json)
         return
+    if watch:
+        raise CommandLineError(
+            "--watch updates the list of unfinished requests: add --running, or use --follow"
+        )
     from appliance.cli.requests import request_query, show_requests
 
     query = request_query(request_id, tenant, model, status, failed, since)

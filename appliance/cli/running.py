@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+from collections.abc import Iterable, Iterator
 
-from appliance.cli.output import Column, of_count, of_seconds, print_json, print_table, printable
+from appliance.cli.following import following
+from appliance.cli.output import (
+    Column,
+    is_terminal,
+    of_count,
+    of_seconds,
+    paint,
+    print_json,
+    printable,
+    table,
+    terminal_width,
+)
 from appliance.cli.service import admin_client
+from appliance.client import AdminClient
 from appliance.snapshot import Request
 
 _COLUMNS = (
@@ -27,17 +41,49 @@ _COLUMNS = (
 )
 
 
-def show_running(run_dir: str | None, *, tenant: str | None, model: str | None, as_json: bool) -> None:
-    """Print the unfinished requests, oldest first."""
+_CLEAR = "\x1b[H\x1b[2J"
+
+
+def show_running(
+    run_dir: str | None, *, tenant: str | None, model: str | None, watch: bool, as_json: bool
+) -> None:
+    """Print the unfinished requests, oldest first. With `watch`, keep running and print them every second: on
+    a terminal in place, otherwise one after another."""
+
+    def chosen(every: Iterable[Request]) -> list[Request]:
+        return [one for one in every if tenant in (None, one.tenant) and model in (None, one.model)]
+
     with admin_client(run_dir) as client:
-        every = client.in_flight()
-    found = [one for one in every if tenant in (None, one.tenant) and model in (None, one.model)]
+        if not watch:
+            _print(chosen(client.in_flight()), as_json)
+            return
+        for every in following(lambda: _every_second(client)):
+            found = chosen(every)
+            if as_json:
+                print_json(found, line=True)
+            elif is_terminal(sys.stdout):
+                height = shutil.get_terminal_size().lines - 1
+                print(_CLEAR + "\n".join(_lines(found)[:height]), flush=True)
+            else:
+                print("\n".join([*_lines(found), ""]), flush=True)
+
+
+def _every_second(client: AdminClient) -> Iterator[list[Request]]:
+    return (snapshot.requests for snapshot in client.snapshots(hz=1))
+
+
+def _print(found: list[Request], as_json: bool) -> None:
     if as_json:
         print_json(found)
     elif found:
-        print_table(_COLUMNS, [_cells(one) for one in found])
+        print("\n".join(_lines(found)))
     else:
         print("No unfinished requests.", file=sys.stderr)
+
+
+def _lines(found: list[Request]) -> list[str]:
+    heading, *lines = table(_COLUMNS, [_cells(one) for one in found], width=terminal_width())
+    return [paint(heading, "dim"), *lines]
 
 
 def _cells(one: Request) -> tuple[str, ...]:

@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping
 
 from appliance.admin.backend import admin_backend
 from appliance.admin.callers import Authenticator, keys_of
+from appliance.admin.events import EventFeeds, event_route
 from appliance.admin.log_reading import LogReading
 from appliance.admin.log_routes import log_routes
 from appliance.admin.models import ModelAdmin
 from appliance.admin.running import RunningRequests
 from appliance.admin.server import AdminServer
+from appliance.admin.snapshots import SnapshotParts, SnapshotReader
 from appliance.admin.status import StatusReader, service_version
 from appliance.admin.streams import Streams
 from appliance.core.clock import ClockGuard
@@ -38,11 +40,13 @@ from appliance.models.operations import ModelOperations
 from appliance.models.preflight_process import ModelChecks
 from appliance.models.registry import describe_models
 from appliance.models.replica import Launch
+from appliance.monitoring.ended import EndedRequests
 from appliance.monitoring.metrics.counting import CountedRows
 from appliance.monitoring.metrics.families import ServiceSource
 from appliance.monitoring.metrics.scrape import Scraper
 from appliance.monitoring.metrics.server import MetricsServer
 from appliance.monitoring.metrics.tenants import ShownTenants
+from appliance.monitoring.samples import Sampler
 from appliance.settings import Loaded
 from appliance.traffic.quotas import Quotas
 from store.quotas import QuotaLog
@@ -78,9 +82,8 @@ class Service:
         self.levels = LevelKeeper(quotas, QuotaLog(state.history))
         contents = ContentKeeper(state.contents, lambda: control.policies, lambda: self.settings.current.log)
         held.callback(contents.close)
-        counted = CountedRows(
-            state.requests, ShownTenants(settings.metrics.tenants, lambda: control.policies.tenants)
-        )
+        ended = EndedRequests(state.requests, lambda name: name in control.policies.tenants)
+        counted = CountedRows(ended, ShownTenants(settings.metrics.tenants, lambda: control.policies.tenants))
         parts = ServingParts(
             self.settings,
             describe_models(loaded, broken=broken),
@@ -175,6 +178,17 @@ class Service:
             state.history, control, lines, self.streams, lambda: self.settings.current.prices
         )
         held.callback(reading.close)
+        running = RunningRequests(parts.requests.state, parts.fronts.progress, lambda: control.policies)
+        self.sampler = Sampler(lambda: parts.models.replicas, parts.requests.state, ended)
+        snapshots = SnapshotParts(
+            status=status,
+            running=running,
+            sampler=self.sampler,
+            ended=ended,
+            policies=lambda: control.policies,
+            threads=reading.threads,
+        )
+        feeds = EventFeeds(lambda: SnapshotReader(snapshots).read, self.streams)
         self.backend, self.actions = admin_backend(
             control=control,
             contents=contents,
@@ -194,9 +208,9 @@ class Service:
             canceller=parts.canceller,
             reloader=reloader,
             status=status,
-            running=RunningRequests(parts.requests.state, parts.fronts.progress, lambda: control.policies),
+            running=running,
             metrics=scrape,
-            routes=log_routes(reading, self.streams),
+            routes=[*log_routes(reading, self.streams), event_route(feeds, self.streams)],
             publish=self.controller.apply_policies,
         )
         self.housekeeper = Housekeeper(
@@ -214,6 +228,7 @@ class Service:
         self.levels.start()
         self.notifier.start()
         self.housekeeper.start()
+        self.sampler.start()
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.actions.reload_on_signal)
 
     async def stop(self, hurry: asyncio.Event) -> None:
@@ -224,6 +239,7 @@ class Service:
         self.operations.stop()
         await self.controller.stop(hurry)
         self.levels.close()
+        self.sampler.stop()
         await self.metrics.stop()
         self.streams.close()
         await self.admin.stop()

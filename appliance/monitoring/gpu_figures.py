@@ -1,5 +1,5 @@
-"""Reads the figures of GPUs through NVML, which creates no CUDA context. A figure that a GPU or its driver does
-not report is None."""
+"""Reads the figures of GPUs through NVML, which creates no CUDA context. A figure that a GPU or its driver
+does not report is None."""
 
 from __future__ import annotations
 

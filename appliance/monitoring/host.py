@@ -24,8 +24,8 @@ class ServiceProcess(NamedTuple):
 
 
 class HostReader:
-    """Reads the host. Percentages cover the time since the previous call, so each reader has its own. Must not
-    be used on an event loop, because a disk that does not respond blocks it."""
+    """Reads the host. Percentages cover the time since the previous call. Must not be used on an event loop,
+    because a disk that does not respond blocks the call."""
 
     def __init__(self, state_dir: str) -> None:
         import psutil

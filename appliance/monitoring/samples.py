@@ -111,8 +111,8 @@ class Sampler:
         )
 
     def hit_rate(self, now: Sample, replica: str) -> tuple[float | None, float | None]:
-        """Return the share of a replica's prompt tokens that were found in the prefix cache, and the length of
-        the window."""
+        """Return the share of a replica's prompt tokens within a window that were found in the prefix cache,
+        and the length of the window."""
         then = self.before(now, HIT_WINDOW_S)
         if then is None or replica not in now.prefix or replica not in then.prefix:
             return None, None
@@ -125,7 +125,7 @@ class Sampler:
 
     def _count_engines(self) -> None:
         """Add what the replicas have counted since the previous sample. A new incarnation counts from 0."""
-        latest = {}
+        latest: dict[str, tuple[int, ReplicaStats]] = {}
         for replica in self._replicas():
             report = replica.latest_report
             if report is None:

@@ -30,6 +30,7 @@ from appliance.actions import (
 )
 from appliance.admin.app import admin_app
 from appliance.admin.callers import Authenticator
+from appliance.admin.events import event_route
 from appliance.admin.log_routes import log_routes
 from appliance.client import AdminClient
 from appliance.front.app import build_app
@@ -68,6 +69,7 @@ ADMIN_RULES = {
     ("GET", "/audit"): "read",
     ("GET", "/logs"): "read",
     ("GET", "/usage"): "read",
+    ("GET", "/events"): "read",
     ("GET", "/keys"): "read",
     ("GET", "/tenants"): "read",
     ("GET", "/peers"): "read",
@@ -112,7 +114,7 @@ def admin_table() -> list[Route]:
             return lambda *words: None
 
     backend: Any = Anything()
-    backend.routes = log_routes(backend, backend)
+    backend.routes = [*log_routes(backend, backend), event_route(backend, backend)]
     return table(admin_app(backend, Authenticator(AdminSettings(), lambda key: None))[0])
 
 
