@@ -42,7 +42,7 @@ from engine.messages import (
     Submit,
 )
 
-STEP_S = 0.01
+STEP_S = float(os.environ.get("FAKE_STEP_S", "0.01"))
 
 
 class Running:
