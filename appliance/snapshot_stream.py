@@ -19,6 +19,8 @@ class EventsQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit
 
     hz: Annotated[int, msgspec.Meta(ge=1, le=4)] = 2
     """Frames per second."""
+    frames: Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)] | None = None
+    """Number of frames after which the stream ends. Default: the stream ends when the reader disconnects."""
 
 
 class Frame(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from appliance.admin.log_routes import answered
 from appliance.admin.query import parse_query, query_parameters
-from appliance.admin.streams import HEARTBEAT_S, Streams
+from appliance.admin.streams import HEARTBEAT, HEARTBEAT_S, Streams
 from appliance.http.openapi import Operation
 from appliance.protocol import ErrorBody
 from appliance.scopes import ScopedRoute
@@ -67,7 +67,7 @@ class EventFeed:
                         async with asyncio.timeout(HEARTBEAT_S):
                             await self._new.wait()
                     except TimeoutError:
-                        yield b"\n"
+                        yield HEARTBEAT
                 line = self.delta if last == self._seq - 1 else self.whole_line()
                 seen = last = self._seq
                 yield line
@@ -144,12 +144,16 @@ class EventFeeds:
         feed = self._feeds.get(query.hz)
         if feed is None:
             feed = self._feeds[query.hz] = EventFeed(self._reader(), 1.0 / query.hz)
-        frames = feed.frames()
+        frames, left = feed.frames(), query.frames
         try:
             async for line in frames:
                 if self._streams.closing:
                     return
                 yield line
+                if left is not None and line != HEARTBEAT:
+                    left -= 1
+                    if not left:
+                        return
         finally:
             await frames.aclose()
 

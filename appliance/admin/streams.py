@@ -20,6 +20,7 @@ from store.errors import StoreError
 MAX_STREAMS = 32
 """Maximum number of open streams. The remaining connections of the admin socket stay free for calls."""
 HEARTBEAT_S = 5.0
+HEARTBEAT = b"\n"
 CONTENT_TYPE = "application/x-ndjson"
 _POLL_S = 0.25
 _UNREADABLE_FOR_S = 10.0
@@ -80,7 +81,7 @@ class Streams:
                         return
             if lines or time.monotonic() - sent_at > HEARTBEAT_S:
                 sent_at = time.monotonic()
-                yield b"".join(lines) or b"\n"
+                yield b"".join(lines) or HEARTBEAT
             if not more:
                 await asyncio.sleep(_POLL_S)
 

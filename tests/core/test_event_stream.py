@@ -87,6 +87,11 @@ def test_a_frame_contains_only_what_has_changed(running: Service) -> None:
         assert not {"version", "run_dir", "started_at", "queue", "tenants"} & set(frame.fields)
 
 
+def test_a_stream_ends_after_the_number_of_frames_that_was_asked_for(running: Service) -> None:
+    call = calls.events(4)._replace(path="/events?hz=4&frames=3")
+    assert [frame.whole for frame in running.admin.follow(call)] == [True, False, False]
+
+
 def test_the_asynchronous_client_delivers_snapshots(running: Service) -> None:
     async def two() -> list[Snapshot]:
         snapshots = AsyncAdminClient(running.run_dir).snapshots(4)
