@@ -19,7 +19,7 @@ from appliance.models.replica import Replica
 from appliance.monitoring.ended import EndedRequests, TenantCounts
 from appliance.monitoring.gpu_figures import GpuReader
 from appliance.monitoring.host import HostReader, ServiceProcess
-from appliance.monitoring.samples import Sample, Sampler
+from appliance.monitoring.samples import CounterSampler, Sample
 from appliance.protocol import CurrentProblem, ReplicaStatus, Status
 from appliance.snapshot import Alert, Batch, Gpu, Host, KvCache, Queue, Snapshot, TenantUse
 from store.policies import Policies, TenantRecord
@@ -37,7 +37,7 @@ class SnapshotParts:
 
     status: StatusReader
     running: RunningRequests
-    sampler: Sampler
+    sampler: CounterSampler
     ended: EndedRequests
     policies: Callable[[], Policies]
     threads: ThreadPoolExecutor

@@ -46,7 +46,7 @@ from appliance.monitoring.metrics.families import ServiceSource
 from appliance.monitoring.metrics.scrape import Scraper
 from appliance.monitoring.metrics.server import MetricsServer
 from appliance.monitoring.metrics.tenants import ShownTenants
-from appliance.monitoring.samples import Sampler
+from appliance.monitoring.samples import CounterSampler
 from appliance.settings import Loaded
 from appliance.traffic.quotas import Quotas
 from store.quotas import QuotaLog
@@ -179,7 +179,7 @@ class Service:
         )
         held.callback(reading.close)
         running = RunningRequests(parts.requests.state, parts.fronts.progress, lambda: control.policies)
-        self.sampler = Sampler(lambda: parts.models.replicas, parts.requests.state, ended)
+        self.sampler = CounterSampler(lambda: parts.models.replicas, parts.requests.state, ended)
         snapshots = SnapshotParts(
             status=status,
             running=running,

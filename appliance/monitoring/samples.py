@@ -35,7 +35,7 @@ class Sample(NamedTuple):
     """Prompt tokens and cached tokens of each replica."""
 
 
-class Sampler:
+class CounterSampler:
     """Keeps the samples of the last minute. Must be used on the event loop's thread."""
 
     def __init__(
