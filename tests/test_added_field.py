@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from appliance.calls import Call
 from appliance.client import AdminClient
 from store.control import ControlStore
 from tests.core.conftest import ROOT, Service
@@ -80,12 +81,12 @@ def test_a_field_added_in_its_one_place_is_everywhere(tree: Path, tmp_path: Path
         assert re.search(r"^max images +8$", run(tree, *cli, "show", "acme", *at), re.MULTILINE)
         # Check the admin API: the values that it shows, accepts, refuses and documents.
         with AdminClient(service.run_dir) as client:
-            shown = {one["name"]: one for one in client._call("GET", "/tenants", list[dict])}  # type: ignore[type-arg]
+            shown = {one["name"]: one for one in client.call(Call("GET", "/tenants", list[dict]))}
             assert (shown["acme"]["max_images"], shown["local"]["max_images"]) == (8, None)
             body = msgspec.json.encode({"name": "acme", "max_images": 65})
             with pytest.raises(Exception, match="max_images is 65: use a whole number from 1 to 64, or none"):
-                client._call("POST", "/actions/tenants.set", dict, body)
-            document = client._call("GET", "/openapi.json", dict)
+                client.call(Call("POST", "/actions/tenants.set", dict, body))
+            document = client.call(Call("GET", "/openapi.json", dict))
         described = document["components"]["schemas"]["SetTenant"]["properties"]["max_images"]
         assert described["description"] == "Images in one request (none: any number)"
         assert "max_images" in document["components"]["schemas"]["Tenant"]["properties"]

@@ -84,7 +84,9 @@ def test_the_service_manager_is_told_loading_ready_and_drained(
     script = tmp_path / "m" / "fake.json"
     script.write_text(json.dumps({"hang": True}))
     service.start()
-    wait_until(lambda: heard.count("EXTEND_TIMEOUT_USEC") >= 2, what="time to load")
+    wait_until(lambda: heard.says(STATUS="loading: m-0"), what="the load")
+    asked = heard.count("EXTEND_TIMEOUT_USEC")
+    wait_until(lambda: heard.count("EXTEND_TIMEOUT_USEC") >= asked + 2, what="time to load")
     assert not heard.says(READY="1")
     script.unlink()
     service.have_time_to_load()

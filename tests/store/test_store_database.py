@@ -232,9 +232,10 @@ def test_the_integrity_check_sees_a_damaged_page(tmp_path):
     assert integrity_problems(path) == []
     damaged = tmp_path / "damaged.db"
     shutil.copy(path, damaged)
-    size = damaged.stat().st_size
+    with closing(sqlite3.connect(path)) as connection:
+        (page,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'requests'").fetchone()
     with damaged.open("r+b") as file:
-        file.seek(size - 4096)
+        file.seek((page - 1) * 4096)
         file.write(b"\xff" * 4096)
     assert integrity_problems(damaged)
 
