@@ -20,10 +20,10 @@ requests for a while can start immediately."""
 
 
 class _Availability(NamedTuple):
-    """Results of `free_slots` and `has_slot` for each level, and of `open_levels`."""
+    """Results of `free_slots` for each level, of `slot_levels` and of `open_levels`."""
 
     free: list[int]
-    can_start: list[bool]
+    slot_levels: int
     open_levels: int
 
 
@@ -91,10 +91,10 @@ class CreditAccount:
         positive if a request of this level must preempt sequences."""
         return self._availability(share).free[level]
 
-    def has_slot(self, level: int, share: float) -> bool:
-        """Return whether a slot is free for a level, or would be after preempting lower-priority sequences,
-        if the fraction `share` is reserved."""
-        return self._availability(share).can_start[level]
+    def slot_levels(self, share: float) -> int:
+        """Return the levels for which a slot is free, or would be after preempting lower-priority sequences,
+        if the fraction `share` of all slots is reserved. Bit `l` is set for level `l`."""
+        return self._availability(share).slot_levels
 
     def open_levels(self, share: float) -> int:
         """Return the levels at which the replica accepts a request if the fraction `share` of all slots is
@@ -104,17 +104,17 @@ class CreditAccount:
     def _availability(self, share: float) -> _Availability:
         known = self._available.get(share)
         if known is None:
-            free, can_start = self._slots(self.reserved_slots(share))
-            levels, tokens = 0, self.tokens
+            free, slot_levels = self._slots(self.reserved_slots(share))
+            token_levels, tokens = 0, self.tokens
             for level in range(LEVELS):
                 tokens -= self._spent_tokens[level] - self._returned_tokens[level]
-                if tokens > 0 and can_start[level]:
-                    levels |= 1 << level
-            known = self._available[share] = _Availability(free, can_start, levels)
+                token_levels |= (tokens > 0) << level
+            known = _Availability(free, slot_levels, slot_levels & token_levels)
+            self._available[share] = known
         return known
 
-    def _slots(self, reserved: int) -> tuple[list[int], list[bool]]:
-        """Compute `free_slots` and `has_slot` for each level.
+    def _slots(self, reserved: int) -> tuple[list[int], int]:
+        """Compute `free_slots` for each level, and `slot_levels`.
 
         Samples of lower-priority levels that are waiting in the engine occupy no slot. The last report
         contains their number. Of the samples that were dispatched after that report, the engine lets only as
@@ -139,11 +139,11 @@ class CreditAccount:
             free.append(self.slots - at_most - spare[tier])
         # If no slot is free, sequences of lower-priority classes are preempted.
         victims = [max(0, count - left) for count, left in zip(running, self._waiting_seqs, strict=True)]
-        can_start: list[bool] = []
-        for slots, victim in zip(free, FIRST_VICTIMS, strict=True):
+        levels = 0
+        for level, (slots, victim) in enumerate(zip(free, FIRST_VICTIMS, strict=True)):
             most = self.slots - spare[TIERS[victim]] if victim < LEVELS else 0
-            can_start.append(slots + min(most, sum(victims[victim:])) > 0)
-        return free, can_start
+            levels |= (slots + min(most, sum(victims[victim:])) > 0) << level
+        return free, levels
 
     def learn(self, report: Report) -> None:
         """Update the account from the replica's report: the totals granted since the replica started, and its

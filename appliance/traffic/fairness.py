@@ -144,17 +144,22 @@ class FairQueue(Generic[Item]):
         else:
             self._extract(line, ticket)
 
-    def next(self, urgency: int = 0) -> Ticket[Item] | None:
+    def next(self, urgency: int = 0, *, only_reserved: bool = False) -> Ticket[Item] | None:
         """Return the next request with at least this urgency.
 
         An urgent request may overtake a tenant with a lower counter if its own tenant has few waiting
-        requests and has received at most its fair share plus one step's tokens.
+        requests and has received at most its fair share plus one step's tokens. The share does not matter if
+        `only_reserved` is set: only reserved slots are free, which other requests cannot use.
         """
         order, least = self._orders[urgency], _first(self._orders[0])
         passed: list[_Entry[Item]] = []
         found: Ticket[Item] | None = None
         while (line := _first(order)) is not None and least is not None and len(passed) < _MAX_PASSED:
-            slack = self._max_prompt_tokens if len(line.tickets) <= self._max_samples else 0
+            waits_little = len(line.tickets) <= self._max_samples
+            if waits_little and only_reserved:
+                found = line.tickets.first()
+                break
+            slack = self._max_prompt_tokens if waits_little else 0
             if (line.counter - least.counter) * line.weight <= slack:
                 found = line.tickets.first()
                 break

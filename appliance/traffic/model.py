@@ -184,6 +184,13 @@ class ModelTraffic:
             levels |= account.open_levels(share)
         return levels
 
+    def _slot_levels(self) -> int:
+        """Return the levels for which at least one replica has a slot. Bit `l` is set for level `l`."""
+        share, levels = self._reserved_share(), 0
+        for account in self.accounts:
+            levels |= account.slot_levels(share)
+        return levels
+
     def next_turn(self, now: float) -> Turn | None:
         """Return the next request to dispatch, or None if there is none.
 
@@ -197,8 +204,8 @@ class ModelTraffic:
             level = self.level_of(request, self._tenants.of(request.tenant))
             if levels >> level & 1 and (account := self._account_for(level, request)) is not None:
                 return Turn(request, account, level)
-        promises_from = self.promises_from(now)
-        while (found := self.queue.next(levels, now, promises_from)) is not None:
+        promises_from, slot_levels = self.promises_from(now), self._slot_levels()
+        while (found := self.queue.next(levels, now, promises_from, slot_levels)) is not None:
             ticket, level = found
             request, fair = ticket.item, self.queue.classes[ticket.request_class]
             tenant = self._tenants.of(ticket.tenant)
@@ -254,7 +261,7 @@ class ModelTraffic:
         levels = self.open_levels()
         if self.resumed or not levels >> self.level_of(request, tenant) & 1:
             return False
-        first = self.queue.next(levels, now, self.promises_from(now))
+        first = self.queue.next(levels, now, self.promises_from(now), self._slot_levels())
         if first is not None and first.ticket.request_class <= request.request_class:
             return False
         return self._may_run(tenant, request, key=False) and self._may_run(tenant, request, key=True)
@@ -470,8 +477,7 @@ class ModelTraffic:
         """Return the number of seconds until a replica has credit for this level."""
         if self.open_levels() >> level & 1:
             return 0.0
-        share = self._reserved_share()
-        if any(account.has_slot(level, share) for account in self.accounts):
+        if self._slot_levels() >> level & 1:
             return self.forecast.step_s
         end = self._next_end()
         return self.forecast.step_s if end is None else max(0.0, end - now)

@@ -83,10 +83,12 @@ class RequestQueue(Generic[Item]):
         self.classes[ticket.request_class].remove(ticket)
         self._forget(ticket)
 
-    def next(self, open_levels: int, now: float, promises_from: float) -> Next[Item] | None:
+    def next(
+        self, open_levels: int, now: float, promises_from: float, slot_levels: int = -1
+    ) -> Next[Item] | None:
         """Return the next request of the open levels, or None if there is none. Bit `l` of `open_levels` is
-        set if level `l` is open. `promises_from` is the earliest time at which promised requests can be
-        served."""
+        set if level `l` is open, and bit `l` of `slot_levels` if it has a slot. `promises_from` is the
+        earliest time at which promised requests can be served."""
         if not open_levels >> self._best_level():
             return None
         for ticket in (self._promised(promises_from), self._lifted(now)):
@@ -96,7 +98,8 @@ class RequestQueue(Generic[Item]):
             for urgency in range(URGENCIES):
                 # A slot that may be used by a request may also be used by more urgent requests of its class.
                 if open_levels >> level_of(number, urgency) & 1:
-                    if (ticket := fair.next(urgency)) is not None:
+                    only_reserved = not slot_levels >> level_of(number, 0) & 1
+                    if (ticket := fair.next(urgency, only_reserved=only_reserved)) is not None:
                         return Next(ticket, level_of(number, fair.urgency(ticket)))
                     break
         return None

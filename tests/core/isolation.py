@@ -21,6 +21,9 @@ MARGIN_S = 0.005
 """Allowance, in seconds, for messages between processes and for the step that follows a step without
 prompts."""
 
+AFTER_S = 1.0
+"""Time, in seconds, for which a mix runs after the last probes have been sent."""
+
 
 def full_step_s(slots: int) -> float:
     return SPEED.step_s + SPEED.seq_s * slots + SPEED.prompt_token_s * BUDGET + HOST_S
@@ -215,7 +218,8 @@ def broken_promises(mix: Mix) -> list[str]:
         most_s = bound_s + after.attempt * (bound_s + RESUBMIT_S)
         if mix.probes == "busy":
             most_s += sum(_prompts_s(one) for one in overtaking if _may_delay(one, after))
-        if after.first_token_at is None or after.ttft_s > most_s:
+        waited_s = (after.first_token_at or mix.seconds + AFTER_S) - after.arrived_at
+        if waited_s > most_s:
             took = f"{after.ttft_s:.3f}" if after.first_token_at is not None else f"never: {after.refused}"
             broken.append(
                 f"{after.asked_class} of {after.tenant} at {after.arrived_at:.3f} s took {took}, "
@@ -275,9 +279,9 @@ def _run(mix: Mix, loads: Sequence[Load]) -> tuple[list[Asked], list[Asked]]:
 
     def ask_crowd() -> None:
         asked_class = "P0" if mix.probes == "P0" else "P1"
-        # A light tenant waits for its answers. Otherwise, it would have more running requests than slots are
-        # reserved.
-        if mix.probes != "light" or all(one.ended_at is not None for one in probes):
+        # In P1, the tenant waits for its answers. Otherwise, a light tenant would have more running requests
+        # than slots are reserved, and the requests of a busy tenant would delay each other.
+        if asked_class == "P0" or all(one.ended_at is not None for one in probes):
             probes.extend(
                 server.ask("probe", Shape(200, 5, 5), asked_class=asked_class) for _ in range(mix.crowd)
             )
@@ -285,7 +289,7 @@ def _run(mix: Mix, loads: Sequence[Load]) -> tuple[list[Asked], list[Asked]]:
             server.after(0.23, ask_crowd)
 
     server.after(0.23, ask_crowd)
-    server.run(start + mix.seconds + 1.0)
+    server.run(start + mix.seconds + AFTER_S)
     overtaking = [asked for asked in server.asked if asked.overtook]
     for asked in (*probes, *overtaking):
         asked.arrived_at -= start

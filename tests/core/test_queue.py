@@ -146,6 +146,9 @@ def test_urgent_requests_have_their_turn_where_no_level_is_open_to_others() -> N
     )
     queue.classes[1].charge("light", 1.0)
     assert queue.next(short, 0.0, 0.0) is None
+    assert queue.next(short, 0.0, 0.0, slot_levels=short) == (light, level_of(1, 2)), (
+        "other tenants cannot use reserved slots"
+    )
     queue.classes[1].charge("light", -1.0)
     real_time = serial.ticket("rt", 0)
     queue.push(real_time, 1.0, light=True)
