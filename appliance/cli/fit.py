@@ -1,0 +1,180 @@
+"""Implements `appliance models fit`, which predicts the memory of a model before it is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from appliance.cli.failure import Failure
+from appliance.cli.output import Column, of_count, paint, print_json, printable, table, terminal_width
+from appliance.models.checkpoint_files import FolderFault, check_files
+from appliance.models.fit import MemoryFit, UnfitError, fit, read_memory
+from appliance.models.preflight import limited_length, shortage_of
+from appliance.models.readable import this_process
+from appliance.protocol import precision
+from appliance.quantities import of_bytes
+from appliance.settings import ModelSettings, SettingsError
+from appliance.settings.convert import Converter
+
+
+class FitGpu(msgspec.Struct, kw_only=True):
+    """A GPU for which the memory was predicted."""
+
+    number: int
+    name: str
+    memory_bytes: int
+    used_bytes: int
+    """Memory that all processes use at the moment."""
+
+
+class FitSequences(msgspec.Struct, kw_only=True):
+    """Number of sequences of this length that can run at the same time."""
+
+    tokens: int
+    sequences: int
+
+
+class FitReport(msgspec.Struct, kw_only=True):
+    """The document that `models fit --json` prints. Byte counts are per rank."""
+
+    folder: str
+    fits: bool
+    reason: str
+    """Reason why the model does not fit, or a warning if it fits."""
+    remedy: str
+    model_type: str
+    parameters: int
+    dtype: str
+    weights: str
+    kv_cache_dtype: str
+    device: str
+    """"cuda" or "cpu"."""
+    ranks: int
+    gpus: list[FitGpu]
+    weight_bytes: int
+    workspace_bytes: int
+    kv_blocks: int
+    block_bytes: int
+    kv_bytes: int
+    needed_bytes: int
+    total_bytes: int
+    used_bytes: int
+    """Memory of the GPU that other processes use."""
+    usable_bytes: int
+    max_model_len: int
+    max_num_seqs: int
+    kv_tokens: int
+    """Number of tokens that the KV cache holds."""
+    sequences: list[FitSequences]
+
+
+def show_fit(folder: str, settings: Mapping[str, Any], *, as_json: bool) -> int:
+    """Predict and print the memory of the model in `folder`. `settings` contains settings of the model by their
+    names in settings files. Returns exit code 1 if the model does not fit. Raises Failure if the folder or the
+    settings cannot be used."""
+    model = _settings(folder, settings)
+    try:
+        check_files(Path(model.folder), this_process(), weights=False)
+        found = fit(model, read_memory())
+    except (FolderFault, UnfitError) as error:
+        raise Failure(f"{error}: {error.remedy}") from error
+    report = fit_report(model, found)
+    if as_json:
+        print_json(report)
+    else:
+        for line in fit_lines(report, terminal_width()):
+            print(line)
+    return 0 if report.fits else 1
+
+
+def fit_report(model: ModelSettings, found: MemoryFit) -> FitReport:
+    """Return the document for a predicted memory."""
+    shortage = shortage_of(model, found)
+    note = shortage or limited_length(model, found)
+    return FitReport(
+        folder=model.folder,
+        fits=shortage is None,
+        reason=note.text if note is not None else "",
+        remedy=note.remedy if note is not None else "",
+        model_type=found.model_type,
+        parameters=found.parameters,
+        dtype=found.dtype,
+        weights=found.weights,
+        kv_cache_dtype=found.kv_cache_dtype,
+        device="cuda" if found.gpus else "cpu",
+        ranks=found.ranks,
+        gpus=[
+            FitGpu(
+                number=gpu.number, name=gpu.name, memory_bytes=gpu.memory_bytes, used_bytes=gpu.used_bytes
+            )
+            for gpu in found.gpus
+        ],
+        weight_bytes=found.weight_bytes,
+        workspace_bytes=found.workspace_bytes,
+        kv_blocks=found.kv_blocks,
+        block_bytes=found.block_bytes,
+        kv_bytes=found.kv_bytes,
+        needed_bytes=found.needed_bytes,
+        total_bytes=found.total_bytes,
+        used_bytes=found.used_bytes,
+        usable_bytes=found.usable_bytes,
+        max_model_len=found.max_model_len,
+        max_num_seqs=found.max_num_seqs,
+        kv_tokens=found.kv_tokens,
+        sequences=[
+            FitSequences(tokens=tokens, sequences=found.sequences(tokens)) for tokens in found.lengths()
+        ],
+    )
+
+
+def fit_lines(report: FitReport, width: int | None) -> Iterator[str]:
+    """Yield the report as lines of at most `width` columns; None means unlimited."""
+    held = precision(report.dtype, report.weights, report.kv_cache_dtype)
+    yield f"{printable(report.folder)}: {report.model_type}, {report.parameters / 1e6:,.1f} M parameters in {held}"
+    for gpu in report.gpus:
+        yield (
+            f"GPU {gpu.number}: {printable(gpu.name)}, {of_bytes(gpu.memory_bytes)}, of which "
+            f"{of_bytes(gpu.used_bytes)} are in use"
+        )
+    if not report.gpus:
+        yield "CPU: no GPU is used"
+    yield ""
+    columns = (Column(f"MEMORY PER {'GPU' if report.gpus else 'RANK'}"), Column("", right=True), Column(""))
+    share = f"of {of_bytes(report.total_bytes)}{'' if report.gpus else ' that are available now'}"
+    rows = [
+        ("weights", of_bytes(report.weight_bytes), ""),
+        ("working memory", of_bytes(report.workspace_bytes), ""),
+        (
+            "KV cache",
+            of_bytes(report.kv_bytes),
+            f"{of_count(report.kv_blocks)} blocks, {of_count(report.kv_tokens)} tokens",
+        ),
+        ("needed", of_bytes(report.needed_bytes), ""),
+        ("usable", of_bytes(report.usable_bytes), share),
+    ]
+    yield from table(columns, rows, width=width)
+    yield ""
+    lengths = [(of_count(one.tokens), of_count(one.sequences)) for one in report.sequences]
+    yield from table(
+        (Column("SEQUENCE LENGTH", right=True), Column("RUNNING AT THE SAME TIME", right=True)),
+        lengths,
+        width=width,
+    )
+    yield ""
+    yield paint("the model fits", "green") if report.fits else paint("the model does not fit", "red")
+    if report.reason:
+        yield printable(report.reason)
+        yield f"→ {printable(report.remedy)}"
+
+
+def _settings(folder: str, given: Mapping[str, Any]) -> ModelSettings:
+    converter = Converter({}, "--set")
+    path = os.path.abspath(os.path.expanduser(folder))
+    converted = converter.settings({"models": {"model": {**given, "folder": path}}}).models.get("model")
+    if converter.faults or converted is None:
+        raise Failure(str(SettingsError(*converter.faults)).replace("models.model.", ""))
+    return converted
