@@ -84,15 +84,37 @@ ReplicaState = Literal[
 the requests that it has."""
 
 
+class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The progress of a replica's load."""
+
+    stage: str
+    """The current stage: start, read, convert, build or warm up."""
+    detail: str = ""
+    """The current work of the stage, such as the name of a file."""
+    done: int = 0
+    total: int = 0
+    """0 if the amount of work is not known."""
+    unit: str = ""
+    """What `done` and `total` count: bytes, layers, graphs or passes."""
+    elapsed_s: float = 0.0
+    """Time since the stage began."""
+    rate_per_s: float = 0.0
+    """Units per second; 0 if not known yet."""
+    left_s: float | None = None
+    """Estimated time until the stage ends, or None if it is not known."""
+
+
 class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     """One running copy of a model."""
 
     name: str
     state: ReplicaState
     detail: str = ""
-    """Explanation of the state, such as "loading weights 43%"."""
+    """Explanation of the state, such as "read 43% of 15.0 GiB, 2.1 GiB/s, 4 s left"."""
     fraction: float | None = None
-    """Loading progress, from 0 to 1."""
+    """Progress of the current stage of loading, from 0 to 1."""
+    load: LoadStatus | None = None
+    """Progress of loading, or None if the replica is not loading."""
     pids: list[int] = msgspec.field(default_factory=list)
     """One entry for each rank."""
     devices: list[str] = msgspec.field(default_factory=list)

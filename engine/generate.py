@@ -21,7 +21,7 @@ from engine.messages import (
 )
 from engine.other_ranks import OtherRanks
 from engine.parallel import RankLost
-from engine.progress import ProgressCallback
+from engine.progress import ProgressCallback, no_progress
 from engine.replica import build_runner
 
 _ORIGIN = "generate"
@@ -48,7 +48,7 @@ class LocalEngine:
     OSError if a process cannot be started, and RankLost if a rank exits.
     """
 
-    def __init__(self, spec: ReplicaSpec, progress: ProgressCallback = lambda stage, fraction: None) -> None:
+    def __init__(self, spec: ReplicaSpec, progress: ProgressCallback = no_progress) -> None:
         self.others: OtherRanks | None = None
         if spec.tensor_parallel_size > 1:
             os.environ |= {**RANK_ENVIRONMENT, **os.environ}

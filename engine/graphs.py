@@ -14,6 +14,7 @@ import torch
 
 from engine.device_tables import SlotTables
 from engine.forward import ForwardInput
+from engine.messages import Progress
 from engine.model.decoder import Decoder
 from engine.progress import ProgressCallback
 from engine.sampler import Sampler
@@ -62,7 +63,7 @@ class DecodeGraphs:
             for variant in Variant:
                 self._sample(self.sizes[-1], variant)
             for done, size in enumerate(reversed(self.sizes)):
-                progress("capturing CUDA graphs", done / len(self.sizes))
+                progress(Progress("warm up", done, len(self.sizes), "graphs", "decode steps"))
                 self._forward(size)
                 self._passes[size] = torch.cuda.CUDAGraph()
                 self._passes[size].capture_begin(pool=pool)

@@ -288,11 +288,24 @@ class Stop(msgspec.Struct, tag="stop", frozen=True):
     """Sent by the core to a rank, which exits immediately. Running sequences are lost."""
 
 
-class Progress(msgspec.Struct, tag="progress", frozen=True):
-    """Sent by a rank to the core during its start, with the current stage and its progress from 0 to 1."""
+LoadStage = Literal["start", "read", "convert", "build", "warm up", "ready"]
+"""The stages of a rank's start, in this order: the process starts; weights are read; weights are packed into
+the device's layout; kernels are compiled and the KV pool is sized; steps run before the first request."""
 
-    stage: str
-    fraction: float
+
+class Progress(msgspec.Struct, tag="progress", frozen=True):
+    """Sent by a rank to the core during its start, with the current stage and its progress."""
+
+    stage: LoadStage
+    done: int = 0
+    total: int = 0
+    """0 if the amount of work is not known."""
+    unit: str = ""
+    """What `done` and `total` count, such as "bytes" or "layers"."""
+    detail: str = ""
+    """The current work of the stage, such as the name of a file."""
+    note: str = ""
+    """Message for the log that does not concern the progress."""
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):

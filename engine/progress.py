@@ -4,5 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-ProgressCallback = Callable[[str, float], None]
-"""Called with the name of the current stage and its progress from 0 to 1."""
+from engine.messages import Progress
+
+ProgressCallback = Callable[[Progress], None]
+
+
+def no_progress(progress: Progress) -> None:
+    """A `ProgressCallback` that ignores all reports."""

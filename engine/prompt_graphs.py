@@ -17,8 +17,10 @@ import torch
 
 from engine.device_tables import SlotTables
 from engine.forward import ForwardInput
+from engine.messages import Progress
 from engine.model.decoder import Decoder
 from engine.plan import StepPlan
+from engine.progress import ProgressCallback
 from engine.sizing import prompt_capture_sizes, size_for
 from engine.transfer import upload
 from kernels import AttentionInput, ChunkSpan, KvPool
@@ -63,13 +65,14 @@ class PromptGraphs:
         self._inputs = torch.zeros(size, dtype=torch.int64, device=tables.device)
         self._logits = torch.empty((self._max_chunks, shard.vocab), dtype=decoder.dtype, device=tables.device)
 
-    def capture(self) -> None:
+    def capture(self, progress: ProgressCallback) -> None:
         """Capture the graphs of all sizes, the largest first."""
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for size in reversed(self.sizes):
+            for done, size in enumerate(reversed(self.sizes)):
+                progress(Progress("warm up", done, len(self.sizes), "graphs", "prompt passes"))
                 self._send([], size)
                 self._run(size)
                 self._graphs[size] = torch.cuda.CUDAGraph()

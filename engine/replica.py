@@ -69,7 +69,7 @@ def main() -> None:
     log_to_stderr(UtcFormatter(name.replace("%", "%%")))
     code = 0
     try:
-        runner = build_runner(start.spec, start.rank, lambda *stage: control.send(Progress(*stage)))
+        runner = build_runner(start.spec, start.rank, control.send)
         count = ranks - 1 if start.rank == 0 else min(1, ranks - 1)
         peers = [socket.socket(fileno=control.take_fd()) for _ in range(count)]
         _watch_peers(start.rank, peers, runner.ranks)
@@ -172,7 +172,7 @@ def build_runner(spec: ReplicaSpec, rank: int, progress: ProgressCallback) -> Mo
     from engine.device import select_device
     from engine.runner import ModelRunner
 
-    progress("starting", 0.0)
+    progress(Progress("start"))
     size = spec.tensor_parallel_size
     device = select_device(spec.device, rank, size)
     backend = "nccl" if device.type == "cuda" else "gloo"

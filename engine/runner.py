@@ -25,7 +25,7 @@ from engine.families import read_config
 from engine.kernel_build import KernelBuild, check_kernels, start_build
 from engine.kv_memory import allocate_kv
 from engine.launched import StepResults, StreamStep, ThreadStep, read_results, to_host
-from engine.messages import BLOCK_TOKENS, ReplicaInfo, ReplicaSpec
+from engine.messages import BLOCK_TOKENS, Progress, ReplicaInfo, ReplicaSpec
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from engine.model.loader import load, load_dummy
 from engine.parallel import Ranks
@@ -83,7 +83,7 @@ class ModelRunner:
         self.ranks = ranks
         self.device = select_device(spec.device, ranks.rank, ranks.size)
         if spec.device == "auto" and self.device.type == "cpu":
-            progress("no GPU found: using the CPU", 0.0)
+            progress(Progress("start", note="no GPU found: using the CPU"))
         self._threads = _threads(spec, ranks.size)
         torch.set_num_threads(self._threads)
         resident = memory.resident_bytes()
@@ -131,7 +131,7 @@ class ModelRunner:
                 vocab_real=self.decoder.shard.vocab_real,
             )
             self._await_build(building, progress)
-            progress("sizing the KV pool", 0.0)
+            progress(Progress("build", detail="sizing the KV pool"))
             self.kv_blocks = self._size_pool(progress)
             per_block = self._predict(None).kv_bytes_per_block
             self.steps = self._executor(allocate_kv(self.decoder, self.kv_blocks, per_block, ranks.size))
@@ -142,7 +142,7 @@ class ModelRunner:
         if self.device.type == "cpu":
             self._stream = ThreadPoolExecutor(1, "engine-step", self._enter_thread)
         self._load_seconds = time.monotonic() - began
-        progress("ready", 1.0)
+        progress(Progress("ready"))
 
     # ── running steps ──────────────────────────────────────────────────────────────────────────────────
 
@@ -199,8 +199,7 @@ class ModelRunner:
 
     def _load(self, progress: ProgressCallback) -> None:
         if self.spec.load_format == "dummy":
-            progress("generating random weights", 0.0)
-            load_dummy(self.decoder, seed=0)
+            load_dummy(self.decoder, 0, progress)
         else:
             exchange = self.device.type == "cuda" and self.ranks.size > 1
             began = time.monotonic()
@@ -246,11 +245,11 @@ class ModelRunner:
         allowed = self.config.context_length
         if self.spec.max_model_len is None and 0 < blocks * BLOCK_TOKENS < allowed:
             self.max_model_len = min(blocks * BLOCK_TOKENS, self.max_model_len)
-            progress(
+            note = (
                 f"memory for the KV cache limits sequences to {self.max_model_len} tokens "
-                f"(the checkpoint allows {allowed})",
-                0.0,
+                f"(the checkpoint allows {allowed})"
             )
+            progress(Progress("build", detail="sizing the KV pool", note=note))
         return memory.check_blocks(blocks, self.max_model_len, per_block, given=given)
 
     def _blocks_that_fit(self, per_block: int) -> int:
@@ -280,7 +279,7 @@ class ModelRunner:
 
     def _await_build(self, building: KernelBuild, progress: ProgressCallback) -> None:
         if building.running:
-            progress("compiling kernels", 0.0)
+            progress(Progress("build", detail="compiling kernels"))
         building.wait()
         if self.device.type == "cuda":
             self._barrier()
@@ -295,7 +294,8 @@ class ModelRunner:
         reserve_pinned(_BYTES_PER_PROMPT_TOKEN * self.spec.max_num_batched_tokens)
         self._capture_graphs(progress)
         scratch = self._executor(self.decoder.allocate_kv(1))
-        warm_up(self.steps, scratch, self.max_model_len, self._padding, to_host)
+        progress(Progress("warm up", detail="running steps of every size"))
+        warm_up(self.steps, scratch, self.max_model_len, self._padding, to_host, progress)
 
     def _capture_graphs(self, progress: ProgressCallback) -> None:
         """Capture CUDA graphs of decode steps and of short prompt passes."""
@@ -307,7 +307,7 @@ class ModelRunner:
         graphs = DecodeGraphs(steps.decoder, steps.kv, steps.tables, steps.sampler, spec.max_num_seqs)
         graphs.capture(progress)
         prompts = PromptGraphs(steps.decoder, steps.kv, steps.tables, spec.max_num_batched_tokens)
-        prompts.capture()
+        prompts.capture(progress)
         torch.cuda.empty_cache()  # frees memory of the uncaptured passes that ran before each capture
         steps.graphs, steps.prompt_graphs = graphs, prompts
 

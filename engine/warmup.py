@@ -18,7 +18,8 @@ import torch
 from engine.device_tables import Padding
 from engine.forward import ForwardInput
 from engine.launched import StepResults
-from engine.messages import BLOCK_TOKENS
+from engine.messages import BLOCK_TOKENS, Progress
+from engine.progress import ProgressCallback, no_progress
 from engine.sampler import LOGPROB_ROWS
 from engine.sizing import gemm_sizes
 from engine.steps import StepExecutor
@@ -35,6 +36,7 @@ def warm_up(
     max_model_len: int,
     sizes: Padding,
     collect: Callable[[StepResults], object] = lambda results: None,
+    progress: ProgressCallback = no_progress,
 ) -> None:
     """Launch every kernel of steps that are not replayed from a graph. All ranks must call this function.
 
@@ -42,12 +44,12 @@ def warm_up(
     kind, and its tables are invalid afterwards. `collect` is called with the results of each step, to load
     the kernels that are launched when results are read.
     """
-    run_padded_passes(steps, sizes)
+    run_padded_passes(steps, sizes, progress)
     for plan in every_kind(max_model_len, sizes.results[-1], sizes.tokens[-1]):
         collect(apart.run(plan))
 
 
-def run_padded_passes(steps: StepExecutor, sizes: Padding) -> None:
+def run_padded_passes(steps: StepExecutor, sizes: Padding, progress: ProgressCallback = no_progress) -> None:
     """Run passes that contain only padding: passes with prompts, decode-only passes, and the computation of
     logits for every number of rows.
 
@@ -61,7 +63,9 @@ def run_padded_passes(steps: StepExecutor, sizes: Padding) -> None:
     # other passes. If the passes ran in increasing order, each would allocate additional memory, several
     # gigabytes in total.
     tokens = sizes.tokens[::-1]
-    for index in range(max(len(tokens), len(rows))):
+    count = max(len(tokens), len(rows))
+    for index in range(count):
+        progress(Progress("warm up", index, count, "passes", "passes of every size"))
         passes.run_prompts(tokens[min(index, len(tokens) - 1)], results=rows[min(index, len(rows) - 1)])
     for count in rows:
         passes.run_decodes(count)

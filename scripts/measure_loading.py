@@ -40,6 +40,7 @@ from engine.model.checkpoint import INDEX
 from engine.model.decoder import Decoder
 from engine.model.loader import load
 from engine.parallel import Ranks, join, single
+from engine.progress import no_progress
 from kernels import select_backend
 
 MAX_SHARD_BYTES = 4 << 30
@@ -91,7 +92,7 @@ def load_once(decoder: Decoder, arguments: argparse.Namespace, files: list[Path]
         drop_cache(files)
     several = decoder.ranks.size > 1
     began = time.perf_counter()
-    loaded = load(decoder, arguments.folder, lambda stage, fraction: None, exchange=several)
+    loaded = load(decoder, arguments.folder, no_progress, exchange=several)
     if arguments.device == "cuda":
         torch.cuda.synchronize()
     return loaded, time.perf_counter() - began

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,8 @@ from appliance.bench.processes import RawRun
 from appliance.bench.rates import LATE_MS, SATURATED, SLOW, Search, resolution
 from appliance.bench.results import Percentiles, Run
 from appliance.bench.session import Result
-from appliance.cli.output import Column, is_terminal, of_seconds, paint, printable, table, terminal_width
+from appliance.cli.output import Column, of_seconds, paint, printable, table
+from appliance.cli.status_line import StatusLine, bar
 
 _WIDTH = 80
 _RANKS = ("p50", "p90", "p99", "max")
@@ -147,23 +147,16 @@ class ProgressBar:
     """One line that is overwritten during a run, if standard error is a terminal."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
-        self._shows = is_terminal(self._stream)
-        self._is_drawn = False
+        self._line = StatusLine(stream)
 
     def show(self, title: str, load: Load, raw: RawRun | None) -> None:
         """Draw the progress of a run; None clears the line."""
-        if not self._shows:
-            return
         if raw is None:
-            if self._is_drawn:
-                print("\r\x1b[K", end="", file=self._stream, flush=True)
-            self._is_drawn = False
+            self._line.clear()
             return
         elapsed = max(0.001, time.monotonic() - raw.started_at)
         ended = len(raw.records)
         share = max(ended / load.requests, raw.chunks / (load.requests * load.output_tokens))
-        filled = round(16 * min(share, 1.0))
         failed = sum(bool(record.failure) for record in raw.records)
         parts = [
             f"{ended:,}/{load.requests:,}",
@@ -172,11 +165,7 @@ class ProgressBar:
             f"{raw.chunks / elapsed:,.0f} chunks/s",
             of_seconds(elapsed),
         ]
-        line = f"{title} [{'#' * filled}{'.' * (16 - filled)}] " + " · ".join(parts)
-        # A wrapped line could not be overwritten.
-        width = min(_WIDTH, terminal_width(self._stream) or _WIDTH) - 1
-        print(f"\r{line[:width]}\x1b[K", end="", file=self._stream, flush=True)
-        self._is_drawn = True
+        self._line.show(f"{title} {bar(share)} {' · '.join(parts)}")
 
 
 def _notes(result: Result, run: Run) -> Iterator[str]:

@@ -73,9 +73,9 @@ class FitReport(msgspec.Struct, kw_only=True):
 
 
 def show_fit(folder: str, settings: Mapping[str, Any], *, as_json: bool) -> int:
-    """Predict and print the memory of the model in `folder`. `settings` contains settings of the model by their
-    names in settings files. Returns exit code 1 if the model does not fit. Raises Failure if the folder or the
-    settings cannot be used."""
+    """Predict and print the memory of the model in `folder`. `settings` contains settings of the model by
+    their names in settings files. Returns exit code 1 if the model does not fit. Raises Failure if the folder
+    or the settings cannot be used."""
     model = _settings(folder, settings)
     try:
         check_files(Path(model.folder), this_process(), weights=False)
@@ -108,9 +108,7 @@ def fit_report(model: ModelSettings, found: MemoryFit) -> FitReport:
         device="cuda" if found.gpus else "cpu",
         ranks=found.ranks,
         gpus=[
-            FitGpu(
-                number=gpu.number, name=gpu.name, memory_bytes=gpu.memory_bytes, used_bytes=gpu.used_bytes
-            )
+            FitGpu(number=gpu.number, name=gpu.name, memory_bytes=gpu.memory_bytes, used_bytes=gpu.used_bytes)
             for gpu in found.gpus
         ],
         weight_bytes=found.weight_bytes,
@@ -126,7 +124,8 @@ def fit_report(model: ModelSettings, found: MemoryFit) -> FitReport:
         max_num_seqs=found.max_num_seqs,
         kv_tokens=found.kv_tokens,
         sequences=[
-            FitSequences(tokens=tokens, sequences=found.sequences(tokens)) for tokens in found.lengths()
+            FitSequences(tokens=tokens, sequences=found.sequences(tokens))
+            for tokens in (found.lengths() if shortage is None else [])
         ],
     )
 
@@ -134,7 +133,8 @@ def fit_report(model: ModelSettings, found: MemoryFit) -> FitReport:
 def fit_lines(report: FitReport, width: int | None) -> Iterator[str]:
     """Yield the report as lines of at most `width` columns; None means unlimited."""
     held = precision(report.dtype, report.weights, report.kv_cache_dtype)
-    yield f"{printable(report.folder)}: {report.model_type}, {report.parameters / 1e6:,.1f} M parameters in {held}"
+    millions = f"{report.parameters / 1e6:,.1f} M parameters"
+    yield f"{printable(report.folder)}: {report.model_type}, {millions} in {held}"
     for gpu in report.gpus:
         yield (
             f"GPU {gpu.number}: {printable(gpu.name)}, {of_bytes(gpu.memory_bytes)}, of which "
@@ -158,13 +158,11 @@ def fit_lines(report: FitReport, width: int | None) -> Iterator[str]:
     ]
     yield from table(columns, rows, width=width)
     yield ""
-    lengths = [(of_count(one.tokens), of_count(one.sequences)) for one in report.sequences]
-    yield from table(
-        (Column("SEQUENCE LENGTH", right=True), Column("RUNNING AT THE SAME TIME", right=True)),
-        lengths,
-        width=width,
-    )
-    yield ""
+    if report.sequences:
+        lengths = [(of_count(one.tokens), of_count(one.sequences)) for one in report.sequences]
+        headings = Column("SEQUENCE LENGTH", right=True), Column("RUNNING AT THE SAME TIME", right=True)
+        yield from table(headings, lengths, width=width)
+        yield ""
     yield paint("the model fits", "green") if report.fits else paint("the model does not fit", "red")
     if report.reason:
         yield printable(report.reason)

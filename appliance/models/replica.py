@@ -17,8 +17,9 @@ import msgspec
 
 from appliance.background import Background, Backoff
 from appliance.messages import ServedModel
+from appliance.models.load_progress import LoadProgress, load_text
 from appliance.models.placement import GpuPlacement, numbered
-from appliance.protocol import ReplicaState, ReplicaStatus, precision
+from appliance.protocol import LoadStatus, ReplicaState, ReplicaStatus, precision
 from appliance.rundir import new_rendezvous
 from appliance.settings import ModelSettings
 from appliance.traffic.credits import CreditAccount
@@ -146,8 +147,6 @@ class Replica:
         """The model's settings when the replica was created."""
         self.spec = settings.spec(name)
         self.state: ReplicaState = "stopped"
-        self.detail = ""
-        self.fraction: float | None = None
         self.restarts = 0
         self.last_error = ""
         self.failure = ""
@@ -181,6 +180,7 @@ class Replica:
         self._expected_failures = 0
         """Number of consecutive loads that failed for an expected reason."""
         self._next_start_at = 0.0
+        self._load = LoadProgress(time.monotonic())
         self._report: Report | None = None
         self._fatal: Fatal | None = None
         self._started_at = 0.0
@@ -230,7 +230,8 @@ class Replica:
 
     def start(self) -> None:
         """Launch the ranks."""
-        self.state, self.detail, self.fraction = "starting", "", None
+        self.state = "starting"
+        self._load = LoadProgress(time.monotonic())
         self.incarnation += 1
         self.described = None
         self.info = self.account = self._report = self._fatal = self._ready_at = None
@@ -258,7 +259,7 @@ class Replica:
         if self.group is not None:
             await self.group.stop(grace_s if self.account is not None else 0.0)
         self._placement.release(self.name)
-        self.state, self.detail = "stopped", ""
+        self.state = "stopped"
 
     def refuse(self, problem: str) -> None:
         """Do not start the replica, because a check of its model's files has found a problem. The files are
@@ -269,7 +270,6 @@ class Replica:
             self._events.replica_problem(self, problem)
         self.state, self.failure, self.last_error = "failed", problem, problem
         self.bad_checkpoint = True
-        self.detail, self.fraction = "", None
         self._start_later(_CHECK_AGAIN_S, self._check_files)
         self._events.replica_changed(self)
 
@@ -290,12 +290,15 @@ class Replica:
                 self._events.replica_silent(self)
             if silent_s > self.hang_limit_s:
                 self.kill(f"it did not report for {silent_s:.0f} s")
-        elif self.state in ("starting", "loading") and silent_s > self.load_timeout_s:
-            at = f" at {self.detail!r}" if self.detail else ""
-            self.kill(
-                f"no progress for {silent_s:.0f} s while {self.state}{at}: if the model's disk is that "
-                "slow, raise load_timeout_s"
-            )
+        elif self.state in ("starting", "loading"):
+            if line := self._load.due(time.monotonic()):
+                log.info("%s: %s", self.name, line)
+            if silent_s > self.load_timeout_s:
+                at = f" at {load_text(status)!r}" if (status := self._load_status()) else ""
+                self.kill(
+                    f"no progress for {silent_s:.0f} s while {self.state}{at}: if the model's disk is that "
+                    "slow, raise load_timeout_s"
+                )
 
     def _message(self, rank: int, message: RankOutbound) -> None:
         self._last_sign, self._expected_s = time.monotonic(), 0.0
@@ -325,15 +328,18 @@ class Replica:
                 )
 
     def _progress(self, progress: Progress) -> None:
-        # The log gets one line per stage. The status shows every step.
-        if self.state == "starting" or progress.stage != self.detail.rpartition(" ")[0]:
-            log.info("%s: %s", self.name, progress.stage)
-        self.state, self.fraction = "loading", progress.fraction
-        self.detail = f"{progress.stage} {progress.fraction:.0%}"
+        self.state = "loading"
+        if progress.note:
+            log.info("%s: %s", self.name, progress.note)
+        if line := self._load.report(progress, time.monotonic()):
+            log.info("%s: %s", self.name, line)
+
+    def _load_status(self) -> LoadStatus | None:
+        return self._load.status(time.monotonic()) if self.state == "loading" else None
 
     def _ready(self, info: ReplicaInfo) -> None:
         info = msgspec.structs.replace(info, devices=numbered(info.devices, self._gpus))
-        self.state, self.detail, self.fraction, self.info = "ready", "", None, info
+        self.state, self.info = "ready", info
         self._ready_at = time.monotonic()
         self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MAX_S)
         self._expected_failures, self.failure, self.bad_checkpoint = 0, "", False
@@ -360,7 +366,7 @@ class Replica:
             self._events.replica_lost(self)
         self.account = self.info = self._report = None
         if self._stopping or self.retiring:
-            self.state, self.detail = "stopped", ""
+            self.state = "stopped"
             return
         self.last_error = self._fatal.message if self._fatal else reason
         self._events.replica_problem(self, self.last_error)
@@ -377,7 +383,6 @@ class Replica:
             self.state, self.failure = "restarting", ""
             served_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
             delay_s = self._backoff.delay_s(served_s)
-        self.detail, self.fraction = "", None
         self.restarts += 1
         self._start_later(delay_s, self._check_files if self.failure else self.start)
         self._events.replica_changed(self)
@@ -405,12 +410,13 @@ class Replica:
         """Return the replica's status for operators."""
         known = _fields(self.info, ReplicaInfo) | _fields(self._report, ReplicaStats)
         # A report contains total credits, but operators need the currently available credits.
-        credit = self.account
+        credit, load = self.account, self._load_status()
         known |= {
             "name": self.name,
             "state": self.operator_state,
-            "detail": self._detail(),
-            "fraction": self.fraction,
+            "detail": self.detail,
+            "fraction": load.done / load.total if load is not None and load.total else None,
+            "load": load,
             "pids": self.group.pids if self.group else [],
             "tensor_parallel_size": self.spec.tensor_parallel_size,
             "links": self._placement.links(self._gpus),
@@ -423,13 +429,17 @@ class Replica:
         }
         return ReplicaStatus(**known)
 
-    def _detail(self) -> str:
+    @property
+    def detail(self) -> str:
+        """Explanation of the state for operators."""
+        if (load := self._load_status()) is not None:
+            return load_text(load)
         if self.state in ("restarting", "failed"):
             return f"restarts in {max(0.0, self._next_start_at - time.monotonic()):.1f} s"
         if self.silent:
             left_s = max(0.0, self.hang_limit_s - self.silent_s)
             return f"no report for {self.silent_s:.0f} s; will be killed and restarted in {left_s:.0f} s"
-        return self.detail
+        return ""
 
 
 def _fields(source: msgspec.Struct | None, kind: type[msgspec.Struct]) -> dict[str, Any]:

@@ -21,8 +21,9 @@ from engine.device import DeviceError
 from engine.families import read_config
 from engine.garbage import settle_garbage
 from engine.generate import LocalEngine
-from engine.messages import ReplicaInfo, ReplicaSpec
+from engine.messages import Progress, ReplicaInfo, ReplicaSpec
 from engine.parallel import RankLost
+from engine.progress import no_progress
 
 FAILURES = (CheckpointError, UnsupportedError, DeviceError, MemoryError, torch.OutOfMemoryError, RankLost)
 """Engine exceptions that are reported by message only, without a traceback."""
@@ -117,7 +118,7 @@ def _start(
     )
     if arguments.gpu_memory_utilization is not None:
         spec = msgspec.structs.replace(spec, gpu_memory_utilization=arguments.gpu_memory_utilization)
-    engine = LocalEngine(spec, _show if sys.stderr.isatty() else lambda stage, fraction: None)
+    engine = LocalEngine(spec, _show if sys.stderr.isatty() else no_progress)
     settle_garbage()
     return engine
 
@@ -149,6 +150,7 @@ def _max_model_len(
     return given or needed
 
 
-def _show(stage: str, fraction: float) -> None:
-    text = "" if stage == "ready" else f"{stage} {fraction:.0%}"
+def _show(progress: Progress) -> None:
+    share = f" {progress.done / progress.total:.0%}" if progress.total else ""
+    text = "" if progress.stage == "ready" else f"{progress.stage} {progress.detail}{share}"
     print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -15,13 +15,14 @@ import torch
 
 from engine.config import ModelConfig
 from engine.forward import ForwardInput
-from engine.messages import BLOCK_TOKENS
+from engine.messages import BLOCK_TOKENS, Progress
 from engine.model.halves import run_in_halves, split_attention
 from engine.model.kinds import LAYER_KINDS
 from engine.model.layers import LayerInput, ParameterFactory, WeightShard, run_layer
 from engine.model.rotary import rotary_table
 from engine.model.weight_fit import WeightFit
 from engine.parallel import Ranks
+from engine.progress import ProgressCallback
 from kernels import KvPool, Ops, Residual
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -187,7 +188,7 @@ class Decoder:
             weight_shards.append(WeightShard("lm_head.weight", whole, self.head[:real], 0, start))
         return weight_shards
 
-    def finish(self) -> None:
+    def finish(self, progress: ProgressCallback) -> None:
         """Clear the padding, and pack the weights into the backend's layout. Call once, after all weights
         have been filled.
 
@@ -196,7 +197,8 @@ class Decoder:
         """
         self.embedding[self.shard.vocab_real :] = 0
         self.head[self.shard.vocab_real :] = 0
-        for layer in self.layers:
+        for done, layer in enumerate(self.layers):
+            progress(Progress("convert", done, len(self.layers), "layers"))
             layer.pack()
         packed = self.ops.pack_weight(self.head)
         assert isinstance(packed, torch.Tensor)

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from engine.config import CheckpointError
+from engine.messages import Progress
 from engine.model.block_scales import dequantised, fill_scales, scale_shape
 from engine.model.checkpoint import TensorEntry, read_entries
 from engine.model.decoder import Decoder
@@ -25,7 +26,7 @@ from engine.model.layers import WeightShard
 from engine.model.slices import TensorSlice
 from engine.model.streaming import stream
 from engine.model.weight_file import keep_cached
-from engine.progress import ProgressCallback
+from engine.progress import ProgressCallback, no_progress
 
 _LOADABLE = ("F32", "BF16", "F16")
 _FP8 = "F8_E4M3"
@@ -60,13 +61,13 @@ def load(decoder: Decoder, folder: str | Path, progress: ProgressCallback, *, ex
     _check(entries, shards, folder, tied=config.tie_word_embeddings, blocks=config.fp8_blocks)
     with decoder.fit.explained():
         done = _fill(shards, entries, decoder, progress, exchange)
-        _finish(decoder)
+        _finish(decoder, progress)
     if decoder.ranks.rank == 0:
         keep_cached(sorted({entries[name].file for name in shards}))
     return done
 
 
-def load_dummy(decoder: Decoder, seed: int) -> int:
+def load_dummy(decoder: Decoder, seed: int, progress: ProgressCallback = no_progress) -> int:
     """Fill every weight with random numbers generated on the device, and return the size of the weights in
     bytes.
 
@@ -74,14 +75,20 @@ def load_dummy(decoder: Decoder, seed: int) -> int:
     depends only on its name, the seed, the dtype and the device type. The slices of all ranks therefore form
     the same model for any number of ranks. Raises WeightsTooLarge if a GPU runs out of memory.
     """
-    done = 0
+    done, reported_at = 0, 0.0
     with decoder.fit.explained():
-        for shard in decoder.weight_shards():
+        shards = decoder.weight_shards()
+        total = sum(shard.target.nbytes for shard in shards if shard.target is not None)
+        for shard in shards:
             if shard.target is None:
                 continue
             _randomise(shard, decoder, seed)
             done += shard.target.nbytes
-        _finish(decoder)
+            now = time.monotonic()
+            if now - reported_at >= _PROGRESS_S or done == total:
+                reported_at = now
+                progress(Progress("read", done, total, "bytes", "random weights"))
+        _finish(decoder, progress)
     return done
 
 
@@ -245,7 +252,7 @@ def _fill(
         now = time.monotonic()
         if part.entry.file != file or now - reported_at >= _PROGRESS_S or done == total:
             file, reported_at = part.entry.file, now
-            progress(f"loading {file.name}", done / total)
+            progress(Progress("read", done, total, "bytes", file.name))
     return done
 
 
@@ -316,8 +323,8 @@ def _read_scales(
     return {name.removesuffix(suffix): scales for name, scales in found.items()}
 
 
-def _finish(decoder: Decoder) -> None:
-    decoder.finish()
+def _finish(decoder: Decoder, progress: ProgressCallback) -> None:
+    decoder.finish(progress)
     if decoder.device.type == "cuda":
         # Memory cached by the allocator would be counted as activations when the KV pool is sized.
         torch.cuda.empty_cache()

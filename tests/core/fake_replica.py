@@ -82,7 +82,7 @@ class FakeReplica:
 
     def start(self, spec: ReplicaSpec) -> None:
         self.folder = Path(spec.model_path)
-        self.control.send(Progress("loading", 0.5))
+        self.control.send(Progress("read", 1 << 20, 2 << 20, "bytes", "model.safetensors"))
         script = Path(spec.model_path) / "fake.json"
         while "hang" in (does := said(script)):
             time.sleep(0.05)  # A hanging replica reads no messages, like a rank that is loading.

@@ -84,7 +84,7 @@ def test_the_service_manager_is_told_loading_ready_and_drained(
     script = tmp_path / "m" / "fake.json"
     script.write_text(json.dumps({"hang": True}))
     service.start()
-    wait_until(lambda: heard.says(STATUS="loading: m-0"), what="the load")
+    wait_until(lambda: heard.says(STATUS="loading: m-0 read 50% of 2.0 MiB"), what="the progress")
     asked = heard.count("EXTEND_TIMEOUT_USEC")
     wait_until(lambda: heard.count("EXTEND_TIMEOUT_USEC") >= asked + 2, what="time to load")
     assert not heard.says(READY="1")

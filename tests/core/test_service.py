@@ -317,10 +317,16 @@ def test_a_replica_that_ends_while_it_loads_is_restarted(make_service: Make) -> 
     service = make_service("load_timeout_s = 2")
     (service.folder / "m" / "fake.json").write_text(json.dumps({"hang": True}))
     service.start()
+    wait_until(lambda: service.state() != "down")
+    wait_until(lambda: service.admin.status().models[0].replicas[0].load is not None)
+    (replica,) = service.admin.status().models[0].replicas
+    assert replica.load is not None and (replica.load.stage, replica.load.unit) == ("read", "bytes")
+    assert replica.fraction == 0.5 and replica.detail.startswith("read 50% of 2.0 MiB")
     wait_until(lambda: service.state() == "degraded")
     (service.folder / "m" / "fake.json").unlink()
     service.have_time_to_load()
     service.wait_ready()
+    assert "m-0: read 2.0 MiB (model.safetensors); start took" in service.log.read_text()
     (replica,) = service.admin.status().models[0].replicas
     assert "no progress" in replica.last_error and "load_timeout_s" in replica.last_error
 

@@ -22,6 +22,7 @@ from engine.messages import RankInbound, ReplicaSpec
 from engine.parallel import Ranks
 from engine.peer_watch import PeerWatch
 from engine.plan_channel import plan_channel
+from engine.progress import no_progress
 from engine.replica import follow
 from engine.runner import ModelRunner
 from engine.wire import Channel, socketpair
@@ -64,7 +65,7 @@ class Member:
         self.peers = self._connect()
 
     def runner(self, spec: ReplicaSpec) -> ModelRunner:
-        return ModelRunner(spec, self.ranks, lambda stage, fraction: None)
+        return ModelRunner(spec, self.ranks, no_progress)
 
     def follow_rank_0(self, runner: ModelRunner) -> None:
         """Execute the plans of rank 0 until it closes the channel."""

@@ -21,6 +21,7 @@ from engine.model.loader import load
 from engine.model.slices import TensorSlice
 from engine.model.streaming import BLOCK_BYTES, no_target, stream
 from engine.model.weight_file import WeightFile
+from engine.progress import no_progress
 from kernels import select_backend
 from tests.engine.model.checkpoints import Case, Fp8, make, quantise
 
@@ -51,7 +52,7 @@ def _loaded(folder: Path, device: str, dtype: torch.dtype, ranks: Any, fp8: bool
     found: dict[str, torch.Tensor] = {}
     pieces = decoder.weight_shards()
     with torch.inference_mode():
-        load(decoder, folder, lambda stage, fraction: None)
+        load(decoder, folder, no_progress)
     for piece in pieces:
         if piece.target is not None:
             found[piece.name] = piece.target.cpu().contiguous().view(torch.uint8)
@@ -139,7 +140,7 @@ def test_memory_used_for_loading_is_released(folder: Path, fp8: bool) -> None:
     ranks: Any = PlaceOfRank(1, 0)
     decoder = Decoder(read_config(folder), ranks, ops, torch.bfloat16, device, fp8=fp8)
     before = torch.cuda.memory_reserved()
-    load(decoder, folder, lambda stage, fraction: None)
+    load(decoder, folder, no_progress)
     assert torch.cuda.memory_reserved() <= before
 
 

@@ -79,3 +79,32 @@ def test_in_a_terminal_ctrl_c_is_the_chats_and_ctrl_d_ends_the_demo() -> None:
     demo.type("\x04")
     demo.expect("The service stopped cleanly.")
     assert demo.exit_code() == 0
+
+
+def test_an_installation_shows_signs_of_life(tmp_path: Path) -> None:
+    """The packages are installed by a stand-in for pip that takes a while."""
+    pip = "#!/bin/sh\ncase $* in *install*) sleep 3; exit $CODE;; esac\n"
+    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").write_text(pip)
+    (tmp_path / ".venv" / "bin" / "python").chmod(0o755)
+    environment = Path(__file__).resolve().parents[2] / "scripts" / "environment"
+    script = f'. "{environment}"; sleep() {{ command sleep 1; }}; make_environment demo'
+
+    def install(code: int) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "-euc", script],
+            cwd=tmp_path,
+            env={**os.environ, "CODE": str(code)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    failed = install(1)
+    assert failed.returncode == 1 and "pip could not install the packages" in failed.stderr
+    done = install(0)
+    assert done.returncode == 0
+    assert "still installing: " in done.stderr and "in .venv" in done.stderr
+    assert install(0).stderr == "", "nothing is left to install"

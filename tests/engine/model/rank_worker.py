@@ -13,6 +13,7 @@ from engine.families import read_config
 from engine.model.decoder import Decoder
 from engine.model.loader import load, load_dummy
 from engine.parallel import RankLost, Ranks, join
+from engine.progress import no_progress
 from kernels import Residual, select_backend
 
 from .driver import Driver, teacher_forced
@@ -51,7 +52,7 @@ def logits_of(
     if dummy:
         load_dummy(decoder, seed=3)
     else:
-        load(decoder, folder, lambda stage, fraction: None, exchange=exchange)
+        load(decoder, folder, no_progress, exchange=exchange)
     return teacher_forced(Driver(decoder, blocks=8), tokens, PROMPTS, CHUNK_SIZES, DECODES)
 
 

@@ -16,6 +16,7 @@ from engine.families import read_config
 from engine.model.decoder import Decoder
 from engine.model.loader import load, load_dummy
 from engine.parallel import Ranks, single
+from engine.progress import no_progress
 from engine.sizing import weights_dtype
 from kernels import Fp8Weight, select_backend
 from kernels.reference import dequantise, quantise_blocks, quantise_fp8, round_in_groups
@@ -81,7 +82,7 @@ def _decoder(folder: Path, ranks: Ranks | None = None, *, blocks: bool = True) -
 
 def _load(folder: Path, ranks: Ranks | None = None, *, blocks: bool = True) -> Decoder:
     decoder = _decoder(folder, ranks, blocks=blocks)
-    load(decoder, folder, lambda stage, fraction: None)
+    load(decoder, folder, no_progress)
     return decoder
 
 
@@ -119,7 +120,7 @@ def test_every_rank_has_the_numbers_and_scales_of_its_part(
     def compare(ranks: Ranks) -> int:
         decoder = _decoder(tmp_path, ranks)
         shards = {shard.name: shard for shard in decoder.weight_shards()}
-        load(decoder, tmp_path, lambda stage, fraction: None)
+        load(decoder, tmp_path, no_progress)
         quantised = [shard for shard in shards.values() if shard.block is not None]
         for shard in quantised:
             assert shard.target is not None and shard.scales is not None
@@ -152,7 +153,7 @@ def test_ranks_that_cut_blocks_are_as_close_to_the_unquantised_model_as_one_rank
     save_file(meant, plain / "model.safetensors")
     config = read_config(plain)
     decoder = Decoder(config, single(), select_backend("cpu"), torch.float32, torch.device("cpu"))
-    load(decoder, plain, lambda stage, fraction: None)
+    load(decoder, plain, no_progress)
     exact = torch.cat(_logits(decoder))
     error_of_one, error_of_four = (
         float((found - exact).square().mean().sqrt()) for found in (alone, torch.cat(first))

@@ -18,6 +18,7 @@ from engine.model.decoder import Decoder
 from engine.model.layers import WeightShard
 from engine.model.loader import load
 from engine.parallel import single
+from engine.progress import no_progress
 from kernels import Fp8Weight, Weight, select_backend
 from kernels.reference import quantise_fp8
 
@@ -70,7 +71,7 @@ def _load(folder: Path, quantised: bool = False) -> Decoder:
         torch.device("cpu"),
         fp8=config.fp8 or quantised,
     )
-    load(decoder, folder, lambda stage, fraction: None)
+    load(decoder, folder, no_progress)
     return decoder
 
 

@@ -16,12 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import CheckpointError
 from engine.families import read_config
+from engine.messages import Progress
 from engine.model.decoder import Decoder
 from engine.model.layers import WeightShard
 from engine.model.loader import load, load_dummy
 from engine.model.slices import TensorSlice
 from engine.model.streaming import stream
 from engine.parallel import single
+from engine.progress import no_progress
 from kernels import select_backend
 from kernels.reference import quantise_fp8
 
@@ -78,7 +80,7 @@ def _decoder(folder: Path, ranks: Any = None, fp8: bool = False) -> Decoder:
 
 
 def _load(folder: Path) -> int:
-    return load(_decoder(folder), folder, lambda stage, fraction: None)
+    return load(_decoder(folder), folder, no_progress)
 
 
 def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], file: str = SINGLE) -> None:
@@ -99,33 +101,36 @@ def _framed(header: bytes) -> bytes:
 
 
 def test_everything_is_read_once_and_progress_ends_at_one(sharded: Path) -> None:
-    seen: list[tuple[str, float]] = []
+    seen: list[Progress] = []
     decoder = _decoder(sharded)
     parameters = [piece.target for piece in decoder.weight_shards() if piece.target is not None]
     for target in parameters:
         target.fill_(torch.nan)
-    read = load(decoder, sharded, lambda stage, fraction: seen.append((stage, fraction)))
+    read = load(decoder, sharded, seen.append)
     shards = sorted(sharded.glob("*.safetensors"))
     assert len(shards) > 2
     assert read == sum(tensor.nbytes for shard in shards for tensor in load_file(shard).values())
     assert not any(target.isnan().any() for target in parameters)
-    fractions = [fraction for _, fraction in seen]
-    assert fractions == sorted(fractions)
-    assert fractions[-1] == 1.0
-    assert {stage for stage, _ in seen} == {f"loading {shard.name}" for shard in shards}
+    reading = [progress for progress in seen if progress.stage == "read"]
+    assert [progress.done for progress in reading] == sorted(progress.done for progress in reading)
+    assert reading[-1].done == reading[-1].total == read
+    assert {progress.detail for progress in reading} == {shard.name for shard in shards}
+    converting = [progress for progress in seen if progress.stage == "convert"]
+    assert [progress.done for progress in converting] == list(range(decoder.config.layers))
+    assert seen == [*reading, *converting]
 
 
 def test_progress_is_reported_for_each_file_and_at_an_interval(
     sharded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shards = [f"loading {shard.name}" for shard in sorted(sharded.glob("*.safetensors"))]
+    shards = [shard.name for shard in sorted(sharded.glob("*.safetensors"))]
     seen: list[str] = []
     monkeypatch.setattr("engine.model.loader.time.monotonic", lambda: 0.0)
-    load(_decoder(sharded), sharded, lambda stage, fraction: seen.append(stage))
-    assert seen == [*shards, shards[-1]]
+    load(_decoder(sharded), sharded, lambda progress: seen.append(progress.detail))
+    assert [name for name in seen if name] == [*shards, shards[-1]]
     hours = iter(range(10_000))
     monkeypatch.setattr("engine.model.loader.time.monotonic", lambda: float(next(hours)))
-    load(_decoder(sharded), sharded, lambda stage, fraction: seen.append(stage))
+    load(_decoder(sharded), sharded, lambda progress: seen.append(progress.detail))
     assert len(seen) > 2 * len(shards) + 10
 
 
@@ -139,7 +144,7 @@ def test_a_rank_loads_exactly_its_slices(
     tensors = tensors_of(sharded)
     decoder = _decoder(sharded, ranks=PlaceOfRank(2, rank), fp8=fp8)
     pieces = decoder.weight_shards()
-    load(decoder, sharded, lambda stage, fraction: None)
+    load(decoder, sharded, no_progress)
     check_weights(pieces, tensors)
 
 
@@ -148,9 +153,9 @@ def test_unconverted_tensors_are_read_directly_into_the_weights(
 ) -> None:
     filled: list[str] = []
     monkeypatch.setattr(WeightShard, "fill", lambda piece, part: filled.append(piece.name))
-    load(_decoder(sharded), sharded, lambda stage, fraction: None)
+    load(_decoder(sharded), sharded, no_progress)
     assert not filled
-    load(_decoder(sharded, ranks=PlaceOfRank(2, 0)), sharded, lambda stage, fraction: None)
+    load(_decoder(sharded, ranks=PlaceOfRank(2, 0)), sharded, no_progress)
     # only some columns of each row
     assert {name.split(".")[-2] for name in filled} == {"o_proj", "down_proj"}
 
@@ -167,7 +172,7 @@ def test_tensors_that_every_rank_reads_whole_are_shared(
 
     monkeypatch.setattr("engine.model.loader.stream", recorded)
     decoder = _decoder(sharded, ranks=PlaceOfRank(ranks, 0))
-    load(decoder, sharded, lambda stage, fraction: None)
+    load(decoder, sharded, no_progress)
     shared = {part.name for part in asked if part.shared}
     if ranks == 1:
         assert not shared
@@ -183,7 +188,7 @@ def test_the_first_rank_has_every_file_kept_in_the_page_cache(
 ) -> None:
     kept: list[Path] = []
     monkeypatch.setattr("engine.model.loader.keep_cached", kept.extend)
-    load(_decoder(sharded, ranks=PlaceOfRank(2, rank)), sharded, lambda stage, fraction: None)
+    load(_decoder(sharded, ranks=PlaceOfRank(2, rank)), sharded, no_progress)
     assert kept == ([] if rank else sorted(sharded.glob("*.safetensors")))
 
 
@@ -360,7 +365,7 @@ def test_no_weight_is_read_before_everything_is_checked(sharded: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-4])
     seen: list[str] = []
     with pytest.raises(CheckpointError):
-        load(_decoder(sharded), sharded, lambda stage, fraction: seen.append(stage))
+        load(_decoder(sharded), sharded, lambda progress: seen.append(progress.detail))
     assert seen == []
 
 
@@ -411,7 +416,7 @@ def test_ranks_that_exchange_columns_read_every_byte_once(
     read = [0, 0]
 
     def run(rank: int) -> None:
-        read[rank] = load(decoders[rank], sharded, lambda stage, fraction: None, exchange=True)
+        read[rank] = load(decoders[rank], sharded, no_progress, exchange=True)
 
     threads = [threading.Thread(target=run, args=(rank,), name=str(rank)) for rank in range(2)]
     for thread in threads:

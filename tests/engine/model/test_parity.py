@@ -13,6 +13,7 @@ from engine.families import read_config
 from engine.model.decoder import Decoder
 from engine.model.loader import load
 from engine.parallel import single
+from engine.progress import no_progress
 from kernels import select_backend
 
 from .checkpoints import EXPERTS, OLMOE_EXPERTS, QWEN2_EXPERTS, QWEN3_EXPERTS, Case, make, oracle
@@ -179,7 +180,7 @@ def _load(folder: Path, max_model_len: int | None = None) -> Decoder:
         torch.device("cpu"),
         max_model_len=max_model_len,
     )
-    load(decoder, folder, lambda stage, fraction: None)
+    load(decoder, folder, no_progress)
     return decoder
 
 
@@ -261,7 +262,7 @@ def test_a_decoder_in_half_precision_stays_near_float32(dtype: torch.dtype, tmp_
     folder = make(Case("half", "llama", {"attention_bias": True}), tmp_path)
     config = read_config(folder)
     decoder = Decoder(config, single(), select_backend("cpu"), dtype, torch.device("cpu"))
-    load(decoder, folder, lambda stage, fraction: None)
+    load(decoder, folder, no_progress)
     tokens = _tokens(140, config.vocab_size)
     (found,) = teacher_forced(Driver(decoder, blocks=4), tokens, [130], [64], 10)
     (exact,) = teacher_forced(Driver(_load(folder), blocks=4), tokens, [130], [64], 10)

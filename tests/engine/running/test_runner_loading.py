@@ -52,7 +52,7 @@ def test_without_kv_blocks_the_pool_is_sized_from_free_memory(
     short = ModelRunner(
         spec_of(folder, kv_blocks=None, gpu_memory_utilization=0.5),
         single(),
-        lambda stage, fraction: said.append(stage),
+        lambda progress: said.append(progress.note),
     )
     assert (short.kv_blocks, short.max_model_len, short.info().max_model_len) == (3, 192, 192)
     assert "memory for the KV cache limits sequences to 192 tokens (the checkpoint allows 256)" in said
@@ -69,7 +69,7 @@ def test_the_maximum_length_is_lowered_to_what_memory_holds(
     monkeypatch.setattr(memory, "CPU_MAX_KV_BYTES", 10 * 2 * 2 * 2 * 64 * 16 * 4)
     said: list[str] = []
     runner = ModelRunner(
-        spec_of(tmp_path, kv_blocks=kv_blocks), single(), lambda stage, fraction: said.append(stage)
+        spec_of(tmp_path, kv_blocks=kv_blocks), single(), lambda progress: said.append(progress.note)
     )
     assert (runner.kv_blocks, runner.info().max_model_len) == (10, 640)
     assert (
@@ -149,7 +149,9 @@ def test_a_fallback_to_the_cpu_is_reported_and_an_explicit_gpu_request_fails(fol
     with pytest.raises(DeviceError, match="needs 1 CUDA device, but only 0"):
         ModelRunner(spec_of(folder, device="cuda"), single(), quiet)
     said: list[str] = []
-    runner = ModelRunner(spec_of(folder, device="auto"), single(), lambda stage, fraction: said.append(stage))
+    runner = ModelRunner(
+        spec_of(folder, device="auto"), single(), lambda progress: said.append(progress.note)
+    )
     assert runner.info().backend == "cpu"
     assert "no GPU found: using the CPU" in said
     runner.close()
