@@ -24,6 +24,16 @@ Target = Annotated[
         show_default=False,
     ),
 ]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="A setting of the model, as in [models.NAME] of a settings file, such as max_num_seqs=32. "
+        "May be repeated.",
+        show_default=False,
+    ),
+]
 Wait = Annotated[bool, typer.Option("--wait", help="Return when the operation is complete.")]
 
 
@@ -37,22 +47,30 @@ def models_add(
             show_default=False,
         ),
     ],
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="NAME=VALUE",
-            help="A setting of the version, as in [models.NAME] of a settings file, such as max_num_seqs=32. "
-            "May be repeated.",
-            show_default=False,
-        ),
-    ] = None,
+    settings: Settings = None,
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
     from appliance.cli.models import add_model
 
     add_model(run_dir, name_folder, settings or [], as_json=json)
+
+
+@models.command("fit")
+def models_fit(
+    folder: Annotated[
+        str,
+        typer.Argument(metavar="FOLDER", help="Folder of a Hugging Face checkpoint.", show_default=False),
+    ],
+    settings: Settings = None,
+    json: Json = False,
+) -> None:
+    """Predict the memory of a model before it is loaded, and how many sequences run at the same time. The
+    exit code is 1 if the model does not fit into the memory that is free."""
+    from appliance.cli.fit import show_fit
+    from appliance.cli.models import setting
+
+    raise typer.Exit(show_fit(folder, dict(map(setting, settings or [])), as_json=json))
 
 
 @models.command("list")

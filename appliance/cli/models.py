@@ -5,18 +5,27 @@ from __future__ import annotations
 import os
 import sys
 import tomllib
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
 
-from appliance.actions import AddModel, SetAlias
+from appliance.actions import AddModel, SetAlias, action_of
 from appliance.cli.actions import perform
 from appliance.cli.failure import CommandLineError, Failure
 from appliance.cli.output import Column, of_count, print_json, print_table, printable
 from appliance.cli.service import admin_client
+from appliance.cli.status_line import loads_shown
 from appliance.cli.times import local
-from appliance.protocol import AddedVersion, RegisteredModel, RegisteredVersion, VersionStatus
+from appliance.protocol import (
+    AddedVersion,
+    RegisteredModel,
+    RegisteredVersion,
+    ReplicaStatus,
+    VersionStatus,
+)
 from appliance.quantities import of_bytes
+from appliance.settings import named_folder
 
 _COLOURS = {"ready": "green", "loading": "yellow", "draining": "yellow", "failed": "red"}
 _LIST = (
@@ -41,13 +50,9 @@ _LOADED = (
 
 def add_model(run_dir: str | None, model: str, settings: list[str], *, as_json: bool) -> None:
     """Add a checkpoint to the registry. `model` is NAME=FOLDER or FOLDER."""
-    name, equals, folder = model.partition("=")
-    if not equals:
-        name, folder = "", model
+    name, folder = named_folder(model)
     folder = os.path.abspath(os.path.expanduser(folder))
-    added = AddModel(
-        name=name or os.path.basename(folder), folder=folder, settings=dict(map(_setting, settings))
-    )
+    added = AddModel(name=name, folder=folder, settings=dict(map(setting, settings)))
     perform(run_dir, added, as_json=as_json, show=_show_added)
 
 
@@ -134,8 +139,14 @@ def show_model(run_dir: str | None, name: str, *, as_json: bool) -> None:
 
 
 def change(run_dir: str | None, action: msgspec.Struct, *, yes: bool = False, as_json: bool) -> None:
-    """Perform an action whose result is the state of a version."""
-    perform(run_dir, action, yes=yes, as_json=as_json, show=_show_status)
+    """Perform an action whose result is the state of a version. While it runs, show the progress of the
+    model's loads if standard error is a terminal."""
+    declared = action_of(action)
+    name = declared.target_name(action).partition("@")[0]
+    # The progress must not overwrite a confirmation prompt.
+    shown = loads_shown(lambda: _replicas(run_dir, name)) if declared.danger == "none" else nullcontext()
+    with shown:
+        perform(run_dir, action, yes=yes, as_json=as_json, show=_show_status)
 
 
 def set_alias(run_dir: str | None, alias: str, target: str | None, *, delete: bool, as_json: bool) -> None:
@@ -150,6 +161,13 @@ def _models(run_dir: str | None) -> list[RegisteredModel]:
         return client.models()
 
 
+def _replicas(run_dir: str | None, name: str) -> list[ReplicaStatus]:
+    """Return the replicas of all loaded versions of a model."""
+    with admin_client(run_dir) as client:
+        models = client.status().models
+    return [replica for model in models if model.name.partition("@")[0] == name for replica in model.replicas]
+
+
 def _without_files(model: RegisteredModel) -> dict[str, Any]:
     shown: dict[str, Any] = msgspec.to_builtins(model)
     for version in shown["versions"]:
@@ -157,7 +175,7 @@ def _without_files(model: RegisteredModel) -> dict[str, Any]:
     return shown
 
 
-def _setting(text: str) -> tuple[str, Any]:
+def setting(text: str) -> tuple[str, Any]:
     """Parse NAME=VALUE. A value that is not TOML is a text, so quotes can be omitted."""
     name, equals, value = text.partition("=")
     if not equals or not name:

@@ -39,6 +39,7 @@ from appliance.settings.load import (
     demo_model_folder,
     load_settings,
     model_name_of,
+    named_folder,
     read_settings,
 )
 
@@ -65,6 +66,7 @@ __all__ = [
     "find_config",
     "load_settings",
     "model_name_of",
+    "named_folder",
     "parse_address",
     "read_settings",
     "read_tables",

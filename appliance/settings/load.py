@@ -100,7 +100,7 @@ def _lay_flags_over(tables: Tables, flags: Flags) -> None:
             del places[place]
     for text in flags.models:
         at = Place("--model")
-        name, folder = _named_folder(text)
+        name, folder = named_folder(text)
         if not name or not folder:
             raise SettingsError(
                 faults.Fault(
@@ -127,7 +127,7 @@ def _lay_flags_over(tables: Tables, flags: Flags) -> None:
                 places[("models", model_name, name)] = Place(_option(name))
 
 
-def _named_folder(text: str) -> tuple[str, str]:
+def named_folder(text: str) -> tuple[str, str]:
     """Split the value of --model into a model's name and its folder. Without a name, the model has the name
     of its folder."""
     name, equals, folder = text.partition("=")

@@ -166,11 +166,11 @@ def renders_templates(process: psutil.Process) -> bool:
 
 
 @contextmanager
-def service(*flags: str) -> Iterator[Service]:
+def service(*flags: str, kind: type[Service] = Service) -> Iterator[Service]:
     """Start a service. At the end of the block, the service is stopped, or killed together with all processes
     that it started."""
     folder = Path(tempfile.mkdtemp(prefix="appl-"))
-    running = Service(folder, *flags)
+    running = kind(folder, *flags)
     processes: list[psutil.Process] = []
     try:
         running.start()
