@@ -19,7 +19,7 @@ from appliance.models.readable import this_process
 from appliance.settings import ModelSettings
 from engine.client import module_command, module_environment
 
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 120.0
 """Time limit for the checks of all models."""
 
 Findings = dict[str, list[ModelFinding]]

@@ -74,6 +74,7 @@ class TemplateProcess:
         sources: Mapping[str, str],
         special_tokens: Mapping[str, str],
         max_render_s: float = MAX_RENDER_S,
+        max_compile_s: float = MAX_COMPILE_S,
     ) -> None:
         """Prepare the templates. The process is started later.
 
@@ -81,7 +82,7 @@ class TemplateProcess:
         - `special_tokens`: texts by name, as templates use them (`bos_token`).
         """
         self._compile = Compile(dict(sources), dict(special_tokens))
-        self._max_render_s = max_render_s
+        self._max_render_s, self._max_compile_s = max_render_s, max_compile_s
         self.bounds_exceeded = 0
         """Number of conversations that were not rendered because a limit was exceeded."""
         self.problem = ""
@@ -200,7 +201,7 @@ class TemplateProcess:
             raise ChatTemplateError("this model is no longer served")
         began = time.monotonic()
         child = self._child = _Child(self._background, self._max_render_s + _ALARM_GRACE_S)
-        await child.ask(self._compile, MAX_COMPILE_S)
+        await child.ask(self._compile, self._max_compile_s)
         log.info("compiled the chat templates in %.2f s", time.monotonic() - began)
         return child
 
