@@ -176,7 +176,9 @@ class ModelAdmin:
             unit = unit_name(name, record.version)
             if version in (None, record.version) and self._state(unit)[0] not in ("available", "failed"):
                 raise ConflictError(f"{unit} is loaded: unload it first with: appliance models unload {unit}")
-        await committed(self.operations.registry.remove(actor=actor, model=name, version=version))
+        removed = await committed(self.operations.registry.remove(actor=actor, model=name, version=version))
+        for record in removed:
+            self.operations.failures.pop(unit_name(name, record.version), None)
         self.fronts.publish_configuration()
         return done(f"{asked.model} removed; its files are kept")
 

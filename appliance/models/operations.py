@@ -127,7 +127,11 @@ class ModelOperations:
                 return
             await asyncio.wait([unloading])
         if unit in self._routing.usable:
-            return
+            if not self._manager.failure(unit):
+                return
+            # Its replicas have failed since it was loaded. Load it again from the beginning.
+            self._routing.usable.discard(unit)
+            await self._manager.unload(unit, 0.0)
         if (task := self._loads.get(unit)) is None:
             task = asyncio.get_running_loop().create_task(self._load(unit, record))
             self._loads[unit] = task
@@ -163,7 +167,7 @@ class ModelOperations:
                 await self._start(unit, record, settings)
         except BaseException as error:
             await self._manager.unload(unit, 0.0)
-            if isinstance(error, LoadError):
+            if isinstance(error, LoadError) and not isinstance(error, NoRoomError):
                 self.failures[unit] = str(error)
                 log.warning("%s could not be loaded: %s", unit, error)
             raise
@@ -269,6 +273,8 @@ class ModelOperations:
     ) -> None:
         old, new = (unit_name(one.model, one.version) for one in (former, wanted))
         was_loaded = new in self._routing.usable
+        if old in self._loads:
+            raise LoadError(f"{old} is being loaded: wait until it is ready, or unload it first")
         if old in self._routing.usable:
             try:
                 await self.load(wanted)
