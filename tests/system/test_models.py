@@ -152,6 +152,44 @@ def test_every_command_is_audited(running: Service) -> None:
     assert {("models.add", "ok"), ("models.load", "ok"), ("models.load", "refused")} <= found
 
 
+def test_an_unloaded_model_is_not_served_and_a_loaded_one_survives_a_restart(
+    running: Service, folders: list[Path]
+) -> None:
+    models(running, "unload", "chat", "--wait", "--yes")
+    assert states(running, "chat") == {1: "available", 2: "available"}
+    assert served(running) == [] and ask(running, "chat")[0] == 404
+    models(running, "load", "chat@2", "--wait")
+    models(running, "alias", "assistant", "chat@2")
+    running.stop()
+    running.start()
+    running.wait_until(lambda: served(running) == ["assistant"], 60, "the version to be loaded again")
+    assert states(running, "chat") == {1: "available", 2: "ready"}
+    status, answer = ask(running, "assistant")
+    assert status == 200 and answer["model"] == "assistant"
+    assert answer["choices"][0]["token_ids"] == [TOKENS[1]] * 4
+
+
+def test_a_model_of_the_settings_is_shown_and_changed_only_there(folders: list[Path], tmp_path: Path) -> None:
+    config = tmp_path / "appliance.toml"
+    config.write_text(f'[models.chat]\nfolder = "{folders[0]}"\nkv_blocks = 100\nthreads = 1\n')
+    with service("--config", str(config)) as running:
+        [model] = models(running, "list")
+        assert model["source"] == f"declared in {config}:2" and states(running, "chat") == {1: "ready"}
+        for words in (
+            ("add", f"chat={folders[1]}"),
+            ("load", "chat"),
+            ("unload", "chat", "--yes"),
+            ("default", "chat@1"),
+            ("rollback", "chat"),
+            ("remove", "chat", "--yes"),
+            ("alias", "chat", "chat"),
+        ):
+            assert f"declared in {config}:2" in refused(running, *words), words
+        models(running, "alias", "assistant", "chat")
+        assert served(running) == ["chat", "assistant"]
+        assert ask(running, "assistant")[1]["choices"][0]["token_ids"] == [TOKENS[0]] * 4
+
+
 def test_swaps_rollbacks_and_alias_changes_fail_no_stream(tmp_path: Path) -> None:
     config = tmp_path / "appliance.toml"
     config.write_text("fronts = 2\n[models]\n")

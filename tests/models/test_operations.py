@@ -1,0 +1,304 @@
+"""Tests of loads, unloads and swaps with simulated replicas and fronts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.messages import ServedModel
+from appliance.models.manifest import read_manifest
+from appliance.models.operations import LoadError, ModelOperations
+from appliance.models.routing import Routing
+from appliance.settings import ModelSettings
+from store.control import ControlStore
+from store.models import VersionRecord
+from store.registry import ModelRegistry
+
+WITHIN_S = 60.0
+
+
+class SimulatedManager:
+    """Loads units at once. `room` is the number of units that fit into memory."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, ServedModel] = {}
+        self.room = 2
+        self.broken: set[str] = set()
+        self.slow: set[str] = set()
+        """Units that never become ready."""
+        self.busy: set[str] = set()
+        """Units with unfinished requests."""
+        self.history: list[str] = []
+
+    def load(self, unit: ServedModel, settings: ModelSettings) -> None:
+        self.models[unit.name] = unit
+        self.history.append(f"load {unit.name}")
+
+    async def unload(self, unit: str, grace_s: float) -> None:
+        if self.models.pop(unit, None) is not None:
+            self.history.append(f"unload {unit}")
+
+    def loaded(self, unit: str) -> bool:
+        return unit in self.models and unit not in self.slow | self.broken
+
+    def load_failure(self, unit: str) -> str:
+        return "the weights are broken" if unit in self.broken else ""
+
+    failure = load_failure
+
+    def finished(self, unit: str) -> bool:
+        return unit not in self.busy
+
+    def is_declared(self, name: str) -> bool:
+        return False
+
+    async def why_not_beside(self, settings: ModelSettings) -> str:
+        return "each rank needs 2 GB" if len(self.models) >= self.room else ""
+
+
+class SimulatedFronts:
+    """Takes routes at once, and records them."""
+
+    def __init__(self, routing: Callable[[], Routing]) -> None:
+        self._routing = routing
+        self.routes: list[dict[str, str]] = []
+        self.preparing: set[str] = set()
+        self.broken: set[str] = set()
+
+    def publish_configuration(self) -> None:
+        routes = {route.name: route.unit for route in self._routing().routes()}
+        if not self.routes or routes != self.routes[-1]:
+            self.routes.append(routes)
+
+    async def applied(self, timeout_s: float) -> bool:
+        self.publish_configuration()
+        return True
+
+    async def routed(self) -> None:
+        self.publish_configuration()
+
+    def prepares(self, unit: str) -> bool:
+        return unit in self.preparing
+
+    def problem_with(self, unit: str) -> str:
+        return "front-0: a front cannot read it" if unit in self.broken else ""
+
+
+class World:
+    """A registry with two versions of the model `chat`, of which version 1 is the default."""
+
+    def __init__(self, folder: Path) -> None:
+        self.control = ControlStore(folder / "control.db")
+        self.control.start()
+        self.registry = ModelRegistry(self.control)
+        self.manager, self.notes = SimulatedManager(), list[str]()
+        manager: Any = self.manager
+        self.routing = Routing(lambda: self.registry.current, manager)
+        self.fronts = SimulatedFronts(lambda: self.routing)
+        self.folders = []
+        for number in (1, 2):
+            checkpoint = folder / f"chat-{number}"
+            checkpoint.mkdir()
+            (checkpoint / "config.json").write_text("{}")
+            self.folders.append(checkpoint)
+            self.registry.add_version(
+                actor="test",
+                model="chat",
+                folder=str(checkpoint),
+                files=read_manifest(str(checkpoint)),
+                settings={},
+            ).result(WITHIN_S)
+        self.operations = ModelOperations(
+            self.registry,
+            manager,
+            self.routing,
+            self.fronts,
+            lambda where, what: self.notes.append(f"{where}: {what}"),
+            {},
+        )
+
+    def version(self, number: int) -> VersionRecord:
+        return self.registry.current.versions[("chat", number)]
+
+    @property
+    def unit(self) -> str:
+        """The unit that answers requests for `chat`."""
+        return self.routing.unit_of("chat")
+
+    async def make_default(self, number: int, commit_fails: bool = False) -> None:
+        former = self.version(self.registry.current.models["chat"].default_version)
+
+        async def commit() -> None:
+            if commit_fails:
+                raise OSError("the disk is full")
+            changed = self.registry.set_default(
+                actor="test", action="models.default", model="chat", version=number
+            )
+            await asyncio.wrap_future(changed)
+
+        await self.operations.set_default(former, self.version(number), commit, WITHIN_S)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WITHIN_S):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path)
+    yield made
+    made.control.close()
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(WITHIN_S):
+            await scenario()
+
+    asyncio.run(bounded())
+
+
+def test_a_swap_loads_the_new_version_before_the_old_one_ends(world: World) -> None:
+    async def scenario() -> None:
+        await world.operations.load(world.version(1))
+        await world.make_default(2)
+        assert world.unit == "chat@2"
+        await world.until(lambda: list(world.manager.models) == ["chat@2"])
+        assert world.manager.history == ["load chat@1", "load chat@2", "unload chat@1"]
+        assert world.version(2).loaded_at is not None
+        await world.until(lambda: world.version(1).loaded_at is None)
+
+    run(scenario)
+
+
+def test_the_old_version_stays_until_no_request_uses_it(world: World) -> None:
+    async def scenario() -> None:
+        await world.operations.load(world.version(1))
+        world.fronts.preparing.add("chat@1")
+        await world.make_default(2)
+        await asyncio.sleep(0.1)
+        assert "chat@1" in world.manager.models and "chat@1" in world.operations.draining
+        world.manager.busy.add("chat@1")
+        world.fronts.preparing.clear()
+        await asyncio.sleep(0.1)
+        assert "chat@1" in world.manager.models
+        world.manager.busy.clear()
+        await world.until(lambda: "chat@1" not in world.manager.models)
+        await world.until(lambda: not world.operations.draining)
+
+    run(scenario)
+
+
+def test_a_rollback_uses_a_version_again_that_is_still_draining(world: World) -> None:
+    async def scenario() -> None:
+        await world.operations.load(world.version(1))
+        world.manager.busy.add("chat@1")
+        await world.make_default(2)
+        await world.make_default(1)
+        assert world.unit == "chat@1"
+        await world.until(lambda: list(world.manager.models) == ["chat@1"])
+        assert world.manager.history == ["load chat@1", "load chat@2", "unload chat@2"]
+
+    run(scenario)
+
+
+def test_a_swap_without_room_holds_requests_until_the_new_version_is_loaded(world: World) -> None:
+    async def scenario() -> None:
+        world.manager.room = 1
+        await world.operations.load(world.version(1))
+        world.fronts.routes.clear()
+        await world.make_default(2)
+        assert world.manager.history == ["load chat@1", "unload chat@1", "load chat@2"]
+        assert world.fronts.routes == [{"chat": ""}, {"chat": "chat@2"}]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("room", [1, 2])
+def test_a_version_that_cannot_be_loaded_leaves_the_former_one_in_place(world: World, room: int) -> None:
+    async def scenario() -> None:
+        world.manager.room = room
+        await world.operations.load(world.version(1))
+        world.manager.broken.add("chat@2")
+        with pytest.raises(LoadError, match="the weights are broken"):
+            await world.make_default(2)
+        assert world.unit == "chat@1" and list(world.manager.models) == ["chat@1"]
+        assert world.registry.current.models["chat"].default_version == 1
+        assert "the weights are broken" in world.operations.failures["chat@2"]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("room", [1, 2])
+def test_a_change_that_cannot_be_stored_is_undone(world: World, room: int) -> None:
+    async def scenario() -> None:
+        world.manager.room = room
+        await world.operations.load(world.version(1))
+        with pytest.raises(OSError, match="disk is full"):
+            await world.make_default(2, commit_fails=True)
+        await world.until(lambda: list(world.manager.models) == ["chat@1"])
+        assert world.unit == "chat@1"
+
+    run(scenario)
+
+
+def test_a_version_whose_tokenizer_a_front_cannot_read_is_not_routed_to(world: World) -> None:
+    async def scenario() -> None:
+        world.fronts.broken.add("chat@1")
+        with pytest.raises(LoadError, match="a front cannot read it"):
+            await world.operations.load(world.version(1))
+        assert world.unit == "" and not world.manager.models
+
+    run(scenario)
+
+
+def test_an_unload_cancels_a_load(world: World) -> None:
+    async def scenario() -> None:
+        world.manager.slow.add("chat@1")
+        loading = asyncio.ensure_future(world.operations.load(world.version(1)))
+        await world.until(lambda: "chat@1" in world.manager.models)
+        assert world.fronts.routes[-1] == {"chat": ""}
+        await world.operations.unload(world.version(1), 0.0)
+        with pytest.raises(LoadError, match="cancelled"):
+            await loading
+        assert not world.manager.models and world.fronts.routes[-1] == {}
+
+    run(scenario)
+
+
+def test_a_version_that_an_alias_names_stays_loaded_after_a_swap(world: World) -> None:
+    async def scenario() -> None:
+        world.registry.set_alias(actor="test", name="old", target="chat@1").result(WITHIN_S)
+        await world.operations.load(world.version(1))
+        await world.make_default(2)
+        await asyncio.sleep(0.1)
+        assert set(world.manager.models) == {"chat@1", "chat@2"}
+        assert world.fronts.routes[-1] == {"chat": "chat@2", "old": "chat@1"}
+
+    run(scenario)
+
+
+def test_a_file_that_changed_after_the_manifest_is_named(world: World) -> None:
+    async def scenario() -> None:
+        (world.folders[0] / "config.json").write_text("{ }")
+        with pytest.raises(LoadError, match="has 3 bytes instead of 2"):
+            await world.operations.load(world.version(1))
+        (world.folders[0] / "config.json").write_text("[]")
+        with pytest.raises(LoadError, match="has other contents"):
+            await world.operations.load(world.version(1))
+
+    run(scenario)
+
+
+def test_loaded_versions_are_loaded_again_at_the_next_start(world: World) -> None:
+    async def scenario() -> None:
+        world.registry.set_loaded("chat", 1, True).result(WITHIN_S)
+        world.operations.restore()
+        await world.until(lambda: world.unit == "chat@1")
+
+    run(scenario)
