@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("appliance", "engine", "kernels", "store")
+PACKAGES = ("appliance", "console", "engine", "kernels", "store")
 
 KNOWN_DUPLICATES = {"Connection", "Exchange"}
 """Class names that are still used twice. Do not add any names."""

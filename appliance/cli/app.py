@@ -8,6 +8,7 @@ import typer
 
 from appliance.cli.audit_commands import audit, backup
 from appliance.cli.client_commands import BENCH_EPILOG, bench, chat
+from appliance.cli.console_commands import console, top
 from appliance.cli.model_commands import models
 from appliance.cli.operating_commands import config, drain, resume
 from appliance.cli.request_commands import requests, usage
@@ -22,7 +23,7 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (serve, status, usage, logs, drain, resume, backup, doctor, chat):
+for command in (serve, status, console, top, usage, logs, drain, resume, backup, doctor, chat):
     app.command()(command)
 app.command(epilog=BENCH_EPILOG)(bench)
 for name, commands in (
@@ -38,7 +39,7 @@ for name, commands in (
 
 
 @app.callback(invoke_without_command=True)
-def top(
+def root(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if version:

@@ -1,0 +1,55 @@
+"""Implements `appliance console` and `appliance top`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from typing import TYPE_CHECKING
+
+from appliance.cli.failure import CommandLineError, as_failure
+from appliance.cli.output import is_terminal
+from appliance.cli.service import admin_key, find_run_dir
+
+if TYPE_CHECKING:
+    from console.source import SnapshotSource
+
+_UNLIMITED = (120, 200)
+"""Columns and lines of a frame that is not printed to a terminal."""
+
+
+def open_console(run_dir: str | None, *, demo: bool, write: bool, theme: str | None) -> int:
+    """Run the console until the operator quits. Returns the exit code."""
+    if not (is_terminal(sys.stdin) and is_terminal(sys.stdout)):
+        raise CommandLineError(
+            "the console needs a terminal: run it in one, or use appliance top for a single frame"
+        )
+    from console.run import run
+
+    chosen = theme or ("mono" if os.environ.get("NO_COLOR") else "dark")
+    return run(_source(run_dir, demo=demo), write=write, theme=chosen)
+
+
+def print_frame(run_dir: str | None, *, screen: str, demo: bool, as_json: bool) -> None:
+    """Print one frame. Raises Failure if the service does not answer."""
+    from console.source import SourceError
+    from console.top import top_json, top_lines
+
+    source = _source(run_dir, demo=demo)
+    with as_failure(SourceError):
+        if as_json:
+            print(top_json(source).decode())
+            return
+        width, height = shutil.get_terminal_size(_UNLIMITED) if is_terminal(sys.stdout) else _UNLIMITED
+        for line in top_lines(source, screen, width, height - 1):
+            print(line)
+
+
+def _source(run_dir: str | None, *, demo: bool) -> SnapshotSource:
+    if demo:
+        from console.fake import FakeSource
+
+        return FakeSource()
+    from console.live import LiveSource
+
+    return LiveSource(find_run_dir(run_dir), key=admin_key())

@@ -1,0 +1,340 @@
+"""The console as a Textual application: shows the frames of a session, feeds it with snapshots, and performs
+actions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+from textual import events, on, work
+from textual.app import App, ComposeResult
+from textual.widgets import Input
+
+from appliance.actions import Action, action_named
+from appliance.protocol import Done
+from console.commands import CommandError, parse_action
+from console.dialogs import ActionDialog, ChoiceDialog, TextDialog
+from console.impact import impact, result_lines, watch
+from console.keys import SCREENS, offered
+from console.palette import ConsoleCommands
+from console.prompt import PromptLine
+from console.screens.table import TableView
+from console.session import ConsoleSession
+from console.source import ListName, SnapshotSource, SourceError
+from console.textual_themes import textual_theme
+from console.themes import THEMES
+from console.widget import FrameWidget
+
+_RETRY_S = 0.5
+"""Pause after a failed read, so that the console reconnects soon after the service returns."""
+_ROWS_EVERY_S = 3.0
+_CREATING = ("tenants.create", "keys.create", "peers.map", "models.add", "models.alias")
+"""Actions that need no row, because they create something."""
+_ROW_TARGETS = ("request", "tenant", "key", "peer")
+"""Kinds of targets that an action cannot do without. Without a model, an action concerns the service."""
+_READ_ONLY = "this console is read-only: start it with --write to act on the service"
+
+
+class ConsoleApp(App[int]):
+    """The operator console."""
+
+    CSS = "Screen { layout: vertical; overflow: hidden; }"
+    COMMANDS: ClassVar = {ConsoleCommands}
+    ENABLE_COMMAND_PALETTE = True
+    BINDINGS: ClassVar = [("ctrl+c", "quit", "Quit"), ("ctrl+q", "quit", "Quit")]
+    ESCAPE_TO_MINIMIZE = False
+
+    def __init__(self, source: SnapshotSource, *, write: bool = False, theme: str = "dark") -> None:
+        super().__init__(ansi_color=None)
+        self.source = source
+        self.session = ConsoleSession(source, write=write)
+        self.session.theme = theme
+        self.frame_widget = FrameWidget()
+        self.prompt = PromptLine()
+        self._reading: set[ListName] = set()
+        self._fed = 0
+
+    def compose(self) -> ComposeResult:
+        """Build the screen: the frame, and the line for commands and filters."""
+        yield self.frame_widget
+        yield self.prompt
+
+    def on_mount(self) -> None:
+        """Start to read from the source."""
+        for name in THEMES:
+            self.register_theme(textual_theme(name))
+        self.theme = f"console-{self.session.theme}"
+        self.frame_widget.focus()
+        self._handle_signals()
+        self.redraw()
+        self.feed()
+        self.set_interval(1.0, self._tick)
+
+    # ── drawing ──────────────────────────────────────────────────────────────────────────────
+
+    def redraw(self) -> None:
+        """Draw the differences to the frame before."""
+        width, height = self.size
+        self.session.state.footer = not self.prompt.display
+        self.frame_widget.show(
+            self.session.lines(width, height - bool(self.prompt.display)), self.session.theme
+        )
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Draw for the new size."""
+        self.call_after_refresh(self.redraw)
+
+    def _tick(self) -> None:
+        if self.session.needs_tick:
+            self.redraw()
+        self._read_lists()
+
+    # ── the source ───────────────────────────────────────────────────────────────────────────
+
+    @work(exclusive=True, group="feed", exit_on_error=True)
+    async def feed(self) -> None:
+        """Show each snapshot. While the service is away, try again and again."""
+        while True:
+            try:
+                snapshot = await self.source.next()
+            except SourceError as error:
+                self.session.fail(str(error))
+                self.redraw()
+                await asyncio.sleep(_RETRY_S)
+                continue
+            self.session.accept(snapshot)
+            self._fed += 1
+            self.redraw()
+
+    def _read_lists(self) -> None:
+        for name in self.session.view.lists():
+            if name not in self._reading:
+                self._reading.add(name)
+                self.read_list(name)
+
+    @work(group="lists", exit_on_error=True)
+    async def read_list(self, name: ListName) -> None:
+        """Read a list of the screen, and again after a while if the screen is still shown."""
+        try:
+            self.session.take_rows(name, await self.source.rows(name))
+        except SourceError as error:
+            self.session.take_rows(name, [], str(error))
+        self.redraw()
+        await asyncio.sleep(_ROWS_EVERY_S)
+        self._reading.discard(name)
+
+    # ── commands ─────────────────────────────────────────────────────────────────────────────
+
+    def action_run(self, command: str) -> None:
+        """Run a command of the key table."""
+        word, _, rest = command.partition(" ")
+        if self.session.run(command):
+            if word == "theme":
+                self.theme = f"console-{self.session.theme}"
+            if word in ("screen", "history", "variant"):
+                self._read_lists()
+        elif word == "quit":
+            self.exit(0)
+            return
+        elif word == "palette":
+            self.action_command_palette()
+        elif word == "redraw":
+            self.refresh(repaint=True, layout=True)
+            self.frame_widget.refresh()
+        elif word in ("command", "filter"):
+            self._open_prompt(word)
+        elif word == "copy":
+            self.copy_to_clipboard(self.session.copied())
+            self.session.say("copied to the clipboard of the terminal", "dim")
+        elif word == "export":
+            self._export(rest)
+        elif word == "actions":
+            self.choose_action()
+        elif word == "act":
+            self.begin(action_named(rest), {})
+        self.redraw()
+
+    def run_line(self, text: str) -> None:
+        """Run a line that the operator typed after `:`."""
+        word, _, rest = text.strip().partition(" ")
+        if not word:
+            return
+        names = {name: key for key, name, _ in SCREENS}
+        try:
+            found = parse_action(text)
+            if found is not None:
+                self.begin(found[0], found[1], given=True)
+            elif word in names:
+                self.action_run(f"screen {names[word]}")
+            elif word in ("q", "quit", "exit"):
+                self.exit(0)
+            elif word in ("theme", "glyphs", "interval", "sort", "help", "pause", "export", "filter"):
+                self.action_run(f"{word} {rest}".strip())
+            else:
+                raise CommandError(f"unknown command {word!r}: press tab for the commands")
+        except CommandError as error:
+            self.session.say(str(error), "bad")
+        self.redraw()
+
+    def _export(self, rest: str) -> None:
+        form, _, name = (rest or "csv").partition(" ")
+        try:
+            text = self.session.export(form)
+            path = Path(name or f"appliance-{self.session.view.name}.{form}").expanduser().absolute()
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            with open(descriptor, "w") as file:
+                file.write(text)
+            self.session.say(f"wrote {path}", "good")
+        except ValueError as error:
+            self.session.say(str(error), "bad")
+        except OSError as error:
+            self.session.say(f"cannot write {error.filename}: {error.strerror}", "bad")
+
+    # ── the command line ─────────────────────────────────────────────────────────────────────
+
+    def _open_prompt(self, kind: str) -> None:
+        view = self.session.view
+        if kind == "filter" and not isinstance(view, TableView):
+            self.session.say(f"{view.title} has no rows to filter", "warn")
+            return
+        text = view.filter if kind == "filter" and isinstance(view, TableView) else ""
+        self.prompt.open("/" if kind == "filter" else ":", text, self._targets())
+
+    def _targets(self) -> dict[str, list[str]]:
+        """Return the names of each kind of target, for completion."""
+        snapshot = self.session.context.snapshot
+        if snapshot is None:
+            return {}
+        return {
+            "model": [one.name for one in snapshot.models],
+            "tenant": [one.name for one in snapshot.tenants],
+            "request": [one.request_id for one in snapshot.requests],
+        }
+
+    @on(Input.Changed, "PromptLine")
+    def _preview_filter(self) -> None:
+        view = self.session.view
+        if self.prompt.display and self.prompt.kind == "/" and isinstance(view, TableView):
+            view.filter = self.prompt.value.strip()
+            self.redraw()
+
+    @on(PromptLine.Closed)
+    def _close_prompt(self, event: PromptLine.Closed) -> None:
+        self.frame_widget.focus()
+        view = self.session.view
+        if event.kind == "/" and isinstance(view, TableView):
+            view.filter = (event.before if event.text is None else event.text).strip()
+        elif event.text:
+            self.run_line(event.text)
+        self.call_after_refresh(self.redraw)
+
+    # ── the mouse ────────────────────────────────────────────────────────────────────────────
+
+    @on(FrameWidget.Clicked)
+    def _click(self, event: FrameWidget.Clicked) -> None:
+        if event.command:
+            self.action_run(event.command)
+
+    @on(FrameWidget.Scrolled)
+    def _scroll(self, event: FrameWidget.Scrolled) -> None:
+        for _ in range(abs(event.rows)):
+            self.session.run("move down" if event.rows > 0 else "move up")
+        self.redraw()
+
+    # ── actions ──────────────────────────────────────────────────────────────────────────────
+
+    def choose_action(self) -> None:
+        """Offer the actions for the objects of this screen."""
+        view = self.session.view
+        names = view.selected(self.session.context)
+        choices = [
+            one
+            for one in offered()
+            if one.target in (view.target, "service") or one.name in ("drain", "resume")
+        ]
+        choices.sort(key=lambda one: one.target != view.target)
+
+        def chosen(name: str | None) -> None:
+            if name is not None:
+                self.begin(action_named(name), {})
+
+        title = f"Action for {', '.join(names[:3])}" if names else "Action"
+        self.push_screen(
+            ChoiceDialog(title, [(one.name, f"{one.title:<36} {one.name}") for one in choices]), chosen
+        )
+
+    def begin(self, action: Action, values: dict[str, Any], *, given: bool = False) -> None:
+        """Open the dialog of an action. Unless the command line gives the target, the action concerns the
+        marked rows or the row under the cursor."""
+        if not self.session.context.write:
+            self.session.say(_READ_ONLY, "warn")
+            return
+        names = [] if given else self._targets_on_screen(action)
+        if not given and not names and action.target in _ROW_TARGETS and action.name not in _CREATING:
+            self.session.say(
+                f"{action.title}: choose a {action.target} first, or use the command line", "warn"
+            )
+            return
+        self.confirm(action, values, names)
+
+    def _targets_on_screen(self, action: Action) -> list[str]:
+        """Return the names of the marked objects, or of the object under the cursor, if they are of the
+        action's kind."""
+        view = self.session.view
+        if not action.named_by or view.target != action.target or action.name in _CREATING:
+            return []
+        return view.selected(self.session.context)
+
+    @work(group="actions", exit_on_error=True)
+    async def confirm(self, action: Action, values: dict[str, Any], names: list[str]) -> None:
+        """Show the dialog for each target and perform the confirmed actions."""
+        targets: list[str | None] = [*names] or [None]
+        for name in targets:
+            shown = dict(values) if name is None else {**values, action.named_by: name}
+            target = shown.get(action.named_by) if action.named_by else None
+            dialog = ActionDialog(
+                action,
+                shown,
+                impact=impact(action, target, self.session.context.snapshot),
+                unchanged=watch(action, target, lambda: self.session.context.snapshot),
+            )
+            parameters = await self.push_screen_wait(dialog)
+            if parameters is None:
+                self.session.say(f"{action.title}: cancelled, nothing was changed", "dim")
+                break
+            await self._perform(action, parameters)
+        self.redraw()
+
+    async def _perform(self, action: Action, parameters: msgspec.Struct) -> None:
+        try:
+            result = await self.source.act(parameters)
+        except SourceError as error:
+            self.session.say(f"{action.title}: {error}", "bad")
+            await self.push_screen_wait(TextDialog(f"{action.title} failed", [str(error)]))
+            return
+        if isinstance(result, Done):
+            self.session.say(result.message, "good")
+        elif action.name in ("drain", "tenants.set", "tenants.create", "keys.set"):
+            self.session.say(
+                f"{action.title} {action.target_name(parameters)}: done".replace("  ", " "), "good"
+            )
+        else:
+            await self.push_screen_wait(TextDialog(action.title, result_lines(result)))
+
+    # ── exit paths ───────────────────────────────────────────────────────────────────────────
+
+    def _handle_signals(self) -> None:
+        """Leave the terminal clean when a signal ends the console."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
+                loop.add_signal_handler(number, self.exit, 128 + number)
+
+    async def on_unmount(self) -> None:
+        """Release the connections of the source."""
+        await self.source.close()

@@ -1,0 +1,210 @@
+"""The command line of the console. Commands are those of the key table and, with the grammar of the CLI, the
+actions of the registry: `drain --model demo --grace-s 60`, `tenants set acme --tokens-per-minute 1000`."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import msgspec
+
+from appliance.actions import Action
+from console.keys import SCREENS, offered
+
+_POSITIONAL = {"models.add": ("name", "folder"), "models.alias": ("name", "target")}
+CLASS_NAMES = ("P0", "P1", "P2", "P3")
+WORDS: dict[str, str] = {
+    "theme": "theme NAME: dark, light, ansi, mono or high-contrast",
+    "glyphs": "glyphs NAME: braille, block or ascii",
+    "interval": "interval SECONDS: time between two refreshes",
+    "filter": "filter TEXT: show only matching rows",
+    "sort": "sort COLUMN",
+    "export": "export csv|json [FILE]: write the rows of this table to a file",
+    "help": "help: explain the keys and figures of this screen",
+    "pause": "pause: freeze the screen, or continue",
+    "quit": "quit",
+}
+"""Commands of the console itself, with their usage."""
+
+
+class CommandError(ValueError):
+    """Raised for a command that cannot be understood. The message gives the remedy."""
+
+
+def completions(text: str, targets: dict[str, list[str]]) -> list[str]:
+    """Return the command lines that `text` may become. `targets` are the names of each kind of target."""
+    names = (
+        [name for _, name, _ in SCREENS]
+        + list(WORDS)
+        + [action.name.replace(".", " ") for action in offered()]
+    )
+    found = [name for name in names if name.startswith(text)]
+    for action in offered():
+        name = action.name.replace(".", " ")
+        if action.named_by and text.startswith(name + " "):
+            prefix = f"{name} --{action.named_by} " if _optional_target(action) else f"{name} "
+            known = targets.get(action.target, [])
+            found += [prefix + one for one in known if (prefix + one).startswith(text)]
+            found += [
+                f"{text.rpartition(' ')[0]} {one}"
+                for one in flags(action)
+                if one.startswith(text.rpartition(" ")[2])
+            ]
+    return found
+
+
+def parse_action(text: str) -> tuple[Action, dict[str, Any]] | None:
+    """Return the action that a command line names and its parameters as texts, or None for another command.
+    Raises CommandError."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise CommandError(f"{error}: close the quotation mark") from error
+    for action in offered():
+        name = action.name.split(".")
+        if words[: len(name)] == name:
+            return action, _parameters(action, words[len(name) :])
+    return None
+
+
+def flag_of(parameter: str) -> str:
+    """Return the CLI's option for a parameter."""
+    return f"--{parameter.removesuffix('_s').removesuffix('_at').replace('_', '-')}"
+
+
+def flags(action: Action) -> list[str]:
+    """Return the options of an action."""
+    names = action.parameters.__struct_fields__
+    return [flag_of(name) for name in names if name not in positional(action) and not is_hidden(action, name)]
+
+
+def build(action: Action, values: dict[str, Any]) -> msgspec.Struct:
+    """Return the parameters of an action from texts. Raises CommandError that names the parameter."""
+    converted = {name: _value(action, name, value) for name, value in values.items()}
+    try:
+        return msgspec.convert(converted, action.parameters, strict=False)
+    except msgspec.ValidationError as error:
+        raise CommandError(f"{action.name}: {error}") from error
+
+
+def equivalent(action: Action, values: dict[str, Any]) -> str:
+    """Return the CLI command that performs the same action."""
+    given = {name: value for name, value in values.items() if value not in (None, "")}
+    named = [str(given.pop(name)) for name in positional(action) if name in given]
+    if action.name == "models.add":
+        named = ["=".join(named)]
+    if action.name == "models.alias" and named[1:] == ["none"]:
+        named[1] = "--delete"
+    words = ["appliance", *action.name.split("."), *named]
+    for name, value in given.items():
+        if isinstance(value, bool):
+            words += [flag_of(name)] if value else []
+        else:
+            seconds = name.endswith("_s") and str(value)[-1:].isdigit()
+            words += [flag_of(name), f"{value}s" if seconds else str(value)]
+    return shlex.join(words) + (" --yes" if action.danger != "none" else "")
+
+
+def positional(action: Action) -> tuple[str, ...]:
+    """Return the parameters that the CLI takes without option names."""
+    if action.name in _POSITIONAL:
+        return _POSITIONAL[action.name]
+    return (action.named_by,) if action.named_by and not _optional_target(action) else ()
+
+
+def _parameters(action: Action, words: list[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    names = [name for name in action.parameters.__struct_fields__ if not is_hidden(action, name)]
+    if action.name == "models.add" and words and "=" in words[0]:
+        words = [*words[0].split("=", 1), *words[1:]]
+    free = list(positional(action))
+    at = 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        if not word.startswith("--"):
+            if not free:
+                raise CommandError(f"{action.name}: unexpected {word!r}; options: {', '.join(flags(action))}")
+            values[free.pop(0)] = word
+            continue
+        flag, equals, value = word[2:].partition("=")
+        name = next((one for one in names if f"--{flag}" in (flag_of(one), f"--{one.replace('_', '-')}")), "")
+        if not name:
+            raise CommandError(f"{action.name}: unknown option --{flag}; options: {', '.join(flags(action))}")
+        if is_switch(action, name) and not equals:
+            values[name] = True
+            continue
+        if not equals:
+            if at == len(words):
+                raise CommandError(f"{action.name}: --{flag} needs a value")
+            value = words[at]
+            at += 1
+        values[name] = value
+    return values
+
+
+def is_hidden(action: Action, parameter: str) -> bool:
+    """Return whether the console cannot enter a parameter, because it is a table."""
+    return _kind(action, parameter) is dict
+
+
+def is_switch(action: Action, parameter: str) -> bool:
+    """Return whether a parameter is true or false."""
+    return _kind(action, parameter) is bool
+
+
+def _kind(action: Action, name: str) -> object:
+    """Return the type of a parameter without None, UNSET and annotations."""
+    field = next(one for one in msgspec.structs.fields(action.parameters) if one.name == name)
+    kind = msgspec.inspect.type_info(field.type)
+    if isinstance(kind, msgspec.inspect.Metadata):
+        kind = kind.type
+    options = kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
+    for option in options:
+        if isinstance(option, msgspec.inspect.Metadata):
+            option = option.type
+        if isinstance(option, msgspec.inspect.BoolType):
+            return bool
+        if isinstance(option, msgspec.inspect.DictType):
+            return dict
+        if isinstance(option, msgspec.inspect.VarTupleType | msgspec.inspect.ListType):
+            return tuple
+        if isinstance(option, msgspec.inspect.FloatType | msgspec.inspect.IntType):
+            return float
+    return str
+
+
+def _value(action: Action, name: str, value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    if value == "none":
+        return None
+    kind = _kind(action, name)
+    if kind is tuple:
+        return [part.strip() for part in value.split(",") if part.strip()]
+    if name.endswith("_class") and value in CLASS_NAMES:
+        return CLASS_NAMES.index(value)
+    if kind is float and name.endswith("_s"):
+        for unit, factor in (
+            ("min", 60.0),
+            ("ms", 0.001),
+            ("s", 1.0),
+            ("m", 60.0),
+            ("h", 3600.0),
+            ("d", 86400.0),
+        ):
+            if value.endswith(unit):
+                try:
+                    return float(value.removesuffix(unit)) * factor
+                except ValueError:
+                    break
+    return value
+
+
+def _optional_target(action: Action) -> bool:
+    """Return whether the target is an option, because it has a default: without a model, `drain` drains the
+    service."""
+    return any(
+        field.name == action.named_by and not field.required
+        for field in msgspec.structs.fields(action.parameters)
+    )

@@ -1,0 +1,250 @@
+"""The dialog that confirms an action: its impact, its parameters, and the equivalent CLI command. The dialog
+is derived from the action's entry in the registry. Its default is Cancel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+from textual import on
+from textual.app import ComposeResult
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Button, Checkbox, Input, Label, OptionList, Static
+from textual.widgets.option_list import Option
+
+from appliance.actions import Action
+from console.commands import CommandError, build, equivalent, is_hidden, is_switch
+from console.lines import span
+
+Values = dict[str, Any]
+
+
+def text(value: str) -> Content:
+    """Return a text without markup and control characters."""
+    return Content(span(value).text)
+
+
+class ActionDialog(ModalScreen[msgspec.Struct | None]):
+    """Asks for the parameters of an action and for confirmation. Its result is None if the operator
+    cancels."""
+
+    BINDINGS: ClassVar = [("escape", "cancel", "Cancel")]
+    DEFAULT_CSS = """
+    ActionDialog { align: center middle; background: transparent; }
+    ActionDialog #dialog { width: 76; max-width: 96%; height: auto; max-height: 94%; border: round $primary;
+        padding: 0 1; background: $surface; }
+    ActionDialog #title { text-style: bold; color: $primary; width: 1fr; }
+    ActionDialog #form { height: auto; max-height: 12; }
+    ActionDialog #impact { color: $warning; height: auto; }
+    ActionDialog #description { height: auto; color: $text-muted; }
+    ActionDialog .field { height: 1; }
+    ActionDialog .field Label { width: 24; }
+    ActionDialog Input { width: 1fr; background: $panel; }
+    ActionDialog Checkbox { background: transparent; }
+    ActionDialog #command { height: auto; text-style: italic; }
+    ActionDialog #error { color: $error; height: auto; }
+    ActionDialog #buttons { height: 1; align-horizontal: right; margin-top: 1; }
+    ActionDialog Button { min-width: 12; margin-left: 2; }
+    ActionDialog Button:focus { text-style: bold reverse; }
+    """
+
+    def __init__(
+        self,
+        action: Action,
+        values: Values,
+        *,
+        impact: Sequence[str],
+        unchanged: Callable[[], str],
+    ) -> None:
+        """`impact` states what the action affects. `unchanged` returns a text if the state has changed since
+        the dialog opened, and an empty text otherwise."""
+        super().__init__()
+        self._action = action
+        self._values = values
+        self._impact = impact
+        self._unchanged = unchanged
+
+    def compose(self) -> ComposeResult:
+        """Build the dialog."""
+        action = self._action
+        with Vertical(id="dialog"):
+            yield Static(text(f"{action.title} {self._target()}".rstrip() + "?"), id="title")
+            yield Static(text(action.description), id="description")
+            if self._impact:
+                yield Static(_lines(self._impact), id="impact")
+            with VerticalScroll(id="form", can_focus=False):
+                for field in msgspec.structs.fields(action.parameters):
+                    chosen = field.name == action.named_by and field.name in self._values
+                    if not chosen and not is_hidden(action, field.name):
+                        yield from self._field(field)
+            if action.danger == "typed":
+                with Horizontal(classes="field"):
+                    yield Label("type the name")
+                    yield Input(id="typed", placeholder=span(self._target()).text, compact=True)
+            yield Static("", id="command")
+            yield Static("", id="error")
+            with Horizontal(id="buttons"):
+                yield Button("Cancel", id="cancel", compact=True)
+                yield Button(
+                    action.title,
+                    id="confirm",
+                    variant="error" if action.danger != "none" else "primary",
+                    compact=True,
+                )
+
+    def on_mount(self) -> None:
+        """Focus the safe choice, or the first field that must be filled in."""
+        for one in self.query(Input):
+            one.cursor_blink = False
+        required = [one.name for one in msgspec.structs.fields(self._action.parameters) if one.required]
+        empty = [name for name in required if name not in self._values]
+        if empty:
+            self.query_one(f"#field-{empty[0]}").focus()
+        else:
+            self.query_one("#cancel").focus()
+        self._refresh()
+
+    def _field(self, field: Any) -> ComposeResult:
+        value = self._values.get(field.name)
+        with Horizontal(classes="field"):
+            yield Label(field.name)
+            if is_switch(self._action, field.name):
+                yield Checkbox(
+                    value=bool(value or field.default is True), id=f"field-{field.name}", compact=True
+                )
+            else:
+                default = (
+                    "" if field.required or field.default in (None, msgspec.UNSET) else str(field.default)
+                )
+                shown = default if value is None else str(value)
+                absent = "none" if field.default is None else "unchanged"
+                yield Input(value=shown, id=f"field-{field.name}", placeholder=absent, compact=True)
+
+    def _target(self) -> str:
+        name = self._values.get(self._action.named_by) if self._action.named_by else None
+        if self._action.target == "model":
+            return "the service" if not name else f"model {name}"
+        return "" if name is None else str(name)
+
+    def _collected(self) -> Values:
+        """Return the given values, and those fields that differ from their defaults."""
+        values = dict(self._values)
+        for field in msgspec.structs.fields(self._action.parameters):
+            for widget in self.query(f"#field-{field.name}"):
+                if isinstance(widget, Checkbox):
+                    value: Any = widget.value
+                    changed = value != (field.default is True)
+                else:
+                    assert isinstance(widget, Input)
+                    value = widget.value.strip()
+                    default = (
+                        ""
+                        if field.default in (None, msgspec.UNSET, msgspec.NODEFAULT)
+                        else str(field.default)
+                    )
+                    changed = value != default
+                if changed:
+                    values[field.name] = value
+                else:
+                    values.pop(field.name, None)
+        return values
+
+    @on(Input.Changed)
+    @on(Checkbox.Changed)
+    def _refresh(self) -> None:
+        """Show the CLI command for the present values."""
+        self.query_one("#command", Static).update(text("$ " + equivalent(self._action, self._collected())))
+        self.query_one("#error", Static).update("")
+
+    @on(Button.Pressed, "#confirm")
+    def _confirm(self) -> None:
+        problem = self._unchanged()
+        if not problem and self._action.danger == "typed":
+            typed = self.query_one("#typed", Input).value.strip()
+            if typed != self._values.get(self._action.named_by):
+                problem = f"type {self._values.get(self._action.named_by)} to confirm"
+        try:
+            parameters = build(self._action, self._collected())
+        except CommandError as error:
+            problem = problem or str(error)
+        if problem:
+            self.query_one("#error", Static).update(text(problem))
+            return
+        self.dismiss(parameters)
+
+    @on(Input.Submitted)
+    def _next_field(self) -> None:
+        self.focus_next()
+
+    @on(Button.Pressed, "#cancel")
+    def action_cancel(self) -> None:
+        """Close the dialog; nothing is changed."""
+        self.dismiss(None)
+
+
+class ChoiceDialog(ModalScreen[str | None]):
+    """Offers a list to choose from."""
+
+    BINDINGS: ClassVar = [("escape", "cancel", "Cancel")]
+    DEFAULT_CSS = """
+    ChoiceDialog { align: center middle; background: transparent; }
+    ChoiceDialog #dialog { width: 60; max-width: 96%; height: auto; max-height: 90%; border: round $primary;
+        padding: 0 1; background: $surface; }
+    ChoiceDialog #title { text-style: bold; color: $primary; }
+    ChoiceDialog OptionList { height: auto; max-height: 16; background: $surface; }
+    """
+
+    def __init__(self, title: str, choices: Sequence[tuple[str, str]]) -> None:
+        """`choices` are ids with their texts."""
+        super().__init__()
+        self._title = title
+        self._choices = choices
+
+    def compose(self) -> ComposeResult:
+        """Build the list."""
+        with Vertical(id="dialog"):
+            yield Static(text(self._title), id="title")
+            yield OptionList(*(Option(text(label), id=name) for name, label in self._choices), compact=True)
+
+    @on(OptionList.OptionSelected)
+    def _choose(self, event: OptionList.OptionSelected) -> None:
+        self.dismiss(event.option_id)
+
+    def action_cancel(self) -> None:
+        """Close the list."""
+        self.dismiss(None)
+
+
+class TextDialog(ModalScreen[None]):
+    """Shows a result that must not be missed, such as a new key, until the operator closes it."""
+
+    BINDINGS: ClassVar = [("escape", "close", "Close"), ("enter", "close", "Close"), ("q", "close", "Close")]
+    DEFAULT_CSS = """
+    TextDialog { align: center middle; background: transparent; }
+    TextDialog #dialog { width: 90; max-width: 96%; height: auto; max-height: 90%; border: round $primary;
+        padding: 0 1; background: $surface; }
+    TextDialog #title { text-style: bold; color: $primary; }
+    """
+
+    def __init__(self, title: str, lines: Sequence[str]) -> None:
+        super().__init__()
+        self._title = title
+        self._lines = lines
+
+    def compose(self) -> ComposeResult:
+        """Build the dialog."""
+        with VerticalScroll(id="dialog"):
+            yield Static(text(self._title), id="title")
+            yield Static(_lines(self._lines))
+            yield Static(text("esc closes"))
+
+    def action_close(self) -> None:
+        """Close the dialog."""
+        self.dismiss(None)
+
+
+def _lines(texts: Sequence[str]) -> Content:
+    return Content("\n").join([text(one) for one in texts])

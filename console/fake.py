@@ -1,0 +1,554 @@
+"""A source with a simulated service, for `appliance console --demo` and the tests. Equal seeds give equal
+snapshots, because the clock of a test is simulated too."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from appliance.actions import (
+    CancelRequest,
+    DrainService,
+    ResumeService,
+    ResumeTenant,
+    SuspendTenant,
+    action_of,
+)
+from appliance.protocol import (
+    ClassStatus,
+    Done,
+    DrainStatus,
+    FrontStatus,
+    LimitUsage,
+    ModelStatus,
+    ReplicaStatus,
+    SocketStatus,
+)
+from appliance.snapshot import (
+    Batch,
+    BlockMap,
+    Host,
+    KvCache,
+    Latency,
+    Percentiles,
+    Process,
+    Queue,
+    Rates,
+    Request,
+    Snapshot,
+    TenantUse,
+    Totals,
+)
+from console.fake_machine import alerts_of, gpus_of
+from console.fake_rows import FakeRows
+from console.simulation import BLOCK_TOKENS, WINDOW_S, Ended, SimReplica, SimRequest, SimTenant, Simulation
+from console.source import ListName, ListRow, SourceError
+
+FIXED_TIME = 1_790_000_000.0
+"""Clock of tests, in unix seconds."""
+
+
+_RATE_WINDOW_S = 10.0
+
+
+class _Counters(NamedTuple):
+    """The counters at one instant, for rates."""
+
+    at: float
+    totals: Totals
+    tokens: dict[str, int]
+    """Prompt and output tokens of each tenant."""
+
+
+class FakeSource:
+    """Delivers the snapshots of a simulated service."""
+
+    label = "demo"
+    kind: Literal["demo"] = "demo"
+
+    def __init__(
+        self,
+        *,
+        seed: int = 7,
+        requests: int = 180,
+        blocks: int = 4096,
+        gpus: int = 4,
+        tenants: int = 8,
+        interval_s: float = 0.5,
+        now: float | None = None,
+    ) -> None:
+        """`now` fixes the clock: each snapshot is then exactly `interval_s` after the one before, and `next`
+        does not wait."""
+        self.interval_s = interval_s
+        self._real_time = now is None
+        start = time.time() if now is None else now
+        self.simulation = Simulation(
+            seed=seed, requests=requests, blocks=blocks, gpus=gpus, tenants=tenants, now=start - 12.0
+        )
+        self._past: deque[_Counters] = deque()
+        self._rows = FakeRows(self.simulation)
+        self._first = True
+
+    async def next(self) -> Snapshot:
+        """Return the next instant."""
+        if self._real_time and not self._first:
+            await asyncio.sleep(self.interval_s)
+        self._first = False
+        return self.step()
+
+    def step(self) -> Snapshot:
+        """Advance the simulated clock by one interval and return the instant."""
+        sim = self.simulation
+        sim.advance(self.interval_s)
+        tokens = {name: tenant.prompt + tenant.billed for name, tenant in sim.tenants.items()}
+        self._past.append(_Counters(sim.now, self._totals(), tokens))
+        while len(self._past) > 2 and self._past[0].at < sim.now - _RATE_WINDOW_S:
+            self._past.popleft()
+        return self._snapshot()
+
+    async def rows(self, name: ListName) -> list[ListRow]:
+        """Return a list of the simulated service."""
+        return self._rows.of(name)
+
+    async def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
+        """Change the simulated service. Raises SourceError for actions that it does not simulate."""
+        sim, action = self.simulation, action_of(parameters)
+        match parameters:
+            case CancelRequest(request_id=request_id):
+                if not sim.cancel(request_id):
+                    raise SourceError(
+                        f"request {request_id} is not unfinished: choose a request from the list"
+                    )
+                message = f"request {request_id} cancelled"
+            case DrainService(model=model):
+                sim.paused[model] = sim.now
+                self._rows.record(action.name, model or "service")
+                return self._drain(model, sim.now)
+            case ResumeService(model=model):
+                if sim.paused.pop(model, None) is None:
+                    raise SourceError(f"{'the service' if model is None else model} is not drained")
+                message = f"{'the service' if model is None else f'model {model}'} accepts requests again"
+            case SuspendTenant(name=name):
+                self._tenant(name).suspended_at = sim.now
+                message = f"tenant {name} suspended"
+            case ResumeTenant(name=name):
+                self._tenant(name).suspended_at = None
+                message = f"tenant {name} resumed"
+            case _:
+                raise SourceError(f"the demo does not simulate {action.name}: connect to a running service")
+        self._rows.record(action.name, action.target_name(parameters))
+        return Done(message=message)
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+    def _tenant(self, name: str) -> SimTenant:
+        if name not in self.simulation.tenants:
+            raise SourceError(f"unknown tenant {name}: choose a tenant from the list")
+        return self.simulation.tenants[name]
+
+    def _totals(self) -> Totals:
+        sim = self.simulation
+        return Totals(
+            prompt_tokens=sum(one.prompt_tokens for one in sim.replicas),
+            cached_tokens=sum(one.cached_tokens for one in sim.replicas),
+            computed_tokens=sum(one.computed_tokens for one in sim.replicas),
+            generated_tokens=sum(one.generated_tokens for one in sim.replicas),
+            admitted=sim.counts["admitted"],
+            refused=sim.counts["refused"],
+            ended=sim.counts["ended"],
+            failed=sim.counts["failed"],
+            cancelled=sim.counts["cancelled"],
+            preemptions=sum(one.preemptions for one in sim.replicas),
+            billed_tokens=sim.counts["billed"],
+        )
+
+    def _snapshot(self) -> Snapshot:
+        sim = self.simulation
+        totals = self._past[-1].totals
+        gpus = gpus_of(sim)
+        return Snapshot(
+            at=sim.now,
+            started_at=sim.started - 300_000.0,
+            uptime_s=sim.now - sim.started + 300_000.0,
+            version="0.1.0",
+            pid=4711,
+            state="draining" if None in sim.paused else "ready",
+            config_file="/etc/appliance/appliance.toml",
+            run_dir="/run/appliance",
+            state_dir="/var/lib/appliance",
+            totals=totals,
+            rates=self._rates(totals),
+            latency=self._latency(),
+            queue=self._queue(),
+            batches=[self._batch(one) for one in sim.replicas],
+            kv=[self._kv(one) for one in sim.replicas],
+            requests=[self._request(one) for one in self._unfinished()],
+            gpus=gpus,
+            models=self._models(),
+            tenants=[self._tenant_use(one) for one in sim.tenants.values()],
+            alerts=alerts_of(sim, gpus),
+            host=self._host(),
+            drains=[self._drain(model, since) for model, since in sim.paused.items()],
+            fronts=self._fronts(),
+            sockets=[
+                SocketStatus(
+                    name="api", address="/run/appliance/api.sock", state="accepting", accepted=91_042
+                ),
+                SocketStatus(
+                    name="admin", address="/run/appliance/admin.sock", state="accepting", accepted=812
+                ),
+            ],
+            audit_rows=len(self._rows.audit),
+            audit_head=self._rows.head,
+            audit_recorded_rows=max(0, len(self._rows.audit) - 2),
+        )
+
+    def _unfinished(self) -> list[SimRequest]:
+        sim = self.simulation
+        running = [request for replica in sim.replicas for request in replica.running]
+        return sorted([*sim.queue, *running], key=lambda one: (one.arrived, one.id))
+
+    def _rates(self, totals: Totals) -> Rates:
+        earlier = self._past[0].totals
+        span = self.simulation.now - self._past[0].at
+        if not span:
+            return Rates()
+
+        def of(name: str) -> float:
+            return float(getattr(totals, name) - getattr(earlier, name)) / span
+
+        return Rates(
+            window_s=span,
+            prompt_tokens_per_s=of("prompt_tokens"),
+            cached_tokens_per_s=of("cached_tokens"),
+            generated_tokens_per_s=of("generated_tokens"),
+            requests_per_s=of("ended"),
+            refused_per_s=of("refused"),
+            failed_per_s=of("failed"),
+        )
+
+    def _tokens_per_s(self, tenant: str) -> float | None:
+        first, last = self._past[0], self._past[-1]
+        span = last.at - first.at
+        return (last.tokens[tenant] - first.tokens[tenant]) / span if span else None
+
+    def _latency(self) -> Latency:
+        ended = self.simulation.ended
+
+        def of(name: str) -> Percentiles:
+            values = sorted(getattr(one, name) for one in ended)
+            if not values:
+                return Percentiles(window_s=WINDOW_S, count=0)
+            p50, p90, p99 = (values[min(len(values) - 1, int(len(values) * q))] for q in (0.5, 0.9, 0.99))
+            return Percentiles(window_s=WINDOW_S, count=len(values), p50_ms=p50, p90_ms=p90, p99_ms=p99)
+
+        names = Ended.__dataclass_fields__
+        return Latency(**{name.removesuffix("_ms"): of(name) for name in names if name.endswith("_ms")})
+
+    def _queue(self) -> Queue:
+        sim = self.simulation
+        waits = [sim.now - one.arrived for one in sim.queue]
+        classes = []
+        for number, target in enumerate((0.5, 2.0, 30.0, None)):
+            mine = [sim.now - one.arrived for one in sim.queue if one.number == number]
+            classes.append(
+                ClassStatus(
+                    name=f"P{number}",
+                    waiting=len(mine),
+                    oldest_wait_s=max(mine, default=0.0),
+                    expected_wait_s=len(mine) * 0.08,
+                    target_s=target,
+                )
+            )
+        return Queue(
+            waiting=len(sim.queue),
+            running=sum(len(one.running) for one in sim.replicas),
+            oldest_wait_s=max(waits, default=0.0),
+            waiting_tokens=sum(one.prompt for one in sim.queue),
+            limit=2048,
+            classes=classes,
+        )
+
+    def _batch(self, replica: SimReplica) -> Batch:
+        part = replica.slice
+        return Batch(
+            model=replica.model,
+            replica=replica.name,
+            at=self.simulation.now,
+            span_s=self.interval_s,
+            step=int(replica.step),
+            steps=int(part["decode_steps"] + part["mixed_steps"]),
+            decode_steps=int(part["decode_steps"]),
+            mixed_steps=int(part["mixed_steps"]),
+            step_ms=part["step_ms"] if part["decode_steps"] else None,
+            mixed_step_ms=part["mixed_step_ms"] if part["mixed_steps"] else None,
+            idle_us=part["idle_us"] if part["decode_steps"] else None,
+            mixed_idle_us=part["mixed_idle_us"] if part["mixed_steps"] else None,
+            running=len(replica.running),
+            waiting=0,
+            max_num_seqs=replica.max_num_seqs,
+            max_num_batched_tokens=replica.budget,
+            computed_tokens=int(part["computed"]),
+            generated_tokens=int(part["generated"]),
+            preemptions=0,
+            busy=part["busy"],
+            longest_ms=part["longest_ms"],
+            longest_request=replica.longest,
+        )
+
+    def _kv(self, replica: SimReplica) -> KvCache:
+        order = [one.id for one in replica.running]
+        index = {request: number for number, request in enumerate(order)}
+        return KvCache(
+            model=replica.model,
+            replica=replica.name,
+            blocks_total=replica.blocks,
+            blocks_used=replica.used,
+            blocks_cached=len(replica.cached),
+            block_tokens=BLOCK_TOKENS,
+            kv_bytes=replica.blocks * BLOCK_TOKENS * 160 * 1024,
+            kv_cache_dtype="fp8",
+            prompt_tokens=replica.prompt_tokens,
+            cached_tokens=replica.cached_tokens,
+            hit_rate=replica.cached_tokens / max(1, replica.prompt_tokens),
+            hit_window_s=WINDOW_S,
+            preemptions=replica.preemptions,
+            evictions=replica.evictions,
+            blocks=BlockMap(
+                states=bytes(replica.states),
+                owners=replica.owners(index),
+                requests=order,
+                tenants=[one.tenant for one in replica.running],
+                ages=replica.ages(self.simulation.now),
+            ),
+        )
+
+    def _request(self, one: SimRequest) -> Request:
+        now = self.simulation.now
+        key = f"{one.tenant}-{('web', 'worker', 'mobile')[one.key]}"
+        queued = one.started is None
+        return Request(
+            request_id=one.id,
+            state="queued" if queued else "running",
+            model=one.model,
+            tenant=one.tenant,
+            key_id=f"key_{abs(hash((len(key), one.key))) % 0xFFFF:04x}",
+            peer="",
+            front=f"front-{1 + one.key % 2}",
+            replica=one.replica,
+            attempt=1,
+            age_s=now - one.arrived,
+            prompt_tokens=one.prompt,
+            max_tokens=one.max_tokens,
+            class_name=f"P{one.number}",
+            phase="queued" if queued else "prefill" if one.first_token is None else "decode",
+            key_name=key,
+            stream=one.key != 1,
+            queue_s=(now if one.started is None else one.started) - one.arrived,
+            ttft_s=None if one.first_token is None else one.first_token - one.arrived,
+            cached_tokens=None if queued else one.cached,
+            computed_tokens=one.computed,
+            generated_tokens=int(one.generated),
+            blocks=len(one.blocks),
+            preemptions=one.preemptions,
+        )
+
+    def _tenant_use(self, one: SimTenant) -> TenantUse:
+        sim = self.simulation
+        all_service = sum(cost for tenant in sim.tenants.values() for _, cost in tenant.recent)
+        active = sum(tenant.weight for tenant in sim.tenants.values() if tenant.running + tenant.waiting)
+        usage = []
+        left_s = None
+        if one.tokens_per_minute is not None:
+            used = int(min(one.level, one.tokens_per_minute))
+            usage.append(
+                LimitUsage(
+                    limit="tokens_per_minute",
+                    capacity=int(one.tokens_per_minute),
+                    used=used,
+                    held=used // 3,
+                    resets_in_s=one.level / one.tokens_per_minute * 60.0,
+                )
+            )
+            burn = sum(cost for _, cost in one.recent) / WINDOW_S - one.tokens_per_minute / 60.0
+            left_s = (one.tokens_per_minute - one.level) / burn if burn > 0 else None
+        if one.concurrent is not None:
+            usage.append(
+                LimitUsage(
+                    limit="concurrent_requests",
+                    capacity=one.concurrent,
+                    used=one.running,
+                    held=one.running,
+                    resets_in_s=None,
+                )
+            )
+        return TenantUse(
+            name=one.name,
+            suspended_at=one.suspended_at,
+            weight=one.weight,
+            highest_class=one.highest_class,
+            keys=3,
+            peers=0,
+            running=one.running,
+            waiting=one.waiting,
+            tokens_per_s=self._tokens_per_s(one.name),
+            service_tokens=one.service,
+            share=sum(cost for _, cost in one.recent) / all_service if all_service else None,
+            fair_share=one.weight / active if one.running + one.waiting else None,
+            requests=one.requests,
+            refused=one.refused,
+            prompt_tokens=one.prompt,
+            cached_tokens=one.cached,
+            billed_tokens=one.billed,
+            usage=usage,
+            exhausted_in_s=left_s,
+        )
+
+    def _models(self) -> list[ModelStatus]:
+        sim = self.simulation
+        found = []
+        for name in dict.fromkeys(one.model for one in sim.replicas):
+            paused = bool(sim.paused.keys() & {None, name})
+            replicas = [self._replica(one, paused) for one in sim.replicas if one.model == name]
+            left = sum(one.running for one in replicas)
+            found.append(
+                ModelStatus(
+                    name=name,
+                    folder=f"/srv/models/{name}",
+                    version=f"sha256:{abs(len(name) * 7_919_111):08x}",
+                    created=1_780_000_000,
+                    state=("draining" if left else "drained") if paused else "ready",
+                    max_model_len=131_072 if "70b" in name else 32_768,
+                    queued=sum(one.model == name for one in sim.queue),
+                    replicas=replicas,
+                )
+            )
+        return found
+
+    def _replica(self, one: SimReplica, paused: bool) -> ReplicaStatus:
+        ranks = len(one.gpus)
+        return ReplicaStatus(
+            name=one.name,
+            state="draining" if paused else "ready",
+            pids=[5000 + gpu for gpu in one.gpus],
+            devices=[f"cuda:{gpu}" for gpu in one.gpus],
+            backend="cuda",
+            dtype="bfloat16",
+            weights="fp8",
+            kv_cache_dtype="fp8",
+            tensor_parallel_size=ranks,
+            links="NVLink (18 links)" if ranks > 1 else "",
+            collectives="peer memory" if ranks > 1 else "",
+            parameters=70_600_000_000 if ranks > 1 else 8_200_000_000,
+            weight_bytes=one.weight_bytes // ranks,
+            kv_bytes=one.blocks * BLOCK_TOKENS * 160 * 1024,
+            predicted_bytes=one.weight_bytes // ranks + (20 << 30),
+            used_bytes=one.weight_bytes // ranks + (20 << 30) + (311 << 20),
+            load_seconds=41.2 if ranks > 1 else 7.9,
+            max_num_seqs=one.max_num_seqs,
+            max_num_batched_tokens=one.budget,
+            step=int(one.step),
+            credit_seqs=one.max_num_seqs - len(one.running),
+            credit_tokens=one.budget,
+            last_report_s=0.04,
+            running=len(one.running),
+            blocks_total=one.blocks,
+            blocks_used=one.used,
+            blocks_cached=len(one.cached),
+            preemptions=one.preemptions,
+            prompt_tokens=one.prompt_tokens,
+            cached_tokens=one.cached_tokens,
+            computed_tokens=one.computed_tokens,
+            generated_tokens=one.generated_tokens,
+            decode_steps=int(one.slice["decode_steps"]),
+            step_ms=one.slice["step_ms"],
+            idle_us=one.slice["idle_us"],
+            mixed_steps=int(one.slice["mixed_steps"]),
+            mixed_step_ms=one.slice["mixed_step_ms"],
+            mixed_idle_us=one.slice["mixed_idle_us"],
+        )
+
+    def _drain(self, model: str | None, since: float) -> DrainStatus:
+        sim = self.simulation
+        running = sum(len(one.running) for one in sim.replicas if model in (None, one.model))
+        elapsed = sim.now - since
+        return DrainStatus(
+            model=model,
+            state="draining" if running else "drained",
+            grace_s=120.0,
+            grace_left_s=max(0.0, 120.0 - elapsed),
+            queue=False,
+            started_at=since,
+            elapsed_s=elapsed,
+            running=running,
+            queued=0,
+            held=0,
+            tokens_left=running * 170,
+            eta_s=running * 0.09 if running else None,
+        )
+
+    def _fronts(self) -> list[FrontStatus]:
+        tokens = sum(one.generated_tokens for one in self.simulation.replicas)
+        running = sum(len(one.running) for one in self.simulation.replicas)
+        return [
+            FrontStatus(
+                name=f"front-{number}",
+                state="ready",
+                pid=4800 + number,
+                connections=running // 2 + 11 * number,
+                busy_connections=running // 2,
+                max_connections=4096,
+                streams=running // 2,
+                requests=self.simulation.counts["admitted"] // 2,
+                tokens=tokens // 2,
+                cpu_seconds=tokens / 2 * 14e-6,
+                cpu_us_per_token=14.1 + number,
+            )
+            for number in (1, 2)
+        ]
+
+    def _host(self) -> Host:
+        random = self.simulation.random
+        processes = [
+            Process(
+                name="core", role="core", pid=4711, cpu_percent=random.uniform(6, 9), memory_bytes=187 << 20
+            )
+        ]
+        for number in (1, 2):
+            processes.append(
+                Process(
+                    name=f"front-{number}",
+                    role="front",
+                    pid=4800 + number,
+                    cpu_percent=random.uniform(28, 41),
+                    memory_bytes=(240 + 9 * number) << 20,
+                    restarts=0,
+                )
+            )
+        for replica in self.simulation.replicas:
+            processes.append(
+                Process(
+                    name=replica.name,
+                    role="replica",
+                    pid=5000 + replica.gpus[0],
+                    cpu_percent=random.uniform(94, 100) * len(replica.gpus),
+                    memory_bytes=(3 + len(replica.gpus)) << 30,
+                    restarts=0,
+                )
+            )
+        return Host(
+            name="gpu-01",
+            cpus=96,
+            cpu_percent=random.uniform(9, 13),
+            load_1m=random.uniform(9, 12),
+            memory_bytes=1024 << 30,
+            memory_used_bytes=141 << 30,
+            disk_bytes=3500 << 30,
+            disk_free_bytes=2210 << 30,
+            processes=processes,
+        )

@@ -1,0 +1,93 @@
+"""The lists of the simulated service: audit trail, log, settings and findings."""
+
+from __future__ import annotations
+
+import hashlib
+
+from console.simulation import Simulation
+from console.source import ListName, ListRow
+
+_SETTINGS = (
+    ("run_dir", "/run/appliance", "/etc/appliance/appliance.toml:2"),
+    ("state_dir", "/var/lib/appliance", "/etc/appliance/appliance.toml:3"),
+    ("fronts", "2", "/etc/appliance/appliance.toml:4"),
+    ("queue.limit", "2048", "/etc/appliance/conf.d/queue.toml:2"),
+    ("queue.timeout_s", "600.0", "default"),
+    ("models.llama-3.3-70b.tensor_parallel_size", "4", "/etc/appliance/appliance.toml:11"),
+    ("models.llama-3.3-70b.quantization", "fp8", "/etc/appliance/appliance.toml:12"),
+    ("metrics.listen", "127.0.0.1:9464", "/etc/appliance/appliance.toml:30"),
+    ("log_level", "info", "default"),
+)
+_FINDINGS = (
+    ("ok", "gpus", "driver", "driver 580.65, CUDA 13.0, 8 GPUs"),
+    ("ok", "models", "llama-3.3-70b", "141 GiB of weights fit on 4 GPUs"),
+    ("warning", "machine", "swap", "2 GiB of swap in use: set vm.swappiness = 10"),
+    ("ok", "databases", "control.db", "integrity check passed"),
+)
+
+
+class FakeRows:
+    """The rows, and the audit rows of the actions that operators perform in the demo."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self.audit: list[ListRow] = []
+        self.head = ""
+        now = simulation.now
+        for offset, action, target, actor in (
+            (81_000, "config.reload", "", "uid:0 (root)"),
+            (77_500, "tenants.set", "search", "uid:1000 (ops)"),
+            (52_200, "keys.create", "docs-rag", "uid:1000 (ops)"),
+            (30_400, "drain", "qwen3-8b", "uid:1000 (ops)"),
+            (30_100, "resume", "qwen3-8b", "uid:1000 (ops)"),
+            (9_700, "keys.rotate", "key_3f1a", "key:admin-ci"),
+            (1_260, "requests.cancel", "req-41c08d22a7e5", "uid:1000 (ops)"),
+        ):
+            self._add(now - offset, action, target, actor)
+
+    def record(self, action: str, target: str) -> None:
+        """Add the audit row of an action."""
+        self._add(self._simulation.now, action, target, "uid:1000 (demo)")
+
+    def of(self, name: ListName) -> list[ListRow]:
+        """Return a list, newest rows first."""
+        if name == "audit":
+            return self.audit[::-1]
+        if name == "settings":
+            return [ListRow(id=key, actor=place, subject=key, text=value) for key, value, place in _SETTINGS]
+        if name == "findings":
+            return [
+                ListRow(id=f"{area}/{subject}", level=level, actor=area, subject=subject, text=text)
+                for level, area, subject, text in _FINDINGS
+            ]
+        return self._log()
+
+    def _add(self, at: float, action: str, target: str, actor: str) -> None:
+        seq = len(self.audit) + 1
+        self.head = hashlib.sha256(f"{self.head}{seq}{action}{target}".encode()).hexdigest()
+        self.audit.append(
+            ListRow(
+                id=str(seq),
+                at=at,
+                actor=actor,
+                subject=action,
+                target=target,
+                text="ok",
+                detail={"hash": self.head},
+            )
+        )
+
+    def _log(self) -> list[ListRow]:
+        now, rows = self._simulation.now, []
+        for index in range(40):
+            at = now - index * 6.5
+            number = int(at // 6.5)
+            level, process, text = (
+                ("info", "front-1", "connection from 10.0.3.7 closed by the client"),
+                ("info", "core", "history.db: 412 rows committed in 3 ms"),
+                ("info", "llama-3.3-70b-1", "steps 812,000 to 812,400: 13.9 ms mean, 6 µs idle"),
+                ("warning", "front-2", "tenant batch-jobs: 429, tokens_per_minute is exhausted for 12 s"),
+                ("info", "core", "audit head anchored in the journal"),
+            )[number % 5]
+            rows.append(ListRow(id=f"log-{number}", at=at, level=level, actor=process, text=text))
+        return rows

@@ -1,0 +1,197 @@
+"""The frame around all screens: header, tabs, drain banner, body and footer. A frame is a list of lines,
+which `console.app` shows and `console.top` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from appliance.snapshot import Snapshot
+from console import units
+from console.context import Context
+from console.help import help_lines
+from console.keys import KEYS, shown_name
+from console.lines import BLANK, Line, Span, clip, line, span, spread, width_of, wrap
+from console.screens.base import MIN_HEIGHT, MIN_WIDTH, View
+from console.screens.panels import STATE_ROLES
+
+_RESTARTED_S = 60.0
+"""How long the badge RESTARTED stays."""
+_MIN_SCREEN = (20, 5)
+
+
+@dataclass
+class FrameState:
+    """What the frame shows besides the screen."""
+
+    context: Context
+    view: View
+    views: Sequence[View]
+    label: str
+    demo: bool = False
+    now: float = 0.0
+    stale_s: float | None = None
+    """Age of the snapshot if it is older than it should be, or None."""
+    error: str = ""
+    """Reason why the source does not deliver."""
+    restarted_at: float | None = None
+    paused: bool = False
+    help: bool = False
+    help_scroll: int = 0
+    message: str = ""
+    message_role: str = "text"
+    footer: bool = True
+    badges: list[str] = field(default_factory=list)
+
+
+def frame(state: FrameState, width: int, height: int) -> list[Line]:
+    """Return all lines of the terminal."""
+    small = width < MIN_WIDTH or height < MIN_HEIGHT
+    top = [_header(state, width)]
+    if not small:
+        top.append(_tabs(state, width))
+    top += _banners(state, width)
+    bottom = [_footer(state, width)] if state.footer else []
+    room = max(0, height - len(top) - len(bottom))
+    body = _body(state, width, room, small)[:room]
+    lines = [*top, *body, *[BLANK] * (room - len(body)), *bottom]
+    return [clip(one, width) for one in lines[:height]]
+
+
+def _body(state: FrameState, width: int, height: int, small: bool) -> list[Line]:
+    if height <= 0 or width < _MIN_SCREEN[0]:
+        return []
+    if state.help:
+        lines = help_lines(state.view, width)
+        state.help_scroll = max(0, min(state.help_scroll, len(lines) - height))
+        return lines[state.help_scroll : state.help_scroll + height]
+    if state.context.snapshot is None:
+        reason = state.error or "waiting for the first answer of the service"
+        return [BLANK, *wrap(reason, width - 4, "bad" if state.error else "dim", "  ")]
+    if small:
+        return state.view.small(state.context, width, height)
+    return state.view.render(state.context, width, height)
+
+
+def _header(state: FrameState, width: int) -> Line:
+    snapshot = state.context.snapshot
+    left = line(span(" appliance ", "title"))
+    if snapshot is not None:
+        left += [
+            span(f"{snapshot.host.name} " if snapshot.host.name else "", "bold"),
+            span(snapshot.state, STATE_ROLES.get(snapshot.state, "text")),
+            span(f" · up {units.seconds(snapshot.uptime_s)}", "dim"),
+            span(f" · {snapshot.version}", "dim"),
+        ]
+    right = _badges(state)
+    at = state.now if snapshot is None else snapshot.at
+    right += [span(f" {units.clock(at)} ", "bold" if state.stale_s is None else "bad")]
+    if width_of(left) + width_of(right) < width - 4:
+        left.append(span(f" · {state.label}", "dim"))
+    return spread(left, right, width)
+
+
+def _badges(state: FrameState) -> Line:
+    snapshot = state.context.snapshot
+    badges: Line = []
+
+    def add(text: str, role: str, action: str = "") -> None:
+        badges.append(span(f" {text} ", role, action))
+        badges.append(Span(" "))
+
+    if state.paused:
+        add("PAUSED", "badge", "pause")
+    if state.stale_s is not None:
+        add(f"STALE {units.seconds(state.stale_s)}", "badge_bad")
+    if state.restarted_at is not None and state.now - state.restarted_at < _RESTARTED_S:
+        add("RESTARTED", "badge")
+    if snapshot is not None:
+        firing = sum(one.state == "firing" for one in snapshot.alerts)
+        if firing:
+            add(f"{firing} ALERT{'S' if firing > 1 else ''}", "badge_bad", "screen 8")
+    for badge in state.badges:
+        add(badge, "badge")
+    if state.demo:
+        add("DEMO", "badge")
+    if state.context.write:
+        add("WRITE", "badge_bad")
+    else:
+        badges.append(span("read-only ", "dim"))
+    return badges
+
+
+def _tabs(state: FrameState, width: int) -> Line:
+    def tabs(title: str) -> Line:
+        spans: Line = [Span(" ")]
+        for view in state.views:
+            action, text = f"screen {view.key}", getattr(view, title)
+            if view is state.view:
+                spans.append(span(f" {view.key} {text} ", "tab", action))
+            else:
+                spans += [span(f" {view.key}", "key", action), span(f" {text} ", "text", action)]
+        return spans
+
+    wide = tabs("title")
+    if width_of(wide) <= width:
+        return wide
+    # In a narrow terminal, the spaces around the titles are left out.
+    spans: Line = []
+    for view in state.views:
+        action = f"screen {view.key}"
+        if view is state.view:
+            spans.append(span(f"{view.key} {view.short}", "tab", action))
+        else:
+            spans += [span(view.key, "key", action), span(f" {view.short}", "text", action)]
+        spans.append(Span(" "))
+    return spans
+
+
+def _banners(state: FrameState, width: int) -> list[Line]:
+    lines: list[Line] = []
+    snapshot = state.context.snapshot
+    if state.error and snapshot is not None:
+        lines.append(clip([span(f" {state.error} ", "badge_bad")], width))
+    if snapshot is not None:
+        lines += _drains(snapshot, width)
+    return lines
+
+
+def _drains(snapshot: Snapshot, width: int) -> list[Line]:
+    lines = []
+    for one in snapshot.drains:
+        name = "SERVICE" if one.model is None else f"MODEL {one.model}"
+        if one.state == "drained":
+            facts = [f"took {units.seconds(one.elapsed_s)}"]
+            if one.ended:
+                facts.append(f"{one.ended:,} requests ended after the grace period")
+        else:
+            facts = [
+                f"{one.running:,} running",
+                f"{one.queued:,} queued",
+                f"ETA {units.seconds(one.eta_s)}",
+                f"grace left {units.seconds(one.grace_left_s)}",
+            ]
+        if one.queue:
+            facts.append(f"{one.held:,} held")
+        facts.append("new requests wait" if one.queue else "new requests are refused")
+        text = f" {name} {one.state.upper()}: {', '.join(facts)}; R resumes"
+        lines.append([span(clip([span(text)], width)[0].text.ljust(width), "badge")])
+    return lines
+
+
+def _footer(state: FrameState, width: int) -> Line:
+    if state.message:
+        return [span(f" {state.message}", state.message_role)]
+    spans: Line = [Span(" ")]
+    keys = [("esc", "close help", "back")] if state.help else []
+    keys += [(shown_name(key.keys[0]), key.footer, key.command) for key in KEYS if key.footer]
+    if state.view.variants and not state.help:
+        keys.insert(3, ("v", f"view: {state.view.variant}", "variant"))
+    for name, text, command in keys:
+        if command == "actions" and not state.context.write:
+            continue
+        part = [span(name, "key", command), span(f" {text}  ", "dim", command)]
+        if width_of(spans) + width_of(part) > width:
+            break
+        spans += part
+    return spans

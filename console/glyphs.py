@@ -1,0 +1,111 @@
+"""Bars and charts of characters. The three glyph sets differ in resolution and in what the terminal needs:
+braille and block need a font with these characters, ascii works everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from console.lines import Line, Span
+
+GlyphSet = Literal["braille", "block", "ascii"]
+GLYPH_SETS: tuple[GlyphSet, ...] = ("braille", "block", "ascii")
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_ASCII = " .:-=+*#@"
+_LEFT = (0x00, 0x40, 0x44, 0x46, 0x47)
+_RIGHT = (0x00, 0x80, 0xA0, 0xB0, 0xB8)
+_UNKNOWN = {"braille": "┄", "block": "┄", "ascii": "?"}
+
+Values = Sequence[float | None]
+
+
+def bar(parts: Sequence[tuple[float, str]], width: int, glyphs: GlyphSet) -> Line:
+    """Return a horizontal bar. `parts` are fractions of the width with their roles, from left to right."""
+    if width <= 0:
+        return []
+    filled, empty = ("#", "-") if glyphs == "ascii" else ("█", "░")
+    result: Line = []
+    done, total = 0, 0.0
+    for index, (fraction, role) in enumerate(parts):
+        total = min(1.0, total + max(0.0, fraction))
+        end = round(total * width)
+        # A part that is not empty is visible.
+        if fraction > 0 and end == done and done < width:
+            end = done + 1
+        letter = filled if glyphs != "ascii" or index == 0 else "=+*"[min(index, 3) - 1]
+        if end > done:
+            result.append(Span(letter * (end - done), role))
+            done = end
+    if done < width:
+        result.append(Span(empty * (width - done), "track"))
+    return result
+
+
+def unknown_bar(width: int) -> Line:
+    """Return the bar of a figure that is not known."""
+    return [Span("·" * max(0, width), "track")]
+
+
+def meter(fraction: float | None, width: int, glyphs: GlyphSet, role: str = "") -> Line:
+    """Return the bar of one fraction. Without a role, the bar's role depends on the fraction."""
+    if fraction is None:
+        return unknown_bar(width)
+    return bar([(fraction, role or level(fraction))], width, glyphs)
+
+
+def level(fraction: float | None, warn: float = 0.8, bad: float = 0.95) -> str:
+    """Return the role of a utilisation: good, warn or bad."""
+    if fraction is None:
+        return "dim"
+    return "bad" if fraction >= bad else "warn" if fraction >= warn else "good"
+
+
+def sparkline(values: Values, width: int, glyphs: GlyphSet, role: str, top: float | None = None) -> Line:
+    """Return the newest values as a chart of one line."""
+    return chart(values, width, 1, glyphs, role, top)[0]
+
+
+def chart(
+    values: Values, width: int, height: int, glyphs: GlyphSet, role: str, top: float | None = None
+) -> list[Line]:
+    """Return the newest values as a chart whose right edge is now. `top` is the value at the upper edge, by
+    default the largest value. Unknown values are gaps; times before the first value are empty."""
+    per_cell = 2 if glyphs == "braille" else 1
+    shown = list(values)[-width * per_cell :]
+    known = [value for value in shown if value is not None]
+    top = max(known, default=0.0) if top is None else top
+    steps = height * (4 if glyphs == "braille" else 8)
+    marks = [None if value is None else _steps(value, top, steps) for value in shown]
+    missing = width * per_cell - len(marks)
+    rows = []
+    for row in reversed(range(height)):
+        letters = []
+        for cell in range(width):
+            pair = [
+                (-1 if index < 0 else marks[index])
+                for index in (cell * per_cell - missing + offset for offset in range(per_cell))
+            ]
+            letters.append(_letter(pair, row, glyphs))
+        rows.append([Span("".join(letters), role)])
+    return rows
+
+
+def _steps(value: float, top: float, steps: int) -> int:
+    if top <= 0 or value <= 0:
+        return 0
+    return max(1, min(steps, round(value / top * steps)))
+
+
+def _letter(pair: Sequence[int | None], row: int, glyphs: GlyphSet) -> str:
+    """Return the character of one cell. -1 is a time before the first value, None an unknown value."""
+    if all(mark is None for mark in pair):
+        return _UNKNOWN[glyphs] if row == 0 else " "
+    if all(mark == -1 for mark in pair):
+        return " "
+    if glyphs == "braille":
+        left, right = (max(0, min(4, (mark or 0) - row * 4)) for mark in pair)
+        return chr(0x2800 + _LEFT[left] + _RIGHT[right]) if left or right else " "
+    mark = pair[0] or 0
+    filled = max(0, min(8, mark - row * 8))
+    return (_BLOCKS if glyphs == "block" else _ASCII)[filled]

@@ -1,0 +1,42 @@
+"""The help of a screen: its keys, and its figures with unit and window."""
+
+from __future__ import annotations
+
+from console.figures import FIGURES
+from console.keys import KEYS, shown_name
+from console.lines import BLANK, Line, clip, heading, line, span, wrap
+from console.screens.base import View
+from console.screens.table import TableView
+
+_NAME_WIDTH = 18
+
+
+def help_lines(view: View, width: int) -> list[Line]:
+    """Return the help of a screen."""
+    doc = " ".join((view.help_text or "").split())
+    lines = [heading(f"Help: {view.title}", width, "esc closes"), *wrap(doc, width, "bold"), BLANK]
+    lines += [heading("Figures", width, "unit · window · source")]
+    for name in dict.fromkeys(view.figures):
+        figure = FIGURES[name]
+        title = clip([span(figure.title, "accent")], _NAME_WIDTH)
+        notes = " · ".join(part for part in (figure.unit, figure.window, figure.source) if part)
+        body = wrap(figure.text, width - _NAME_WIDTH)
+        lines.append([*title, *(body[0] if body else [])])
+        lines += [[span(" " * _NAME_WIDTH), *row] for row in body[1:]]
+        lines += [[span(" " * _NAME_WIDTH), *row] for row in wrap(notes, width - _NAME_WIDTH, "dim")]
+    if isinstance(view, TableView):
+        names = ", ".join(column.name for column in view.columns)
+        lines += [BLANK, heading("Filter", width, "/")]
+        lines += wrap(
+            "Rows must match all terms, separated by spaces: text, field:text, !field:text, field>100, "
+            f"field<=2.5k; >100 concerns the column that the table is sorted by. Fields: {names}.",
+            width,
+        )
+    group = ""
+    for key in KEYS:
+        if key.group != group:
+            group = key.group
+            lines += [BLANK, heading(f"Keys: {group.lower()}", width)]
+        names = " ".join(shown_name(one) for one in key.keys)
+        lines.append(line(*clip([span(names, "key")], _NAME_WIDTH), span(key.title)))
+    return lines

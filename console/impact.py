@@ -1,0 +1,101 @@
+"""What an action would affect at present, for its dialog, and whether that has changed since the dialog
+opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from appliance.actions import Action
+from appliance.protocol import ModelStatus
+from appliance.snapshot import Request, Snapshot
+from console import units
+
+
+def impact(action: Action, target: str | None, snapshot: Snapshot | None) -> list[str]:
+    """Return what the action affects: requests, tokens and tenants."""
+    if snapshot is None:
+        return ["the present load is not known: the service has not answered yet"]
+    affected = _affected(action, target, snapshot)
+    if affected is None:
+        return []
+    if action.target == "request":
+        if not affected:
+            return [f"request {target} has ended"]
+        one = affected[0]
+        done = f"{units.count(one.generated_tokens)} output tokens"
+        return [f"tenant {one.tenant}, model {one.model}, {units.seconds(one.age_s)} old, {done} so far"]
+    if not affected:
+        return ["no unfinished request is affected"]
+    tenants = sorted({one.tenant for one in affected})
+    tokens = [one.generated_tokens for one in affected]
+    known = sum(token for token in tokens if token is not None)
+    generated = units.UNKNOWN if None in tokens else f"{known:,}"
+    names = ", ".join(tenants[:5]) + (f" and {len(tenants) - 5} more" if len(tenants) > 5 else "")
+    queued = sum(one.state == "queued" for one in affected)
+    return [
+        f"{len(affected) - queued:,} running and {queued:,} queued requests of {len(tenants)} tenants: "
+        f"{names}",
+        f"{generated} output tokens have been generated for them",
+    ]
+
+
+def watch(action: Action, target: str | None, snapshot: Callable[[], Snapshot | None]) -> Callable[[], str]:
+    """Return a function that compares the target's state with its present state. The function returns a text
+    if the state has changed, otherwise an empty text."""
+    before = _fingerprint(action, target, snapshot())
+
+    def check() -> str:
+        nonlocal before
+        after = _fingerprint(action, target, snapshot())
+        if after == before:
+            return ""
+        text = f"the state has changed from {before} to {after}: review the impact and confirm again"
+        before = after
+        return text
+
+    return check
+
+
+def _affected(action: Action, target: str | None, snapshot: Snapshot) -> list[Request] | None:
+    """Return the affected requests, or None if the action concerns no requests."""
+    if action.name == "drain":
+        return [one for one in snapshot.requests if target in (None, "", one.model)]
+    match action.target:
+        case "request":
+            return [one for one in snapshot.requests if one.request_id == target]
+        case "tenant" if action.name != "tenants.create":
+            return [one for one in snapshot.requests if one.tenant == target]
+        case "key":
+            return [one for one in snapshot.requests if one.key_id == target]
+    return None
+
+
+def _fingerprint(action: Action, target: str | None, snapshot: Snapshot | None) -> str:
+    """Return the state of the target that the operator decides by."""
+    if snapshot is None:
+        return units.UNKNOWN
+    if action.target == "request":
+        return "unfinished" if any(one.request_id == target for one in snapshot.requests) else "ended"
+    if action.target == "tenant":
+        tenant = next((one for one in snapshot.tenants if one.name == target), None)
+        return "absent" if tenant is None else "active" if tenant.suspended_at is None else "suspended"
+    if action.target == "model":
+        return _drained(target, snapshot) + _version(target, snapshot.models)
+    return f"service started at {snapshot.started_at:.0f}"
+
+
+def _drained(target: str | None, snapshot: Snapshot) -> str:
+    drain = next((one for one in snapshot.drains if one.model == (target or None)), None)
+    return "accepting requests" if drain is None else "draining"
+
+
+def _version(target: str | None, models: list[ModelStatus]) -> str:
+    model = next((one for one in models if one.name == target), None)
+    return "" if model is None else f" with version {model.version}"
+
+
+def result_lines(result: msgspec.Struct) -> list[str]:
+    """Return the fields of a result as lines."""
+    return [f"{name}: {value}" for name, value in msgspec.structs.asdict(result).items() if value is not None]

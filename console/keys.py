@@ -1,0 +1,121 @@
+"""The key table. Key bindings, the help, the footer and `docs/keys.md` are derived from it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from appliance.actions import ACTIONS, Action
+
+
+class KeyBinding(NamedTuple):
+    """One binding."""
+
+    command: str
+    """What the key does, and its id in a keymap file."""
+    keys: tuple[str, ...]
+    """The keys, by Textual's names."""
+    title: str
+    group: str
+    footer: str = ""
+    """Short text for the footer; empty if the footer does not show the key."""
+
+
+SCREENS = (
+    ("1", "overview", "Overview"),
+    ("2", "batches", "Batches"),
+    ("3", "kv", "KV cache"),
+    ("4", "requests", "Requests"),
+    ("5", "gpus", "GPUs"),
+    ("6", "models", "Models"),
+    ("7", "tenants", "Tenants"),
+    ("8", "alerts", "Alerts"),
+    ("9", "audit", "Audit"),
+    ("0", "logs", "Logs"),
+)
+
+KEYS: tuple[KeyBinding, ...] = (
+    *(KeyBinding(f"screen {key}", (key,), f"Show {title}", "Screens") for key, _, title in SCREENS),
+    KeyBinding("screen next", ("tab",), "Show the next screen", "Screens"),
+    KeyBinding("screen previous", ("shift+tab",), "Show the previous screen", "Screens"),
+    KeyBinding("history back", ("backspace", "alt+left"), "Return to the screen shown before", "Screens"),
+    KeyBinding("history forward", ("alt+right",), "Undo a return", "Screens"),
+    KeyBinding(
+        "help", ("question_mark", "f1"), "Explain the keys and figures of this screen", "Console", "help"
+    ),
+    KeyBinding(
+        "command",
+        ("colon",),
+        "Enter a command, such as drain, theme light or export csv",
+        "Console",
+        "command",
+    ),
+    KeyBinding("palette", ("ctrl+p",), "Search all commands", "Console", "palette"),
+    KeyBinding("pause", ("p",), "Freeze the screen, or continue", "Console", "pause"),
+    KeyBinding("faster", ("plus", "equals_sign"), "Refresh more often", "Console"),
+    KeyBinding("slower", ("minus",), "Refresh less often", "Console"),
+    KeyBinding("theme", ("t",), "Change the theme", "Console"),
+    KeyBinding("glyphs", ("b",), "Change the characters of charts: braille, block, ascii", "Console"),
+    KeyBinding("redraw", ("ctrl+l",), "Draw the whole screen again", "Console"),
+    KeyBinding("quit", ("q", "ctrl+c", "ctrl+q"), "Quit", "Console", "quit"),
+    KeyBinding("move up", ("up", "k"), "Move up", "Rows"),
+    KeyBinding("move down", ("down", "j"), "Move down", "Rows"),
+    KeyBinding("move left", ("left", "h"), "Move left", "Rows"),
+    KeyBinding("move right", ("right", "l"), "Move right", "Rows"),
+    KeyBinding("move page-up", ("pageup", "ctrl+b"), "Move up by a page", "Rows"),
+    KeyBinding("move page-down", ("pagedown", "ctrl+f"), "Move down by a page", "Rows"),
+    KeyBinding("move first", ("home", "g"), "Move to the first row", "Rows"),
+    KeyBinding("move last", ("end", "G"), "Move to the last row", "Rows"),
+    KeyBinding("open", ("enter",), "Open the row under the cursor", "Rows", "open"),
+    KeyBinding("back", ("escape",), "Close the detail, clear the filter, then the marks", "Rows"),
+    KeyBinding("filter", ("slash",), "Filter rows: text, field:text, field>100", "Rows", "filter"),
+    KeyBinding("sort next", ("s",), "Sort by the next column", "Rows", "sort"),
+    KeyBinding("sort previous", ("S",), "Sort by the previous column", "Rows"),
+    KeyBinding("sort reverse", ("r",), "Reverse the order", "Rows"),
+    KeyBinding("mark", ("space",), "Mark the row", "Rows"),
+    KeyBinding("variant", ("v",), "Show the next variant of this screen", "Rows"),
+    KeyBinding(
+        "copy", ("y",), "Copy the marked rows, or the row under the cursor, to the clipboard (OSC 52)", "Rows"
+    ),
+    KeyBinding(
+        "actions",
+        ("a",),
+        "Choose an action for the marked rows or the row under the cursor",
+        "Actions",
+        "actions",
+    ),
+    KeyBinding("act drain", ("D",), "Drain the model under the cursor, or the service", "Actions"),
+    KeyBinding("act resume", ("R",), "Resume the model under the cursor, or the service", "Actions"),
+    KeyBinding(
+        "act requests.cancel",
+        ("X",),
+        "Cancel the marked requests, or the request under the cursor",
+        "Actions",
+    ),
+    KeyBinding("act tenants.set", ("Q",), "Change the limits of the tenant under the cursor", "Actions"),
+    KeyBinding("act config.reload", ("L",), "Reload the settings", "Actions"),
+)
+
+
+def shown_name(key: str) -> str:
+    """Return the name of a key as the help shows it."""
+    return {
+        "question_mark": "?",
+        "colon": ":",
+        "slash": "/",
+        "plus": "+",
+        "equals_sign": "=",
+        "minus": "-",
+        "escape": "esc",
+        "pageup": "pgup",
+        "pagedown": "pgdn",
+        "up": "↑",
+        "down": "↓",
+        "left": "←",
+        "right": "→",
+        "backspace": "⌫",
+    }.get(key, key.replace("ctrl+", "^"))
+
+
+def offered() -> list[Action]:
+    """Return the actions that operators can choose in the console."""
+    return [action for action in ACTIONS if action.visibility == "shown"]

@@ -1,0 +1,129 @@
+"""Lines of styled text, which all screens produce. A style is a role such as "bad"; themes give roles their
+colours. Texts from clients and operators become spans only through `span`, which removes control
+characters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from rich.cells import cell_len, set_cell_size
+
+
+class Span(NamedTuple):
+    """A piece of a line."""
+
+    text: str
+    role: str = "text"
+    action: str = ""
+    """Command that a mouse click on the span runs, such as "screen 4"; empty for none."""
+
+
+Line = list[Span]
+BLANK: Line = []
+
+
+def span(text: object, role: str = "text", action: str = "") -> Span:
+    """Return a span with printable characters only: no escape sequence of a client reaches the terminal."""
+    value = str(text)
+    if not value.isprintable():
+        value = "".join(character if character.isprintable() else " " for character in value)
+    return Span(value, role, action)
+
+
+def line(*parts: str | Span) -> Line:
+    """Return a line of spans and plain texts."""
+    return [part if isinstance(part, Span) else span(part) for part in parts]
+
+
+def width_of(spans: Iterable[Span]) -> int:
+    """Return the number of terminal columns that a line occupies."""
+    return sum(cells(one.text) for one in spans)
+
+
+def cells(text: str) -> int:
+    """Return the number of terminal columns that a text occupies."""
+    return len(text) if text.isascii() else cell_len(text)
+
+
+def fit(text: str, width: int, *, right: bool = False) -> str:
+    """Return `text` with exactly `width` columns: padded, or cut with an ellipsis."""
+    have = cells(text)
+    if have == width:
+        return text
+    if have < width:
+        return " " * (width - have) + text if right else text + " " * (width - have)
+    if width <= 1:
+        return "…"[:width]
+    cut = set_cell_size(text, width - 1).rstrip() + "…"
+    return cut + " " * (width - cells(cut))
+
+
+def clip(spans: Sequence[Span], width: int) -> Line:
+    """Return a line with exactly `width` columns: padded with spaces, or cut with an ellipsis."""
+    left, result = width, []
+    for one in spans:
+        size = cells(one.text)
+        if size > left:
+            if left > 0:
+                result.append(one._replace(text=fit(one.text, left)))
+            return result
+        result.append(one)
+        left -= size
+    if left > 0:
+        result.append(Span(" " * left))
+    return result
+
+
+def spread(left: Sequence[Span], right: Sequence[Span], width: int) -> Line:
+    """Return a line with one part at the left edge and one at the right edge. The right part is kept if both
+    do not fit."""
+    room = width - width_of(right)
+    if room <= 0:
+        return clip(right, width)
+    return [*clip(left, room), *right]
+
+
+def heading(title: str, width: int, note: str = "") -> Line:
+    """Return the title line of a panel. `note` names the unit or the window of its figures."""
+    start = [Span("─ ", "rule"), span(title, "title"), Span(" ", "rule")]
+    end = [Span(" ", "rule"), span(note, "dim"), Span(" ─", "rule")] if note else []
+    room = width - width_of(start) - width_of(end)
+    if room < 0 and end:
+        # The note is shortened before the title.
+        have = width - width_of(start) - 3
+        return heading(title, width, fit(note, have).rstrip() if have > 4 else "")
+    return clip([*start, Span("─" * max(0, room), "rule"), *end], width)
+
+
+def beside(
+    left: Sequence[Line], right: Sequence[Line], left_width: int, right_width: int, gap: int
+) -> list[Line]:
+    """Return two columns of lines as one."""
+    height = max(len(left), len(right))
+    rows = []
+    for number in range(height):
+        one = clip(left[number] if number < len(left) else BLANK, left_width)
+        other = clip(right[number] if number < len(right) else BLANK, right_width)
+        rows.append([*one, Span(" " * gap), *other])
+    return rows
+
+
+def wrap(text: str, width: int, role: str = "text", indent: str = "") -> list[Line]:
+    """Return a text as lines of at most `width` columns, broken between words."""
+    rows: list[str] = []
+    current = ""
+    for word in text.split():
+        if current and cells(current) + 1 + cells(word) > width - len(indent):
+            rows.append(current)
+            current = word
+        else:
+            current = f"{current} {word}" if current else word
+    if current:
+        rows.append(current)
+    return [[span(indent + row, role)] for row in rows]
+
+
+def plain(spans: Iterable[Span]) -> str:
+    """Return a line without its styles."""
+    return "".join(one.text for one in spans).rstrip()

@@ -1,0 +1,145 @@
+"""A source that reads the event stream of a running service, and its lists, through the admin socket."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import AsyncGenerator, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from appliance import calls
+from appliance.async_client import AsyncAdminClient
+from appliance.calls import AdminError
+from appliance.client import ServiceNotRunningError
+from appliance.ownership import UntrustedError
+from appliance.pages import AuditAction, AuditQuery, LogQuery
+from appliance.protocol import Configuration
+from appliance.snapshot import Snapshot
+from appliance.snapshot_stream import FrameLostError
+from console.source import ListName, ListRow, SourceError, UnsupportedListError
+
+_MAX_HZ = 4
+_ROWS = 500
+"""Number of audit rows and log lines that the console shows."""
+
+
+class LiveSource:
+    """Delivers the snapshots of the service in a run directory. If the stream ends, the next call opens it
+    again."""
+
+    kind: Literal["live"] = "live"
+
+    def __init__(self, run_dir: Path, *, key: str | None = None, interval_s: float = 0.5) -> None:
+        """`key` is needed only by users who are not operators."""
+        self.label = str(run_dir)
+        self.interval_s = interval_s
+        self._client = AsyncAdminClient(run_dir, key=key)
+        self._stream: AsyncGenerator[Snapshot, None] | None = None
+        self._hz = 0
+
+    async def next(self) -> Snapshot:
+        """Wait for the next snapshot."""
+        hz = max(1, min(_MAX_HZ, round(1 / self.interval_s)))
+        if self._stream is None or hz != self._hz:
+            await self.close()
+            self._stream, self._hz = self._client.snapshots(hz), hz
+        # The service sends at least one frame a second. With a longer interval, frames are skipped.
+        frames = max(1, math.floor(self.interval_s * hz + 0.5))
+        try:
+            with _explained():
+                for _ in range(frames):
+                    snapshot = await anext(self._stream)
+            return snapshot
+        except StopAsyncIteration:
+            await self.close()
+            raise SourceError(f"the service on {self._client.socket} has stopped") from None
+        except SourceError:
+            await self.close()
+            raise
+
+    async def rows(self, name: ListName) -> list[ListRow]:
+        """Return a list of the service."""
+        with _explained():
+            match name:
+                case "audit":
+                    page = await self._client.call(calls.audit(AuditQuery(limit=_ROWS)))
+                    return [_audit_row(action) for action in page.rows]
+                case "logs":
+                    lines = (await self._client.call(calls.log_lines(LogQuery(limit=_ROWS)))).lines
+                    return [
+                        ListRow(
+                            id=str(one.number), at=one.at, level=one.level, actor=one.area, text=one.message
+                        )
+                        for one in reversed(lines)
+                    ]
+                case "settings":
+                    return _settings(await self._client.call(calls.CONFIGURATION))
+        raise UnsupportedListError(
+            "the service does not check the machine for the console: run appliance doctor on the server"
+        )
+
+    async def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
+        """Perform an action."""
+        with _explained():
+            result: msgspec.Struct = await self._client.call(calls.act(parameters))
+            return result
+
+    async def close(self) -> None:
+        """Close the stream."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            await stream.aclose()
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Convert the client's errors, whose messages are written for operators."""
+    try:
+        yield
+    except (ServiceNotRunningError, AdminError, UntrustedError, FrameLostError) as error:
+        raise SourceError(str(error)) from error
+
+
+def _audit_row(action: AuditAction) -> ListRow:
+    """Return an action as a row. An action that has no row in the chain yet has no number."""
+    params = action.params if isinstance(action.params, dict) else {}
+    target = next(
+        (str(params[name]) for name in ("name", "id", "request_id", "model", "peer") if params.get(name)), ""
+    )
+    detail = {
+        "host": action.host or "",
+        "parameters": _json(action.params),
+        "before": _json(action.before),
+        "after": _json(action.after),
+        "note": action.note or "",
+        "ended": action.ended_at or "",
+    }
+    return ListRow(
+        id="spooled" if action.seq is None else str(action.seq),
+        at=datetime.fromisoformat(action.at).timestamp(),
+        actor=action.actor,
+        subject=action.action,
+        target=target,
+        text=action.result or "no result recorded",
+        detail=detail,
+    )
+
+
+def _json(value: object) -> str:
+    return "" if value is None else msgspec.json.encode(value).decode()
+
+
+def _settings(configuration: Configuration) -> list[ListRow]:
+    """Return each setting with its value and source."""
+    rows = []
+    for name, place in sorted(configuration.places.items()):
+        value: object = configuration.settings
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        rows.append(ListRow(id=name, subject=name, text=text, actor=place))
+    return rows

@@ -1,0 +1,98 @@
+"""The line at the bottom in which operators type commands (`:`) and filters (`/`)."""
+
+from __future__ import annotations
+
+from textual import events
+from textual.message import Message
+from textual.suggester import Suggester
+from textual.widgets import Input
+
+from console.commands import completions
+
+
+class PromptLine(Input):
+    """An input line that is visible only while it is used."""
+
+    DEFAULT_CSS = """
+    PromptLine { display: none; dock: bottom; border: none; height: 1; padding: 0 1; background: $panel; }
+    PromptLine:focus { border: none; }
+    """
+
+    class Closed(Message):
+        """The operator finished the line. `text` is None if the operator cancelled."""
+
+        def __init__(self, kind: str, text: str | None, before: str) -> None:
+            super().__init__()
+            self.kind = kind
+            self.text = text
+            self.before = before
+            """The text when the line was opened."""
+
+    def __init__(self) -> None:
+        super().__init__(suggester=None, select_on_focus=False)
+        self.cursor_blink = False
+        self.kind = ":"
+        self._before = ""
+        self._past: list[str] = []
+        self._at = 0
+        self._targets: dict[str, list[str]] = {}
+
+    def open(self, kind: str, text: str, targets: dict[str, list[str]]) -> None:
+        """Show the line. `kind` is ":" for commands or "/" for filters."""
+        self.kind, self._before, self._targets = kind, text, targets
+        self._at = len(self._past)
+        self.placeholder = "command, tab completes" if kind == ":" else "text, field:text, field>100"
+        self.suggester = _CommandSuggester(targets) if kind == ":" else None
+        self.value = text
+        self.cursor_position = len(text)
+        self.display = True
+        self.focus()
+
+    async def on_key(self, event: events.Key) -> None:
+        """Handle the keys that end the line, complete it, or recall earlier lines."""
+        if event.key == "escape":
+            self._close(None)
+        elif event.key == "enter":
+            if self.kind == ":" and self.value.strip():
+                self._past.append(self.value)
+            self._close(self.value)
+        elif event.key == "tab":
+            self._complete()
+        elif event.key in ("up", "down") and self.kind == ":":
+            self._recall(-1 if event.key == "up" else 1)
+        else:
+            return
+        event.stop()
+        event.prevent_default()
+
+    def _close(self, text: str | None) -> None:
+        self.display = False
+        self.post_message(self.Closed(self.kind, text, self._before))
+
+    def _complete(self) -> None:
+        found = completions(self.value, self._targets) if self.kind == ":" else []
+        if len(found) == 1:
+            self.value = found[0] + " "
+        elif found:
+            shared = found[0]
+            while not all(one.startswith(shared) for one in found):
+                shared = shared[:-1]
+            self.value = shared
+        self.cursor_position = len(self.value)
+
+    def _recall(self, step: int) -> None:
+        self._at = max(0, min(len(self._past), self._at + step))
+        self.value = self._past[self._at] if self._at < len(self._past) else ""
+        self.cursor_position = len(self.value)
+
+
+class _CommandSuggester(Suggester):
+    """Suggests the first command line that begins with the typed text."""
+
+    def __init__(self, targets: dict[str, list[str]]) -> None:
+        super().__init__(use_cache=False, case_sensitive=True)
+        self._targets = targets
+
+    async def get_suggestion(self, value: str) -> str | None:
+        """Return the suggestion, or None."""
+        return next(iter(completions(value, self._targets)), None) if value else None

@@ -1,0 +1,13 @@
+"""Starts the console for the CLI."""
+
+from __future__ import annotations
+
+from console.app import ConsoleApp
+from console.source import SnapshotSource
+
+
+def run(source: SnapshotSource, *, write: bool, theme: str) -> int:
+    """Run the console until the operator quits or a signal ends it. Returns the exit code."""
+    app = ConsoleApp(source, write=write, theme=theme)
+    code = app.run()
+    return code if code is not None else app.return_code or 0

@@ -1,0 +1,1 @@
+"""The screens. Each module contains one."""

@@ -1,0 +1,98 @@
+"""Alerts: what needs attention, with its likely cause and the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from appliance.snapshot import Alert
+from console import units
+from console.context import Context
+from console.lines import BLANK, Line, span, wrap
+from console.screens.panels import SEVERITY_ROLES, STATE_ROLES
+from console.screens.table import TableColumn, TableView
+
+_ORDER = {"critical": 0, "warning": 1, "info": 2}
+
+
+class AlertsView(TableView[Alert]):
+    """All alerts."""
+
+    name = "alerts"
+    key = "8"
+    title = "Alerts"
+    short = "Alerts"
+    help_text = (
+        "Alerts with their likely cause and the next step. Alerts that another alert explains are not "
+        "listed; their "
+        "number is shown instead. Enter shows the details."
+    )
+    sorted_by = "severity"
+    empty = "✓ no alerts"
+    columns = (
+        TableColumn(
+            "severity",
+            "SEVERITY",
+            10,
+            lambda a: _ORDER[a.severity],
+            lambda a: {"critical": "‼ critical", "warning": "! warning", "info": "i info"}[a.severity],
+            right=False,
+            role=lambda a: SEVERITY_ROLES[a.severity],
+        ),
+        TableColumn(
+            "state", "STATE", 12, lambda a: a.state, right=False, role=lambda a: STATE_ROLES[a.state]
+        ),
+        TableColumn(
+            "since", "SINCE", 8, lambda a: a.since, lambda a: units.clock(a.since), right=False, drop=3
+        ),
+        TableColumn("where", "WHERE", 18, lambda a: a.where, right=False, role=lambda a: "bold"),
+        TableColumn("what", "WHAT", 24, lambda a: a.what, right=False, flexible=True),
+        TableColumn("rule", "RULE", 18, lambda a: a.rule, right=False, drop=4, role=lambda a: "dim"),
+        TableColumn(
+            "suppressed",
+            "ALSO",
+            5,
+            lambda a: a.suppressed,
+            lambda a: f"+{a.suppressed}" if a.suppressed else "",
+            drop=5,
+        ),
+    )
+    figures = ("severity", "alert_state", "since", "rule", "suppressed")
+
+    def rows(self, context: Context) -> Sequence[Alert]:
+        return context.snapshot.alerts if context.snapshot else []
+
+    def id_of(self, row: Alert) -> str:
+        return row.id
+
+    def render(self, context: Context, width: int, height: int) -> list[Line]:
+        lines = super().render(context, width, height)
+        row = next((one for one in self.ordered(context) if one.id == self.cursor), None)
+        if self.detail or row is None or height - len(lines) < 5:
+            return lines
+        return [*lines, BLANK, *_advice(row, width)][:height]
+
+    def describe(self, row: Alert, context: Context, width: int) -> list[Line]:
+        value = units.UNKNOWN if row.value is None else f"{row.value:,.6g} {row.unit}"
+        limit = units.UNKNOWN if row.threshold is None else f"{row.threshold:,.6g} {row.unit}"
+        facts = (
+            ("rule", row.rule),
+            ("severity", row.severity),
+            ("state", row.state + (f" by {row.acknowledged_by}" if row.acknowledged_by else "")),
+            ("where", row.where),
+            ("what", row.what),
+            ("value", f"{value} (threshold {limit})"),
+            ("since", units.clock(row.since)),
+            ("ended", units.clock(row.ended_at)),
+            ("silenced until", units.clock(row.silenced_until)),
+            ("explains", f"{row.suppressed} other alerts"),
+        )
+        lines: list[Line] = [BLANK, *([span(f"{name:<16}", "dim"), span(text)] for name, text in facts)]
+        return [*lines, BLANK, *_advice(row, width)]
+
+
+def _advice(row: Alert, width: int) -> list[Line]:
+    lines: list[Line] = []
+    for name, text in (("likely cause", row.cause), ("next step", row.remedy)):
+        for number, part in enumerate(wrap(text or units.UNKNOWN, width - 16)):
+            lines.append([span(f"{name if not number else '':<16}", "dim"), *part])
+    return lines

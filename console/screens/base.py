@@ -1,0 +1,81 @@
+"""What all screens have in common."""
+
+from __future__ import annotations
+
+from appliance.actions import TargetKind
+from console.context import Context
+from console.lines import Line, clip, span
+from console.source import ListName
+
+MIN_WIDTH, MIN_HEIGHT = 60, 18
+"""Smaller terminals get one line per fact."""
+
+
+class View:
+    """One screen. A view keeps the operator's choices for its screen, such as the cursor and the sorting, and
+    nothing of the service."""
+
+    name = ""
+    key = ""
+    title = ""
+    short = ""
+    """Title in narrow terminals."""
+    target: TargetKind = "service"
+    """Kind of object that the screen's rows are, for the actions that the screen offers."""
+    variants: tuple[str, ...] = ()
+    """Alternative contents, which `v` cycles through."""
+    help_text = ""
+    """What the screen shows, in one or two sentences."""
+    figures: tuple[str, ...] = ()
+    """Names of the figures on the screen (`console.figures`), for help."""
+
+    def __init__(self) -> None:
+        self.variant = self.variants[0] if self.variants else ""
+        self.scroll = 0
+
+    def lists(self) -> tuple[ListName, ...]:
+        """Return the lists that the screen shows."""
+        return ()
+
+    def render(self, context: Context, width: int, height: int) -> list[Line]:
+        """Return the lines of the screen, at most `height`."""
+        raise NotImplementedError
+
+    def facts(self, context: Context) -> list[tuple[str, str, str]]:
+        """Return the most important figures as names, values and roles, for small terminals."""
+        raise NotImplementedError
+
+    def small(self, context: Context, width: int, height: int) -> list[Line]:
+        """Return one line per fact."""
+        facts = self.facts(context)
+        self.scroll = max(0, min(self.scroll, len(facts) - height))
+        name_width = min(max((len(name) for name, _, _ in facts), default=0), width // 2)
+        return [
+            clip([span(f"{name:<{name_width}}  ", "dim"), span(value, role)], width)
+            for name, value, role in facts[self.scroll : self.scroll + height]
+        ]
+
+    def move(self, rows: int) -> None:
+        """Move the cursor, or scroll, by `rows` rows. Large numbers reach the first or last row."""
+        self.scroll = max(0, self.scroll + rows)
+
+    def sideways(self, columns: int) -> None:
+        """Move the cursor to another column."""
+
+    def next_variant(self) -> None:
+        """Show the next variant."""
+        if self.variants:
+            self.variant = self.variants[(self.variants.index(self.variant) + 1) % len(self.variants)]
+            self.scroll = 0
+
+    def open(self) -> bool:
+        """Open the detail of the row under the cursor. Returns whether the view has details."""
+        return False
+
+    def back(self) -> bool:
+        """Close the detail. Returns False if nothing was open."""
+        return False
+
+    def selected(self, context: Context) -> list[str]:
+        """Return the names of the marked objects, or of the object under the cursor."""
+        return []

@@ -1,0 +1,208 @@
+"""GPUs: utilisation, memory by use, power, temperature, clocks, links and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from appliance.snapshot import Gpu
+from console import units
+from console.context import Context
+from console.glyphs import bar, unknown_bar
+from console.lines import BLANK, Line, clip, heading, line, span, wrap
+from console.screens.panels import celsius, trend, watts
+from console.screens.table import TableColumn, TableView
+
+
+def memory_parts(gpu: Gpu) -> tuple[int | None, int | None, int | None, int | None]:
+    """Return the bytes of weights, KV cache, other use, and free memory. None where it is not known."""
+    if gpu.used_bytes is None:
+        return gpu.weight_bytes, gpu.kv_bytes, None, None
+    free = None if gpu.memory_bytes is None else gpu.memory_bytes - gpu.used_bytes
+    if gpu.weight_bytes is None or gpu.kv_bytes is None:
+        return gpu.weight_bytes, gpu.kv_bytes, None, free
+    return gpu.weight_bytes, gpu.kv_bytes, max(0, gpu.used_bytes - gpu.weight_bytes - gpu.kv_bytes), free
+
+
+def _used(gpu: Gpu) -> float | None:
+    return units.ratio(gpu.used_bytes, gpu.memory_bytes)
+
+
+def _use(gpu: Gpu) -> float | None:
+    return None if gpu.utilization_percent is None else gpu.utilization_percent / 100
+
+
+def _mhz(value: int | None) -> str:
+    return units.UNKNOWN if value is None else f"{value}"
+
+
+def _throttle(gpu: Gpu) -> str:
+    if gpu.throttle_reasons is None:
+        return units.UNKNOWN
+    return ", ".join(gpu.throttle_reasons) or "none"
+
+
+def _errors(gpu: Gpu) -> str:
+    ecc = units.UNKNOWN if gpu.ecc_uncorrected is None else f"{gpu.ecc_uncorrected}"
+    corrected = units.UNKNOWN if gpu.ecc_corrected is None else f"{gpu.ecc_corrected}"
+    return f"{ecc}/{corrected}"
+
+
+def _link(gpu: Gpu) -> float | None:
+    if gpu.nvlink_tx_bytes_per_s is None or gpu.nvlink_rx_bytes_per_s is None:
+        return None
+    return gpu.nvlink_tx_bytes_per_s + gpu.nvlink_rx_bytes_per_s
+
+
+class GpusView(TableView[Gpu]):
+    """All GPUs."""
+
+    name = "gpus"
+    key = "5"
+    title = "GPUs"
+    short = "GPU"
+    help_text = (
+        "All GPUs, read by NVML. Below the table, the memory of each GPU is divided into weights, KV cache "
+        "and other "
+        "use. Enter shows all figures and processes of a GPU."
+    )
+    sorted_by = "number"
+    empty = "no NVIDIA GPU, or this service does not report GPUs"
+    columns = (
+        TableColumn("number", "GPU", 3, lambda g: g.number, role=lambda g: "bold"),
+        TableColumn(
+            "utilization_percent", "USE", 5, _use, lambda g: units.percent(_use(g)), role=lambda g: "accent"
+        ),
+        TableColumn("used_bytes", "MEM", 5, _used, lambda g: units.percent(_used(g))),
+        TableColumn("power_w", "POWER", 6, lambda g: g.power_w, lambda g: watts(g.power_w)),
+        TableColumn(
+            "temperature_c",
+            "TEMP",
+            5,
+            lambda g: g.temperature_c,
+            lambda g: celsius(g.temperature_c),
+            role=lambda g: "warn" if g.throttle_reasons else "text",
+        ),
+        TableColumn(
+            "sm_clock_mhz", "MHz", 5, lambda g: g.sm_clock_mhz, lambda g: _mhz(g.sm_clock_mhz), drop=2
+        ),
+        TableColumn(
+            "throttle_reasons",
+            "THROTTLED",
+            12,
+            _throttle,
+            right=False,
+            drop=1,
+            role=lambda g: "bad" if g.throttle_reasons else "dim",
+        ),
+        TableColumn("nvlink", "NVLINK/s", 8, _link, lambda g: units.size(_link(g)), drop=5),
+        TableColumn("ecc", "ECC", 6, lambda g: g.ecc_uncorrected, _errors, drop=6),
+        TableColumn(
+            "last_xid",
+            "XID",
+            5,
+            lambda g: g.last_xid,
+            lambda g: units.UNKNOWN if g.last_xid is None else str(g.last_xid or "-"),
+            drop=4,
+            role=lambda g: "bad" if g.last_xid else "dim",
+        ),
+        TableColumn(
+            "replicas", "REPLICAS", 16, lambda g: ", ".join(g.replicas) or "-", right=False, flexible=True
+        ),
+        TableColumn("model_name", "NAME", 14, lambda g: g.name, right=False, drop=7, role=lambda g: "dim"),
+    )
+    figures = (*(column.name for column in columns), "memory_parts")
+
+    def rows(self, context: Context) -> Sequence[Gpu]:
+        return context.snapshot.gpus if context.snapshot else []
+
+    def id_of(self, row: Gpu) -> str:
+        return str(row.number)
+
+    def render(self, context: Context, width: int, height: int) -> list[Line]:
+        if context.snapshot and not context.snapshot.gpus and context.snapshot.gpu_error:
+            return [heading("GPUs", width), *wrap(context.snapshot.gpu_error, width, "bad")]
+        lines = super().render(context, width, height)
+        gpus = self.ordered(context)
+        if self.detail or not gpus or height - len(lines) < len(gpus) + 3:
+            return lines
+        lines += [BLANK, heading("Memory", width, "weights, KV cache, other")]
+        lines += [_memory(context, gpu, width) for gpu in gpus]
+        left = height - len(lines)
+        if left >= len(gpus) + 2:
+            lines += [
+                BLANK,
+                heading("Kernel time", width, f"{units.seconds(context.history.span_s)} of history"),
+            ]
+            lines += [_history(context, gpu, width) for gpu in gpus]
+        return lines
+
+    def describe(self, row: Gpu, context: Context, width: int) -> list[Line]:
+        weights, kv, other, free = memory_parts(row)
+        facts = (
+            ("name", row.name),
+            ("uuid", row.uuid or units.UNKNOWN),
+            ("replicas", ", ".join(row.replicas) or "none"),
+            ("kernel time", units.percent(_use(row))),
+            ("memory", f"{units.size(row.used_bytes)} of {units.size(row.memory_bytes)} used"),
+            ("  weights", units.size(weights)),
+            ("  KV cache", units.size(kv)),
+            ("  other", units.size(other)),
+            ("  free", units.size(free)),
+            ("power", f"{watts(row.power_w)} of at most {watts(row.power_limit_w)}"),
+            ("temperature", celsius(row.temperature_c)),
+            ("SM clock", f"{_mhz(row.sm_clock_mhz)} of at most {_mhz(row.max_sm_clock_mhz)} MHz"),
+            ("memory clock", f"{_mhz(row.memory_clock_mhz)} MHz"),
+            ("throttled by", _throttle(row)),
+            (
+                "NVLink",
+                f"{units.size(row.nvlink_tx_bytes_per_s)}/s out, {units.size(row.nvlink_rx_bytes_per_s)}/s "
+                f"in",
+            ),
+            (
+                "ECC errors",
+                f"{units.count(row.ecc_uncorrected)} uncorrected, {units.count(row.ecc_corrected)} corrected",
+            ),
+            ("last Xid", units.UNKNOWN if row.last_xid is None else str(row.last_xid or "none")),
+        )
+        lines: list[Line] = [BLANK, _memory(context, row, width), BLANK]
+        lines += [line(span(f"{name:<15}", "dim"), span(value)) for name, value in facts]
+        lines += [BLANK, heading("Processes", width, "memory of this GPU")]
+        if row.processes is None:
+            return [*lines, [span("not reported", "dim")]]
+        for one in row.processes:
+            owner = one.replica or "not a process of the service"
+            lines.append(
+                line(
+                    span(f"{one.pid:>8}  "),
+                    span(f"{units.size(one.memory_bytes):>7}  ", "bold"),
+                    span(f"{one.name}  "),
+                    span(owner, "dim" if one.replica else "warn"),
+                )
+            )
+        return lines
+
+
+def _memory(context: Context, gpu: Gpu, width: int) -> Line:
+    weights, kv, other, _ = memory_parts(gpu)
+    total = gpu.memory_bytes
+    text = f" {units.size(gpu.used_bytes):>6} of {units.size(total):>5}"
+    size = max(4, width - 4 - len(text))
+    if not total or gpu.used_bytes is None:
+        meter = unknown_bar(size)
+    elif weights is None or kv is None or other is None:
+        meter = bar([(gpu.used_bytes / total, "used")], size, context.glyphs)
+    else:
+        parts = [(weights / total, "cached"), (kv / total, "used"), (other / total, "warn")]
+        meter = bar(parts, size, context.glyphs)
+    return clip([span(f"{gpu.number:>3} ", "bold"), *meter, span(text, "dim")], width)
+
+
+def _history(context: Context, gpu: Gpu, width: int) -> Line:
+    size = width - 10
+    points = size * (2 if context.glyphs == "braille" else 1)
+    index = [one.number for one in context.snapshot.gpus].index(gpu.number) if context.snapshot else 0
+    values = context.history.last(
+        lambda point: point.gpus[index] if index < len(point.gpus) else None, points
+    )
+    chart = trend(context, values, size, "accent", top=100.0)
+    return [span(f"{gpu.number:>3} ", "bold"), *chart, span(f" {units.percent(_use(gpu)):>4}", "dim")]

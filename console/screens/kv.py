@@ -1,0 +1,243 @@
+"""KV cache: a map of all blocks of a replica. The cursor names the block's request and tenant."""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+
+from appliance.snapshot import BLOCK_STATES, NO_OWNER, BlockMap, KvCache
+from console import units
+from console.context import Context
+from console.lines import BLANK, Line, Span, clip, heading, line, span, wrap
+from console.screens.base import View
+from console.screens.panels import kv_bar
+
+_LETTERS = {"braille": "·▒█▓", "block": "·▒█▓", "ascii": ".c#S"}
+_STATE_ROLES = ("free", "cached", "used", "shared")
+_AGE_ROLES = ("used", "used", "s1", "s1", "s5", "s5", "cached", "cached")
+_TENANT_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+class KvView(View):
+    """The map of KV blocks."""
+
+    name = "kv"
+    key = "3"
+    title = "KV cache"
+    short = "KV"
+    help_text = (
+        "Every block of a replica's KV cache, in the order of the pool. A cell stands for several blocks if "
+        "not all fit; it shows the state that most of them have. Left and right move the cursor, up and down "
+        "choose the row, v changes the colouring, enter shows the next replica."
+    )
+    variants = ("state", "tenant", "age", "replicas")
+    figures = ("kv_used", "hit_rate", "evictions", "preemptions", "block_state", "block_age")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cursor = 0
+        self.replica = 0
+        self._columns = 1
+        self._cells = 1
+
+    def render(self, context: Context, width: int, height: int) -> list[Line]:
+        caches = context.snapshot.kv if context.snapshot else []
+        if not caches:
+            return [heading("KV cache", width), [span("no replica has reported its KV cache", "dim")]]
+        if self.variant == "replicas":
+            return _summary(context, caches, width)[:height]
+        self.replica %= len(caches)
+        one = caches[self.replica]
+        lines = [
+            heading(f"{one.replica}", width, f"replica {self.replica + 1} of {len(caches)}, enter: next")
+        ]
+        lines += _totals(context, one, width)
+        if one.blocks is None:
+            lines += [
+                BLANK,
+                *wrap(
+                    "This service does not report single blocks; the bar shows their numbers.", width, "dim"
+                ),
+            ]
+            return [*lines, BLANK, *_largest(context, one, width, height - len(lines) - 1)][:height]
+        room = max(3, height - len(lines) - 4)
+        lines += [BLANK, *self._map(context, one.blocks, width, room)]
+        lines += [self._legend(context, one.blocks, width), self._under_cursor(context, one.blocks, width)]
+        return lines[:height]
+
+    def facts(self, context: Context) -> list[tuple[str, str, str]]:
+        facts = []
+        for one in context.snapshot.kv if context.snapshot else []:
+            used = units.ratio(one.blocks_used, one.blocks_total)
+            cached, hit = units.count(one.blocks_cached), units.percent(one.hit_rate)
+            text = f"{units.percent(used)} used, {cached} cached, hit {hit}"
+            facts.append((one.replica, text, "text"))
+        return facts or [("KV cache", "no replica has reported", "dim")]
+
+    def move(self, rows: int) -> None:
+        self.cursor = max(0, min(self._cells - 1, self.cursor + rows * self._columns))
+
+    def sideways(self, columns: int) -> None:
+        self.cursor = max(0, min(self._cells - 1, self.cursor + columns))
+
+    def open(self) -> bool:
+        self.replica += 1
+        self.cursor = 0
+        return True
+
+    def selected(self, context: Context) -> list[str]:
+        caches = context.snapshot.kv if context.snapshot else []
+        return [caches[self.replica % len(caches)].model] if caches else []
+
+    def _map(self, context: Context, blocks: BlockMap, width: int, height: int) -> list[Line]:
+        total = len(blocks.states)
+        self._columns = width
+        per_cell = max(1, -(-total // (width * height)))
+        self._cells = -(-total // per_cell)
+        self.cursor = min(self.cursor, self._cells - 1)
+        letters, roles = self._cell_styles(context, blocks, per_cell)
+        lines = []
+        for start in range(0, self._cells, width):
+            row: Line = []
+            end = min(start + width, self._cells)
+            at = start
+            while at < end:
+                stop = at + 1
+                while stop < end and roles[stop] == roles[at]:
+                    stop += 1
+                row.append(Span("".join(letters[at:stop]), roles[at]))
+                at = stop
+            if start <= self.cursor < end:
+                row = _with_cursor(row, self.cursor - start)
+            lines.append(row)
+        return lines
+
+    def _cell_styles(self, context: Context, blocks: BlockMap, per_cell: int) -> tuple[list[str], list[str]]:
+        """Return the letter and the role of each cell, from the most frequent state of its blocks."""
+        states = blocks.states
+        marks = _LETTERS[context.glyphs]
+        letters, roles = [], []
+        owners = _owners(blocks) if self.variant == "tenant" else array("H")
+        tenant_roles = [_tenant_role(name) for name in blocks.tenants]
+        tenant_letters = [_tenant_letter(name) for name in blocks.tenants]
+        for start in range(0, len(states), per_cell):
+            part = states[start : start + per_cell]
+            state = part[0] if per_cell == 1 else max(range(4), key=part.count)
+            letter, role = marks[state], _STATE_ROLES[state]
+            if self.variant == "tenant" and state >= 2:
+                owner = next((one for one in owners[start : start + per_cell] if one != NO_OWNER), NO_OWNER)
+                if owner < len(tenant_roles):
+                    letter, role = tenant_letters[owner], tenant_roles[owner]
+            elif self.variant == "age" and state and blocks.ages is not None:
+                age = max(blocks.ages[start : start + per_cell])
+                letter, role = str(min(9, age)), _AGE_ROLES[min(age, len(_AGE_ROLES) - 1)]
+            letters.append(letter)
+            roles.append(role)
+        return letters, roles
+
+    def _legend(self, context: Context, blocks: BlockMap, width: int) -> Line:
+        marks = _LETTERS[context.glyphs]
+        total = len(blocks.states)
+        per_cell = max(1, -(-total // max(1, self._cells)))
+        row: Line = [span(f"1 cell = {per_cell} block{'s' if per_cell > 1 else ''}  ", "dim")]
+        if self.variant == "tenant":
+            for name in list(dict.fromkeys(blocks.tenants))[:8]:
+                row += [span(f"{_tenant_letter(name)} ", _tenant_role(name)), span(f"{name}  ", "dim")]
+            return clip(row, width)
+        if self.variant == "age":
+            row.append(span("0: in use or <1 s, 3: 7 s, 6: 1 min, 9: ≥8 min since the last use", "dim"))
+            return clip(row, width)
+        for number, name in enumerate(BLOCK_STATES):
+            count = blocks.states.count(number)
+            row += [span(f"{marks[number]} ", _STATE_ROLES[number]), span(f"{name} {count:,}  ", "dim")]
+        return clip(row, width)
+
+    def _under_cursor(self, context: Context, blocks: BlockMap, width: int) -> Line:
+        per_cell = max(1, -(-len(blocks.states) // max(1, self._cells)))
+        first = min(self.cursor * per_cell, len(blocks.states) - 1)
+        last = min(first + per_cell, len(blocks.states)) - 1
+        where = f"block {first:,}" if first == last else f"blocks {first:,} to {last:,}"
+        row = line(
+            span("▸ ", "accent"), span(where, "bold"), span(f"  {BLOCK_STATES[blocks.states[first]]}", "dim")
+        )
+        owners = {one for one in _owners(blocks)[first : last + 1] if one < len(blocks.requests)}
+        for owner in sorted(owners)[:3]:
+            row += [span(f"  {blocks.requests[owner]} ", "text"), span(blocks.tenants[owner], "dim")]
+        if not owners:
+            row.append(span("  no request uses it", "dim"))
+        return clip(row, width)
+
+
+def _owners(blocks: BlockMap) -> array[int]:
+    owners = array("H")
+    owners.frombytes(blocks.owners)
+    return owners
+
+
+def _tenant_role(name: str) -> str:
+    return f"s{zlib.crc32(name.encode()) % 8}"
+
+
+def _tenant_letter(name: str) -> str:
+    return name[:1].lower() if name[:1].isalpha() and name[:1].isascii() else "?"
+
+
+def _with_cursor(row: Line, column: int) -> Line:
+    result: Line = []
+    for one in row:
+        size = len(one.text)
+        if 0 <= column < size:
+            result += [Span(one.text[:column], one.role), Span(one.text[column], "tab")]
+            result.append(Span(one.text[column + 1 :], one.role))
+        else:
+            result.append(one)
+        column -= size
+    return [one for one in result if one.text]
+
+
+def _totals(context: Context, one: KvCache, width: int) -> list[Line]:
+    free = one.blocks_total - one.blocks_used - one.blocks_cached
+    used = units.ratio(one.blocks_used, one.blocks_total)
+    tokens = one.blocks_used * one.block_tokens
+    facts = (
+        ("used", f"{one.blocks_used:,} ({units.percent(used)})"),
+        ("cached", f"{one.blocks_cached:,}"),
+        ("free", f"{free:,}"),
+        ("tokens", f"{units.short(tokens)} of {units.short(one.blocks_total * one.block_tokens)}"),
+        ("hit", units.percent(one.hit_rate)),
+        ("evictions", units.count(one.evictions)),
+        ("preemptions", units.count(one.preemptions)),
+        ("size", units.size(one.kv_bytes)),
+    )
+    row: Line = []
+    for name, value in facts:
+        row += [span(f"{name} ", "dim"), span(f"{value}  ", "bold")]
+    return [kv_bar(context, one, width), clip(row, width)]
+
+
+def _largest(context: Context, one: KvCache, width: int, height: int) -> list[Line]:
+    """Return the requests with the longest contexts on a replica."""
+    requests = [
+        row for row in (context.snapshot.requests if context.snapshot else []) if row.replica == one.replica
+    ]
+    requests.sort(key=lambda row: -(row.prompt_tokens + (row.generated_tokens or 0)))
+    lines = [heading("Longest contexts", width, "prompt and output tokens so far")]
+    for row in requests[: max(0, height - 1)]:
+        length = row.prompt_tokens + (row.generated_tokens or 0)
+        lines.append(
+            clip(
+                [span(f"{row.request_id:<38}"), span(f"{row.tenant:<16}", "bold"), span(f"{length:>9,}")],
+                width,
+            )
+        )
+    if not requests:
+        lines.append([span("no request runs on this replica", "dim")])
+    return lines
+
+
+def _summary(context: Context, caches: list[KvCache], width: int) -> list[Line]:
+    lines = [heading("All replicas", width, "used, cached, free blocks")]
+    for one in caches:
+        lines += [BLANK, [span(one.replica, "bold"), span(f"  {one.kv_cache_dtype}", "dim")]]
+        lines += _totals(context, one, width)
+    return lines

@@ -1,0 +1,286 @@
+"""Panels that several screens show: throughput, latency, queue, KV caches, GPUs, alerts and processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from appliance.snapshot import Alert, Gpu, KvCache, Percentiles, Process, Snapshot
+from console import units
+from console.context import Context
+from console.glyphs import bar as bar_of
+from console.glyphs import chart, meter, sparkline, unknown_bar
+from console.lines import Line, Span, clip, heading, line, span, spread, wrap
+
+STATE_ROLES = {
+    "ready": "good",
+    "accepting": "good",
+    "starting": "warn",
+    "loading": "warn",
+    "waiting": "warn",
+    "draining": "warn",
+    "drained": "warn",
+    "announced": "warn",
+    "silent": "bad",
+    "restarting": "bad",
+    "degraded": "bad",
+    "failed": "bad",
+    "stopped": "bad",
+    "closed": "bad",
+    "firing": "bad",
+    "pending": "warn",
+    "acknowledged": "info",
+    "silenced": "dim",
+    "resolved": "good",
+}
+SEVERITY_ROLES = {"critical": "bad", "warning": "warn", "info": "info"}
+CLASS_ROLES = {"P0": "p0", "P1": "p1", "P2": "p2", "P3": "p3"}
+
+
+def state(name: str) -> Span:
+    """Return the name of a state in its role."""
+    return span(name or units.UNKNOWN, STATE_ROLES.get(name, "dim"))
+
+
+def throughput(context: Context, snapshot: Snapshot, width: int, height: int) -> list[Line]:
+    """Return the charts of output and input tokens per second."""
+    rates, history = snapshot.rates, context.history
+    points = width * (2 if context.glyphs == "braille" else 1)
+    window = f"mean of {units.seconds(rates.window_s)}" if rates.window_s else "waiting for a second sample"
+    lines = [heading("Tokens per second", width, f"{window} · {units.seconds(history.span_s)} shown")]
+    out = history.last(lambda point: point.generated_tokens_per_s, points)
+    into = history.last(lambda point: point.prompt_tokens_per_s, points)
+    rows = max(2, height - 1)
+    upper = max(1, (rows - 2 + 1) // 2)
+    lower = max(1, rows - 2 - upper)
+
+    def title(name: str, role: str, value: float | None, values: Sequence[float | None]) -> Line:
+        peak = max((one for one in values if one is not None), default=None)
+        left = line(span(f"{name} ", role), span(units.rate(value), "bold"), span("/s", "dim"))
+        return spread(left, line(span(f"peak {units.rate(peak)}", "dim")), width)
+
+    lines.append(title("output", "output", rates.generated_tokens_per_s, out))
+    lines += chart(out, width, upper, context.glyphs, "output")
+    if height >= 5:
+        cached = units.percent(units.ratio(rates.cached_tokens_per_s, rates.prompt_tokens_per_s))
+        row = title("prompt", "input", rates.prompt_tokens_per_s, into)
+        lines.append(row if width < 50 else _with(row, f"{cached} cached", width))
+        lines += chart(into, width, lower, context.glyphs, "input")
+    return lines[:height]
+
+
+def _with(row: Line, text: str, width: int) -> Line:
+    """Insert a dim text in the middle of a spread line."""
+    head, tail = row[:3], row[-1:]
+    return spread([*head, span(f"  {text}", "dim")], tail, width)
+
+
+def latency(snapshot: Snapshot, width: int) -> list[Line]:
+    """Return the percentiles of latencies."""
+    latency = snapshot.latency
+    window = next((one.window_s for one in (latency.ttft, latency.itl) if one is not None), None)
+    counted = latency.ttft.count if latency.ttft else None
+    note = "not reported" if window is None else f"{units.count(counted)} ended in {units.seconds(window)}"
+    lines = [heading("Latency", width, note)]
+    size = 9 if width >= 44 else 8
+    lines.append([span(f"{'':<7}" + "".join(f"{name:>{size}}" for name in ("p50", "p90", "p99")), "dim")])
+    for name, one in (
+        ("TTFT", latency.ttft),
+        ("ITL", latency.itl),
+        ("queue", latency.queue),
+        ("E2E", latency.e2e),
+    ):
+        lines.append(_percentiles(name, one, size))
+    return [clip(row, width) for row in lines]
+
+
+def _percentiles(name: str, one: Percentiles | None, size: int) -> Line:
+    values = (None, None, None) if one is None else (one.p50_ms, one.p90_ms, one.p99_ms)
+    return [
+        span(f"{name:<7}"),
+        *(span(f"{units.ms(value):>{size}}", "dim" if value is None else "bold") for value in values),
+    ]
+
+
+def queue(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
+    """Return the queue by class."""
+    queue = snapshot.queue
+    wide = width >= 50
+    limit = f" of {queue.limit:,}" if wide else ""
+    lines = [heading("Queue", width, f"{queue.waiting:,}{limit} waiting · {queue.running:,} running")]
+    titles = f"{'class':<6}{'waiting':>8}{'oldest':>8}{'expect':>8}" + (f"{'target':>8}" if wide else "")
+    lines.append([span(titles, "dim")])
+    for one in queue.classes:
+        late = one.target_s is not None and one.oldest_wait_s > one.target_s
+        row = line(
+            span(f"{one.name:<6}", CLASS_ROLES.get(one.name, "text")),
+            span(f"{one.waiting:>8,}", "bold" if one.waiting else "dim"),
+            span(
+                f"{units.seconds(one.oldest_wait_s) if one.waiting else '-':>8}", "warn" if late else "text"
+            ),
+            span(f"{units.seconds(one.expected_wait_s) if one.expected_wait_s else units.UNKNOWN:>8}", "dim"),
+        )
+        if wide:
+            target = "none" if one.target_s is None else units.seconds(one.target_s)
+            row.append(span(f"{target:>8}", "dim"))
+        if late:
+            row.append(span(" late", "warn"))
+        lines.append(row)
+    if queue.overload:
+        lines += wrap(queue.overload, width, "bad")
+    return [clip(row, width) for row in lines]
+
+
+def kv_bar(context: Context, one: KvCache, width: int) -> Line:
+    """Return the bar of used and cached blocks."""
+    if not one.blocks_total:
+        return unknown_bar(width)
+    used, cached = one.blocks_used / one.blocks_total, one.blocks_cached / one.blocks_total
+    return bar_of([(used, "used"), (cached, "cached")], width, context.glyphs)
+
+
+def kv(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
+    """Return the KV cache of each replica as a bar."""
+    lines = [heading("KV cache", width, "used, cached, free blocks")]
+    name_width = min(max((len(one.replica) for one in snapshot.kv), default=4), max(10, width // 3))
+    for one in snapshot.kv:
+        used = one.blocks_used / one.blocks_total if one.blocks_total else None
+        end = [
+            span(f" {units.percent(used):>4}", "bold"),
+            span(f" hit {units.percent(one.hit_rate):>4}", "dim") if width >= 44 else span(""),
+        ]
+        size = width - name_width - 1 - sum(len(part.text) for part in end)
+        lines.append(
+            [span(f"{one.replica[:name_width]:<{name_width}} "), *kv_bar(context, one, max(4, size)), *end]
+        )
+    if not snapshot.kv:
+        lines.append([span("no replica has reported", "dim")])
+    return [clip(row, width) for row in lines]
+
+
+def gpus(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
+    """Return one line per GPU."""
+    lines = [heading("GPUs", width, "kernel time, memory, W, °C")]
+    if not snapshot.gpus:
+        reason = snapshot.gpu_error or "no NVIDIA GPU, or not reported by this service"
+        lines += wrap(reason, width, "dim")
+    lines += [gpu_line(context, gpu, width) for gpu in snapshot.gpus]
+    return lines
+
+
+def gpu_line(context: Context, gpu: Gpu, width: int) -> Line:
+    """Return the utilisation, memory, power and temperature of a GPU in one line."""
+    memory = units.ratio(gpu.used_bytes, gpu.memory_bytes)
+    use = None if gpu.utilization_percent is None else gpu.utilization_percent / 100
+    size = max(3, (width - 30) // 2)
+    hot = bool(gpu.throttle_reasons)
+    row = [
+        span(f"{gpu.number:>2} ", "bold"),
+        *meter(use, size, context.glyphs, "accent"),
+        span(f" {units.percent(use):>4} "),
+        *meter(memory, size, context.glyphs, "used"),
+        span(f" {units.percent(memory):>4}"),
+        span(f" {watts(gpu.power_w):>5}", "dim"),
+        span(f" {celsius(gpu.temperature_c):>4}", "warn" if hot else "dim"),
+        span("T" if hot else " ", "bad"),
+    ]
+    return clip(row, width)
+
+
+def watts(value: float | None) -> str:
+    """Format a power."""
+    return units.UNKNOWN if value is None else f"{value:.0f}W"
+
+
+def celsius(value: float | None) -> str:
+    """Format a temperature."""
+    return units.UNKNOWN if value is None else f"{value:.0f}°"
+
+
+def alerts(snapshot: Snapshot, width: int, height: int) -> list[Line]:
+    """Return the alerts that need attention, most severe first."""
+    order = ("critical", "warning", "info")
+    active = [one for one in snapshot.alerts if one.state in ("firing", "pending", "acknowledged")]
+    active.sort(key=lambda one: (one.state == "acknowledged", order.index(one.severity)))
+    lines = [heading("Alerts", width, f"{len(active)} active" if active else "")]
+    if not active:
+        lines.append([span("✓ ", "good"), span("no alert is active", "dim")])
+    room = height - 1
+    for number, one in enumerate(active):
+        if len(lines) - 1 >= room - 1 and number < len(active) - 1:
+            lines.append([span(f"… {len(active) - number} more: press 8", "dim")])
+            break
+        lines.append(alert_line(one, width))
+    return lines[:height]
+
+
+def alert_line(one: Alert, width: int) -> Line:
+    """Return an alert in one line. The first letter is the severity."""
+    role = SEVERITY_ROLES[one.severity]
+    sign = {"critical": "‼", "warning": "!", "info": "i"}[one.severity]
+    what = [span(f"{one.where}: ", "bold"), span(one.what)]
+    return clip([span(f"{sign} ", role), *what, span(f" ({one.state})", "dim")], width)
+
+
+def models(snapshot: Snapshot, width: int, height: int) -> list[Line]:
+    """Return one line per model."""
+    lines = [heading("Models", width, "sequences, queued requests, output")]
+    name_width = max(10, width - 36)
+    for one in snapshot.models[: height - 1]:
+        running = sum(replica.running for replica in one.replicas) if one.replicas else None
+        output = sum(replica.generated_tokens for replica in one.replicas) if one.replicas else None
+        lines.append(
+            clip(
+                [
+                    span(f"{one.name[:name_width]:<{name_width}} "),
+                    span(f"{one.state:<10}", STATE_ROLES.get(one.state, "dim")),
+                    span(f"{units.count(running):>6}"),
+                    span(f"{units.count(one.queued):>8}", "dim"),
+                    span(f"{units.short(output):>9}", "output"),
+                ],
+                width,
+            )
+        )
+    return lines
+
+
+def processes(context: Context, snapshot: Snapshot, width: int, height: int) -> list[Line]:
+    """Return the machine and the processes of the service."""
+    host = snapshot.host
+    cpu = None if host.cpu_percent is None else host.cpu_percent / 100
+    memory = units.ratio(host.memory_used_bytes, host.memory_bytes)
+    lines = [heading("Host", width, host.name)]
+    facts = [
+        ("cpu", units.percent(cpu)),
+        ("load", units.UNKNOWN if host.load_1m is None else f"{host.load_1m:.1f}"),
+        ("memory", units.percent(memory)),
+        ("disk free", units.size(host.disk_free_bytes)),
+    ]
+    row: Line = []
+    for name, value in facts:
+        row += [span(f"{name} ", "dim"), span(value, "bold"), Span("  ")]
+    lines.append(clip(row, width))
+    known: list[Process] = sorted(host.processes, key=lambda one: -(one.cpu_percent or 0.0))
+    name_width = max(8, width - 24)
+    for one in known[: max(0, height - 3)]:
+        cpu_text = units.UNKNOWN if one.cpu_percent is None else f"{one.cpu_percent:.0f}%"
+        lines.append(
+            clip(
+                [
+                    span(f"{one.name[:name_width]:<{name_width}}"),
+                    span(f"{cpu_text:>7}"),
+                    span(f"{units.size(one.memory_bytes):>8}", "dim"),
+                    span(f" {one.restarts}↻" if one.restarts else "", "warn"),
+                ],
+                width,
+            )
+        )
+    if known:
+        lines.insert(2, [span(f"{'process':<{name_width}}{'cpu':>7}{'memory':>8}", "dim")])
+    return lines[:height]
+
+
+def trend(
+    context: Context, values: Sequence[float | None], width: int, role: str, top: float | None = None
+) -> Line:
+    """Return the newest values as a chart of one line. `top` is the value at its upper edge."""
+    return sparkline(values, width, context.glyphs, role, top)

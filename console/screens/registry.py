@@ -1,0 +1,30 @@
+"""All screens in the order of their keys."""
+
+from __future__ import annotations
+
+from console.screens.alerts import AlertsView
+from console.screens.base import View
+from console.screens.batches import BatchesView
+from console.screens.gpus import GpusView
+from console.screens.kv import KvView
+from console.screens.models import ModelsView
+from console.screens.overview import OverviewView
+from console.screens.requests import RequestsView
+from console.screens.rows import AuditView, LogsView
+from console.screens.tenants import TenantsView
+
+
+def all_views() -> list[View]:
+    """Return new screens."""
+    return [
+        OverviewView(),
+        BatchesView(),
+        KvView(),
+        RequestsView(),
+        GpusView(),
+        ModelsView(),
+        TenantsView(),
+        AlertsView(),
+        AuditView(),
+        LogsView(),
+    ]

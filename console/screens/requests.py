@@ -1,0 +1,159 @@
+"""Requests: the unfinished requests, with a detail that shows where a request's time went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from appliance.actions import TargetKind
+from appliance.snapshot import Request
+from console import units
+from console.context import Context
+from console.lines import BLANK, Line, Span, heading, span
+from console.screens.panels import CLASS_ROLES
+from console.screens.table import TableColumn, TableView
+
+_PHASES = {
+    "queued": ("Q", "warn"),
+    "prefill": ("P", "prefill"),
+    "decode": ("D", "decode"),
+    "ending": ("E", "dim"),
+}
+
+
+def _phase(row: Request) -> str:
+    return row.phase or row.state
+
+
+def _phase_text(row: Request) -> str:
+    letter, _ = _PHASES.get(_phase(row), (row.state[0].upper(), ""))
+    return f"{letter} {_phase(row)}"
+
+
+def _phase_role(row: Request) -> str:
+    return "bad" if row.state == "lost" else _PHASES.get(_phase(row), ("", "text"))[1]
+
+
+def tokens_per_s(row: Request) -> float | None:
+    """Return the output tokens per second since the first token."""
+    if row.ttft_s is None or row.generated_tokens is None or row.age_s - row.ttft_s < 0.5:
+        return None
+    return row.generated_tokens / (row.age_s - row.ttft_s)
+
+
+class RequestsView(TableView[Request]):
+    """The unfinished requests."""
+
+    name = "requests"
+    key = "4"
+    title = "Requests"
+    short = "Reqs"
+    help_text = "All unfinished requests, oldest first. Enter shows where the time of a request went."
+    target: TargetKind = "request"
+    sorted_by = "age_s"
+    reverse = True
+    empty = "no unfinished requests"
+    columns = (
+        TableColumn("request_id", "REQUEST", 16, lambda r: r.request_id, right=False, flexible=True),
+        TableColumn("phase", "PHASE", 9, _phase, _phase_text, right=False, role=_phase_role),
+        TableColumn(
+            "class_name",
+            "CL",
+            3,
+            lambda r: r.class_name or None,
+            right=False,
+            role=lambda r: CLASS_ROLES.get(r.class_name, "dim"),
+        ),
+        TableColumn("tenant", "TENANT", 12, lambda r: r.tenant, right=False, role=lambda r: "bold"),
+        TableColumn(
+            "key_name", "KEY", 14, lambda r: r.key_name or r.key_id, right=False, drop=9, role=lambda r: "dim"
+        ),
+        TableColumn("model", "MODEL", 13, lambda r: r.model, right=False, drop=4),
+        TableColumn("age_s", "AGE", 6, lambda r: r.age_s, lambda r: units.seconds(r.age_s)),
+        TableColumn("queue_s", "QUEUE", 6, lambda r: r.queue_s, lambda r: units.seconds(r.queue_s), drop=6),
+        TableColumn("ttft_s", "TTFT", 6, lambda r: r.ttft_s, lambda r: units.seconds(r.ttft_s), drop=5),
+        TableColumn(
+            "prompt_tokens", "PROMPT", 7, lambda r: r.prompt_tokens, lambda r: units.count(r.prompt_tokens)
+        ),
+        TableColumn(
+            "generated_tokens",
+            "OUT",
+            6,
+            lambda r: r.generated_tokens,
+            lambda r: units.count(r.generated_tokens),
+            role=lambda r: "output",
+        ),
+        TableColumn(
+            "max_tokens", "MAX", 6, lambda r: r.max_tokens, lambda r: units.count(r.max_tokens), drop=7
+        ),
+        TableColumn("tokens_per_s", "TOK/S", 6, tokens_per_s, lambda r: units.rate(tokens_per_s(r)), drop=3),
+        TableColumn("blocks", "BLOCKS", 7, lambda r: r.blocks, lambda r: units.count(r.blocks), drop=8),
+        TableColumn("replica", "REPLICA", 15, lambda r: r.replica, right=False, drop=10),
+        TableColumn("front", "FRONT", 8, lambda r: r.front, right=False, drop=11),
+    )
+    figures = tuple(column.name for column in columns)
+
+    def rows(self, context: Context) -> Sequence[Request]:
+        return context.snapshot.requests if context.snapshot else []
+
+    def id_of(self, row: Request) -> str:
+        return row.request_id
+
+    def note(self, context: Context) -> str:
+        rows = self.rows(context)
+        counts = {
+            phase: sum(_phase(row) == phase for row in rows) for phase in ("queued", "prefill", "decode")
+        }
+        return " · ".join(f"{count} {phase}" for phase, count in counts.items() if count)
+
+    def describe(self, row: Request, context: Context, width: int) -> list[Line]:
+        lines: list[Line] = [BLANK, *_timeline(row, width), BLANK]
+        facts = (
+            ("state", row.state),
+            ("phase", _phase(row)),
+            ("class", row.class_name or units.UNKNOWN),
+            ("tenant", row.tenant),
+            ("key", " ".join(part for part in (row.key_name, row.key_id) if part) or "none"),
+            ("peer", row.peer or "none"),
+            ("model", row.model),
+            ("replica", row.replica or units.UNKNOWN),
+            ("front", row.front),
+            ("attempt", str(row.attempt)),
+            ("streamed", units.UNKNOWN if row.stream is None else "yes" if row.stream else "no"),
+            ("prompt tokens", units.count(row.prompt_tokens)),
+            ("cached tokens", units.count(row.cached_tokens)),
+            ("computed tokens", units.count(row.computed_tokens)),
+            (
+                "output tokens",
+                f"{units.count(row.generated_tokens)} of at most {units.count(row.max_tokens)}",
+            ),
+            ("output tokens/s", units.rate(tokens_per_s(row))),
+            ("KV blocks", units.count(row.blocks)),
+            ("preemptions", units.count(row.preemptions)),
+            ("deadline in", units.seconds(row.deadline_left_s)),
+        )
+        return lines + [[span(f"{name:<18}", "dim"), span(value)] for name, value in facts]
+
+
+def _timeline(row: Request, width: int) -> list[Line]:
+    """Return the parts of a request's time so far as a bar, with their lengths."""
+    parts = []
+    if row.queue_s is not None:
+        parts.append(("queue", row.queue_s, "warn"))
+        if row.ttft_s is not None:
+            parts.append(("prefill", max(0.0, row.ttft_s - row.queue_s), "prefill"))
+            parts.append(("decode", max(0.0, row.age_s - row.ttft_s), "decode"))
+        elif row.phase == "prefill":
+            parts.append(("prefill", max(0.0, row.age_s - row.queue_s), "prefill"))
+    title = heading("Time since arrival", width, units.seconds(row.age_s))
+    if not parts:
+        return [title, [span("this service does not report the phases of a request", "dim")]]
+    total = sum(length for _, length, _ in parts) or 1.0
+    bar: Line = []
+    for name, length, role in parts:
+        size = max(1, round(length / total * (width - len(parts))))
+        letter = {"queue": "░", "prefill": "▒", "decode": "█"}[name]
+        bar.append(Span(letter * size, role))
+    legend: Line = []
+    for name, length, role in parts:
+        legend += [span(f"{name} ", role), span(units.seconds(length), "bold"), Span("   ")]
+    return [title, bar, legend]

@@ -1,0 +1,167 @@
+"""Audit and Logs: lists that are read from the service when their screen is shown."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from console import units
+from console.context import Context
+from console.lines import BLANK, Line, heading, span, wrap
+from console.screens.table import TableColumn, TableView
+from console.source import ListName, ListRow
+
+_LEVEL_ROLES = {
+    "error": "bad",
+    "problem": "bad",
+    "critical": "bad",
+    "warning": "warn",
+    "ok": "good",
+    "info": "dim",
+    "debug": "dim",
+}
+
+
+class ListView(TableView[ListRow]):
+    """A screen with rows of the service's lists."""
+
+    def list_name(self) -> ListName:
+        """Return the list that is shown."""
+        raise NotImplementedError
+
+    def lists(self) -> tuple[ListName, ...]:
+        return (self.list_name(),)
+
+    def rows(self, context: Context) -> Sequence[ListRow]:
+        return context.rows.get(self.list_name(), [])
+
+    def id_of(self, row: ListRow) -> str:
+        return row.id
+
+    def render(self, context: Context, width: int, height: int) -> list[Line]:
+        name = self.list_name()
+        if name in context.row_errors and name not in context.rows:
+            return [heading(self.title, width), BLANK, *wrap(context.row_errors[name], width, "warn")]
+        if name not in context.rows:
+            return [heading(self.title, width), BLANK, [span("reading…", "dim")]]
+        return super().render(context, width, height)
+
+    def describe(self, row: ListRow, context: Context, width: int) -> list[Line]:
+        facts = {
+            "time": units.clock(row.at),
+            "level": row.level,
+            "actor": row.actor,
+            "subject": row.subject,
+            "target": row.target,
+            **row.detail,
+        }
+        lines: list[Line] = [BLANK, *wrap(row.text, width), BLANK]
+        return lines + [[span(f"{name:<16}", "dim"), span(text)] for name, text in facts.items() if text]
+
+
+class AuditView(ListView):
+    """The audit trail of operators' actions."""
+
+    name = "audit"
+    key = "9"
+    title = "Audit"
+    short = "Audit"
+    help_text = (
+        "The audit trail of operators' actions, newest first. Each row contains the hash of the row "
+        "before, so that a "
+        "change of a row is noticed; the heading shows the newest hash and how many rows are proven "
+        "unchanged."
+    )
+    sorted_by = "seq"
+    reverse = True
+    empty = "no actions have been recorded"
+    columns = (
+        TableColumn("seq", "SEQ", 6, lambda r: int(r.id) if r.id.isdigit() else 0, lambda r: r.id),
+        TableColumn("at", "TIME", 14, lambda r: r.at, lambda r: _date(r.at), right=False),
+        TableColumn("actor", "OPERATOR", 18, lambda r: r.actor, right=False, role=lambda r: "bold"),
+        TableColumn("action", "ACTION", 16, lambda r: r.subject, right=False, role=lambda r: "accent"),
+        TableColumn("target", "TARGET", 18, lambda r: r.target, right=False),
+        TableColumn(
+            "outcome", "RESULT", 10, lambda r: r.text, right=False, flexible=True, role=lambda r: "dim"
+        ),
+    )
+    figures = ("seq", "actor", "action", "outcome", "audit_rows")
+
+    def list_name(self) -> ListName:
+        return "audit"
+
+    def note(self, context: Context) -> str:
+        snapshot = context.snapshot
+        if snapshot is None or snapshot.audit_rows is None:
+            return ""
+        head = f" · head {snapshot.audit_head[:12]}" if snapshot.audit_head else ""
+        return f"{snapshot.audit_rows:,} rows, {units.count(snapshot.audit_recorded_rows)} anchored{head}"
+
+
+class LogsView(ListView):
+    """The log, the settings with their sources, and doctor's findings."""
+
+    name = "logs"
+    key = "0"
+    title = "Logs"
+    short = "Logs"
+    help_text = (
+        "The newest lines of the service's log; v shows the settings in effect with the source of each, "
+        "and what "
+        "`appliance doctor` finds."
+    )
+    variants = ("logs", "settings", "findings")
+    sorted_by = "at"
+    reverse = True
+    empty = "no rows"
+    columns: tuple[TableColumn, ...] = (
+        TableColumn("at", "TIME", 14, lambda r: r.at, lambda r: _date(r.at), right=False),
+        TableColumn(
+            "level",
+            "LEVEL",
+            8,
+            lambda r: r.level,
+            right=False,
+            role=lambda r: _LEVEL_ROLES.get(r.level, "text"),
+        ),
+        TableColumn("actor", "PROCESS", 18, lambda r: r.actor, right=False, role=lambda r: "bold"),
+        TableColumn("text", "MESSAGE", 30, lambda r: r.text, right=False, flexible=True),
+    )
+    _settings = (
+        TableColumn("subject", "SETTING", 36, lambda r: r.subject, right=False, role=lambda r: "bold"),
+        TableColumn("text", "VALUE", 18, lambda r: r.text, right=False, flexible=True),
+        TableColumn(
+            "actor", "SOURCE", 20, lambda r: r.actor, right=False, flexible=True, role=lambda r: "dim"
+        ),
+    )
+    _findings = (
+        TableColumn(
+            "level",
+            "LEVEL",
+            8,
+            lambda r: r.level,
+            right=False,
+            role=lambda r: _LEVEL_ROLES.get(r.level, "text"),
+        ),
+        TableColumn("actor", "AREA", 10, lambda r: r.actor, right=False),
+        TableColumn("subject", "SUBJECT", 16, lambda r: r.subject, right=False, role=lambda r: "bold"),
+        TableColumn("text", "FINDING", 30, lambda r: r.text, right=False, flexible=True),
+    )
+    figures = ("at", "level", "process", "setting_source")
+
+    def list_name(self) -> ListName:
+        return self.variant  # type: ignore[return-value]
+
+    def next_variant(self) -> None:
+        super().next_variant()
+        kind = type(self)
+        self.columns = {"logs": kind.columns, "settings": kind._settings, "findings": kind._findings}[
+            self.variant
+        ]
+        self.title = {"logs": "Logs", "settings": "Settings", "findings": "Doctor's findings"}[self.variant]
+        self.sorted_by, self.reverse = self.columns[0].name, self.variant == "logs"
+        self.filter, self.detail, self.marks = "", "", set()
+
+
+def _date(at: float | None) -> str:
+    return units.UNKNOWN if at is None else time.strftime("%m-%d %H:%M:%S", time.localtime(at))

@@ -1,0 +1,262 @@
+"""A table with sorting, filtering, marks and a detail of one row. Only the visible rows are formatted, so
+that the cost of a frame hardly depends on the number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from console.context import Context
+from console.filters import Cell, FilterError, matcher, sort_rows
+from console.lines import BLANK, Line, Span, clip, fit, heading, span
+from console.screens.base import View
+
+R = TypeVar("R")
+
+
+class TableColumn(NamedTuple):
+    """A column. Its name is the name of its figure in the admin API, in filters and in the help."""
+
+    name: str
+    title: str
+    width: int
+    value: Callable[[Any], Cell]
+    """Returns the value to sort and filter by."""
+    text: Callable[[Any], str] | None = None
+    """Formats the cell; by default, the value as text."""
+    right: bool = True
+    drop: int = 0
+    """Priority for leaving out the column in narrow terminals. The highest is left out first; 0 is never left
+    out."""
+    role: Callable[[Any], str] | None = None
+    flexible: bool = False
+    """Whether the column gets the remaining width."""
+
+
+class TableView(View, Generic[R]):
+    """A screen with one table."""
+
+    columns: tuple[TableColumn, ...] = ()
+    sorted_by = ""
+    """Name of the column that the table is sorted by at first."""
+    reverse = False
+    empty = "no rows"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = ""
+        self.error = ""
+        """Reason why the filter is invalid."""
+        self.marks: set[str] = set()
+        self.cursor = ""
+        """Id of the row under the cursor. The cursor stays on its row when the order changes."""
+        self.detail = ""
+        """Id of the row whose detail is open."""
+        self._index = 0
+        self._order: list[str] = []
+        self.scroll_detail = 0
+
+    # ── what a table defines ─────────────────────────────────────────────────────────────────
+
+    def rows(self, context: Context) -> Sequence[R]:
+        """Return the rows."""
+        raise NotImplementedError
+
+    def id_of(self, row: R) -> str:
+        """Return the identity of a row."""
+        raise NotImplementedError
+
+    def describe(self, row: R, context: Context, width: int) -> list[Line]:
+        """Return the lines of a row's detail."""
+        raise NotImplementedError
+
+    def note(self, context: Context) -> str:
+        """Return a text for the heading, such as a sum."""
+        return ""
+
+    # ── rendering ────────────────────────────────────────────────────────────────────────────
+
+    def ordered(self, context: Context) -> list[R]:
+        """Return the rows that match the filter, in the chosen order."""
+        found: Sequence[R] = self.rows(context)
+        getters = {column.name: column.value for column in self.columns}
+        self.error = ""
+        if self.filter:
+            try:
+                matches = matcher(self.filter, getters, self.sorted_by)
+                found = [row for row in found if matches(row)]
+            except FilterError as error:
+                self.error = str(error)
+        if self.sorted_by:
+            found = sort_rows(found, getters[self.sorted_by], reverse=self.reverse)
+        return list(found)
+
+    def render(self, context: Context, width: int, height: int) -> list[Line]:
+        rows = self.ordered(context)
+        self._order = [self.id_of(row) for row in rows]
+        if self.detail:
+            return self._detail(rows, context, width, height)
+        total = len(self.rows(context)) if self.filter else len(rows)
+        counted = f"{len(rows)} of {total}" if self.filter else f"{total}"
+        title = f"{self.title} {counted}" + (f" · {len(self.marks)} marked" if self.marks else "")
+        lines = [heading(title, width, self.note(context))]
+        if self.filter:
+            lines.append(
+                [
+                    span("/", "key"),
+                    span(self.filter, "bold"),
+                    span(
+                        f"  {self.error}" if self.error else "  (esc clears)", "bad" if self.error else "dim"
+                    ),
+                ]
+            )
+        shown = self._fitting(width)
+        lines.append(self._titles(shown, width))
+        return [*lines, *self._body(rows, shown, width, height - len(lines))]
+
+    def facts(self, context: Context) -> list[tuple[str, str, str]]:
+        facts = []
+        for row in self.ordered(context):
+            cells = [
+                f"{column.title.lower()} {self._cell(column, row).strip()}"
+                for column in self.columns[1:]
+                if not column.drop
+            ]
+            facts.append((self._cell(self.columns[0], row).strip(), " ".join(cells), "text"))
+        return facts or [(self.title.lower(), self.empty, "dim")]
+
+    def export(self, context: Context) -> tuple[list[str], list[list[Cell]]]:
+        """Return the names of all columns, and the values of the filtered rows in their order."""
+        names = [column.name for column in self.columns]
+        return names, [[column.value(row) for column in self.columns] for row in self.ordered(context)]
+
+    def _body(
+        self, rows: list[R], shown: list[tuple[TableColumn, int]], width: int, height: int
+    ) -> list[Line]:
+        if not rows:
+            return [[span(self.empty if not self.filter else "no row matches the filter", "dim")]]
+        if self.cursor in self._order:
+            self._index = self._order.index(self.cursor)
+        self._index = max(0, min(self._index, len(rows) - 1))
+        self.cursor = self._order[self._index]
+        if self._index < self.scroll:
+            self.scroll = self._index
+        elif self._index >= self.scroll + height:
+            self.scroll = self._index - height + 1
+        self.scroll = max(0, min(self.scroll, len(rows) - height))
+        return [
+            self._row(rows[index], shown, width, selected=index == self._index)
+            for index in range(self.scroll, min(len(rows), self.scroll + height))
+        ]
+
+    def _row(self, row: R, shown: list[tuple[TableColumn, int]], width: int, *, selected: bool) -> Line:
+        mark = self.id_of(row) in self.marks
+        spans: Line = [Span("*" if mark else "▸" if selected else " ", "mark" if mark else "accent")]
+        for column, size in shown:
+            role = column.role(row) if column.role else "text"
+            text = span(self._cell(column, row)).text
+            spans.append(Span(fit(text, size, right=column.right), role))
+            spans.append(Span(" "))
+        spans = clip(spans, width)
+        return [one._replace(role=f"@{one.role}") for one in spans] if selected else spans
+
+    def _cell(self, column: TableColumn, row: R) -> str:
+        if column.text is not None:
+            return column.text(row)
+        value = column.value(row)
+        return "--" if value is None else str(value)
+
+    def _titles(self, shown: list[tuple[TableColumn, int]], width: int) -> Line:
+        spans: Line = [Span(" ")]
+        for column, size in shown:
+            mine = column.name == self.sorted_by
+            arrow = ("▼" if self.reverse else "▲") if mine else ""
+            text = fit(column.title + arrow, size, right=column.right)
+            spans.append(Span(text, "accent" if mine else "dim", f"sort {column.name}"))
+            spans.append(Span(" "))
+        return clip(spans, width)
+
+    def _fitting(self, width: int) -> list[tuple[TableColumn, int]]:
+        """Return the columns that fit and their widths."""
+        shown = list(self.columns)
+
+        def excess() -> int:
+            return 1 + sum(self._width(column) + 1 for column in shown) - width
+
+        for column in sorted(self.columns, key=lambda column: -column.drop):
+            if excess() <= 0 or not column.drop:
+                break
+            shown.remove(column)
+        spare = max(0, -excess())
+        flexible = [column for column in shown if column.flexible]
+        grown = []
+        for column in shown:
+            extra = spare // len(flexible) if column in flexible else 0
+            grown.append((column, self._width(column) + extra))
+        return grown
+
+    def _width(self, column: TableColumn) -> int:
+        """Return the width of a column. The column that the table is sorted by has an arrow."""
+        return max(column.width, len(column.title) + (column.name == self.sorted_by))
+
+    def _detail(self, rows: list[R], context: Context, width: int, height: int) -> list[Line]:
+        row = next((row for row in rows if self.id_of(row) == self.detail), None)
+        top = heading(f"{self.title} ▸ {self.detail}", width, "esc closes")
+        if row is None:
+            return [top, BLANK, [span("no longer in the list", "dim")]]
+        body = self.describe(row, context, width)
+        self.scroll_detail = max(0, min(self.scroll_detail, len(body) - height + 1))
+        return [top, *body[self.scroll_detail : self.scroll_detail + height - 1]]
+
+    # ── keys ─────────────────────────────────────────────────────────────────────────────────
+
+    def move(self, rows: int) -> None:
+        if self.detail:
+            self.scroll_detail += rows
+        elif self._order:
+            self._index = max(0, min(len(self._order) - 1, self._index + rows))
+            self.cursor = self._order[self._index]
+        else:
+            super().move(rows)
+
+    def open(self) -> bool:
+        if self.cursor in self._order:
+            self.detail, self.scroll_detail = self.cursor, 0
+        return True
+
+    def back(self) -> bool:
+        if self.detail:
+            self.detail = ""
+        elif self.filter:
+            self.filter = ""
+        elif self.marks:
+            self.marks = set()
+        else:
+            return False
+        return True
+
+    def toggle_mark(self) -> None:
+        """Mark or unmark the row under the cursor, and move to the next row."""
+        if self.cursor in self._order:
+            self.marks ^= {self.cursor}
+            self.move(1)
+
+    def sort(self, name: str) -> None:
+        """Sort by a column; the second time in the opposite direction."""
+        if name == self.sorted_by:
+            self.reverse = not self.reverse
+        else:
+            self.sorted_by, self.reverse = name, next(c.right for c in self.columns if c.name == name)
+
+    def next_sort(self, step: int) -> None:
+        """Sort by the next column, or by the one before."""
+        names = [column.name for column in self.columns]
+        at = names.index(self.sorted_by) if self.sorted_by in names else -step
+        self.sort(names[(at + step) % len(names)])
+
+    def selected(self, context: Context) -> list[str]:
+        if self.detail:
+            return [self.detail]
+        if self.marks:
+            return [name for name in self._order if name in self.marks]
+        return [self.cursor] if self.cursor in self._order else []

@@ -1,0 +1,176 @@
+"""Tenants: the use of each tenant against its limits and its fair share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from appliance.actions import TargetKind
+from appliance.protocol import LimitUsage
+from appliance.snapshot import TenantUse
+from console import units
+from console.context import Context
+from console.glyphs import meter
+from console.lines import BLANK, Line, heading, span
+from console.screens.table import TableColumn, TableView
+
+
+def fullest(row: TenantUse) -> LimitUsage | None:
+    """Return the limit of which the largest part is in use, or None without limits."""
+    return max(row.usage, key=lambda one: one.used / max(1, one.capacity), default=None)
+
+
+def _fullest_share(row: TenantUse) -> float | None:
+    one = fullest(row)
+    return None if one is None else one.used / max(1, one.capacity)
+
+
+def _fullest_text(row: TenantUse) -> str:
+    one = fullest(row)
+    return "no limits" if one is None else f"{units.percent(_fullest_share(row))} {one.limit}"
+
+
+def _fullest_role(row: TenantUse) -> str:
+    share = _fullest_share(row)
+    return "dim" if share is None else "bad" if share >= 0.95 else "warn" if share >= 0.8 else "text"
+
+
+class TenantsView(TableView[TenantUse]):
+    """All tenants."""
+
+    name = "tenants"
+    key = "7"
+    title = "Tenants"
+    short = "Tenants"
+    help_text = "The use of each tenant against its limits and its fair share. Enter shows every limit."
+    target: TargetKind = "tenant"
+    sorted_by = "tokens_per_s"
+    reverse = True
+    empty = "no tenants"
+    columns = (
+        TableColumn(
+            "name",
+            "TENANT",
+            14,
+            lambda r: r.name,
+            right=False,
+            flexible=True,
+            role=lambda r: "bad" if r.suspended_at is not None else "bold",
+        ),
+        TableColumn(
+            "state",
+            "STATE",
+            9,
+            lambda r: "active" if r.suspended_at is None else "suspended",
+            right=False,
+            drop=5,
+            role=lambda r: "dim" if r.suspended_at is None else "bad",
+        ),
+        TableColumn(
+            "highest_class",
+            "CL",
+            3,
+            lambda r: None if r.highest_class is None else f"P{r.highest_class}",
+            right=False,
+            drop=8,
+        ),
+        TableColumn("weight", "WEIGHT", 6, lambda r: r.weight, lambda r: _number(r.weight), drop=7),
+        TableColumn("running", "RUN", 4, lambda r: r.running, lambda r: units.count(r.running)),
+        TableColumn("waiting", "WAIT", 5, lambda r: r.waiting, lambda r: units.count(r.waiting)),
+        TableColumn(
+            "tokens_per_s",
+            "TOK/S",
+            6,
+            lambda r: r.tokens_per_s,
+            lambda r: units.rate(r.tokens_per_s),
+            role=lambda r: "output",
+        ),
+        TableColumn("share", "SHARE", 6, lambda r: r.share, lambda r: units.percent(r.share), drop=3),
+        TableColumn(
+            "fair_share", "FAIR", 5, lambda r: r.fair_share, lambda r: units.percent(r.fair_share), drop=4
+        ),
+        TableColumn(
+            "limit_used",
+            "LIMIT MOST USED",
+            25,
+            _fullest_share,
+            _fullest_text,
+            right=False,
+            role=_fullest_role,
+        ),
+        TableColumn(
+            "exhausted_in_s",
+            "FULL IN",
+            8,
+            lambda r: r.exhausted_in_s,
+            lambda r: units.seconds(r.exhausted_in_s) if r.exhausted_in_s is not None else "-",
+            drop=6,
+        ),
+        TableColumn(
+            "refused",
+            "REFUSED",
+            8,
+            lambda r: r.refused,
+            lambda r: units.count(r.refused),
+            drop=2,
+            role=lambda r: "warn" if r.refused else "dim",
+        ),
+        TableColumn(
+            "requests", "REQUESTS", 9, lambda r: r.requests, lambda r: units.count(r.requests), drop=9
+        ),
+        TableColumn(
+            "billed_tokens",
+            "BILLED",
+            8,
+            lambda r: r.billed_tokens,
+            lambda r: units.short(r.billed_tokens),
+            drop=10,
+        ),
+        TableColumn("keys", "KEYS", 5, lambda r: r.keys, lambda r: units.count(r.keys), drop=11),
+    )
+    figures = tuple(column.name for column in columns)
+
+    def rows(self, context: Context) -> Sequence[TenantUse]:
+        return context.snapshot.tenants if context.snapshot else []
+
+    def id_of(self, row: TenantUse) -> str:
+        return row.name
+
+    def describe(self, row: TenantUse, context: Context, width: int) -> list[Line]:
+        lines: list[Line] = [BLANK, heading("Limits", width, "in use, including running requests")]
+        size = max(8, width - 66)
+        for one in row.usage:
+            share = one.used / max(1, one.capacity)
+            resets = (
+                "when requests end"
+                if one.resets_in_s is None
+                else f"free in {units.seconds(one.resets_in_s)}"
+            )
+            lines.append(
+                [
+                    span(f"{one.limit:<20}"),
+                    *meter(share, size, context.glyphs),
+                    span(f" {units.percent(share):>4} ", "bold"),
+                    span(f"{units.short(one.used):>7} of {units.short(one.capacity):>6}  {resets}", "dim"),
+                ]
+            )
+        if not row.usage:
+            lines.append([span("this tenant has no limits", "dim")])
+        lines += [BLANK, heading("Use", width, "totals since the start of the service")]
+        facts = (
+            ("state", "active" if row.suspended_at is None else "suspended: new requests are refused"),
+            ("running, waiting", f"{units.count(row.running)}, {units.count(row.waiting)} requests"),
+            ("tokens/s", units.rate(row.tokens_per_s)),
+            ("share of service", f"{units.percent(row.share)} (fair share {units.percent(row.fair_share)})"),
+            ("weight", _number(row.weight)),
+            ("requests", units.count(row.requests)),
+            ("refused", units.count(row.refused)),
+            ("prompt tokens", f"{units.count(row.prompt_tokens)} ({units.count(row.cached_tokens)} cached)"),
+            ("billed tokens", units.count(row.billed_tokens)),
+            ("limit reached in", units.seconds(row.exhausted_in_s)),
+            ("keys, peers", f"{units.count(row.keys)}, {units.count(row.peers)}"),
+        )
+        return lines + [[span(f"{name:<18}", "dim"), span(value)] for name, value in facts]
+
+
+def _number(value: float | None) -> str:
+    return units.UNKNOWN if value is None else f"{value:g}"

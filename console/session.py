@@ -1,0 +1,256 @@
+"""What an operator sees and has chosen: the newest snapshot, the screen, its badges and the commands that
+change them. A session knows nothing of terminals."""
+
+from __future__ import annotations
+
+import csv
+import io
+import time
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import msgspec
+
+from appliance.snapshot import Snapshot
+from console.context import Context
+from console.filters import Cell
+from console.frame import FrameState, frame
+from console.glyphs import GLYPH_SETS, GlyphSet
+from console.lines import Line
+from console.screens.base import View
+from console.screens.registry import all_views
+from console.screens.table import TableView
+from console.source import ListName, ListRow, SnapshotSource
+from console.themes import THEMES
+
+MIN_INTERVAL_S, MAX_INTERVAL_S = 0.25, 60.0
+_MIN_STALE_S = 2.5
+_PAGE = 10
+_MOVES = {
+    "up": -1,
+    "down": 1,
+    "page-up": -_PAGE,
+    "page-down": _PAGE,
+    "first": -1_000_000,
+    "last": 1_000_000,
+}
+
+
+class ConsoleSession:
+    """The state of one console."""
+
+    def __init__(self, source: SnapshotSource, *, write: bool = False) -> None:
+        self.source = source
+        self.views = all_views()
+        self.theme = "dark"
+        self.state = FrameState(
+            context=Context(write=write),
+            view=self.views[0],
+            views=self.views,
+            label=source.label,
+            demo=source.kind == "demo",
+        )
+        self._received: float | None = None
+        """Monotonic time of the newest snapshot."""
+        self._newest: Snapshot | None = None
+        self._back: list[View] = []
+        self._forward: list[View] = []
+
+    @property
+    def context(self) -> Context:
+        """The input of the screens."""
+        return self.state.context
+
+    @property
+    def view(self) -> View:
+        """The screen that is shown."""
+        return self.state.view
+
+    def lines(self, width: int, height: int) -> list[Line]:
+        """Return the frame for a terminal of this size."""
+        self._tick()
+        return frame(self.state, width, height)
+
+    # ── the source ───────────────────────────────────────────────────────────────────────────
+
+    def accept(self, snapshot: Snapshot) -> None:
+        """Take the next snapshot."""
+        before = self._newest
+        if before is not None and snapshot.started_at > before.started_at + 0.5:
+            self.state.restarted_at = snapshot.at
+        self._newest, self._received = snapshot, time.monotonic()
+        self.state.error = ""
+        self.context.history.add(snapshot)
+        if not self.state.paused:
+            self.context.snapshot = snapshot
+
+    def fail(self, reason: str) -> None:
+        """Note that the source does not deliver. The newest snapshot stays on screen, marked as stale."""
+        self.state.error = reason
+
+    def take_rows(self, name: ListName, rows: list[ListRow], error: str = "") -> None:
+        """Take a list that was read, or the reason why it could not be read."""
+        if error:
+            self.context.row_errors[name] = error
+        else:
+            self.context.row_errors.pop(name, None)
+            self.context.rows[name] = rows
+
+    @property
+    def needs_tick(self) -> bool:
+        """Whether the frame changes without a new snapshot, because it shows the age of the newest."""
+        return self.state.stale_s is not None or self._age_s() > self._stale_after_s()
+
+    def _tick(self) -> None:
+        age = self._age_s()
+        if self._newest is not None:
+            self.state.now = self._newest.at + age
+        stale = self._received is not None and not self.state.paused and age > self._stale_after_s()
+        self.state.stale_s = age if stale else None
+
+    def _age_s(self) -> float:
+        return 0.0 if self._received is None else time.monotonic() - self._received
+
+    def _stale_after_s(self) -> float:
+        return max(_MIN_STALE_S, 3 * self.source.interval_s)
+
+    # ── commands ─────────────────────────────────────────────────────────────────────────────
+
+    def run(self, command: str) -> bool:
+        """Run a command of the key table that concerns only the session. Returns False for other commands."""
+        self.state.message = ""
+        word, _, rest = command.partition(" ")
+        view = self.view
+        if word == "move":
+            self._move(rest)
+        elif word == "screen":
+            self._screen(rest)
+        elif word == "history":
+            self._travel(rest)
+        elif word == "help":
+            self.state.help, self.state.help_scroll = not self.state.help, 0
+        elif word == "open":
+            view.open()
+        elif word == "back":
+            if self.state.help:
+                self.state.help = False
+            else:
+                view.back()
+        elif word == "variant":
+            view.next_variant()
+        elif word == "pause":
+            self._pause()
+        elif word == "mark" and isinstance(view, TableView):
+            view.toggle_mark()
+        elif word == "sort" and isinstance(view, TableView):
+            self._sort(view, rest)
+        elif word == "filter" and isinstance(view, TableView) and rest:
+            view.filter = "" if rest == "none" else rest
+        elif word == "glyphs":
+            self._glyphs(rest)
+        elif word == "theme":
+            self._theme(rest)
+        elif word in ("interval", "faster", "slower"):
+            self._interval(word, rest)
+        else:
+            return word in ("mark", "sort")
+        return True
+
+    def say(self, message: str, role: str = "text") -> None:
+        """Show a message in the footer until the next key."""
+        self.state.message, self.state.message_role = message, role
+
+    def export(self, form: str) -> str:
+        """Return the table on screen as CSV or JSON. Raises ValueError on screens without a table."""
+        if not isinstance(self.view, TableView):
+            raise ValueError(f"{self.view.title} is not a table: export works on screens with rows")
+        names, rows = self.view.export(self.context)
+        if form == "json":
+            encoded = msgspec.json.encode([dict(zip(names, row, strict=True)) for row in rows])
+            return msgspec.json.format(encoded, indent=2).decode() + "\n"
+        if form != "csv":
+            raise ValueError(f"unknown format {form!r}: use csv or json")
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(names)
+        writer.writerows(rows)
+        return text.getvalue()
+
+    def copied(self) -> str:
+        """Return the marked rows, or the row under the cursor, for the clipboard."""
+        if not isinstance(self.view, TableView):
+            return "\n".join(self.view.selected(self.context))
+        wanted = set(self.view.selected(self.context))
+        names, rows = self.view.export(self.context)
+        ordered = self.view.ordered(self.context)
+        chosen = [row for row, one in zip(rows, ordered, strict=True) if self.view.id_of(one) in wanted]
+        table: list[Sequence[Cell]] = [names, *chosen]
+        return "\n".join("\t".join("" if cell is None else str(cell) for cell in row) for row in table)
+
+    def _move(self, where: str) -> None:
+        if self.state.help:
+            self.state.help_scroll = max(0, self.state.help_scroll + _MOVES.get(where, 0))
+        elif where in ("left", "right"):
+            self.view.sideways(-1 if where == "left" else 1)
+        else:
+            self.view.move(_MOVES[where])
+
+    def _screen(self, name: str) -> None:
+        index = self.views.index(self.view)
+        if name in ("next", "previous"):
+            chosen = self.views[(index + (1 if name == "next" else -1)) % len(self.views)]
+        else:
+            chosen = next(view for view in self.views if name in (view.key, view.name))
+        if chosen is not self.view:
+            self._back.append(self.view)
+            self._forward.clear()
+            self.state.view = chosen
+        self.state.help = False
+
+    def _travel(self, where: str) -> None:
+        origin, target = (self._back, self._forward) if where == "back" else (self._forward, self._back)
+        if origin:
+            target.append(self.view)
+            self.state.view = origin.pop()
+
+    def _pause(self) -> None:
+        self.state.paused = not self.state.paused
+        if not self.state.paused and self._newest is not None:
+            self.context.snapshot = self._newest
+
+    def _sort(self, view: TableView[Any], how: str) -> None:
+        if how in ("next", "previous"):
+            view.next_sort(1 if how == "next" else -1)
+        elif how == "reverse":
+            view.reverse = not view.reverse
+        elif how in (names := [column.name for column in view.columns]):
+            view.sort(how)
+        else:
+            self.say(f"unknown column {how!r}: use one of {', '.join(names)}", "bad")
+
+    def _glyphs(self, name: str) -> None:
+        at = GLYPH_SETS.index(self.context.glyphs)
+        chosen = name or GLYPH_SETS[(at + 1) % len(GLYPH_SETS)]
+        if chosen in get_args(GlyphSet):
+            self.context.glyphs = chosen  # type: ignore[assignment]
+        else:
+            self.say(f"unknown glyphs {name!r}: use {', '.join(GLYPH_SETS)}", "bad")
+
+    def _theme(self, name: str) -> None:
+        names = list(THEMES)
+        chosen = name or names[(names.index(self.theme) + 1) % len(names)]
+        if chosen in THEMES:
+            self.theme = chosen
+            self.say(f"theme {chosen}", "dim")
+        else:
+            self.say(f"unknown theme {name!r}: use {', '.join(names)}", "bad")
+
+    def _interval(self, word: str, text: str) -> None:
+        current = self.source.interval_s
+        try:
+            wanted = current / 2 if word == "faster" else current * 2 if word == "slower" else float(text)
+        except ValueError:
+            self.say(f"{text!r} is not a number of seconds: write for example interval 2", "bad")
+            return
+        self.source.interval_s = min(MAX_INTERVAL_S, max(MIN_INTERVAL_S, wanted))
+        self.say(f"refresh every {self.source.interval_s:g} s", "dim")

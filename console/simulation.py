@@ -1,0 +1,440 @@
+"""A simulated service under a plausible load: arrivals, queueing, prefill, decoding, KV blocks and limits.
+The demo and the tests use it. Equal seeds and steps give equal results."""
+
+from __future__ import annotations
+
+import math
+import random
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+
+from appliance.snapshot import NO_OWNER
+
+TENANTS = (
+    *(
+        "search",
+        "support-bot",
+        "research",
+        "docs-rag",
+        "mobile",
+        "codegen",
+        "translate",
+        "analytics",
+        "voice",
+    ),
+    *("moderation", "batch-jobs", "ml-eval", "partners", "legal", "billing", "marketing", "hr-assist"),
+    *("ops-chat", "qa-tests", "intern-lab"),
+)
+FREE, CACHED, USED, SHARED = range(4)
+BLOCK_TOKENS = 64
+"""Tokens per KV block of the simulated models."""
+
+
+@dataclass(kw_only=True)
+class SimRequest:
+    """An unfinished request."""
+
+    id: str
+    tenant: str
+    key: int
+    number: int
+    """Service class."""
+    model: str
+    arrived: float
+    prompt: int
+    cached: int
+    output: int
+    """Number of tokens after which the request ends."""
+    max_tokens: int
+    replica: str = ""
+    started: float | None = None
+    first_token: float | None = None
+    computed: int = 0
+    generated: float = 0.0
+    blocks: list[int] = field(default_factory=list)
+    preemptions: int = 0
+    ending: bool = False
+
+
+@dataclass(kw_only=True)
+class SimReplica:
+    """A replica with its pool of KV blocks."""
+
+    name: str
+    model: str
+    gpus: list[int]
+    blocks: int
+    max_num_seqs: int
+    budget: int
+    weight_bytes: int
+    decode_ms: float
+    """Duration of a decode step with one sequence."""
+    running: list[SimRequest] = field(default_factory=list)
+    step: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    evictions: int = 0
+    slice: dict[str, float] = field(default_factory=dict)
+    """Steps and tokens of the newest time slice."""
+    longest: str = ""
+    states: bytearray = field(default_factory=bytearray)
+    freed_at: list[float] = field(default_factory=list)
+    free: deque[int] = field(default_factory=deque)
+    cached: dict[int, None] = field(default_factory=dict)
+    """Cached blocks, least recently used first."""
+
+    def __post_init__(self) -> None:
+        self.states = bytearray(self.blocks)
+        self.freed_at = [-1.0] * self.blocks
+        self.free = deque(range(self.blocks))
+
+    @property
+    def used(self) -> int:
+        """Number of blocks in use."""
+        return self.blocks - len(self.free) - len(self.cached)
+
+    def take(self, request: SimRequest, count: int) -> bool:
+        """Give a request `count` more blocks. Returns False if the pool has too few."""
+        if len(self.free) + len(self.cached) < count:
+            return False
+        for _ in range(count):
+            if self.free:
+                block = self.free.popleft()
+            else:
+                block = next(iter(self.cached))
+                del self.cached[block]
+                self.evictions += 1
+            self.states[block] = USED
+            request.blocks.append(block)
+        return True
+
+    def give_back(self, request: SimRequest, now: float, keep: int) -> None:
+        """Return a request's blocks to the pool. The first `keep` blocks stay cached."""
+        for index, block in enumerate(request.blocks):
+            self.freed_at[block] = now
+            if index < keep:
+                self.states[block] = CACHED
+                self.cached[block] = None
+            else:
+                self.states[block] = FREE
+                self.free.append(block)
+        request.blocks = []
+
+    def owners(self, index: dict[str, int]) -> bytes:
+        """Return the owner of each block, as `appliance.snapshot.BlockMap` defines it."""
+        found = array("H", [NO_OWNER]) * self.blocks
+        for request in self.running:
+            number = index[request.id]
+            for block in request.blocks:
+                found[block] = number
+        return found.tobytes()
+
+    def ages(self, now: float) -> bytes:
+        """Return the age of each block, as `appliance.snapshot.BlockMap` defines it."""
+        found = bytearray(self.blocks)
+        for block in self.cached:
+            found[block] = int(1 + now - self.freed_at[block]).bit_length() - 1
+        return bytes(found)
+
+
+@dataclass(kw_only=True)
+class SimTenant:
+    """A tenant and its counters."""
+
+    name: str
+    weight: float
+    highest_class: int
+    tokens_per_minute: float | None
+    concurrent: int | None
+    suspended_at: float | None = None
+    level: float = 0.0
+    """Tokens taken from the limit per minute and not refilled yet."""
+    running: int = 0
+    waiting: int = 0
+    requests: int = 0
+    refused: int = 0
+    prompt: int = 0
+    cached: int = 0
+    billed: int = 0
+    service: float = 0.0
+    recent: deque[tuple[float, float]] = field(default_factory=deque)
+    """Times and weighted tokens of the last minute."""
+
+
+@dataclass(kw_only=True)
+class Ended:
+    """An ended request, for percentiles."""
+
+    at: float
+    ttft_ms: float
+    itl_ms: float
+    queue_ms: float
+    e2e_ms: float
+
+
+WINDOW_S = 60.0
+_LONGEST = (*[1.0, 1.02, 1.05, 1.1] * 10, 2.4)
+"""Durations of the longest step of a slice, as multiples of the mean."""
+
+
+class Simulation:
+    """The service. `advance` moves its clock."""
+
+    def __init__(self, *, seed: int, requests: int, blocks: int, gpus: int, tenants: int, now: float) -> None:
+        """`requests` is the usual number of unfinished requests; `blocks` the size of the largest KV
+        cache."""
+        self.random = random.Random(seed)
+        self.now = self.started = now
+        self.target = requests
+        self.gpus = gpus
+        self.tenants = {name: self._tenant(index, name) for index, name in enumerate(TENANTS[:tenants])}
+        self.replicas = self._replicas(gpus, blocks)
+        self.queue: list[SimRequest] = []
+        self.ended: deque[Ended] = deque()
+        self.counts = dict.fromkeys(("admitted", "refused", "ended", "failed", "cancelled", "billed"), 0)
+        self.paused: dict[str | None, float] = {}
+        """Drained models and when their drains began. None is the whole service."""
+        self._number = 0
+        while sum(len(one.running) for one in self.replicas) + len(self.queue) < requests * 0.96:
+            self._arrive(self.now - self.random.uniform(0.0, 20.0))
+            self._dispatch()
+        for replica in self.replicas:
+            for request in replica.running:
+                if self.random.random() < 0.9:
+                    self._start_decoding(replica, request, self.random.uniform(0.05, 0.95))
+        for _ in range(24):
+            self.advance(0.5)
+
+    def advance(self, seconds: float) -> None:
+        """Simulate the next `seconds` seconds."""
+        self.now += seconds
+        self._arrivals(seconds)
+        self._dispatch()
+        for replica in self.replicas:
+            self._run(replica, seconds)
+        for tenant in self.tenants.values():
+            if tenant.tokens_per_minute is not None:
+                tenant.level = max(0.0, tenant.level - tenant.tokens_per_minute / 60.0 * seconds)
+            while tenant.recent and tenant.recent[0][0] < self.now - WINDOW_S:
+                tenant.recent.popleft()
+        while self.ended and self.ended[0].at < self.now - WINDOW_S:
+            self.ended.popleft()
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request. Returns whether the request was unfinished."""
+        for request in self.queue:
+            if request.id == request_id:
+                self.queue.remove(request)
+                self.tenants[request.tenant].waiting -= 1
+                self.counts["cancelled"] += 1
+                return True
+        for replica in self.replicas:
+            for request in replica.running:
+                if request.id == request_id:
+                    self._end(replica, request, cancelled=True)
+                    return True
+        return False
+
+    def _tenant(self, index: int, name: str) -> SimTenant:
+        return SimTenant(
+            name=name,
+            weight=(4.0, 2.0, 1.0, 1.0, 0.5)[index % 5],
+            highest_class=(0, 1, 1, 2, 3)[index % 5],
+            tokens_per_minute=None if index % 4 == 3 else (600_000.0, 240_000.0, 90_000.0)[index % 3],
+            concurrent=None if index % 3 == 0 else 40,
+        )
+
+    def _replicas(self, gpus: int, blocks: int) -> list[SimReplica]:
+        large = list(range(max(1, gpus // 2)))
+        replicas = [
+            SimReplica(
+                name="llama-3.3-70b-1",
+                model="llama-3.3-70b",
+                gpus=large,
+                blocks=blocks,
+                max_num_seqs=512,
+                budget=8192,
+                weight_bytes=141 << 30,
+                decode_ms=13.0,
+            )
+        ]
+        for number, gpu in enumerate(range(len(large), gpus)):
+            model, index = ("qwen3-8b", number + 1) if number < 2 else ("qwen3-coder-30b", number - 1)
+            replicas.append(
+                SimReplica(
+                    name=f"{model}-{index}",
+                    model=model,
+                    gpus=[gpu],
+                    blocks=max(256, blocks // 4),
+                    max_num_seqs=128,
+                    budget=8192,
+                    weight_bytes=(16 << 30) if number < 2 else (57 << 30),
+                    decode_ms=5.6 if number < 2 else 7.9,
+                )
+            )
+        return replicas
+
+    def _arrivals(self, seconds: float) -> None:
+        unfinished = sum(len(one.running) for one in self.replicas) + len(self.queue)
+        wave = 1.0 + 0.12 * math.sin((self.now - self.started) / 23.0)
+        wanted = self.target * wave - unfinished
+        expected = max(0.0, self.target / 22.0 * seconds * wave + wanted * 0.15)
+        for _ in range(self._poisson(expected)):
+            self._arrive(self.now - self.random.uniform(0.0, seconds))
+
+    def _poisson(self, expected: float) -> int:
+        whole = int(expected)
+        return whole + (self.random.random() < expected - whole)
+
+    def _arrive(self, at: float) -> None:
+        names = list(self.tenants)
+        tenant = self.tenants[
+            self.random.choices(names, [3.0 / (1 + 0.35 * i) for i in range(len(names))])[0]
+        ]
+        prompt = int(min(24_000, 40 + self.random.lognormvariate(6.3, 1.0)))
+        output = int(min(4000, 16 + self.random.lognormvariate(5.6, 0.7)))
+        over = (
+            tenant.tokens_per_minute is not None and tenant.level + prompt + output > tenant.tokens_per_minute
+        )
+        models = sorted({one.model for one in self.replicas})
+        model = self.random.choices(models, [5 if "70b" in one else 2 for one in models])[0]
+        if over or tenant.suspended_at is not None or self.paused.keys() & {None, model}:
+            tenant.refused += 1
+            self.counts["refused"] += 1
+            return
+        self._number += 1
+        tenant.level += prompt + output
+        tenant.waiting += 1
+        self.counts["admitted"] += 1
+        wanted = self.random.choices((0, 1, 2, 3), (1, 8, 3, 1))[0]
+        self.queue.append(
+            SimRequest(
+                id=f"req-{self.random.getrandbits(48):012x}",
+                tenant=tenant.name,
+                key=self.random.randrange(3),
+                number=max(tenant.highest_class, wanted),
+                model=model,
+                arrived=at,
+                prompt=prompt,
+                cached=int(prompt * self.random.choice((0.0, 0.0, 0.4, 0.8))) // BLOCK_TOKENS * BLOCK_TOKENS,
+                output=output,
+                max_tokens=1 << max(6, output.bit_length()),
+            )
+        )
+
+    def _dispatch(self) -> None:
+        waiting = []
+        for request in sorted(self.queue, key=lambda one: (one.number, one.arrived)):
+            replica = min(
+                (one for one in self.replicas if one.model == request.model), key=lambda one: len(one.running)
+            )
+            blocks = -(-request.prompt // BLOCK_TOKENS) + 1
+            room = len(replica.free) + len(replica.cached) - blocks
+            if len(replica.running) >= replica.max_num_seqs or room < replica.blocks // 50:
+                waiting.append(request)
+                continue
+            replica.take(request, blocks)
+            request.replica, request.started = replica.name, max(self.now, request.arrived)
+            request.computed = request.cached
+            replica.running.append(request)
+            replica.prompt_tokens += request.prompt
+            replica.cached_tokens += request.cached
+            tenant = self.tenants[request.tenant]
+            tenant.waiting -= 1
+            tenant.running += 1
+        self.queue = waiting
+
+    def _start_decoding(self, replica: SimReplica, request: SimRequest, done: float) -> None:
+        request.started = request.arrived + 0.05
+        request.computed, request.first_token = (
+            request.prompt,
+            request.arrived + self.random.uniform(0.1, 0.4),
+        )
+        request.generated = request.output * done
+        needed = -(-int(request.prompt + request.generated) // BLOCK_TOKENS) - len(request.blocks)
+        if needed > 0:
+            replica.take(request, needed)
+
+    def _run(self, replica: SimReplica, seconds: float) -> None:
+        decoding = [one for one in replica.running if one.first_token is not None]
+        prefilling = [one for one in replica.running if one.first_token is None]
+        step_ms = replica.decode_ms * (1 + len(decoding) / 160) * self.random.uniform(0.97, 1.05)
+        mixed_ms = step_ms * 2.6
+        pending = sum(one.prompt - one.computed for one in prefilling)
+        mixed = min(-(-pending // replica.budget) + (1 if prefilling else 0), int(seconds * 1000 / mixed_ms))
+        left_ms = max(0.0, seconds * 1000 - mixed * mixed_ms)
+        decodes = int(left_ms / step_ms) if decoding else 0
+        budget, computed, longest = mixed * replica.budget, 0, (0, "")
+        for request in prefilling:
+            chunk = min(budget, request.prompt - request.computed)
+            request.computed += chunk
+            computed += chunk
+            budget -= chunk
+            longest = max(longest, (chunk, request.id))
+            if request.computed >= request.prompt:
+                request.first_token = self.now
+        steps = decodes + mixed
+        generated = 0
+        for request in decoding:
+            before = int(request.generated)
+            request.generated = min(request.output, request.generated + steps)
+            generated += int(request.generated) - before
+            needed = -(-(request.prompt + int(request.generated)) // BLOCK_TOKENS) - len(request.blocks)
+            if needed > 0 and not replica.take(request, needed):
+                request.preemptions += 1
+                replica.preemptions += 1
+        for request in decoding:
+            if request.generated >= request.output:
+                self._end(replica, request)
+        replica.step += steps
+        replica.computed_tokens += computed
+        replica.generated_tokens += generated
+        replica.longest = longest[1]
+        # A prefix is shared for as long as several requests use it.
+        for request in replica.running[::9]:
+            for block in request.blocks[: request.cached // BLOCK_TOKENS]:
+                replica.states[block] = SHARED
+        replica.slice = {
+            "decode_steps": decodes,
+            "mixed_steps": mixed,
+            "step_ms": step_ms,
+            "mixed_step_ms": mixed_ms,
+            "idle_us": self.random.uniform(4.0, 9.0),
+            "mixed_idle_us": self.random.uniform(30.0, 70.0),
+            "computed": computed,
+            "generated": generated,
+            "busy": min(1.0, (mixed * mixed_ms + decodes * step_ms) / (seconds * 1000)),
+            "longest_ms": mixed_ms * self.random.choice(_LONGEST) if mixed else step_ms * 1.1,
+        }
+
+    def _end(self, replica: SimReplica, request: SimRequest, *, cancelled: bool = False) -> None:
+        replica.running.remove(request)
+        replica.give_back(request, self.now, keep=request.prompt // BLOCK_TOKENS)
+        tenant = self.tenants[request.tenant]
+        generated, first = int(request.generated), request.first_token
+        tenant.running -= 1
+        tenant.requests += 1
+        tenant.prompt += request.prompt
+        tenant.cached += request.cached
+        tenant.billed += generated
+        cost = request.prompt - request.cached + 2.0 * generated
+        tenant.service += cost
+        tenant.recent.append((self.now, cost))
+        self.counts["ended"] += 1
+        self.counts["billed"] += generated
+        if cancelled:
+            self.counts["cancelled"] += 1
+        elif first is not None and request.started is not None:
+            self.ended.append(
+                Ended(
+                    at=self.now,
+                    ttft_ms=(first - request.arrived) * 1000 * self.random.uniform(0.6, 1.0),
+                    itl_ms=(self.now - first) * 1000 / max(1, generated),
+                    queue_ms=max(1.0, (request.started - request.arrived) * 1000),
+                    e2e_ms=(self.now - request.arrived) * 1000,
+                )
+            )

@@ -1,0 +1,69 @@
+"""Where snapshots come from. The console has one protocol with several implementations: a running service
+(`console.live`) and a seeded load generator (`console.fake`)."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import msgspec
+
+from appliance.snapshot import Snapshot
+
+ListName = Literal["audit", "logs", "settings", "findings"]
+"""Lists that are read when their screen is shown, because they are not part of a snapshot."""
+
+
+class SourceError(Exception):
+    """Raised if a source cannot deliver. The message gives the reason and the remedy."""
+
+
+class UnsupportedListError(SourceError):
+    """Raised if a source never has the list that was asked for."""
+
+
+class ListRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of the audit trail, the log, the settings or doctor's findings."""
+
+    id: str
+    at: float | None = None
+    level: str = ""
+    """Level of a log line or finding: "info", "warning", "error", "problem" or "ok"."""
+    actor: str = ""
+    """Operator of an audit row, process of a log line, source of a setting, area of a finding."""
+    subject: str = ""
+    """Action of an audit row, name of a setting, subject of a finding."""
+    target: str = ""
+    text: str = ""
+    detail: dict[str, str] = {}
+    """Further fields, by their names."""
+
+
+class SnapshotSource(Protocol):
+    """Delivers snapshots and lists, and performs actions."""
+
+    label: str
+    """Description for the header, such as "demo" or the run directory."""
+    interval_s: float
+    """Time between two snapshots."""
+
+    @property
+    def kind(self) -> Literal["live", "demo"]:
+        """What the source is."""
+        ...
+
+    async def next(self) -> Snapshot:
+        """Wait for the next snapshot. Raises SourceError if the service does not answer; the call may be
+        repeated."""
+        ...
+
+    async def rows(self, name: ListName) -> list[ListRow]:
+        """Return a list, newest rows first. Raises SourceError."""
+        ...
+
+    async def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
+        """Perform an action of the registry (`appliance.actions`). Raises SourceError."""
+        ...
+
+    async def close(self) -> None:
+        """Release connections."""
+        ...

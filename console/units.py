@@ -1,0 +1,92 @@
+"""Formats figures with their units. None, which stands for an unknown figure, becomes "--"."""
+
+from __future__ import annotations
+
+import time
+
+UNKNOWN = "--"
+
+
+def count(value: float | None) -> str:
+    """Format a number with thousands separators."""
+    return UNKNOWN if value is None else f"{value:,.0f}"
+
+
+def short(value: float | None) -> str:
+    """Format a number with at most three digits and a decimal prefix, such as "12.3k"."""
+    if value is None:
+        return UNKNOWN
+    for limit, unit in ((1e3, ""), (1e6, "k"), (1e9, "M"), (1e12, "G"), (1e15, "T")):
+        if abs(value) < limit * 0.9995:
+            scaled = value / (limit / 1e3)
+            if unit == "" and float(value).is_integer():
+                return f"{value:.0f}"
+            return f"{scaled:.0f}{unit}" if abs(scaled) >= 99.95 else f"{scaled:.1f}{unit}"
+    return f"{value:.1e}"
+
+
+def rate(value: float | None) -> str:
+    """Format a number per second. Rates above zero do not become 0."""
+    if value is None or value == 0 or value >= 99.95:
+        return short(value)
+    return "<0.1" if value < 0.1 else f"{value:.1f}"
+
+
+def percent(fraction: float | None, digits: int = 0) -> str:
+    """Format a fraction as a percentage."""
+    return UNKNOWN if fraction is None else f"{fraction * 100:.{digits}f}%"
+
+
+def ms(value: float | None) -> str:
+    """Format milliseconds with three significant digits, as seconds from 1 s."""
+    if value is None:
+        return UNKNOWN
+    if value >= 999.5:
+        digits = 2 if value < 10_000 else 1 if value < 100_000 else 0
+        return f"{value / 1000:.{digits}f}s"
+    return f"{value:.0f}ms" if value >= 100 else f"{value:.1f}ms"
+
+
+def seconds(value: float | None) -> str:
+    """Format a duration with at most two units."""
+    if value is None:
+        return UNKNOWN
+    if value < 10:
+        return f"{value:.1f}s"
+    whole = int(value)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def size(value: float | None) -> str:
+    """Format a number of bytes in binary units."""
+    if value is None:
+        return UNKNOWN
+    for unit in ("B", "K", "M", "G"):
+        if abs(value) < 1000:
+            return f"{value:.0f}{unit}" if unit == "B" or value >= 99.95 else f"{value:.1f}{unit}"
+        value /= 1024
+    return f"{value:.1f}T"
+
+
+def clock(at: float | None) -> str:
+    """Format a time of day."""
+    return UNKNOWN if at is None else time.strftime("%H:%M:%S", time.localtime(at))
+
+
+def moment(at: float | None, now: float) -> str:
+    """Format a time, with its date unless it is less than 12 hours away."""
+    if at is None:
+        return UNKNOWN
+    form = "%H:%M:%S" if abs(now - at) < 12 * 3600 else "%m-%d %H:%M"
+    return time.strftime(form, time.localtime(at))
+
+
+def ratio(part: float | None, whole: float | None) -> float | None:
+    """Return part / whole, or None if either is unknown or the whole is 0."""
+    return None if part is None or not whole else part / whole

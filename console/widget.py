@@ -1,0 +1,141 @@
+"""The widget that shows the lines of a frame. It sends only the changed part of each changed line to the
+terminal, which is what makes the console cheap over SSH."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rich.segment import Segment
+from textual import events
+from textual.binding import Binding
+from textual.geometry import Region
+from textual.message import Message
+from textual.strip import Strip
+from textual.widget import Widget
+
+from console.keys import KEYS
+from console.lines import Line, Span, cells
+from console.themes import style
+
+
+class FrameWidget(Widget, can_focus=True):
+    """Shows lines, and turns keys and mouse clicks into commands."""
+
+    ALLOW_SELECT = False
+    DEFAULT_CSS = "FrameWidget { height: 1fr; width: 1fr; }"
+    BINDINGS: ClassVar = [
+        Binding(",".join(key.keys), f"app.run({key.command!r})", key.title, show=False, id=key.command)
+        for key in KEYS
+    ]
+
+    class Clicked(Message):
+        """A click on a line, or on a span that has a command."""
+
+        def __init__(self, command: str, y: int) -> None:
+            super().__init__()
+            self.command = command
+            self.y = y
+
+    class Scrolled(Message):
+        """A turn of the mouse wheel."""
+
+        def __init__(self, rows: int) -> None:
+            super().__init__()
+            self.rows = rows
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.auto_links = False
+        self._lines: list[Line] = []
+        self._theme = "dark"
+
+    def show(self, lines: list[Line], theme: str) -> None:
+        """Show lines. Only differences to the lines shown before are drawn."""
+        before, self._lines = self._lines, lines
+        if theme != self._theme or len(before) != len(lines):
+            self._theme = theme
+            self.refresh()
+            return
+        width = self.size.width
+        changed = []
+        for y, (old, new) in enumerate(zip(before, lines, strict=True)):
+            if old != new:
+                changed.append(Region(0, y, min(width, changed_until(old, new)), 1))
+        if changed:
+            self.refresh(*changed)
+
+    def render_line(self, y: int) -> Strip:
+        """Return line `y` for Textual."""
+        if y >= len(self._lines):
+            return Strip.blank(self.size.width)
+        theme = self._theme
+        segments = []
+        for text, role, _ in merged(self._lines[y]):
+            found = style(theme, role[1:], selected=True) if role.startswith("@") else style(theme, role)
+            segments.append(Segment(text, found))
+        return Strip(segments)
+
+    def on_click(self, event: events.Click) -> None:
+        """Run the command of the clicked span."""
+        if event.y >= len(self._lines):
+            return
+        x = event.x
+        for one in self._lines[event.y]:
+            x -= cells(one.text)
+            if x < 0:
+                self.post_message(self.Clicked(one.action, event.y))
+                return
+
+    def on_mouse_scroll_down(self) -> None:
+        """Move down."""
+        self.post_message(self.Scrolled(3))
+
+    def on_mouse_scroll_up(self) -> None:
+        """Move up."""
+        self.post_message(self.Scrolled(-3))
+
+
+def merged(line: Line) -> Line:
+    """Return a line in which neighbouring spans of the same role are one span. Spaces take the role of the
+    span before, unless that role has a background."""
+    result: Line = []
+    for one in line:
+        if not one.text:
+            continue
+        if result:
+            last = result[-1]
+            same = one.role == last.role
+            blank = one.text.isspace() and one.role == "text" and last.role in _PLAIN
+            if same or blank:
+                result[-1] = Span(last.text + one.text, last.role)
+                continue
+        result.append(one)
+    return result
+
+
+_PLAIN = frozenset(
+    (
+        *("text", "dim", "bold", "title", "rule", "track", "accent", "key", "good", "bad", "info", "mark"),
+        *("input", "output", "p0", "p1", "p2", "p3", "prefill", "decode"),
+    )
+)
+"""Roles that look the same on spaces in every theme. "warn" is not among them: the mono theme underlines
+it."""
+
+
+def changed_until(old: Line, new: Line) -> int:
+    """Return the column behind the last difference between two lines of the same width."""
+    end = sum(cells(one.text) for one in new)
+    for one, other in zip(reversed(old), reversed(new), strict=False):
+        if one.text == other.text and one.role == other.role:
+            end -= cells(other.text)
+            continue
+        if one.role == other.role and one.text.isascii() and other.text.isascii():
+            shared = 0
+            for a, b in zip(reversed(one.text), reversed(other.text), strict=False):
+                if a != b:
+                    break
+                shared += 1
+            end -= shared
+        break
+    return end

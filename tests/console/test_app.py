@@ -1,0 +1,264 @@
+"""Tests of the console as an application, with keys as an operator presses them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Button, Input
+
+from appliance.actions import DeleteTenant, action_named
+from appliance.snapshot import Snapshot
+from console.app import ConsoleApp
+from console.dialogs import ActionDialog
+from console.fake import FakeSource
+from console.keys import KEYS, offered
+from console.lines import plain
+from console.source import SourceError
+from tests.console.frames import SIZES, source
+
+
+class StillSource(FakeSource):
+    """A simulated service whose clock stands still after its first snapshots."""
+
+    steps = 6
+    away = ""
+    """Reason why the service does not answer; empty if it answers."""
+    performed: list[msgspec.Struct]
+
+    async def next(self) -> Snapshot:
+        if self.away:
+            raise SourceError(self.away)
+        if self.steps == 0:
+            await asyncio.sleep(0.5)
+            return self._snapshot()
+        self.steps -= 1
+        return self.step()
+
+    async def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
+        self.performed = [*getattr(self, "performed", []), parameters]
+        return await super().act(parameters)
+
+
+def console(*, write: bool = False, theme: str = "dark") -> ConsoleApp:
+    fake = source()
+    fake.__class__ = StillSource
+    return ConsoleApp(fake, write=write, theme=theme)
+
+
+def shown(app: ConsoleApp) -> str:
+    """Return the frame as text."""
+    return "\n".join(plain(row) for row in app.frame_widget._lines)
+
+
+async def until(pilot: Pilot[int], condition: Callable[[], object]) -> None:
+    """Wait for a condition."""
+    for _ in range(1200):
+        await asyncio.sleep(0.05)
+        if condition():
+            return
+    raise AssertionError("timed out after 60 s:\n" + shown(pilot.app))  # type: ignore[arg-type]
+
+
+def run(
+    test: Callable[[Pilot[int], ConsoleApp], object], app: ConsoleApp, size: tuple[int, int] = (120, 40)
+) -> None:
+    """Run a test with a console that has shown its first figures."""
+
+    async def steps() -> None:
+        async with app.run_test(size=size) as pilot:
+            await until(pilot, lambda: "peak" in shown(app) or "output" in shown(app))
+            await test(pilot, app)  # type: ignore[misc]
+
+    asyncio.run(steps())
+
+
+def test_every_screen_opens_with_its_key_in_every_theme_and_glyph_set() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        for view in app.session.views:
+            await pilot.press(view.key)
+            assert app.session.view is view
+        for _ in range(5):
+            await pilot.press("t", "b")
+        assert app.session.theme == "dark"
+
+    run(steps, console())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_help_explains_the_screen_and_escape_closes_it(size: tuple[int, int]) -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("4", "question_mark")
+        await until(pilot, lambda: "Help: Requests" in shown(app))
+        await pilot.press("escape")
+        await until(pilot, lambda: "Help:" not in shown(app))
+
+    run(steps, console(), size)
+
+
+def test_a_filter_applies_while_it_is_typed_and_escape_restores_it() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("7", "slash", *"mobile")
+        await until(pilot, lambda: "Tenants 1 of 8" in shown(app))
+        await pilot.press("escape")
+        await until(pilot, lambda: "Tenants 8 " in shown(app))
+        await pilot.press("slash", *"mobile", "enter")
+        await until(pilot, lambda: "Tenants 1 of 8" in shown(app))
+
+    run(steps, console())
+
+
+def test_the_command_line_shows_screens_and_refuses_unknown_commands() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("colon", *"models", "enter")
+        await until(pilot, lambda: app.session.view.name == "models")
+        await pilot.press("colon", *"nonsense", "enter")
+        await until(pilot, lambda: "unknown command 'nonsense'" in shown(app))
+
+    run(steps, console())
+
+
+def test_a_read_only_console_performs_no_action_through_any_key_or_command() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        for key in "4678":
+            await pilot.press(key)
+            for one in KEYS:
+                if one.group == "Actions":
+                    await pilot.press(one.keys[0])
+                    await pilot.pause()
+                    if one.command == "actions":
+                        await pilot.press("enter")
+                    assert not isinstance(app.screen, ActionDialog), one
+        for action in offered():
+            app.run_line(f"{action.name.replace('.', ' ')} {'x' if action.named_by else ''}")
+            app.action_run(f"act {action.name}")
+            await pilot.pause()
+            assert not isinstance(app.screen, ActionDialog), action.name
+        assert not hasattr(app.source, "performed")
+
+    run(steps, console())
+
+
+def test_a_dialog_shows_impact_and_cli_command_and_its_default_is_cancel() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("4", "X")
+        await until(pilot, lambda: isinstance(app.screen, ActionDialog))
+        text = "\n".join(str(one.render()) for one in app.screen.query("Static"))
+        assert "$ appliance requests cancel req-" in text
+        assert "output tokens so far" in text
+        assert app.screen.focused is app.screen.query_one("#cancel", Button)
+        await pilot.press("enter")
+        await until(pilot, lambda: not isinstance(app.screen, ActionDialog))
+        assert not hasattr(app.source, "performed")
+        assert "nothing was changed" in shown(app)
+
+    run(steps, console(write=True))
+
+
+def test_a_confirmed_action_is_performed_on_each_marked_row() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("4", "space", "space", "X")
+        for _ in range(2):
+            await until(pilot, lambda: isinstance(app.screen, ActionDialog))
+            dialog = app.screen
+            await pilot.press("tab", "enter")
+            await until(pilot, lambda dialog=dialog: app.screen is not dialog)  # type: ignore[misc]
+        await until(pilot, lambda: len(getattr(app.source, "performed", [])) == 2)
+
+    run(steps, console(write=True))
+
+
+def test_a_drain_is_a_form_with_a_banner() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("colon", *"drain --grace 45s", "enter")
+        await until(pilot, lambda: isinstance(app.screen, ActionDialog))
+        await pilot.press("tab", "enter")
+        await until(pilot, lambda: "SERVICE DRAINING" in shown(app))
+        assert app.source.performed[0].grace_s == 45.0  # type: ignore[attr-defined]
+
+    run(steps, console(write=True))
+
+
+def test_a_typed_action_needs_the_name_of_its_target() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("7")
+        app.begin(action_named("tenants.delete"), {"name": "mobile"}, given=True)
+        await until(pilot, lambda: isinstance(app.screen, ActionDialog))
+        dialog = app.screen
+        dialog.query_one("#confirm", Button).press()
+        await until(pilot, lambda: "type mobile to confirm" in str(dialog.query_one("#error").render()))
+        dialog.query_one("#typed", Input).value = "mobile"
+        dialog.query_one("#confirm", Button).press()
+        await until(pilot, lambda: getattr(app.source, "performed", []) == [DeleteTenant(name="mobile")])
+
+    run(steps, console(write=True))
+
+
+def test_a_dialog_refuses_if_the_state_has_changed() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("4", "X")
+        await until(pilot, lambda: isinstance(app.screen, ActionDialog))
+        dialog = app.screen
+        snapshot = app.session.context.snapshot
+        assert snapshot is not None
+        app.source.simulation.cancel(snapshot.requests[0].request_id)  # type: ignore[attr-defined]
+        before = app.session.context.snapshot
+        await until(pilot, lambda: app.session.context.snapshot is not before)
+        dialog.query_one("#confirm", Button).press()
+        await until(pilot, lambda: "has changed" in str(dialog.query_one("#error").render()))
+        assert not hasattr(app.source, "performed")
+
+    run(steps, console(write=True))
+
+
+def test_a_wrong_value_in_a_form_is_named_and_nothing_is_performed() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        app.begin(action_named("drain"), {"grace_s": "soon"}, given=True)
+        await until(pilot, lambda: isinstance(app.screen, ActionDialog))
+        dialog = app.screen
+        dialog.query_one("#confirm", Button).press()
+        await until(pilot, lambda: "grace_s" in str(dialog.query_one("#error").render()))
+        assert not hasattr(app.source, "performed")
+
+    run(steps, console(write=True))
+
+
+def test_the_console_stays_and_reconnects_when_the_service_is_away() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        app.source.away = "no service is running at /run/appliance"  # type: ignore[attr-defined]
+        await until(pilot, lambda: "no service is running" in shown(app))
+        await until(pilot, lambda: "STALE" in shown(app))
+        app.source.away = ""  # type: ignore[attr-defined]
+        await until(pilot, lambda: "STALE" not in shown(app) and "no service" not in shown(app))
+
+    run(steps, console())
+
+
+def test_a_table_is_exported_to_a_private_file(tmp_path: Path) -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        path = tmp_path / "tenants.csv"
+        await pilot.press("7")
+        app.run_line(f"export csv {path}")
+        assert path.read_text().startswith("name,")
+        assert path.stat().st_mode & 0o777 == 0o600
+        app.run_line(f"export csv {tmp_path}/missing/x.csv")
+        assert "cannot write" in shown(app)
+
+    run(steps, console())
+
+
+def test_the_palette_offers_actions_only_with_write() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("ctrl+p")
+        await until(pilot, lambda: app.screen is not app.screen_stack[0])
+        await pilot.press(*"cancel request")
+        await pilot.pause(1.0)
+        await pilot.press("enter")
+        await until(pilot, lambda: len(app.screen_stack) == 1)
+        assert not hasattr(app.source, "performed")
+
+    run(steps, console())

@@ -1,0 +1,112 @@
+"""Tests of styled lines, figures with units, charts and filters."""
+
+from __future__ import annotations
+
+import pytest
+
+from console import units
+from console.filters import FilterError, matcher, sort_rows
+from console.glyphs import bar, chart, meter
+from console.lines import cells, clip, fit, heading, line, plain, span, spread, width_of, wrap
+
+
+def test_a_span_contains_no_escape_sequence_of_a_client() -> None:
+    shown = span("\x1b[31mred\x1b]52;c;x\x07 \u202e evil\n").text
+    assert shown.isprintable()
+    assert "red" in shown
+
+
+@pytest.mark.parametrize("text", ["short", "a long text that is cut", "数据中心的模型", "äöü", ""])
+@pytest.mark.parametrize("width", [1, 2, 7, 12])
+def test_a_fitted_text_has_exactly_its_width(text: str, width: int) -> None:
+    assert cells(fit(text, width)) == width
+    assert cells(fit(text, width, right=True)) == width
+    assert width_of(clip(line(text, text), width)) == width
+
+
+def test_headings_and_spread_lines_have_the_width_of_their_panel() -> None:
+    for width in (5, 12, 30, 80):
+        assert width_of(heading("Tokens per second", width, "59s of history")) == width
+        assert width_of(spread(line("left"), line("right"), width)) == width
+
+
+def test_wrapping_keeps_all_words() -> None:
+    text = "the state has changed from active to suspended: review the impact"
+    assert " ".join(plain(row) for row in wrap(text, 20)) == text
+    assert all(width_of(row) <= 20 for row in wrap(text, 20))
+
+
+def test_unknown_figures_are_two_dashes_and_never_zero() -> None:
+    for form in (units.count, units.short, units.rate, units.percent, units.ms, units.seconds, units.size):
+        assert form(None) == "--"
+        assert form(0) != "--"
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (units.short(999), "999"),
+        (units.short(12_345), "12.3k"),
+        (units.short(123_456), "123k"),
+        (units.short(999_960), "1.0M"),
+        (units.rate(0.04), "<0.1"),
+        (units.ms(87.66), "87.7ms"),
+        (units.ms(450.2), "450ms"),
+        (units.ms(6205), "6.21s"),
+        (units.seconds(59.9), "59s"),
+        (units.seconds(3700), "1h01m"),
+        (units.size(141 << 30), "141G"),
+        (units.percent(0.256), "26%"),
+    ],
+)
+def test_figures_have_at_most_three_digits_and_a_unit(shown: str, expected: str) -> None:
+    assert shown == expected
+
+
+def test_a_bar_shows_every_part_that_is_not_empty() -> None:
+    parts = bar([(0.001, "used"), (0.5, "cached")], 20, "block")
+    assert [one.role for one in parts] == ["used", "cached", "track"]
+    assert sum(len(one.text) for one in parts) == 20
+    assert "·" in plain(meter(None, 10, "block"))
+
+
+def test_a_chart_marks_unknown_values_and_leaves_the_time_before_the_first_empty() -> None:
+    rows = chart([None, None, 4.0, 8.0], 4, 1, "block", "output")
+    assert rows[0][0].text == "┄┄▄█"
+    assert chart([8.0], 4, 1, "block", "output")[0][0].text == "   █"
+    assert chart([8.0], 4, 1, "ascii", "output")[0][0].text.isascii()
+
+
+GETTERS = {"tenant": lambda row: row[0], "age_s": lambda row: row[1]}
+
+
+@pytest.mark.parametrize(
+    ("text", "matches"),
+    [
+        ("acme", True),
+        ("tenant:ACM", True),
+        ("!tenant:acme", False),
+        ("age_s>10", True),
+        ("age_s>=2k", False),
+        (">10", True),
+        ("acme age_s<10", False),
+        ("", True),
+    ],
+)
+def test_a_row_must_match_all_terms_of_a_filter(text: str, matches: bool) -> None:
+    assert matcher(text, GETTERS, "age_s")(("acme", 12.5)) is matches
+
+
+def test_an_unknown_figure_matches_no_comparison() -> None:
+    assert not matcher("age_s<10", GETTERS, "age_s")(("acme", None))
+
+
+def test_a_filter_with_an_unknown_column_names_the_columns() -> None:
+    with pytest.raises(FilterError, match=r"unknown column 'size': use one of tenant, age_s"):
+        matcher("size>3", GETTERS, "age_s")
+
+
+def test_rows_with_unknown_values_come_last_in_both_directions() -> None:
+    rows = [("a", 1.0), ("b", None), ("c", 3.0)]
+    assert [row[0] for row in sort_rows(rows, GETTERS["age_s"], reverse=False)] == ["a", "c", "b"]
+    assert [row[0] for row in sort_rows(rows, GETTERS["age_s"], reverse=True)] == ["c", "a", "b"]

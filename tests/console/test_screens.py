@@ -1,0 +1,116 @@
+"""Tests of all screens as lines, without a terminal."""
+
+from __future__ import annotations
+
+import pytest
+
+from console.figures import FIGURES
+from console.lines import cells, plain
+from console.screens.base import View
+from console.screens.registry import all_views
+from console.screens.requests import RequestsView
+from console.screens.table import TableView
+from console.session import ConsoleSession
+from tests.console.frames import context, session, unknown
+
+NAMES = [view.name for view in all_views()]
+
+
+@pytest.fixture(scope="module")
+def shown() -> ConsoleSession:
+    return session()
+
+
+@pytest.mark.parametrize(
+    "size", [(160, 50), (120, 40), (80, 24), (60, 18), (59, 17), (40, 10), (20, 5), (3, 2)]
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_frame_fills_the_terminal_exactly(shown: ConsoleSession, name: str, size: tuple[int, int]) -> None:
+    width, height = size
+    shown.run(f"screen {name}")
+    lines = shown.lines(width, height)
+    assert len(lines) == height
+    assert {sum(cells(one.text) for one in row) for row in lines} == {width}
+    assert all(one.text.isprintable() for row in lines for one in row)
+    assert not any("None" in plain(row) or "nan" in plain(row).split() for row in lines)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_variant_and_detail_of_a_screen_can_be_shown(shown: ConsoleSession, name: str) -> None:
+    shown.run(f"screen {name}")
+    for _ in range(max(1, len(shown.view.variants))):
+        for command in ("move down", "move right", "open", "back", "help", "move down", "help"):
+            shown.run(command)
+            assert len(shown.lines(100, 30)) == 30
+        shown.run("variant")
+
+
+@pytest.mark.parametrize("view", all_views(), ids=NAMES)
+def test_a_screen_of_a_service_that_has_measured_nothing_shows_no_zeros_for_figures(view: View) -> None:
+    lines = [plain(row) for row in view.render(context(unknown()), 120, 40)]
+    assert lines
+    measured = [row for row in lines if row.startswith(("TTFT", "ITL", "output ", "prompt ", "cpu "))]
+    assert all("--" in row and "0" not in row for row in measured), measured
+
+
+@pytest.mark.parametrize("view", all_views(), ids=NAMES)
+def test_the_help_explains_every_figure_of_a_screen(view: View) -> None:
+    assert view.help_text
+    assert view.figures
+    assert not [name for name in view.figures if name not in FIGURES]
+    if isinstance(view, TableView) and view.name not in ("audit", "logs", "alerts"):
+        assert {column.name for column in view.columns} <= set(view.figures)
+
+
+def test_every_explanation_has_a_text_and_a_source() -> None:
+    assert not [
+        name for name, figure in FIGURES.items() if not figure.text.endswith(".") or not figure.source
+    ]
+
+
+def test_the_cursor_stays_on_its_request_when_the_order_changes(shown: ConsoleSession) -> None:
+    shown.run("screen requests")
+    view = shown.view
+    assert isinstance(view, RequestsView)
+    shown.lines(120, 40)
+    shown.run("move down")
+    chosen = view.cursor
+    view.next_sort(1)
+    shown.lines(120, 40)
+    assert view.cursor == chosen
+    assert view.selected(shown.context) == [chosen]
+
+
+def test_a_filter_hides_rows_and_an_invalid_filter_says_why(shown: ConsoleSession) -> None:
+    shown.run("screen requests")
+    view = shown.view
+    assert isinstance(view, RequestsView)
+    shown.run("filter tenant:mobile")
+    shown.lines(120, 40)
+    rows = view.ordered(shown.context)
+    assert 0 < len(rows) < len(view.rows(shown.context))
+    assert {row.tenant for row in rows} == {"mobile"}
+    view.filter = "size>3"
+    assert any("unknown column 'size'" in plain(row) for row in shown.lines(120, 40))
+    shown.run("back")
+    assert view.filter == ""
+
+
+def test_marked_rows_are_the_targets_of_actions(shown: ConsoleSession) -> None:
+    shown.run("screen requests")
+    view = shown.view
+    assert isinstance(view, RequestsView)
+    shown.lines(120, 40)
+    shown.run("mark")
+    shown.run("mark")
+    assert len(view.selected(shown.context)) == 2
+    assert len(shown.copied().splitlines()) == 3
+    shown.run("back")
+    assert not view.marks
+
+
+def test_a_small_terminal_gets_one_line_per_fact(shown: ConsoleSession) -> None:
+    shown.run("screen overview")
+    lines = [plain(row) for row in shown.lines(50, 16)]
+    assert any(row.startswith("output tokens/s") for row in lines)
+    assert any(row.startswith("TTFT") for row in lines)

@@ -1,0 +1,198 @@
+"""Tests of the operator's session: badges, commands, export and the command line's grammar."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+
+import msgspec
+import pytest
+import typer
+
+from appliance.actions import (
+    AddModel,
+    CancelRequest,
+    DrainService,
+    LoadModel,
+    SetTenant,
+    SuspendTenant,
+    action_named,
+)
+from appliance.cli.app import app
+from console.commands import CommandError, build, completions, equivalent, flags, parse_action
+from console.impact import impact, watch
+from console.keys import KEYS, offered
+from console.lines import plain
+from console.session import ConsoleSession
+from tests.console.frames import session, source
+
+
+def header(shown: ConsoleSession) -> str:
+    return plain(shown.lines(120, 40)[0])
+
+
+def test_a_service_that_does_not_answer_leaves_the_last_figures_marked_as_stale(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = session(steps=5)
+    assert "STALE" not in header(shown)
+    clock = __import__("time").monotonic
+    monkeypatch.setattr("console.session.time.monotonic", lambda: clock() + 60.0)
+    shown.fail("no service is running at /run/appliance")
+    assert "STALE 1m00s" in header(shown)
+    lines = [plain(row) for row in shown.lines(120, 40)]
+    assert any("no service is running" in row for row in lines)
+    assert any(row.startswith("output") for row in lines)
+
+
+def test_a_restarted_service_is_marked() -> None:
+    shown = session(steps=2)
+    assert "RESTARTED" not in header(shown)
+    fake = shown.source
+    again = fake.step()  # type: ignore[attr-defined]
+    again.started_at = again.at - 1.0
+    shown.accept(again)
+    assert "RESTARTED" in header(shown)
+
+
+def test_a_paused_console_shows_the_same_figures_until_it_continues() -> None:
+    shown = session(steps=3)
+    before = shown.context.snapshot
+    shown.run("pause")
+    shown.accept(shown.source.step())  # type: ignore[attr-defined]
+    assert shown.context.snapshot is before
+    assert "PAUSED" in header(shown)
+    shown.run("pause")
+    assert shown.context.snapshot is not before
+
+
+def test_a_drain_is_a_banner_on_every_screen() -> None:
+    fake = source()
+    shown = ConsoleSession(fake)
+    fake.simulation.paused[None] = fake.simulation.now
+    shown.accept(fake.step())
+    for key in "1234567890":
+        shown.run(f"screen {key}")
+        banner = plain(shown.lines(80, 24)[2])
+        assert banner.startswith(" SERVICE DRAIN")
+        assert "grace left" in banner
+
+
+def test_tables_export_as_csv_and_json() -> None:
+    shown = session(steps=2)
+    shown.run("screen tenants")
+    rows = list(csv.DictReader(io.StringIO(shown.export("csv"))))
+    objects = json.loads(shown.export("json"))
+    assert len(rows) == len(objects) == 8
+    assert rows[0]["name"] == objects[0]["name"]
+    with pytest.raises(ValueError, match="use csv or json"):
+        shown.export("xml")
+    shown.run("screen overview")
+    with pytest.raises(ValueError, match="not a table"):
+        shown.export("csv")
+
+
+def test_back_returns_to_the_screen_before() -> None:
+    shown = session(steps=1)
+    for command in ("screen 4", "screen 7", "history back"):
+        shown.run(command)
+    assert shown.view.name == "requests"
+    shown.run("history forward")
+    assert shown.view.name == "tenants"
+
+
+def test_every_command_of_the_key_table_is_known() -> None:
+    app_commands = {"command", "palette", "redraw", "quit", "filter", "copy", "actions", "act"}
+    shown = session(steps=1)
+    for key in KEYS:
+        if key.command.split()[0] not in app_commands:
+            assert shown.run(key.command), key.command
+
+
+def test_no_key_is_bound_twice() -> None:
+    keys = [one for key in KEYS for one in key.keys]
+    assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("drain --grace 60s --queue", DrainService(grace_s=60.0, queue=True)),
+        ("drain --model demo", DrainService(model="demo")),
+        ("requests cancel req-1", CancelRequest(request_id="req-1")),
+        ("tenants suspend acme --cancel", SuspendTenant(name="acme", cancel=True)),
+        ("models add llama=/srv/llama", AddModel(name="llama", folder="/srv/llama")),
+        ("models load llama", LoadModel(model="llama")),
+    ],
+)
+def test_the_command_line_has_the_grammar_of_the_cli(text: str, expected: msgspec.Struct) -> None:
+    found = parse_action(text)
+    assert found is not None
+    assert build(*found) == expected
+
+
+def test_a_limit_can_be_set_and_removed() -> None:
+    found = parse_action(
+        "tenants set acme --tokens-per-minute 5000 --requests-per-minute none --highest-class P2"
+    )
+    assert found is not None
+    built = build(*found)
+    assert isinstance(built, SetTenant)
+    assert (built.tokens_per_minute, built.requests_per_minute) == (5000.0, None)  # type: ignore[attr-defined]
+    assert built.highest_class == 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "text", ["drain --wrong 1", "drain --grace", "tenants set a b", "requests cancel 'x"]
+)
+def test_a_wrong_command_is_refused_with_a_reason(text: str) -> None:
+    with pytest.raises(CommandError, match=r"option|value|unexpected|quotation"):
+        parse_action(text)
+
+
+def test_a_dialog_shows_the_cli_command_with_quoted_values() -> None:
+    found = parse_action("drain --model 'my model' --grace 60s --queue")
+    assert found is not None
+    assert equivalent(*found) == "appliance drain --model 'my model' --grace 60s --queue --yes"
+    assert equivalent(action_named("requests.cancel"), {"request_id": "r-1"}) == (
+        "appliance requests cancel r-1 --yes"
+    )
+
+
+def test_completion_offers_screens_actions_and_targets() -> None:
+    assert "overview" in completions("ov", {})
+    assert "requests cancel" in completions("requests c", {})
+    assert "tenants suspend acme" in completions("tenants suspend a", {"tenant": ["acme", "beta"]})
+
+
+def test_the_equivalent_command_of_every_action_exists_in_the_cli() -> None:
+    root = typer.main.get_command(app)
+    missing = []
+    for action in offered():
+        command = root
+        for word in action.name.split("."):
+            command = getattr(command, "commands", {}).get(word, command)
+        known = {option for parameter in command.params for option in parameter.opts}
+        given = set(flags(action))
+        missing += [f"{action.name} {flag}" for flag in sorted(given - known)]
+    assert not missing
+
+
+def test_the_impact_of_a_drain_names_requests_and_tenants() -> None:
+    shown = session(steps=3)
+    lines = impact(action_named("drain"), None, shown.context.snapshot)
+    assert "running and" in lines[0]
+    assert "tenants: " in lines[0]
+
+
+def test_a_dialog_notices_that_the_target_has_changed() -> None:
+    shown = session(steps=3)
+    snapshot = shown.context.snapshot
+    assert snapshot is not None
+    check = watch(
+        action_named("requests.cancel"), snapshot.requests[0].request_id, lambda: shown.context.snapshot
+    )
+    assert check() == ""
+    snapshot.requests.pop(0)
+    assert "has changed from unfinished to ended" in check()
