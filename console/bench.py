@@ -1,0 +1,147 @@
+"""Measures what the console costs: `python -m console.bench`. It shows a recorded load of 500 requests,
+16,384 blocks, 8 GPUs and 20 tenants at 2 Hz on a pseudo-terminal of 120×40, and prints the CPU share of the
+console's process, the bytes per second that it sends to the terminal, and the time from a key to the first
+byte of the answer."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import pty
+import select
+import signal
+import statistics
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+_COLUMNS, _ROWS = 120, 40
+_SETTLE_S = 3.0
+_LIMITS = {"cpu": 0.05, "bytes_per_s": 15_000.0, "echo_p95_ms": 50.0}
+
+
+class Measured(NamedTuple):
+    """The costs of one screen."""
+
+    screen: str
+    cpu: float
+    """CPU time per second of the console's process."""
+    bytes_per_s: float
+    echo_p95_ms: float
+
+
+class Terminal:
+    """A console on a pseudo-terminal."""
+
+    def __init__(self, theme: str) -> None:
+        self._pid, self._descriptor = pty.fork()
+        if self._pid == 0:
+            os.environ.update(TERM="xterm-256color", COLORTERM="truecolor")
+            os.execv(sys.executable, [sys.executable, "-m", "console.bench", "--child", theme])
+        fcntl.ioctl(self._descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", _ROWS, _COLUMNS, 0, 0))
+
+    def read_for(self, seconds: float) -> int:
+        """Read all output for a time and return its number of bytes."""
+        end, count = time.monotonic() + seconds, 0
+        while (left := end - time.monotonic()) > 0:
+            if select.select([self._descriptor], [], [], left)[0]:
+                count += len(os.read(self._descriptor, 1 << 16))
+        return count
+
+    def cpu_s(self) -> float:
+        """Return the CPU time of the process."""
+        fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def press(self, key: str) -> float:
+        """Press a key and return the time until output arrives, in milliseconds."""
+        while select.select([self._descriptor], [], [], 0.02)[0]:
+            os.read(self._descriptor, 1 << 16)
+        start = time.monotonic()
+        os.write(self._descriptor, key.encode())
+        select.select([self._descriptor], [], [], 5.0)
+        return (time.monotonic() - start) * 1000
+
+    def close(self) -> None:
+        """End the console."""
+        os.kill(self._pid, signal.SIGTERM)
+        end = time.monotonic() + 5.0
+        while time.monotonic() < end and os.waitpid(self._pid, os.WNOHANG)[0] == 0:
+            self.read_for(0.05)
+        os.close(self._descriptor)
+
+
+def measure(screens: dict[str, str], theme: str, seconds: float, presses: int) -> list[Measured]:
+    """Measure some screens, given with their keys."""
+    terminal = Terminal(theme)
+    terminal.read_for(_SETTLE_S)
+    results = []
+    for name, key in screens.items():
+        terminal.press(key)
+        terminal.read_for(_SETTLE_S)
+        cpu, start = terminal.cpu_s(), time.monotonic()
+        count = terminal.read_for(seconds)
+        span = time.monotonic() - start
+        cpu = (terminal.cpu_s() - cpu) / span
+        echoes = [terminal.press("j" if number % 2 else "k") for number in range(presses)]
+        results.append(Measured(name, cpu, count / span, statistics.quantiles(echoes, n=20)[-1]))
+    terminal.close()
+    return results
+
+
+def _child(theme: str) -> None:
+    """Run a console with recorded snapshots, so that only the console's own work is measured."""
+    import asyncio
+
+    import msgspec
+
+    from appliance.snapshot import Snapshot
+    from console.app import ConsoleApp
+    from console.fake import FIXED_TIME, FakeSource
+
+    fake = FakeSource(requests=500, blocks=16_384, gpus=8, tenants=20, now=FIXED_TIME)
+    recorded = [msgspec.json.encode(fake.step()) for _ in range(60)]
+
+    class Recording(FakeSource):
+        position = 0
+
+        async def next(self) -> Snapshot:
+            await asyncio.sleep(self.interval_s)
+            snapshot = msgspec.json.decode(recorded[self.position % len(recorded)], type=Snapshot)
+            self.position += 1
+            snapshot.at = FIXED_TIME + self.position * self.interval_s
+            for batch in snapshot.batches:
+                msgspec.structs.force_setattr(batch, "at", snapshot.at)
+            return snapshot
+
+    source = Recording(requests=1, blocks=256, gpus=1, tenants=1, now=FIXED_TIME)
+    ConsoleApp(source, theme=theme).run()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--theme", default="ansi")
+    parser.add_argument("--seconds", type=float, default=10.0, help="length of each measurement")
+    parser.add_argument("--presses", type=int, default=40, help="number of keys for the echo")
+    parser.add_argument("--child", metavar="THEME", help=argparse.SUPPRESS)
+    flags = parser.parse_args()
+    if flags.child:
+        _child(flags.child)
+        return
+    start = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import console.app"], check=True)
+    print(f"import of the console: {time.monotonic() - start:.2f} s, with the interpreter's start")
+    screens = {"overview": "1", "batches": "2", "kv": "3", "requests": "4", "gpus": "5", "tenants": "7"}
+    print(f"{'screen':<12}{'cpu':>8}{'bytes/s':>10}{'echo p95':>12}")
+    for one in measure(screens, flags.theme, flags.seconds, flags.presses):
+        print(f"{one.screen:<12}{one.cpu:>8.1%}{one.bytes_per_s:>10,.0f}{one.echo_p95_ms:>9.0f} ms")
+    print(f"limits: {_LIMITS['cpu']:.0%}, {_LIMITS['bytes_per_s']:,.0f}, {_LIMITS['echo_p95_ms']:.0f} ms")
+
+
+if __name__ == "__main__":
+    main()
