@@ -22,6 +22,8 @@ sys.path.insert(0, str(ROOT))
 from appliance.cli.fields import flag, shown  # noqa: E402
 from appliance.monitoring.metrics import families  # noqa: E402
 from appliance.monitoring.metrics.metric import Group  # noqa: E402
+from console.figures import FIGURES  # noqa: E402
+from console.keys import KEYS, shown_name  # noqa: E402
 from store.fields import Declared, declared  # noqa: E402
 from store.policies import KeyFields, Quota, TenantRecord  # noqa: E402
 
@@ -105,6 +107,22 @@ def metrics(*groups: Group[Any]) -> str:
     )
 
 
+def keys() -> str:
+    """Return the table of the console's keys."""
+    return table(
+        ("keys", "meaning", "name in a keymap"),
+        ((" ".join(f"`{shown_name(one)}`" for one in key.keys), key.title, f"`{key.command}`") for key in KEYS),
+    )
+
+
+def figures() -> str:
+    """Return the table of the console's figures."""
+    return table(
+        ("figure", "unit", "window", "meaning", "source"),
+        ((one.title, one.unit, one.window, one.text, one.source) for one in FIGURES.values()),
+    )
+
+
 FAMILIES = families.Families()
 TENANT, KEY, QUOTA = (list(declared(record).values()) for record in (TenantRecord, KeyFields, Quota))
 TABLES: dict[str, Callable[[], str]] = {
@@ -120,6 +138,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "store metrics": lambda: metrics(FAMILIES.databases, FAMILIES.audit),
     "process metrics": lambda: metrics(FAMILIES.process, FAMILIES.logs),
     "gateway metrics": lambda: metrics(FAMILIES.gateways),
+    "console keys": keys,
+    "console figures": figures,
     "quota fields": lambda: columns(QUOTA).replace("| column |", "| field |"),
 }
 
