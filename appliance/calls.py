@@ -19,7 +19,7 @@ from appliance.protocol import (
     StreamEnd,
     Tenant,
 )
-from appliance.snapshot import Request
+from appliance.snapshot import UnfinishedRequest
 
 if TYPE_CHECKING:
     from appliance.pages import (
@@ -90,7 +90,7 @@ class Call(NamedTuple, Generic[Answer]):
 
 
 STATUS: Call[Status] = Call("GET", "/status", Status)
-IN_FLIGHT: Call[list[Request]] = Call("GET", "/requests", list[Request])
+IN_FLIGHT: Call[list[UnfinishedRequest]] = Call("GET", "/requests", list[UnfinishedRequest])
 """The unfinished requests, oldest first."""
 KEYS: Call[list[Key]] = Call("GET", "/keys", list[Key])
 """All keys, including revoked keys."""

@@ -30,7 +30,7 @@ from appliance.protocol import (
     Tenant,
 )
 from appliance.rundir import start_remedy
-from appliance.snapshot import Request, Snapshot
+from appliance.snapshot import Snapshot, UnfinishedRequest
 
 if TYPE_CHECKING:
     from http.client import HTTPConnection, HTTPResponse
@@ -83,7 +83,7 @@ class AdminClient:
         """Return the state of the service."""
         return self.call(calls.STATUS)
 
-    def in_flight(self) -> list[Request]:
+    def in_flight(self) -> list[UnfinishedRequest]:
         """Return the unfinished requests, oldest first."""
         return self.call(calls.IN_FLIGHT)
 

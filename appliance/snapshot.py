@@ -34,7 +34,7 @@ NO_OWNER = 0xFFFF
 """Entry of `BlockMap.owners` for a block that no sequence uses."""
 
 
-class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
+class LatencyPercentiles(msgspec.Struct, frozen=True, kw_only=True):
     """The distribution of one duration over the requests that ended within a window."""
 
     window_s: float
@@ -47,17 +47,17 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
     """The latencies of requests over all models. None means that the service does not report a latency."""
 
-    ttft: Percentiles | None = None
+    ttft: LatencyPercentiles | None = None
     """Time from a request's arrival to its first token."""
-    itl: Percentiles | None = None
+    itl: LatencyPercentiles | None = None
     """A request's mean time between output tokens."""
-    queue: Percentiles | None = None
+    queue: LatencyPercentiles | None = None
     """Time from admission to the first dispatch."""
-    e2e: Percentiles | None = None
+    e2e: LatencyPercentiles | None = None
     """Time from arrival to the end of the answer."""
 
 
-class Totals(msgspec.Struct, frozen=True, kw_only=True):
+class ServiceTotals(msgspec.Struct, frozen=True, kw_only=True):
     """Counters over all models, counted from the start of the service."""
 
     prompt_tokens: int | None = None
@@ -186,7 +186,7 @@ class KvCache(msgspec.Struct, frozen=True, kw_only=True):
     blocks: BlockMap | None = None
 
 
-class Request(InFlight, kw_only=True):
+class UnfinishedRequest(InFlight, kw_only=True):
     """An unfinished request, with its progress."""
 
     class_name: str = ""
@@ -363,14 +363,14 @@ class Snapshot(msgspec.Struct, kw_only=True):
     config_file: str = ""
     run_dir: str = ""
     state_dir: str = ""
-    totals: Totals
+    totals: ServiceTotals
     rates: Rates
     latency: Latency
     queue: Queue
     batches: list[Batch]
     """The newest slice of each replica."""
     kv: list[KvCache]
-    requests: list[Request]
+    requests: list[UnfinishedRequest]
     """Unfinished requests, oldest first."""
     gpus: list[Gpu]
     models: list[ModelStatus]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
-from appliance.snapshot import Request, Snapshot
+from appliance.snapshot import Snapshot, UnfinishedRequest
 
 
 class EventsQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -35,7 +35,7 @@ class Frame(msgspec.Struct, kw_only=True, omit_defaults=True):
     """When the figures were read, in unix seconds."""
     fields: dict[str, msgspec.Raw] = {}
     """Changed fields of the snapshot, apart from `requests`, by name."""
-    requests: list[Request] = []
+    requests: list[UnfinishedRequest] = []
     """New requests, and requests that have changed in more than their tokens and times."""
     ended: list[str] = []
     """Ids of requests that are no longer unfinished."""
@@ -55,7 +55,7 @@ class SnapshotAssembler:
         self._seq: int | None = None
         self._at = 0.0
         self._fields: dict[str, Any] = {}
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, UnfinishedRequest] = {}
 
     def add(self, frame: Frame) -> Snapshot:
         """Return the snapshot after this frame. The requests of the previous snapshot are changed in place.
@@ -82,7 +82,7 @@ class SnapshotAssembler:
         return Snapshot(**self._fields, requests=list(self._requests.values()))
 
 
-def _let_pass(request: Request, seconds: float) -> None:
+def _let_pass(request: UnfinishedRequest, seconds: float) -> None:
     """Let time pass for a request whose other fields have not changed."""
     request.age_s += seconds
     if request.phase == "queued" and request.queue_s is not None:

@@ -34,14 +34,14 @@ from appliance.snapshot import (
     Host,
     KvCache,
     Latency,
-    Percentiles,
+    LatencyPercentiles,
     Process,
     Queue,
     Rates,
-    Request,
+    ServiceTotals,
     Snapshot,
     TenantUse,
-    Totals,
+    UnfinishedRequest,
 )
 from console.fake_machine import alerts_of, gpus_of
 from console.fake_rows import FakeRows
@@ -59,7 +59,7 @@ class _Counters(NamedTuple):
     """The counters at one instant, for rates."""
 
     at: float
-    totals: Totals
+    totals: ServiceTotals
     tokens: dict[str, int]
     """Prompt and output tokens of each tenant."""
 
@@ -151,9 +151,9 @@ class FakeSource:
             raise SourceError(f"unknown tenant {name}: choose a tenant from the list")
         return self.simulation.tenants[name]
 
-    def _totals(self) -> Totals:
+    def _totals(self) -> ServiceTotals:
         sim = self.simulation
-        return Totals(
+        return ServiceTotals(
             prompt_tokens=sum(one.prompt_tokens for one in sim.replicas),
             cached_tokens=sum(one.cached_tokens for one in sim.replicas),
             computed_tokens=sum(one.computed_tokens for one in sim.replicas),
@@ -213,7 +213,7 @@ class FakeSource:
         running = [request for replica in sim.replicas for request in replica.running]
         return sorted([*sim.queue, *running], key=lambda one: (one.arrived, one.id))
 
-    def _rates(self, totals: Totals) -> Rates:
+    def _rates(self, totals: ServiceTotals) -> Rates:
         earlier = self._past[0].totals
         span = self.simulation.now - self._past[0].at
         if not span:
@@ -240,12 +240,13 @@ class FakeSource:
     def _latency(self) -> Latency:
         ended = self.simulation.ended
 
-        def of(name: str) -> Percentiles:
+        def of(name: str) -> LatencyPercentiles:
             values = sorted(getattr(one, name) for one in ended)
             if not values:
-                return Percentiles(window_s=WINDOW_S, count=0)
+                return LatencyPercentiles(window_s=WINDOW_S, count=0)
             p50, p90, p99 = (values[min(len(values) - 1, int(len(values) * q))] for q in (0.5, 0.9, 0.99))
-            return Percentiles(window_s=WINDOW_S, count=len(values), p50_ms=p50, p90_ms=p90, p99_ms=p99)
+            count = len(values)
+            return LatencyPercentiles(window_s=WINDOW_S, count=count, p50_ms=p50, p90_ms=p90, p99_ms=p99)
 
         names = Ended.__dataclass_fields__
         return Latency(**{name.removesuffix("_ms"): of(name) for name in names if name.endswith("_ms")})
@@ -328,11 +329,11 @@ class FakeSource:
             ),
         )
 
-    def _request(self, one: SimRequest) -> Request:
+    def _request(self, one: SimRequest) -> UnfinishedRequest:
         now = self.simulation.now
         key = f"{one.tenant}-{('web', 'worker', 'mobile')[one.key]}"
         queued = one.started is None
-        return Request(
+        return UnfinishedRequest(
             request_id=one.id,
             state="queued" if queued else "running",
             model=one.model,

@@ -9,7 +9,7 @@ import msgspec
 
 from appliance.actions import Action
 from appliance.protocol import ModelStatus
-from appliance.snapshot import Request, Snapshot
+from appliance.snapshot import Snapshot, UnfinishedRequest
 from console import units
 
 
@@ -58,7 +58,7 @@ def watch(action: Action, target: str | None, snapshot: Callable[[], Snapshot | 
     return check
 
 
-def _affected(action: Action, target: str | None, snapshot: Snapshot) -> list[Request] | None:
+def _affected(action: Action, target: str | None, snapshot: Snapshot) -> list[UnfinishedRequest] | None:
     """Return the affected requests, or None if the action concerns no requests."""
     if action.name == "drain":
         return [one for one in snapshot.requests if target in (None, "", one.model)]

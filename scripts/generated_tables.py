@@ -109,10 +109,11 @@ def metrics(*groups: Group[Any]) -> str:
 
 def keys() -> str:
     """Return the table of the console's keys."""
-    return table(
-        ("keys", "meaning", "name in a keymap"),
-        ((" ".join(f"`{shown_name(one)}`" for one in key.keys), key.title, f"`{key.command}`") for key in KEYS),
-    )
+    rows = []
+    for key in KEYS:
+        names = " ".join(f"`{shown_name(one)}`" for one in key.keys)
+        rows.append((names, key.title, f"`{key.command}`"))
+    return table(("keys", "meaning", "command"), rows)
 
 
 def figures() -> str:

@@ -31,7 +31,7 @@ from appliance.protocol import (
     Tenant,
 )
 from appliance.scopes import InsufficientScopeError, ScopedRoute, check_routes
-from appliance.snapshot import Request as RunningRequest
+from appliance.snapshot import UnfinishedRequest
 from store.audit import Actor
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Backend(NamedTuple):
     """The functions that the routes call."""
 
     status: Callable[[], Status]
-    in_flight: Callable[[], Awaitable[list[RunningRequest]]]
+    in_flight: Callable[[], Awaitable[list[UnfinishedRequest]]]
     keys: Callable[[], list[Key]]
     tenants: Callable[[], list[Tenant]]
     peers: Callable[[], list[PeerMapping]]
@@ -91,7 +91,7 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
         _shown(
             "/requests",
             backend.in_flight,
-            list[RunningRequest],
+            list[UnfinishedRequest],
             "List the unfinished requests, oldest first",
         ),
         _shown("/keys", backend.keys, list[Key], "List all keys, without their secrets"),

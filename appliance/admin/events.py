@@ -22,7 +22,7 @@ from appliance.admin.streams import HEARTBEAT, HEARTBEAT_S, Streams
 from appliance.http.openapi import Operation
 from appliance.protocol import ErrorBody
 from appliance.scopes import ScopedRoute
-from appliance.snapshot import Request, Snapshot
+from appliance.snapshot import Snapshot, UnfinishedRequest
 from appliance.snapshot_stream import EventsQuery, Frame
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class EventFeed:
         self._encode = msgspec.json.Encoder().encode
         self._seq = 0
         self._fields: dict[str, bytes] = {}
-        self._requests: list[Request] = []
+        self._requests: list[UnfinishedRequest] = []
         self._signatures: dict[str, tuple[object, ...]] = {}
         self._tokens: dict[str, int | None] = {}
         self._at = 0.0
@@ -158,7 +158,7 @@ class EventFeeds:
             await frames.aclose()
 
 
-def _signature(one: Request) -> tuple[object, ...]:
+def _signature(one: UnfinishedRequest) -> tuple[object, ...]:
     """Return the fields whose change makes a request be sent whole."""
     return (
         one.state,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from appliance.front_pool.progress import ProgressReader
 from appliance.messages import RequestProgress
-from appliance.snapshot import Phase, Request
+from appliance.snapshot import Phase, UnfinishedRequest
 from appliance.traffic.request import Request as TrackedRequest
 from appliance.traffic.state import TrafficState
 from store.policies import Policies
@@ -23,12 +23,12 @@ class RunningRequests:
         self._progress = progress
         self._policies = policies
 
-    async def read(self) -> list[Request]:
+    async def read(self) -> list[UnfinishedRequest]:
         """Return the unfinished requests, oldest first."""
         progress = await self._progress.read() if self._traffic.running else {}
         return self.known(progress)
 
-    def known(self, progress: Mapping[str, RequestProgress]) -> list[Request]:
+    def known(self, progress: Mapping[str, RequestProgress]) -> list[UnfinishedRequest]:
         """Return the unfinished requests, oldest first, with this progress."""
         unix, now, policies = time.time(), self._traffic.clock(), self._policies()
         return [
@@ -39,11 +39,11 @@ class RunningRequests:
 
 def _request(
     one: TrackedRequest, progress: RequestProgress | None, policies: Policies, unix: float, now: float
-) -> Request:
+) -> UnfinishedRequest:
     first, state = one.first, one.state
     key = policies.keys.get(first.identity.key_id)
     started = progress is not None and progress.ttft_s is not None
-    return Request(
+    return UnfinishedRequest(
         request_id=one.request_id,
         state=state,
         model=first.model,

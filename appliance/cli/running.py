@@ -20,7 +20,7 @@ from appliance.cli.output import (
 )
 from appliance.cli.service import admin_client
 from appliance.client import AdminClient
-from appliance.snapshot import Request
+from appliance.snapshot import UnfinishedRequest
 
 _COLUMNS = (
     Column("AGE", right=True),
@@ -50,7 +50,7 @@ def show_running(
     """Print the unfinished requests, oldest first. With `watch`, keep running and print them every second: on
     a terminal in place, otherwise one after another."""
 
-    def chosen(every: Iterable[Request]) -> list[Request]:
+    def chosen(every: Iterable[UnfinishedRequest]) -> list[UnfinishedRequest]:
         return [one for one in every if tenant in (None, one.tenant) and model in (None, one.model)]
 
     with admin_client(run_dir) as client:
@@ -68,11 +68,11 @@ def show_running(
                 print("\n".join([*_lines(found), ""]), flush=True)
 
 
-def _every_second(client: AdminClient) -> Iterator[list[Request]]:
+def _every_second(client: AdminClient) -> Iterator[list[UnfinishedRequest]]:
     return (snapshot.requests for snapshot in client.snapshots(hz=1))
 
 
-def _print(found: list[Request], as_json: bool) -> None:
+def _print(found: list[UnfinishedRequest], as_json: bool) -> None:
     if as_json:
         print_json(found)
     elif found:
@@ -81,12 +81,12 @@ def _print(found: list[Request], as_json: bool) -> None:
         print("No unfinished requests.", file=sys.stderr)
 
 
-def _lines(found: list[Request]) -> list[str]:
+def _lines(found: list[UnfinishedRequest]) -> list[str]:
     heading, *lines = table(_COLUMNS, [_cells(one) for one in found], width=terminal_width())
     return [paint(heading, "dim"), *lines]
 
 
-def _cells(one: Request) -> tuple[str, ...]:
+def _cells(one: UnfinishedRequest) -> tuple[str, ...]:
     return (
         of_seconds(one.age_s),
         printable(one.request_id),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from appliance.monitoring.metrics.families import outcome
-from appliance.snapshot import Latency, Percentiles
+from appliance.snapshot import Latency, LatencyPercentiles
 from appliance.traffic.lifecycle import RowSink
 from store.requests import RequestRow
 
@@ -105,9 +105,9 @@ class EndedRequests:
         return self._latency
 
 
-def _percentiles(window_s: float, values: Iterable[float | None]) -> Percentiles:
+def _percentiles(window_s: float, values: Iterable[float | None]) -> LatencyPercentiles:
     known = sorted(value for value in values if value is not None)
     if not known:
-        return Percentiles(window_s=window_s, count=0)
+        return LatencyPercentiles(window_s=window_s, count=0)
     p50, p90, p99 = (known[min(len(known) - 1, int(share * len(known)))] for share in _SHARES)
-    return Percentiles(window_s=window_s, count=len(known), p50_ms=p50, p90_ms=p90, p99_ms=p99)
+    return LatencyPercentiles(window_s=window_s, count=len(known), p50_ms=p50, p90_ms=p90, p99_ms=p99)

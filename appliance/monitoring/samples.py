@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from appliance.models.replica import Replica
 from appliance.monitoring.ended import EndedRequests
-from appliance.snapshot import Rates, Totals
+from appliance.snapshot import Rates, ServiceTotals
 from appliance.traffic.state import TrafficState
 from engine.messages import ReplicaStats
 
@@ -26,7 +26,7 @@ class Sample(NamedTuple):
 
     at: float
     """On the monotonic clock."""
-    totals: Totals
+    totals: ServiceTotals
     service: Mapping[str, float]
     """Weighted tokens computed for each tenant that has ended requests."""
     tokens: Mapping[str, int]
@@ -68,7 +68,7 @@ class CounterSampler:
         self._count_engines()
         traffic, ended = self._traffic, self._ended
         ended.forget_deleted()
-        totals = Totals(
+        totals = ServiceTotals(
             **self._counted,
             admitted=traffic.admitted,
             refused=traffic.refused,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from appliance.snapshot import Alert, Gpu, KvCache, Percentiles, Process, Snapshot
+from appliance.snapshot import Alert, Gpu, KvCache, LatencyPercentiles, Process, Snapshot
 from console import units
 from console.context import Context
 from console.glyphs import bar as bar_of
@@ -93,7 +93,7 @@ def latency(snapshot: Snapshot, width: int) -> list[Line]:
     return [clip(row, width) for row in lines]
 
 
-def _percentiles(name: str, one: Percentiles | None, size: int) -> Line:
+def _percentiles(name: str, one: LatencyPercentiles | None, size: int) -> Line:
     values = (None, None, None) if one is None else (one.p50_ms, one.p90_ms, one.p99_ms)
     return [
         span(f"{name:<7}"),

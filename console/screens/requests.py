@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from appliance.actions import TargetKind
-from appliance.snapshot import Request
+from appliance.snapshot import UnfinishedRequest
 from console import units
 from console.context import Context
 from console.lines import BLANK, Line, Span, heading, span
@@ -20,27 +20,27 @@ _PHASES = {
 }
 
 
-def _phase(row: Request) -> str:
+def _phase(row: UnfinishedRequest) -> str:
     return row.phase or row.state
 
 
-def _phase_text(row: Request) -> str:
+def _phase_text(row: UnfinishedRequest) -> str:
     letter, _ = _PHASES.get(_phase(row), (row.state[0].upper(), ""))
     return f"{letter} {_phase(row)}"
 
 
-def _phase_role(row: Request) -> str:
+def _phase_role(row: UnfinishedRequest) -> str:
     return "bad" if row.state == "lost" else _PHASES.get(_phase(row), ("", "text"))[1]
 
 
-def tokens_per_s(row: Request) -> float | None:
+def tokens_per_s(row: UnfinishedRequest) -> float | None:
     """Return the output tokens per second since the first token."""
     if row.ttft_s is None or row.generated_tokens is None or row.age_s - row.ttft_s < 0.5:
         return None
     return row.generated_tokens / (row.age_s - row.ttft_s)
 
 
-class RequestsView(TableView[Request]):
+class RequestsView(TableView[UnfinishedRequest]):
     """The unfinished requests."""
 
     name = "requests"
@@ -92,10 +92,10 @@ class RequestsView(TableView[Request]):
     )
     figures = tuple(column.name for column in columns)
 
-    def rows(self, context: Context) -> Sequence[Request]:
+    def rows(self, context: Context) -> Sequence[UnfinishedRequest]:
         return context.snapshot.requests if context.snapshot else []
 
-    def id_of(self, row: Request) -> str:
+    def id_of(self, row: UnfinishedRequest) -> str:
         return row.request_id
 
     def note(self, context: Context) -> str:
@@ -105,7 +105,7 @@ class RequestsView(TableView[Request]):
         }
         return " · ".join(f"{count} {phase}" for phase, count in counts.items() if count)
 
-    def describe(self, row: Request, context: Context, width: int) -> list[Line]:
+    def describe(self, row: UnfinishedRequest, context: Context, width: int) -> list[Line]:
         lines: list[Line] = [BLANK, *_timeline(row, width), BLANK]
         facts = (
             ("state", row.state),
@@ -134,7 +134,7 @@ class RequestsView(TableView[Request]):
         return lines + [[span(f"{name:<18}", "dim"), span(value)] for name, value in facts]
 
 
-def _timeline(row: Request, width: int) -> list[Line]:
+def _timeline(row: UnfinishedRequest, width: int) -> list[Line]:
     """Return the parts of a request's time so far as a bar, with their lengths."""
     parts = []
     if row.queue_s is not None:

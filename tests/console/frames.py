@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import get_args
 
-from appliance.snapshot import Host, Latency, Queue, Rates, Snapshot, Totals
+from appliance.snapshot import Host, Latency, Queue, Rates, ServiceTotals, Snapshot
 from console.context import Context
 from console.fake import FIXED_TIME, FakeSource
 from console.session import ConsoleSession
@@ -38,7 +38,7 @@ def unknown() -> Snapshot:
         uptime_s=1.0,
         version="0.1.0",
         state="starting",
-        totals=Totals(),
+        totals=ServiceTotals(),
         rates=Rates(),
         latency=Latency(),
         queue=Queue(waiting=0, running=0, oldest_wait_s=0.0, waiting_tokens=0, limit=100),

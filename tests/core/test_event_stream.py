@@ -16,7 +16,7 @@ from appliance.admin.events import EventFeed
 from appliance.async_client import AsyncAdminClient
 from appliance.calls import AdminError
 from appliance.client import AdminClient
-from appliance.snapshot import Request, Snapshot
+from appliance.snapshot import Snapshot, UnfinishedRequest
 from appliance.snapshot_stream import Frame, FrameLostError, SnapshotAssembler
 from tests.core.conftest import Service, read_answer
 from tests.core.test_snapshot import snapshot
@@ -127,7 +127,7 @@ def test_a_reader_that_does_not_read_delays_nobody_and_costs_no_memory(running: 
     sock.close()
 
 
-def a_request(name: str, **fields: Any) -> Request:
+def a_request(name: str, **fields: Any) -> UnfinishedRequest:
     known: dict[str, Any] = {
         "state": "running",
         "model": "m",
@@ -146,10 +146,10 @@ def a_request(name: str, **fields: Any) -> Request:
         "ttft_s": 0.6,
         **fields,
     }
-    return Request(request_id=name, **known)
+    return UnfinishedRequest(request_id=name, **known)
 
 
-def at(seconds: float, *requests: Request, **fields: Any) -> Snapshot:
+def at(seconds: float, *requests: UnfinishedRequest, **fields: Any) -> Snapshot:
     return msgspec.structs.replace(snapshot(), at=seconds, requests=list(requests), **fields)
 
 

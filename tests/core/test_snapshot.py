@@ -5,7 +5,17 @@ from __future__ import annotations
 import msgspec
 
 from appliance.protocol import InFlight
-from appliance.snapshot import BlockMap, Host, KvCache, Latency, Queue, Rates, Request, Snapshot, Totals
+from appliance.snapshot import (
+    BlockMap,
+    Host,
+    KvCache,
+    Latency,
+    Queue,
+    Rates,
+    ServiceTotals,
+    Snapshot,
+    UnfinishedRequest,
+)
 
 
 def snapshot() -> Snapshot:
@@ -16,7 +26,7 @@ def snapshot() -> Snapshot:
         uptime_s=1.0,
         version="0.1.0",
         state="ready",
-        totals=Totals(),
+        totals=ServiceTotals(),
         rates=Rates(),
         latency=Latency(),
         queue=Queue(waiting=0, running=0, oldest_wait_s=0.0, waiting_tokens=0, limit=10),
@@ -47,9 +57,9 @@ def test_a_snapshot_survives_json() -> None:
 
 
 def test_a_request_has_every_figure_of_the_admin_api() -> None:
-    assert set(InFlight.__struct_fields__) <= set(Request.__struct_fields__)
+    assert set(InFlight.__struct_fields__) <= set(UnfinishedRequest.__struct_fields__)
 
 
 def test_figures_that_were_not_measured_are_null_and_not_zero() -> None:
-    sent = msgspec.json.decode(msgspec.json.encode(Totals()))
+    sent = msgspec.json.decode(msgspec.json.encode(ServiceTotals()))
     assert set(sent.values()) == {None}
