@@ -31,6 +31,8 @@ COMMANDS = (
     (),
     ("serve",),
     ("status",),
+    ("console",),
+    ("top",),
     ("keys",),
     ("keys", "create"),
     ("keys", "list"),

@@ -186,7 +186,7 @@ def test_a_drain_is_a_form_with_a_banner() -> None:
 def test_a_typed_action_needs_the_name_of_its_target() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         await pilot.press("7")
-        app.begin(action_named("tenants.delete"), {"name": "mobile"}, given=True)
+        app.call_later(app.begin, action_named("tenants.delete"), {"name": "mobile"}, given=True)
         await until(pilot, lambda: isinstance(app.screen, ActionDialog))
         dialog = app.screen
         dialog.query_one("#confirm", Button).press()
@@ -217,7 +217,7 @@ def test_a_dialog_refuses_if_the_state_has_changed() -> None:
 
 def test_a_wrong_value_in_a_form_is_named_and_nothing_is_performed() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        app.begin(action_named("drain"), {"grace_s": "soon"}, given=True)
+        app.call_later(app.begin, action_named("drain"), {"grace_s": "soon"}, given=True)
         await until(pilot, lambda: isinstance(app.screen, ActionDialog))
         dialog = app.screen
         dialog.query_one("#confirm", Button).press()

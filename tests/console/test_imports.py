@@ -1,0 +1,27 @@
+"""Tests of what the commands load. Textual costs 0.2 s, so only the console loads it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def loaded(code: str) -> list[str]:
+    """Return the top-level packages that some code loads in a new process."""
+    script = f"{code}\nimport sys\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+    )
+    return done.stdout.split()
+
+
+def test_the_cli_loads_neither_the_console_nor_textual() -> None:
+    assert not {"console", "textual", "torch"} & set(loaded("import appliance.cli, appliance.cli.app"))
+
+
+def test_one_frame_is_printed_without_textual() -> None:
+    assert "textual" not in loaded("import console.top, console.fake, console.live")
+
+
+def test_the_console_loads_no_engine_and_no_torch() -> None:
+    assert not {"torch", "triton", "kernels"} & set(loaded("import console.app, console.live"))
