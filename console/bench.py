@@ -25,7 +25,7 @@ _SETTLE_S = 3.0
 _LIMITS = {"cpu": 0.05, "bytes_per_s": 15_000.0, "echo_p95_ms": 50.0}
 
 
-class Measured(NamedTuple):
+class ScreenCosts(NamedTuple):
     """The costs of one screen."""
 
     screen: str
@@ -76,7 +76,7 @@ class Terminal:
         os.close(self._descriptor)
 
 
-def measure(screens: dict[str, str], theme: str, seconds: float, presses: int) -> list[Measured]:
+def measure(screens: dict[str, str], theme: str, seconds: float, presses: int) -> list[ScreenCosts]:
     """Measure some screens, given with their keys."""
     terminal = Terminal(theme)
     terminal.read_for(_SETTLE_S)
@@ -89,7 +89,7 @@ def measure(screens: dict[str, str], theme: str, seconds: float, presses: int) -
         span = time.monotonic() - start
         cpu = (terminal.cpu_s() - cpu) / span
         echoes = [terminal.press("j" if number % 2 else "k") for number in range(presses)]
-        results.append(Measured(name, cpu, count / span, statistics.quantiles(echoes, n=20)[-1]))
+        results.append(ScreenCosts(name, cpu, count / span, statistics.quantiles(echoes, n=20)[-1]))
     terminal.close()
     return results
 
