@@ -3,6 +3,7 @@ does not report is None."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,6 +11,8 @@ from appliance.snapshot import Gpu, GpuProcess
 
 Figure = TypeVar("Figure")
 
+_RETRY_S = 30.0
+"""Time until the GPUs are read again after the driver could not be used, because loading NVML takes long."""
 _THROTTLE_REASONS = (
     ("nvmlClocksThrottleReasonSwPowerCap", "power cap"),
     ("nvmlClocksThrottleReasonHwSlowdown", "hardware slowdown"),
@@ -29,12 +32,15 @@ class GpuReader:
 
         self._nvml = pynvml
         self._open = False
+        self._retry_at = 0.0
         self.error = ""
         """Reason why the GPUs could not be read. Empty on a machine without an NVIDIA driver."""
 
     def read(self) -> list[Gpu]:
         """Return all GPUs, in NVML's order."""
         nvml = self._nvml
+        if time.monotonic() < self._retry_at:
+            return []
         try:
             if not self._open:
                 nvml.nvmlInit()
@@ -46,6 +52,7 @@ class GpuReader:
             absent = (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
             self.error = "" if error.value in absent else str(error)
             self.close()
+            self._retry_at = time.monotonic() + _RETRY_S
             return []
 
     def close(self) -> None:
