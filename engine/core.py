@@ -13,7 +13,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from engine.messages import EngineGauges, Finished, Output
+from engine.expert_use import expert_use
+from engine.messages import EngineGauges, Finished, LayerExperts, Output
 from engine.plan import StepPlan, StepTokens
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step import ScheduledStep
@@ -121,6 +122,7 @@ class EngineCore:
         self._runner = runner
         self._steps_ahead = 1 if overlap else 0
         self._in_flight: deque[_InFlight] = deque()
+        self._expert_layers: tuple[LayerExperts, ...] = ()
         self._collected = 0
         self._collected_at = 0.0
         self._credits = self._granted()
@@ -169,6 +171,8 @@ class EngineCore:
             self.plans.flush(oldest.scheduled.plan.step)
             plan_us += 1e6 * (time.perf_counter() - began)
         tokens = oldest.launched.wait()
+        if tokens.expert_choices is not None:
+            self._expert_layers = expert_use(tokens.expert_choices)
         now = time.perf_counter()
         step_ms = 1e3 * (now - max(oldest.began, self._collected_at))
         self._collected_at = now
@@ -195,5 +199,6 @@ class EngineCore:
             blocks_total=pool.total,
             blocks_used=pool.used,
             blocks_cached=pool.cached,
+            expert_layers=self._expert_layers,
             **asdict(accounting.totals),
         )

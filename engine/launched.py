@@ -11,6 +11,7 @@ import torch
 
 from engine.device_tables import PromptSlice
 from engine.messages import TokenLogprob
+from engine.model.experts import ExpertChoices
 from engine.plan import StepPlan, StepTokens
 from engine.sampler import SampledStep
 
@@ -29,6 +30,8 @@ class StepResults:
     finite: list[tuple[int, torch.Tensor]]
     """For each chunk that does not sample: its slot, and whether the hidden state of its last token is
     finite. Checking the last token is sufficient, because it depends on all earlier tokens."""
+    experts: ExpertChoices | None = None
+    """The choices of experts so far, if the step returns them."""
 
 
 LOSS_CHECK_S = 0.1
@@ -104,7 +107,10 @@ def to_host(results: StepResults) -> StepResults:
     sampled = SampledStep(copy(results.sampled.token_ids), None if logprobs is None else copy(logprobs))
     prompts = [(prompt, [copy(part) for part in parts]) for prompt, parts in results.prompts]
     finite = [(slot, copy(flag)) for slot, flag in results.finite]
-    return StepResults(sampled, results.logprob_rows, prompts, finite)
+    experts = results.experts
+    if experts is not None:
+        experts = ExpertChoices(experts.layers, copy(experts.counts))
+    return StepResults(sampled, results.logprob_rows, prompts, finite, experts)
 
 
 def read_results(plan: StepPlan, results: StepResults) -> StepTokens:
@@ -125,7 +131,10 @@ def read_results(plan: StepPlan, results: StepResults) -> StepTokens:
             for token, numbers in zip(following[prompt.slot], rows, strict=False)
         ]
     non_finite = [slot for slot, finite in results.finite if not finite]
-    return StepTokens(token_ids, logprobs, prompts, non_finite)
+    experts = None
+    if results.experts is not None:
+        experts = dict(zip(results.experts.layers, results.experts.counts.tolist(), strict=True))
+    return StepTokens(token_ids, logprobs, prompts, non_finite, experts)
 
 
 def _token_logprob(token_id: int, numbers: list[float], top: int) -> TokenLogprob:

@@ -342,6 +342,27 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     """The submission's total token credit, which has been granted back completely."""
 
 
+class LayerExperts(msgspec.Struct, frozen=True):
+    """The use of the experts of one layer since the replica's start."""
+
+    layer: int
+    experts: int
+    """Number of experts."""
+    choices: int
+    """Number of choices: the number of counted tokens, times the number of experts that each chooses."""
+    busiest: int
+    """The expert that most tokens have chosen."""
+    busiest_choices: int
+    unused: int
+    """Number of experts that no token has chosen."""
+
+    @property
+    def imbalance(self) -> float:
+        """How often the busiest expert was chosen, divided by the mean over all experts. 0 if there are no
+        choices."""
+        return self.busiest_choices * self.experts / max(1, self.choices)
+
+
 class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     """State of a replica's engine. Token and preemption counts are totals since the replica started."""
 
@@ -369,6 +390,9 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     computed_tokens: int = 0
     """Number of computed prompt tokens. Tokens that are recomputed after a preemption count again."""
     generated_tokens: int = 0
+    expert_layers: tuple[LayerExperts, ...] = ()
+    """The layers with experts. On a GPU, only the tokens of passes that are not replayed from a CUDA graph
+    are counted: prompts of more than about 1,000 tokens, and decodes in the same steps."""
 
 
 class ReplicaStats(EngineGauges, frozen=True, kw_only=True):

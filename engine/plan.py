@@ -101,3 +101,6 @@ class StepTokens(msgspec.Struct, array_like=True):
     non_finite: list[int] = []
     """Slots whose chunks do not sample and have hidden states that are not finite. Chunks that sample report
     BAD_TOKEN instead."""
+    expert_choices: dict[int, list[int]] | None = None
+    """By layer: the number of counted tokens that have chosen each expert, since the replica's start. None if
+    the step does not report them, or if the model has no experts."""

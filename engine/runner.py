@@ -138,6 +138,7 @@ class ModelRunner:
             if self.decoder.ops.name == "cuda":
                 with steps_fit(spec, self.device):
                     self._warm_up(progress)
+                self.decoder.reset_expert_choices()
             self._used_bytes = self._sum_over_ranks(self._measure(resident))
         if self.device.type == "cpu":
             self._stream = ThreadPoolExecutor(1, "engine-step", self._enter_thread)

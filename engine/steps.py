@@ -1,11 +1,13 @@
 """Executes one step on a rank's device: runs a plan, and returns the sampled tokens as tensors.
 
 Decode-only steps and short prompt passes replay captured CUDA graphs, if any exist (`engine.graphs`,
-`engine.prompt_graphs`). In all other steps, each kernel is launched separately.
+`engine.prompt_graphs`). In all other steps, each kernel is launched separately. Only these steps count the
+choices of experts, because a kernel that counts would delay the kernels of a graph.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +18,7 @@ import torch
 from engine.device_tables import PromptSlice, SlotTables, StepBatch, chunk_results
 from engine.launched import StepResults
 from engine.model.decoder import Decoder
+from engine.model.experts import ExpertChoices
 from engine.plan import StepPlan
 from engine.sampler import LOGPROB_ROWS, SampledStep, Sampler
 from engine.transfer import upload
@@ -24,6 +27,10 @@ from kernels import KvPool
 if TYPE_CHECKING:
     from engine.graphs import DecodeGraphs
     from engine.prompt_graphs import PromptGraphs
+
+
+EXPERT_CHOICES_S = 1.0
+"""Minimum interval, in seconds, between transfers of the choices of experts to the host."""
 
 
 @dataclass(slots=True)
@@ -38,6 +45,8 @@ class StepExecutor:
     sampler: Sampler
     graphs: DecodeGraphs | None = None
     prompt_graphs: PromptGraphs | None = None
+    choices_due: float = 0.0
+    """Earliest time at which the choices of experts are returned again."""
 
     def run(self, plan: StepPlan, on_begin: Callable[[], object] = lambda: None) -> StepResults:
         """Launch a step on the current stream, after all earlier steps. On a CPU, this method runs the step.
@@ -56,7 +65,7 @@ class StepExecutor:
         batch = self.tables.step_batch(plan)
         on_begin()
         self._prepare_blocks(plan)
-        hidden = self.decoder.forward(batch.forward, self.kv)
+        hidden = self.decoder.forward(batch.forward, self.kv, count_experts=True)
         index, count = batch.logits_indices, batch.sampled_logits
         wanted = hidden[:count] if index is None else hidden.index_select(0, index[:count])
         sampled = self.sampler.sample(self.decoder.logits(wanted), batch.sampling, self.tables)
@@ -66,7 +75,18 @@ class StepExecutor:
             for chunk, result in zip(plan.chunks, chunk_results(batch.forward), strict=True)
             if not chunk.sample_slots
         ]
-        return StepResults(sampled, batch.sampling.metadata.logprob_rows, prompts, finite)
+        return StepResults(
+            sampled, batch.sampling.metadata.logprob_rows, prompts, finite, self._expert_choices()
+        )
+
+    def _expert_choices(self) -> ExpertChoices | None:
+        """Return the counted choices of experts on rank 0 if they have not been returned in the last
+        EXPERT_CHOICES_S seconds."""
+        now = time.monotonic()
+        if self.decoder.ranks.rank != 0 or now < self.choices_due:
+            return None
+        self.choices_due = now + EXPERT_CHOICES_S
+        return self.decoder.expert_choices()
 
     def _replay_decodes(
         self, graphs: DecodeGraphs, plan: StepPlan, on_begin: Callable[[], object]

@@ -165,6 +165,8 @@ def _model(model: ModelStatus, width: int | None) -> list[str]:
         *_replicas(model.replicas, width),
     ]
     for replica in model.replicas:
+        if experts := _experts(replica):
+            lines += _wrapped(f"{printable(replica.name)}: {experts}", width, " " * _INDENT)
         if replica.state != "ready" and replica.last_error and replica.last_error != model.detail:
             lines += _wrapped(f"{replica.name}: {printable(replica.last_error)}", width, " " * _INDENT)
     return lines
@@ -205,6 +207,21 @@ def _replicas(replicas: list[ReplicaStatus], width: int | None) -> list[str]:
         for replica in replicas
     ]
     return _table(columns, rows, width) if rows else []
+
+
+def _experts(replica: ReplicaStatus) -> str:
+    """Describe how evenly tokens choose a replica's experts. Empty if no choices were counted."""
+    layers = [use for use in replica.expert_layers if use.choices]
+    if not layers:
+        return ""
+    use = max(layers, key=lambda use: use.imbalance)
+    unused = sum(use.unused for use in layers)
+    return (
+        f"expert {use.busiest} of layer {use.layer} is chosen {use.imbalance:.1f} times as often as the "
+        "mean; "
+        f"{unused:,} of {sum(use.experts for use in layers):,} experts are unused "
+        f"({of_count(sum(use.choices for use in layers))} choices)"
+    )
 
 
 def _by_kind(replica: ReplicaStatus, decode: str, mixed: str) -> str:

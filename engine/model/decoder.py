@@ -16,6 +16,7 @@ import torch
 from engine.config import ModelConfig
 from engine.forward import ForwardInput
 from engine.messages import BLOCK_TOKENS, Progress
+from engine.model.experts import ExpertChoices, ExpertsLayer
 from engine.model.halves import run_in_halves, split_attention
 from engine.model.kinds import LAYER_KINDS
 from engine.model.layers import LayerInput, ParameterFactory, WeightShard, run_layer
@@ -89,36 +90,43 @@ class Decoder:
 
     # ── computation ──────────────────────────────────────────────────────────────────────────────
 
-    def forward(self, inputs: ForwardInput, kv: list[KvPool]) -> torch.Tensor:
+    def forward(self, inputs: ForwardInput, kv: list[KvPool], *, count_experts: bool = False) -> torch.Tensor:
         """Run a forward pass, and return its hidden states: `[tokens, hidden]`, or only the rows of
         `inputs.logits_attention` if it is given.
 
         The keys and values of the pass are written to `kv`, which contains one pool per layer. The final norm
-        is not applied here. `logits` applies it to the rows whose logits are needed.
+        is not applied here. `logits` applies it to the rows whose logits are needed. With `count_experts`,
+        rank 0 adds the experts that the tokens choose to `expert_choices`.
         """
         ops, ranks, ends = self.ops, self.ranks, inputs.logits_attention
         first = self.shard.first_vocab if ranks.size > 1 else None
         residual = Residual(ranks.all_reduce(ops.embedding(inputs.token_ids, self.embedding, first)))
         plan = ops.plan_attention(inputs.attention)
-        every = LayerInput(ranks, self.cos_sin, inputs.positions, inputs.kv_slots, plan)
+        # All ranks choose the same experts, so one rank counts.
+        counting = count_experts and self.config.experts is not None and ranks.rank == 0
+        live = (inputs.kv_slots >= 0).long() if counting else None
+        every = LayerInput(ranks, self.cos_sin, inputs.positions, inputs.kv_slots, plan, live=live)
         last = every
         if ends is not None:
             assert ends.queries is not None
-            last = replace(every, attention_plan=ops.plan_attention(ends), kept=ends.queries)
+            live = (ends.lens > 0).long() if counting else None
+            last = replace(every, attention_plan=ops.plan_attention(ends), kept=ends.queries, live=live)
         next_gains = [*(layer.input_norm for layer in self.layers[1:]), None]
         calls = list(zip(self.layers, kv, next_gains, strict=True))
         overlap = ranks.overlap(len(inputs.token_ids))
         if overlap is not None and len(calls) > 1:
             # The last layer computes only some rows, so it is run once on the whole pass instead of on two
             # halves.
-            residual = run_in_halves(calls[:-1], residual, self._halves(inputs, overlap.split), overlap)
+            residual = run_in_halves(
+                calls[:-1], residual, self._halves(inputs, every, overlap.split), overlap
+            )
             calls = calls[-1:]
         for layer, pool, next_gain in calls:
             inputs_of_layer = last if next_gain is None else every
             residual = run_layer(layer.run(residual, inputs_of_layer, pool, next_gain), ranks)
         return residual.values
 
-    def _halves(self, inputs: ForwardInput, at: int) -> tuple[LayerInput, LayerInput]:
+    def _halves(self, inputs: ForwardInput, whole: LayerInput, at: int) -> tuple[LayerInput, LayerInput]:
         """Return the layer inputs of the first `at` tokens and of the remaining tokens."""
         first, second = (
             LayerInput(
@@ -127,6 +135,7 @@ class Decoder:
                 inputs.positions[part],
                 inputs.kv_slots[part],
                 self.ops.plan_attention(attention),
+                live=None if whole.live is None else whole.live[part],
             )
             for part, attention in zip(
                 (slice(0, at), slice(at, None)), split_attention(inputs.attention, at), strict=True
@@ -145,6 +154,20 @@ class Decoder:
         """
         eps = self.config.rms_norm_eps
         return self.ops.norm_linear(Residual(hidden), self.final_norm, eps, self.head, None, out)
+
+    def expert_choices(self) -> ExpertChoices | None:
+        """Return a copy of the counted choices of experts, or None if the model has no experts."""
+        layers = {
+            index: layer.mlp.choices
+            for index, layer in enumerate(self.layers)
+            if isinstance(layer, ExpertsLayer)
+        }
+        return ExpertChoices(list(layers), torch.stack(list(layers.values()))) if layers else None
+
+    def reset_expert_choices(self) -> None:
+        for layer in self.layers:
+            if isinstance(layer, ExpertsLayer):
+                layer.mlp.choices.zero_()
 
     # ── the cache ────────────────────────────────────────────────────────────────────────────────
 

@@ -14,6 +14,7 @@ import torch
 from engine.config import ModelConfig, Shard
 from engine.model.layers import (
     Layer,
+    LayerInput,
     Linear,
     Mlp,
     ParameterFactory,
@@ -24,6 +25,16 @@ from engine.model.layers import (
 from engine.parallel import Ranks
 from kernels import Activation, ExpertActivation, Experts, Fp8Activation, Ops, Residual
 from kernels.reference import expert_weight
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertChoices:
+    """How many tokens have chosen each expert, by layer."""
+
+    layers: list[int]
+    """Numbers of the layers with experts."""
+    counts: torch.Tensor
+    """[layers with experts, experts] int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +97,8 @@ class Mixture:
             normalised=self.config.normalised,
             first=self.here.first,
         )
+        self.choices = torch.zeros(self.config.count, dtype=torch.int64, device=factory.device)
+        """Number of counted tokens that have chosen each expert."""
         self.shared, self.shared_gate = None, None
         if self.config.shared_intermediate_size is not None:
             self.shared = Mlp(config, shard, factory, self.config.shared_intermediate_size)
@@ -103,6 +116,12 @@ class Mixture:
         if isinstance(shared, Fp8Activation):
             return MixtureActivation(routed, Fp8Activation(shared.values, shared.scales * gate, shared.dtype))
         return MixtureActivation(routed, shared * gate)
+
+    def count(self, x: MixtureActivation, live: torch.Tensor) -> None:
+        """Add the choices of the tokens for which `live` is 1 to `choices`. Does not wait for the device."""
+        chosen = x.routed.chosen
+        each = live.unsqueeze(1).expand(-1, chosen.shape[1])
+        self.choices.index_add_(0, chosen.flatten(), each.flatten())
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
         router = self.experts.router
@@ -145,3 +164,10 @@ class ExpertsLayer(Layer):
     """The layer with experts, which consists of norm, attention, norm and mixture of experts."""
 
     feed_forward_type = Mixture
+    mlp: Mixture
+
+    def activate(self, residual: Residual, inputs: LayerInput) -> MixtureActivation:
+        activated = self.mlp.activate(residual, self.post_norm, self.eps)
+        if inputs.live is not None:
+            self.mlp.count(activated, inputs.live)
+        return activated

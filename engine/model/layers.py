@@ -39,6 +39,9 @@ class LayerInput:
     kept: torch.Tensor | None = None
     """Indices of the tokens whose results are needed: [rows] int64, the same tokens as in `attention_plan`.
     For all other tokens, the layer computes only keys and values. None means that all results are needed."""
+    live: torch.Tensor | None = None
+    """1 for each row of the layer's result, and 0 for padding: [rows] int64. None if the choices of experts
+    are not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,8 +428,12 @@ class Layer:
             residual = Residual(residual.values.index_select(0, inputs.kept))
         attended = attention(qkv, inputs, kv)
         residual = yield Addition(residual, attention.o, attended, self.post_norm, self.eps)
-        activated = mlp.activate(residual, self.post_norm, self.eps)
+        activated = self.activate(residual, inputs)
         return (yield Addition(residual, mlp.down, activated, next_gain, self.eps))
+
+    def activate(self, residual: Residual, inputs: LayerInput) -> Any:
+        """Return the input of the last operation of the layer's second half."""
+        return self.mlp.activate(residual, self.post_norm, self.eps)
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
         """Return this layer's shards of the checkpoint's tensors. The names of the tensors begin with

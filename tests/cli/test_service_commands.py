@@ -17,6 +17,7 @@ from appliance.cli.output import cells
 from appliance.cli.status import status_lines
 from appliance.protocol import ClassStatus, Key, Status
 from appliance.settings import Flags, load_settings
+from engine.messages import LayerExperts
 from tests.cli.conftest import Run, a_status, change_replica, on_a_terminal
 from tests.cli.servers import AdminService
 
@@ -151,10 +152,27 @@ def test_the_status_says_how_long_each_class_waits_and_what_an_overload_costs(ru
     status.queue.overload = "demo: P1 requests would wait 14.0 s, more than 10 s: new P3 requests are refused"
     text = "\n".join(status_lines(status, None))
     assert "37 ended · 3 preempted" in text
+
     assert "P1  4 waiting, the oldest for 12 s; expected wait of new requests 14 s (target 1.0 s)" in text
     assert "P3  1 waiting, the oldest for 1 min 10 s; expected wait of new requests 1 min 30 s\n" in text
     assert "P0  " not in text
     assert status.queue.overload in text
+
+
+def test_the_status_names_the_busiest_expert(run_dir: Path) -> None:
+    status = a_status(run_dir)
+    model = status.models[0]
+    assert "expert" not in "\n".join(status_lines(status, None))
+    layers = (
+        LayerExperts(layer=0, experts=4, choices=800, busiest=3, busiest_choices=200, unused=0),
+        LayerExperts(layer=2, experts=4, choices=800, busiest=1, busiest_choices=500, unused=1),
+        LayerExperts(layer=3, experts=4, choices=0, busiest=0, busiest_choices=0, unused=4),
+    )
+    model.replicas[0] = msgspec.structs.replace(model.replicas[0], expert_layers=layers)
+    assert (
+        "demo-0: expert 1 of layer 2 is chosen 2.5 times as often as the mean; 1 of 8 experts are unused "
+        "(1,600 choices)" in "\n".join(status_lines(status, None))
+    )
 
 
 def test_what_others_named_cannot_steer_the_terminal(cli: Run, admin: AdminService, run_dir: Path) -> None:

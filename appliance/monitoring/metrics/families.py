@@ -307,6 +307,14 @@ REPLICAS = (
            "Time that the device waited for the host before a step, by kind of step as in "
            "appliance_step_seconds.",
            _steps(lambda total: total.idle_s), ("kind",)),
+    Metric("counter", "appliance_expert_choices_total", "",
+           "Number of times that tokens chose an expert of a layer. On a GPU, only tokens of long prompts, "
+           "and decodes in the same steps, are counted.",
+           lambda r: {str(use.layer): use.choices for use in r.status.expert_layers}, ("layer",)),
+    Metric("gauge", "appliance_expert_imbalance_ratio", "",
+           "How often a layer's busiest expert was chosen since the replica's start, divided by the mean "
+           "over the layer's experts.",
+           lambda r: {str(use.layer): use.imbalance for use in r.status.expert_layers}, ("layer",)),
 )
 FRONTS = (
     Metric("gauge", "appliance_front_state", "",

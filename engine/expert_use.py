@@ -1,0 +1,22 @@
+"""Summarises which experts tokens have chosen."""
+
+from __future__ import annotations
+
+from engine.messages import LayerExperts
+
+
+def expert_use(choices: dict[int, list[int]]) -> tuple[LayerExperts, ...]:
+    """Return the use of each layer's experts. choices: by layer, how many tokens have chosen each expert."""
+    return tuple(_layer_use(layer, counts) for layer, counts in choices.items())
+
+
+def _layer_use(layer: int, counts: list[int]) -> LayerExperts:
+    most = max(counts)
+    return LayerExperts(
+        layer=layer,
+        experts=len(counts),
+        choices=sum(counts),
+        busiest=counts.index(most),
+        busiest_choices=most,
+        unused=counts.count(0),
+    )
