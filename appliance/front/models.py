@@ -110,8 +110,10 @@ class Catalog:
     def listed(self) -> list[Route]:
         """The names whose models can answer requests."""
         if self._routes is None:
-            return [own_route(model, model.name) for model in self._served]
-        return [route for route in self._routes.values() if route.listed]
+            routes = [own_route(model, model.name) for model in self._served]
+        else:
+            routes = [route for route in self._routes.values() if route.listed]
+        return [route for route in routes if route.unit not in self._broken]
 
     def serves(self, name: str) -> bool:
         """Return whether a model with this name can be used."""

@@ -126,12 +126,28 @@ def test_a_broken_model_is_shown_as_failed_until_it_is_repaired_while_others_ser
             assert http.post("/v1/completions", json=body).status_code == 200
             refused = http.post("/v1/completions", json=body | {"model": "broken"})
             assert refused.status_code == 503 and SHARD in refused.text
+            assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["demo"]
             not_ready = http.get("/health/ready")
             assert not_ready.status_code == 503 and SHARD in not_ready.text
         shutil.copy(demo_model_folder() / SHARD, broken)
         running.wait_until(lambda: state("broken")[0] == "ready", 120, "the repaired model")
         with running.http() as http:
             running.wait_until(lambda: http.get("/health/ready").status_code == 200, 60, "ready")
+            assert len(http.get("/v1/models").json()["data"]) == 2
+
+
+def test_the_service_is_ready_without_a_broken_model_that_is_not_required(
+    broken: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "appliance.toml"
+    config.write_text(
+        f'[models.demo]\nfolder = "{demo_model_folder()}"\nkv_blocks = 50\n'
+        f'[models.chat]\nfolder = "{broken}"\nrequired = false\n'
+    )
+    with service("--config", str(config)) as running, running.http() as http:
+        assert http.get("/health/ready").status_code == 200
+        states = {model["name"]: model["state"] for model in running.status()["models"]}
+        assert states == {"demo": "ready", "chat": "failed"}
 
 
 def test_a_reload_refuses_a_broken_model_and_changes_nothing(broken: Path, tmp_path: Path) -> None:

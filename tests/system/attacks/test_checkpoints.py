@@ -58,6 +58,8 @@ def test_models_with_bad_files_are_reported_and_the_others_go_on(
         for name, (_, cause) in BROKEN.items():
             code, text = status_of(running, name)
             assert code == 503 and cause in text, text
+        with running.http() as http:
+            assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["demo"]
         # The front must still apply later configurations, and then serve the repaired models.
         for name in BROKEN:
             (tmp_path / name / "tokenizer_config.json").write_text(good)
