@@ -64,7 +64,13 @@ def describe_models(
         if name in broken:
             served.append(
                 ServedModel(
-                    name=name, folder=model.folder, version="", created=0, max_model_len=0, vocab_size=0
+                    name=name,
+                    folder=model.folder,
+                    version="",
+                    created=0,
+                    max_model_len=0,
+                    vocab_size=0,
+                    required=model.required,
                 )
             )
             continue
