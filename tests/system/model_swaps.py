@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from appliance.actions import AddModel, LoadModel, RollbackModel, SetAlias, SetDefaultModel
 from appliance.client import AdminClient
 from tests.checkpoints import write_constant_checkpoint
@@ -26,6 +28,14 @@ STREAMS = 32
 MAX_TOKENS = 24
 SETTINGS = {"kv_blocks": 200, "threads": 1, "max_num_seqs": STREAMS}
 WITHIN_S = 180.0
+
+
+def is_rank(process: psutil.Process) -> bool:
+    """Return whether this process is a rank of a replica. It may have ended in the meantime."""
+    try:
+        return "engine.replica" in process.cmdline()
+    except psutil.Error:
+        return False
 
 
 class Streams:
@@ -130,8 +140,9 @@ class Swaps:
         self.running.wait_until(
             lambda: self.loaded() == [(version, "ready")], WITHIN_S, f"only version {version} to be loaded"
         )
-        ranks = [one for one in self.running.descendants() if "engine.replica" in " ".join(one.cmdline())]
-        assert len(ranks) == 1, ranks
+        self.running.wait_until(
+            lambda: sum(map(is_rank, self.running.descendants())) == 1, WITHIN_S, "only one rank to run"
+        )
 
     def swap_and_roll_back(self, rounds: int, streams: int = STREAMS) -> int:
         """Swap the versions and roll back, `rounds` times each, under streams. Return the number of answers.
