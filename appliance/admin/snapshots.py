@@ -19,7 +19,7 @@ from appliance.models.replica import Replica
 from appliance.monitoring.ended import EndedRequests, TenantCounts
 from appliance.monitoring.gpu_figures import GpuReader
 from appliance.monitoring.host import HostReader, ServiceProcess
-from appliance.monitoring.samples import CounterSampler, Sample
+from appliance.monitoring.samples import CounterSample, CounterSampler
 from appliance.protocol import CurrentProblem, ReplicaStatus, Status
 from appliance.snapshot import Alert, Batch, Gpu, Host, KvCache, Queue, Snapshot, TenantUse
 from store.policies import Policies, TenantRecord
@@ -140,7 +140,7 @@ class SnapshotReader:
         self._slices = slices
         return batches
 
-    def _kv(self, model: str, replica: ReplicaStatus, sample: Sample) -> KvCache:
+    def _kv(self, model: str, replica: ReplicaStatus, sample: CounterSample) -> KvCache:
         hit_rate, window_s = self._parts.sampler.hit_rate(sample, replica.name)
         return KvCache(
             model=model,
@@ -160,7 +160,7 @@ class SnapshotReader:
 
     # ── tenants ──
 
-    def _tenants(self, sample: Sample) -> list[TenantUse]:
+    def _tenants(self, sample: CounterSample) -> list[TenantUse]:
         parts, traffic = self._parts, self._parts.status.traffic
         policies = parts.policies()
         stats = {name: traffic.tenant_stats(name) for name in policies.tenants}

@@ -21,7 +21,7 @@ _EVERY_S = 1.0
 _ENGINE_COUNTERS = ("prompt_tokens", "cached_tokens", "computed_tokens", "generated_tokens")
 
 
-class Sample(NamedTuple):
+class CounterSample(NamedTuple):
     """The counters at one instant."""
 
     at: float
@@ -50,7 +50,7 @@ class CounterSampler:
         self._counted = dict.fromkeys(_ENGINE_COUNTERS, 0)
         self._last: dict[str, tuple[int, ReplicaStats]] = {}
         """The incarnation and the latest report of each replica."""
-        self._samples: deque[Sample] = deque(maxlen=int(HIT_WINDOW_S / _EVERY_S) + 2)
+        self._samples: deque[CounterSample] = deque(maxlen=int(HIT_WINDOW_S / _EVERY_S) + 2)
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -63,7 +63,7 @@ class CounterSampler:
         if self._timer is not None:
             self._timer.cancel()
 
-    def sample(self) -> Sample:
+    def sample(self) -> CounterSample:
         """Return the counters now."""
         self._count_engines()
         traffic, ended = self._traffic, self._ended
@@ -78,7 +78,7 @@ class CounterSampler:
             preemptions=traffic.preemptions,
             billed_tokens=ended.billed_tokens,
         )
-        return Sample(
+        return CounterSample(
             time.monotonic(),
             totals,
             {name: traffic.tenant_stats(name).service for name in ended.tenants},
@@ -86,11 +86,11 @@ class CounterSampler:
             {name: (report.prompt_tokens, report.cached_tokens) for name, (_, report) in self._last.items()},
         )
 
-    def before(self, now: Sample, window_s: float) -> Sample | None:
+    def before(self, now: CounterSample, window_s: float) -> CounterSample | None:
         """Return the oldest sample within the window that ends at `now`."""
         return next((one for one in self._samples if now.at - one.at <= window_s + _EVERY_S / 2), None)
 
-    def rates(self, now: Sample) -> Rates:
+    def rates(self, now: CounterSample) -> Rates:
         """Return the changes per second until `now`."""
         then = self.before(now, RATE_WINDOW_S)
         if then is None or now.at - then.at < _EVERY_S / 2:
@@ -110,7 +110,7 @@ class CounterSampler:
             failed_per_s=rate("failed"),
         )
 
-    def hit_rate(self, now: Sample, replica: str) -> tuple[float | None, float | None]:
+    def hit_rate(self, now: CounterSample, replica: str) -> tuple[float | None, float | None]:
         """Return the share of a replica's prompt tokens within a window that were found in the prefix cache,
         and the length of the window."""
         then = self.before(now, HIT_WINDOW_S)
