@@ -43,9 +43,13 @@ class Streams:
 
     def __init__(self, running: Service, name: str, count: int = STREAMS) -> None:
         self.acknowledged = 1
-        """The version that every new request must get. None while a change is in progress."""
+        """The version that every new request must get, unless a change is in progress."""
         self.changing = False
+        self.changes = 0
+        """Number of changes that have begun."""
         self.answers = 0
+        self.checked = 0
+        """Number of answers whose version was certain."""
         self.failures: list[str] = []
         self._running = running
         self._name = name
@@ -56,14 +60,14 @@ class Streams:
 
     def change(self, version: int, act: Callable[[], Any]) -> None:
         """Perform an operation that makes `version` answer the requests."""
-        self.changing = True
+        self.changing, self.changes = True, self.changes + 1
         act()
         self.acknowledged, self.changing = version, False
 
     def wait_for_answers(self, count: int) -> None:
-        """Wait until this many further answers are complete."""
-        wanted, deadline = self.answers + count, time.monotonic() + WITHIN_S
-        while self.answers < wanted and not self.failures:
+        """Wait until this many further answers are complete whose requests began after the latest change."""
+        wanted, deadline = self.checked + count, time.monotonic() + WITHIN_S
+        while self.checked < wanted and not self.failures:
             assert time.monotonic() < deadline, f"fewer than {count} answers in {WITHIN_S} s"
             time.sleep(0.02)
 
@@ -76,13 +80,16 @@ class Streams:
     def _run(self) -> None:
         with self._running.client(timeout=WITHIN_S) as client:
             while not self._stop.is_set():
-                version, was_changing = self.acknowledged, self.changing
+                changes, version, was_changing = self.changes, self.acknowledged, self.changing
                 try:
                     tokens = self._answer(client)
                 except Exception as error:
                     self.failures.append(f"{type(error).__name__}: {error}")
                     return
-                self._check(tokens, None if was_changing else version)
+                # A request during which a change has begun may be answered by either version.
+                checked = not was_changing and self.changes == changes
+                self._check(tokens, version if checked else None)
+                self.checked += checked
                 self.answers += 1
 
     def _answer(self, client: Any) -> list[int]:
@@ -102,17 +109,11 @@ class Streams:
         ]
 
     def _check(self, tokens: list[int], version: int | None) -> None:
-        """Check that an answer is complete and comes from one version. `version` was acknowledged when the
-        request began; None if a change was in progress then."""
+        """Check that an answer is complete and comes from one version: from `version`, unless it is None."""
         if len(tokens) != MAX_TOKENS or len(set(tokens)) != 1:
             self.failures.append(f"an answer has the tokens {tokens}")
-        elif version is not None and tokens[0] != TOKENS[version] and not self._overtaken(version):
+        elif version is not None and tokens[0] != TOKENS[version]:
             self.failures.append(f"a request that began with version {version} got token {tokens[0]}")
-
-    def _overtaken(self, version: int) -> bool:
-        """Return whether a change has begun since the request was sent, so that the request may have been
-        answered by the next version."""
-        return self.changing or self.acknowledged != version
 
 
 class Swaps:
