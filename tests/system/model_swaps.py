@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,7 @@ class Swaps:
             for _ in range(rounds):
                 for version in (2, 1):
                     action = SetAlias(name="assistant", target=f"chat@{version}")
-                    clients.change(version, lambda action=action: self.act(action))
+                    clients.change(version, partial(self.act, action))
                     clients.wait_for_answers(streams)
         finally:
             clients.stop()
