@@ -25,15 +25,20 @@ from appliance.protocol import (
     Tenant,
     VersionStatus,
 )
+from appliance.snapshot import Alert
 from store.fields import Declared, declared
 from store.policies import KeyFields, Quota, TenantRecord
+from store.structs import Silence
 
 MAX_GRACE_S = 7 * 86400.0
 """Maximum grace period of a drain: one week."""
 
+MAX_SILENCE_S = 30 * 86400.0
+"""Maximum length of a silence: 30 days."""
+
 Danger = Literal["none", "confirm", "typed"]
 """Required confirmation: none, yes or no, or typing the target's name."""
-TargetKind = Literal["service", "model", "tenant", "key", "peer", "request"]
+TargetKind = Literal["service", "model", "tenant", "key", "peer", "request", "alert"]
 Visibility = Literal["shown", "internal"]
 """Whether operators can choose the action. Otherwise, only a command performs it, as one of its steps."""
 
@@ -199,6 +204,33 @@ class ShowContents(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     request_id: str
     """The request's id, as shown by `requests`."""
+
+
+class AcknowledgeAlert(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Record that you take care of an alert. The alert is listed as acknowledged until it ends."""
+
+    id: str
+    """The alert's id, as shown by `alerts list`."""
+
+
+class SilenceAlerts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Do not announce the alerts of a rule for a time. Silenced alerts are still listed and recorded."""
+
+    rule: Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
+    """Name of the rule. `*` stands for any characters."""
+    where: Annotated[str, msgspec.Meta(min_length=1, max_length=200)] = "*"
+    """The model, replica, GPU or other part that the alerts concern. `*` stands for any characters."""
+    for_s: Annotated[float, msgspec.Meta(ge=1, le=MAX_SILENCE_S)] = 3600.0
+    """Length of the silence in seconds."""
+    reason: Annotated[str, msgspec.Meta(max_length=400)] = ""
+    """Why the alerts are silenced."""
+
+
+class UnsilenceAlerts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """End a silence before its time."""
+
+    id: str
+    """The silence's id, as shown by `alerts list`."""
 
 
 class BeginBackup(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -382,6 +414,9 @@ ACTIONS: tuple[Action, ...] = (
         Contents,
         "request_id",
     ),
+    Action("alerts.ack", "Acknowledge alert", "none", "alert", AcknowledgeAlert, Alert, "id"),
+    Action("alerts.silence", "Silence alerts", "none", "alert", SilenceAlerts, Silence, "rule"),
+    Action("alerts.unsilence", "End silence", "none", "alert", UnsilenceAlerts, Done, "id"),
     Action("backup.begin", "Begin backup", "none", "service", BeginBackup, AuditHead, visibility="internal"),
     Action("backup.end", "End backup", "none", "service", EndBackup, Done, visibility="internal"),
 )

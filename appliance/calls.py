@@ -19,7 +19,8 @@ from appliance.protocol import (
     StreamEnd,
     Tenant,
 )
-from appliance.snapshot import UnfinishedRequest
+from appliance.snapshot import Alert, UnfinishedRequest
+from store.structs import Silence
 
 if TYPE_CHECKING:
     from appliance.pages import (
@@ -99,6 +100,9 @@ PEERS: Call[list[PeerMapping]] = Call("GET", "/peers", list[PeerMapping])
 """The local users and groups that need no key."""
 MODELS: Call[list[RegisteredModel]] = Call("GET", "/models", list[RegisteredModel])
 """The models of the settings and of the registry, with their versions."""
+ALERTS: Call[list[Alert]] = Call("GET", "/alerts", list[Alert])
+"""The alerts that last or ended within the last hour, newest first."""
+SILENCES: Call[list[Silence]] = Call("GET", "/silences", list[Silence])
 CONFIGURATION: Call[Configuration] = Call("GET", "/config", Configuration)
 """The settings in effect and the source of each."""
 

@@ -108,6 +108,8 @@ def _type(shape: shapes.Type) -> str:
         bounds = (("≥", shape.ge), (">", shape.gt), ("≤", shape.le), ("<", shape.lt))
         limits = " and ".join(f"{sign} {bound:.10g}" for sign, bound in bounds if bound is not None)
         return f"{kind} {limits}".strip()
+    if isinstance(shape, shapes.StructType):
+        return "tables"
     if isinstance(shape, shapes.ListType | shapes.VarTupleType):
         return f"list of {_type(shape.item_type)}"
     if isinstance(shape, shapes.TupleType):

@@ -1,5 +1,5 @@
-"""Removes rows of the request log and stored contents after their retention time, and returns free pages to
-the file system.
+"""Removes rows of the request log, telemetry and stored contents after their retention time, and returns free
+pages to the file system.
 
 Batches are small, so that other operations never wait long. Functions that take a connection are operations
 for the database's writer.
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import NamedTuple
 
+from store.telemetry import RESOLUTIONS
 from store.writer import Writer
 
 BATCH_ROWS = 100
@@ -80,6 +81,24 @@ def remove_contents(
         if gone >= BATCH_ROWS:
             break
     return _and_pages(connection, gone, gone > 0)
+
+
+def remove_telemetry(connection: sqlite3.Connection, before: Mapping[str, float]) -> Removed:
+    """Remove a batch of rows of the telemetry tables in `before`, which has the time (unix seconds) before
+    which each table's rows are removed, and the layouts that no row uses any more."""
+    gone = 0
+    layouts: set[tuple[int]] = set()
+    for table, until in before.items():
+        removed = connection.execute(
+            f"DELETE FROM {table} WHERE at IN (SELECT at FROM {table} WHERE at < ? ORDER BY at LIMIT ?) "
+            "RETURNING layout",
+            (until * 1000, BATCH_ROWS - gone),
+        ).fetchall()
+        gone += len(removed)
+        layouts.update(removed)
+    used = " OR ".join(f"EXISTS (SELECT 1 FROM {one.table} WHERE layout = id)" for one in RESOLUTIONS)
+    connection.executemany(f"DELETE FROM telemetry_layouts WHERE id = ? AND NOT ({used})", layouts)
+    return _and_pages(connection, gone, gone == BATCH_ROWS)
 
 
 class Emptying:

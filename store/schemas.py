@@ -296,6 +296,72 @@ ADD_USAGE = (
 )
 """Adds the ended request with the given id to the usage."""
 
+# Each row of a telemetry table has the numbers of one sample or interval in the order of its layout, in the
+# format of store.samples.pack. The indexes find the layouts that no row uses any more.
+_TELEMETRY = (
+    """
+CREATE TABLE telemetry_layouts (
+    id INTEGER PRIMARY KEY NOT NULL,
+    sha256 BLOB NOT NULL UNIQUE,
+    document BLOB NOT NULL
+)
+""",
+    *(
+        statement
+        for table in ("telemetry_1s", "telemetry_10s", "telemetry_60s")
+        for statement in (
+            f"""
+CREATE TABLE {table} (
+    at INTEGER PRIMARY KEY NOT NULL,
+    layout INTEGER NOT NULL,
+    samples INTEGER NOT NULL,
+    numbers BLOB NOT NULL
+)
+""",
+            f"CREATE INDEX {table}_layout ON {table} (layout)",
+        )
+    ),
+)
+
+_ALERTS = (
+    """
+CREATE TABLE alerts (
+    id TEXT PRIMARY KEY NOT NULL,
+    rule TEXT NOT NULL,
+    severity TEXT NOT NULL,
+    subject TEXT NOT NULL,
+    what TEXT NOT NULL,
+    cause TEXT NOT NULL,
+    remedy TEXT NOT NULL,
+    since REAL NOT NULL,
+    raised_at REAL NOT NULL,
+    ended_at REAL,
+    value REAL,
+    threshold REAL,
+    unit TEXT NOT NULL,
+    scope TEXT NOT NULL,
+    suppressed_by TEXT NOT NULL,
+    suppressed INTEGER NOT NULL,
+    acknowledged_by TEXT NOT NULL,
+    acknowledged_at REAL
+)
+""",
+    "CREATE INDEX alerts_raised_at ON alerts (raised_at)",
+    # This partial index contains the few alerts that last.
+    "CREATE INDEX alerts_open ON alerts (raised_at) WHERE ended_at IS NULL",
+    """
+CREATE TABLE silences (
+    id TEXT PRIMARY KEY NOT NULL,
+    rule TEXT NOT NULL,
+    subject TEXT NOT NULL,
+    until REAL NOT NULL,
+    reason TEXT NOT NULL,
+    created_by TEXT NOT NULL,
+    created_at REAL NOT NULL
+)
+""",
+)
+
 # Null in rows written by earlier versions. Null columns are not hashed, so those rows keep their hashes.
 _AUDIT_ACTS = (
     "ALTER TABLE audit ADD COLUMN host TEXT",
@@ -387,6 +453,8 @@ HISTORY = Schema(
         Migration("retries", _RETRIES),
         Migration("user", _USER),
         Migration("usage", _USAGE),
+        Migration("telemetry", _TELEMETRY),
+        Migration("alerts", _ALERTS),
     ),
 )
 

@@ -47,3 +47,18 @@ class WriterState(msgspec.Struct, frozen=True, kw_only=True):
     restored: str = ""
     """How the open file was displaced (deleted or replaced), and how the writer restored it. Empty if this
     has not happened."""
+
+
+class Silence(msgspec.Struct, frozen=True, kw_only=True):
+    """Alerts of matching rules and subjects are not announced until a time."""
+
+    id: str
+    rule: str
+    """Name of a rule, in which `*` stands for any characters."""
+    subject: str
+    """Subject of the alerts, in which `*` stands for any characters."""
+    until: float
+    """End of the silence, in unix seconds."""
+    reason: str = ""
+    created_by: str = ""
+    created_at: float = 0.0

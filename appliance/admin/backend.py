@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from appliance.admin.alerts import AlertAdmin, alert_routes
 from appliance.admin.app import Backend
 from appliance.admin.auditing import AuditedActions
 from appliance.admin.drains import DrainAdmin
@@ -19,6 +20,7 @@ from appliance.core.contents import ContentKeeper
 from appliance.core.drains import Drains
 from appliance.core.reload import Reloader
 from appliance.models.routing import Routing
+from appliance.monitoring.alerts.manager import AlertManager
 from appliance.scopes import ScopedRoute
 from appliance.settings import Settings
 from appliance.traffic.state import TrafficState
@@ -38,6 +40,7 @@ def admin_backend(
     reloader: Reloader,
     status: StatusReader,
     running: RunningRequests,
+    alerts: AlertManager,
     metrics: Callable[[], bytes],
     routes: Sequence[ScopedRoute],
     publish: Callable[[], None],
@@ -59,6 +62,7 @@ def admin_backend(
             models=models,
             drains=DrainAdmin(drains, status.drain, routing.unit_of),
             requests=RequestAdmin(lambda: running.known({}), canceller.cancel, contents.show),
+            alerts=AlertAdmin(alerts),
             backups=BackupAdmin(control.trail),
             reload=reloader.reload,
         ),
@@ -72,7 +76,7 @@ def admin_backend(
         models=models.models,
         configuration=reloader.configuration,
         metrics=metrics,
-        routes=routes,
+        routes=[*routes, *alert_routes(alerts)],
         act=actions.act,
         record_denied=actions.record_denied,
     )

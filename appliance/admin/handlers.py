@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import msgspec
 
 from appliance.actions import (
+    AcknowledgeAlert,
     AddModel,
     BeginBackup,
     CancelRequest,
@@ -30,10 +31,13 @@ from appliance.actions import (
     SetKey,
     SetTenant,
     ShowContents,
+    SilenceAlerts,
     SuspendTenant,
     UnloadModel,
     UnmapPeer,
+    UnsilenceAlerts,
 )
+from appliance.admin.alerts import AlertAdmin
 from appliance.admin.drains import DrainAdmin
 from appliance.admin.effects import Effect, Handler, done
 from appliance.admin.keys import KeyAdmin
@@ -53,6 +57,7 @@ def handlers(
     models: ModelAdmin,
     drains: DrainAdmin,
     requests: RequestAdmin,
+    alerts: AlertAdmin,
     backups: BackupAdmin,
     reload: Callable[[], Awaitable[Reloaded]],
 ) -> Mapping[type[msgspec.Struct], Handler]:
@@ -86,6 +91,9 @@ def handlers(
         ReloadConfig: reload_config,
         CancelRequest: requests.cancel,
         ShowContents: requests.show,
+        AcknowledgeAlert: alerts.acknowledge,
+        SilenceAlerts: alerts.silence,
+        UnsilenceAlerts: alerts.unsilence,
         BeginBackup: backups.begin,
         EndBackup: backups.end,
     }

@@ -20,8 +20,8 @@ from appliance.monitoring.ended import EndedRequests, TenantCounts
 from appliance.monitoring.gpu_figures import GpuReader
 from appliance.monitoring.host import HostReader, ServiceProcess
 from appliance.monitoring.samples import CounterSample, CounterSampler
-from appliance.protocol import CurrentProblem, ReplicaStatus, Status
-from appliance.snapshot import Alert, Batch, Gpu, Host, KvCache, Queue, Snapshot, TenantUse
+from appliance.protocol import ReplicaStatus, Status
+from appliance.snapshot import Alert, Batch, Gpu, Host, KvCache, Queue, Snapshot, TenantUse, UnfinishedRequest
 from store.policies import Policies, TenantRecord
 
 MAX_TENANTS = 200
@@ -40,6 +40,7 @@ class SnapshotParts:
     sampler: CounterSampler
     ended: EndedRequests
     policies: Callable[[], Policies]
+    alerts: Callable[[], list[Alert]]
     threads: ThreadPoolExecutor
     """Threads that read the machine, because a disk or a driver may not respond."""
 
@@ -60,8 +61,15 @@ class SnapshotReader:
 
     async def read(self) -> Snapshot:
         """Return the service's present state."""
+        return self._read(await self._parts.running.read())
+
+    async def read_without_requests(self) -> Snapshot:
+        """Return the service's present state without its unfinished requests, whose progress the fronts must
+        be asked for."""
+        return self._read([])
+
+    def _read(self, requests: list[UnfinishedRequest]) -> Snapshot:
         parts = self._parts
-        requests = await parts.running.read()
         status = parts.status.status()
         sample = parts.sampler.sample()
         host, gpus, gpu_error = self._read_machine(status)
@@ -92,7 +100,7 @@ class SnapshotReader:
             gpus=[_with_replicas(gpu, status) for gpu in gpus],
             models=status.models,
             tenants=self._tenants(sample),
-            alerts=[_alert(problem) for problem in status.current_problems],
+            alerts=parts.alerts(),
             host=host,
             drains=status.drains,
             fronts=status.fronts,
@@ -291,15 +299,3 @@ def _with_replicas(gpu: Gpu, status: Status) -> Gpu:
     named = [msgspec.structs.replace(one, replica=owners.get(one.pid, "")) for one in processes]
     replicas = list(dict.fromkeys(one.replica for one in named if one.replica))
     return msgspec.structs.replace(gpu, processes=None if gpu.processes is None else named, replicas=replicas)
-
-
-def _alert(problem: CurrentProblem) -> Alert:
-    return Alert(
-        id=f"problem:{problem.where}",
-        rule="problem",
-        severity="warning",
-        state="firing",
-        where=problem.where,
-        what=problem.what,
-        remedy=problem.remedy,
-    )

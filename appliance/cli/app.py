@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from appliance.cli.alert_commands import alerts
 from appliance.cli.audit_commands import audit, backup
 from appliance.cli.client_commands import BENCH_EPILOG, bench, chat
 from appliance.cli.console_commands import console, top
@@ -34,6 +35,7 @@ for name, commands in (
     ("peers", peers),
     ("requests", requests),
     ("audit", audit),
+    ("alerts", alerts),
 ):
     app.add_typer(commands, name=name, rich_help_panel=None)
 

@@ -11,11 +11,13 @@ from functools import partial
 
 from appliance.core.clock import ClockGuard
 from appliance.core.contents import DAY_S, ContentKeeper
-from appliance.settings import LogSettings
+from appliance.settings import Settings
 from store import retention
+from store.alerts import remove_alerts
 from store.control import ControlStore
 from store.errors import StoreError
 from store.retention import Removed
+from store.telemetry import RESOLUTIONS
 from store.writer import Operation, Writer
 
 log = logging.getLogger(__name__)
@@ -23,6 +25,7 @@ log = logging.getLogger(__name__)
 _RETRY_EVERY_S = 2.0
 _HEAD_EVERY_S = 60.0
 _REMOVE_EVERY_S = 5.0
+_REMOVE_ALERTS_EVERY_S = 60.0
 _MIN_PAUSE_S = 0.02
 _PAUSE_FACTOR = 9.0
 """Length of the pause after each batch, as a multiple of the batch's duration. With this factor, removing
@@ -37,14 +40,14 @@ class Housekeeper:
         control: ControlStore,
         history: Writer,
         contents: ContentKeeper,
-        rules: Callable[[], LogSettings],
+        settings: Callable[[], Settings],
         clock: ClockGuard,
     ) -> None:
         self._clock = clock
         self._control = control
         self._history = history
         self._contents = contents
-        self._rules = rules
+        self._settings = settings
         # SQLite's write-ahead log may still contain texts that were removed while the service last ran.
         self._log_has_removed = True
         self._tasks: set[asyncio.Task[None]] = set()
@@ -55,6 +58,8 @@ class Housekeeper:
             (_RETRY_EVERY_S, self._retry_audit),
             (_HEAD_EVERY_S, self._record_head),
             (_REMOVE_EVERY_S, self._remove_requests),
+            (_REMOVE_EVERY_S, self._remove_telemetry),
+            (_REMOVE_ALERTS_EVERY_S, self._remove_alerts),
             (_REMOVE_EVERY_S, self._remove_contents),
         ):
             self._tasks.add(asyncio.get_running_loop().create_task(_repeat(every_s, work)))
@@ -76,12 +81,24 @@ class Housekeeper:
     async def _remove_requests(self) -> None:
         if self._clock.jump_s:
             return
-        if days := self._rules().days:
+        if days := self._settings().log.days:
             before = time.time() - days * DAY_S
             await _remove(self._history, partial(retention.remove_requests, before=before))
-        if days := self._rules().usage_days:
+        if days := self._settings().log.usage_days:
             before = time.time() - days * DAY_S
             await _remove(self._history, partial(retention.remove_usage, before=before))
+
+    async def _remove_telemetry(self) -> None:
+        if self._clock.jump_s:
+            return
+        coarsest_s = self._settings().telemetry.days * DAY_S
+        now = time.time()
+        before = {one.table: now - min(coarsest_s, one.kept_s or coarsest_s) for one in RESOLUTIONS}
+        await _remove(self._history, partial(retention.remove_telemetry, before=before))
+
+    async def _remove_alerts(self) -> None:
+        if not self._clock.jump_s:
+            await asyncio.wrap_future(self._history.call(partial(remove_alerts, now=time.time())))
 
     async def _remove_contents(self) -> None:
         if self._clock.jump_s:

@@ -6,6 +6,7 @@ import logging
 
 from appliance.admin.callers import Authenticator
 from appliance.admin.server import AdminServer
+from appliance.core.alerting import Alerting
 from appliance.core.reload import ReloadHook
 from appliance.front_pool.identities import IdentityRegistry
 from appliance.front_pool.pool import FrontPool
@@ -23,6 +24,7 @@ def reload_hooks(
     authenticator: Authenticator,
     admin: AdminServer,
     shown_tenants: ShownTenants,
+    alerts: Alerting,
 ) -> dict[str, ReloadHook]:
     """Return the hook for each setting, except the settings that `appliance.core.reload` applies itself."""
 
@@ -51,6 +53,9 @@ def reload_hooks(
     def metrics(settings: Settings) -> None:
         shown_tenants.most = settings.metrics.tenants
 
+    def alert_rules(settings: Settings) -> None:
+        alerts.configure(settings)
+
     def nothing(settings: Settings) -> None:
         """Do nothing. The setting is read wherever it is used, or the fronts get it with their
         configuration."""
@@ -66,6 +71,8 @@ def reload_hooks(
         "admin": operators,
         "queue": queue,
         "log": nothing,
+        "telemetry": nothing,
+        "alerts": alert_rules,
         "prices": nothing,
         "limits": nothing,
         "idempotency": nothing,

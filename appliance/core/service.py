@@ -21,6 +21,7 @@ from appliance.admin.server import AdminServer
 from appliance.admin.snapshots import SnapshotParts, SnapshotReader
 from appliance.admin.status import StatusReader, service_version
 from appliance.admin.streams import Streams
+from appliance.core.alerting import Alerting
 from appliance.core.clock import ClockGuard
 from appliance.core.contents import ContentKeeper
 from appliance.core.controller import Controller
@@ -29,6 +30,7 @@ from appliance.core.log_lines import LogLines
 from appliance.core.notifier import Notifier
 from appliance.core.problems import Problems
 from appliance.core.quota_levels import LevelKeeper
+from appliance.core.recording import Recorder
 from appliance.core.reload import LiveSettings, Reloader
 from appliance.core.reload_hooks import reload_hooks
 from appliance.core.serving import ServingParts
@@ -50,6 +52,7 @@ from appliance.monitoring.samples import CounterSampler
 from appliance.settings import Loaded
 from appliance.traffic.quotas import Quotas
 from store.quotas import QuotaLog
+from store.telemetry import TelemetryLog
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +139,8 @@ class Service:
         # The operators' side.
         self.authenticator = Authenticator(settings.admin, keys_of(control))
         self.admin = AdminServer(settings.admin_socket, settings.unix.admin_mode, self.listeners.admin)
+        self.alerting = Alerting(settings, state.history)
+        held.callback(self.alerting.stop)
         reloader = Reloader(
             loaded=loaded,
             reread=reread,
@@ -154,6 +159,7 @@ class Service:
                 self.authenticator,
                 self.admin,
                 counted.tenants,
+                self.alerting,
             ),
         )
         status = StatusReader(
@@ -186,7 +192,13 @@ class Service:
             sampler=self.sampler,
             ended=ended,
             policies=lambda: control.policies,
+            alerts=self.alerting.manager.list,
             threads=reading.threads,
+        )
+        self.recorder = Recorder(
+            SnapshotReader(snapshots).read_without_requests,
+            TelemetryLog(state.history),
+            [self.alerting.manager.observe],
         )
         feeds = EventFeeds(lambda: SnapshotReader(snapshots).read, self.streams)
         self.backend, self.actions = admin_backend(
@@ -209,13 +221,12 @@ class Service:
             reloader=reloader,
             status=status,
             running=running,
+            alerts=self.alerting.manager,
             metrics=scrape,
             routes=[*log_routes(reading, self.streams), event_route(feeds, self.streams)],
             publish=self.controller.apply_policies,
         )
-        self.housekeeper = Housekeeper(
-            control, state.history, contents, lambda: self.settings.current.log, clock
-        )
+        self.housekeeper = Housekeeper(control, state.history, contents, self.settings, clock)
 
     async def answer_operators(self) -> None:
         """Open `admin.sock`. Raises ListenError."""
@@ -229,6 +240,8 @@ class Service:
         self.notifier.start()
         self.housekeeper.start()
         self.sampler.start()
+        self.alerting.start()
+        self.recorder.start()
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.actions.reload_on_signal)
 
     async def stop(self, hurry: asyncio.Event) -> None:
@@ -239,6 +252,7 @@ class Service:
         self.operations.stop()
         await self.controller.stop(hurry)
         self.levels.close()
+        await self.recorder.stop()
         self.sampler.stop()
         await self.metrics.stop()
         self.streams.close()

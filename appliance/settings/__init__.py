@@ -21,6 +21,7 @@ from appliance.settings.faults import Fault, Place, SettingsError, dotted
 from appliance.settings.fields import (
     DEMO_MODEL,
     AdminSettings,
+    AlertSettings,
     Flags,
     LimitSettings,
     LogSettings,
@@ -40,6 +41,7 @@ from appliance.settings.load import (
     load_settings,
     model_name_of,
     named_folder,
+    read_alert_settings,
     read_settings,
 )
 
@@ -47,6 +49,7 @@ __all__ = [
     "DEMO_MODEL",
     "SYSTEM_CONFIG",
     "AdminSettings",
+    "AlertSettings",
     "Fault",
     "Flags",
     "LimitSettings",
@@ -68,6 +71,7 @@ __all__ = [
     "model_name_of",
     "named_folder",
     "parse_address",
+    "read_alert_settings",
     "read_settings",
     "read_tables",
 ]

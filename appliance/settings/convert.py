@@ -87,6 +87,9 @@ class Converter:
         """Convert a value, which is never None in TOML. Returns None if it cannot be used."""
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
             return self._table(value, kind, path)
+        if isinstance(value, list) and (item := _struct_of_items(kind)) is not None:
+            rows = [self._table(row, item, (*path, str(number))) for number, row in enumerate(value, 1)]
+            return [row for row in rows if row is not None]
         if _fits(value, kind):
             return msgspec.convert(value, kind)
         wrong = [(f"[{at}]", item, each) for at, item, each in _items(value, kind) if not _fits(item, each)]
@@ -94,6 +97,14 @@ class Converter:
             expected = _expected(inspect.type_info(each))
             self.add(path, f"{dotted(path)}{index} = {item!r} is not valid", f"write {expected}")
         return None
+
+
+def _struct_of_items(kind: Any) -> type[msgspec.Struct] | None:
+    """Return the type of the tables in an array of tables; None for other types."""
+    items = get_args(kind)
+    if get_origin(kind) is list and isinstance(items[0], type) and issubclass(items[0], msgspec.Struct):
+        return items[0]
+    return None
 
 
 def _fits(value: Any, kind: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from appliance.alert_rules import AlertRule, AlertSink
 from appliance.messages import KeepRules, Limits, RetryRules
 from appliance.protocol import LogLevel
 from appliance.traffic.rules import QueueRules
@@ -23,6 +24,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 Days = Annotated[float, msgspec.Meta(ge=0, le=36_525)]
 Price = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+TelemetryDays = Annotated[float, msgspec.Meta(gt=0, le=3650)]
 UserId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 2)]
 Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 SocketMode = Annotated[
@@ -168,6 +170,26 @@ class MetricsSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
         return None if self.listen is None else parse_address(self.listen)
 
 
+class TelemetrySettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """The recorded history of the service's figures, which the console and the tests of alert rules read."""
+
+    days: TelemetryDays = 30.0
+    """Number of days after which one-minute values are removed. Values per second are kept for an hour, and
+    values per 10 seconds for a day, but not longer than this."""
+
+
+class AlertSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """Alerts. The tables `[[alerts.rules]]` and `[[alerts.sinks]]` and the built-in rules are described in
+    [alerts.md](alerts.md)."""
+
+    disabled: list[str] = []
+    """Names of built-in rules that raise no alerts."""
+    rules: list[AlertRule] = []
+    """Rules in addition to the built-in rules. A rule with the name of a built-in rule replaces that rule."""
+    sinks: list[AlertSink] = []
+    """Receivers of raised and ended alerts, in addition to the service's log."""
+
+
 class LimitSettings(Limits, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """Limits on the connections and requests that a front accepts."""
 
@@ -210,6 +232,8 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     idempotency: IdempotencySettings = IdempotencySettings()
     metrics: MetricsSettings = MetricsSettings()
     log: LogSettings = LogSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()
+    alerts: AlertSettings = AlertSettings()
     config_file: str = ""
     """The main settings file. This field is not a setting."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,7 +69,7 @@ def read_tables(path: Path | None) -> Tables:
     found: list[Fault] = []
     for file in [*([path] if _is_file(path) else []), *drop_ins(path)]:
         try:
-            values, lines = _read(file)
+            values, lines = read_file(file)
         except SettingsError as error:
             found += error.faults
             continue
@@ -92,6 +93,7 @@ def field_lines(text: str) -> dict[faults.Path, int]:
     lines = text.split("\n")
     found: dict[faults.Path, int] = {}
     header: faults.Path = ()
+    arrays: Counter[faults.Path] = Counter()
     begin = 0
     for end in range(1, len(lines) + 1):
         statement = "\n".join(lines[begin:end])
@@ -102,6 +104,11 @@ def field_lines(text: str) -> dict[faults.Path, int]:
         if statement.lstrip().startswith("["):
             header = max(_paths(table), key=len)
             found.setdefault(header, begin + 1)
+            if statement.lstrip().startswith("[["):
+                # The tables of an array are numbered from 1.
+                arrays[header] += 1
+                header = (*header, str(arrays[header]))
+                found[header] = begin + 1
         else:
             for path in _paths(table):
                 found.setdefault(header + path, begin + 1)
@@ -121,7 +128,8 @@ def _is_file(path: Path) -> bool:
         raise SettingsError(fault) from error
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[faults.Path, int]]:
+def read_file(path: Path) -> tuple[dict[str, Any], dict[faults.Path, int]]:
+    """Return the tables of a TOML file, and the line of each setting. Raises SettingsError."""
     import tomllib
 
     def fault(what: str, remedy: str, line: int | None = None) -> SettingsError:

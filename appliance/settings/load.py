@@ -9,11 +9,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from appliance.alert_rules import faults_of_sink, rule_set_faults
 from appliance.settings import faults
 from appliance.settings.convert import Converter
 from appliance.settings.faults import Place, SettingsError
-from appliance.settings.fields import DEMO_MODEL, Flags, MetricsSettings, ModelSettings, Settings
-from appliance.settings.files import Tables, find_config, read_tables
+from appliance.settings.fields import (
+    DEMO_MODEL,
+    AlertSettings,
+    Flags,
+    MetricsSettings,
+    ModelSettings,
+    Settings,
+)
+from appliance.settings.files import Tables, find_config, read_file, read_tables
 
 _FLAGS_OF_SERVICE = tuple(
     name for name in Flags.__struct_fields__ if name in Settings.__struct_fields__ and name != "models"
@@ -60,6 +68,18 @@ def read_settings(flags: Flags | None = None, environ: Mapping[str, str] = os.en
     if converter.faults:
         raise SettingsError(*converter.faults)
     return Loaded(settings, tables.places, tables.files, _flags_of_models(flags))
+
+
+def read_alert_settings(path: Path) -> AlertSettings:
+    """Read only the table `[alerts]` of a settings file. Raises SettingsError with every fault."""
+    values, lines = read_file(path)
+    places = {field: Place(str(path), line) for field, line in lines.items()}
+    converter = Converter(places, str(path))
+    settings = converter.settings({"alerts": values.get("alerts", {})})
+    _check_alerts(settings.alerts, converter)
+    if converter.faults:
+        raise SettingsError(*converter.faults)
+    return settings.alerts
 
 
 def default_run_dir(environ: Mapping[str, str] = os.environ) -> str:
@@ -181,6 +201,16 @@ def _check(settings: Settings, converter: Converter) -> None:
     except ValueError as error:
         converter.add(("listen",), f"listen = {error}", "use a value such as 127.0.0.1:8000 or [::1]:8000")
     _check_metrics(settings.metrics, converter)
+    _check_alerts(settings.alerts, converter)
+
+
+def _check_alerts(alerts: AlertSettings, converter: Converter) -> None:
+    for index, fault in rule_set_faults(alerts.rules, alerts.disabled):
+        part = ("disabled",) if index is None else ("rules", str(index + 1), fault.field)
+        converter.add(("alerts", *part), fault.what, fault.remedy)
+    for number, sink in enumerate(alerts.sinks, 1):
+        for fault in faults_of_sink(sink):
+            converter.add(("alerts", "sinks", str(number), fault.field), fault.what, fault.remedy)
 
 
 def _check_metrics(metrics: MetricsSettings, converter: Converter) -> None:

@@ -63,7 +63,7 @@ def names(service: Service, model: str = "m") -> list[tuple[str, str]]:
 
 def test_every_setting_has_a_reload_hook() -> None:
     fields = {field.name for field in msgspec.structs.fields(Settings)} - {"config_file"}
-    applied = reload_hooks(None, None, None, None, None, None, None).keys()  # type: ignore[arg-type]
+    applied = reload_hooks(None, None, None, None, None, None, None, None).keys()  # type: ignore[arg-type]
     assert fields == AT_RESTART | APPLIED_HERE | applied
     assert len(fields) == len(AT_RESTART) + len(APPLIED_HERE) + len(applied)
 

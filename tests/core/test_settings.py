@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from appliance.alert_rules import AlertRule, AlertSink
 from appliance.settings import (
     Flags,
     Settings,
@@ -222,6 +223,8 @@ def numbers_of(kind: Any, path: str = "", around: str = "{}") -> Iterator[tuple[
         case msgspec.inspect.UnionType():
             for each in kind.types:
                 yield from numbers_of(each, path, around)
+        case msgspec.inspect.ListType(item_type=msgspec.inspect.StructType()):
+            return  # The next test but one covers arrays of tables.
         case msgspec.inspect.ListType() | msgspec.inspect.VarTupleType():
             yield from numbers_of(kind.item_type, path, around.format("[{}]"))
         case msgspec.inspect.TupleType():
@@ -253,6 +256,42 @@ def test_every_number_has_an_upper_bound_that_its_error_names(
         for word in ("inf", "nan", "1" + "0" * 400):
             with pytest.raises(SettingsError, match=rf"{path}(\[\d\])? = "):
                 load(tmp_path, f"{folder}{path} = {around.format(word)}\n")
+
+
+ARRAYS: dict[str, tuple[Any, str]] = {
+    "alerts.rules": (AlertRule, 'name = "r"\nfigure = "queue.waiting"\n'),
+    "alerts.sinks": (AlertSink, 'command = ["x"]\n'),
+}
+"""Arrays of tables: the type of a table, and its required fields."""
+
+
+@pytest.mark.parametrize("path", ARRAYS)
+def test_every_number_in_an_array_of_tables_has_an_upper_bound(tmp_path: Path, path: str) -> None:
+    table, required = ARRAYS[path]
+    numbers = list(numbers_of(msgspec.inspect.type_info(table)))
+    assert numbers
+    for name, _, kind in numbers:
+        with pytest.raises(SettingsError) as caught:
+            load(tmp_path, f"[[{path}]]\n{required}{name} = {int(kind.le) + 10**20}\n")
+        fault = caught.value.faults[0]
+        assert fault.field == f"{path}.1.{name}" and f"≤ {kind.le:.15g}" in fault.remedy
+        assert fault.place.line == 2 + required.count("\n")
+
+
+def test_faults_in_an_array_of_tables_have_their_lines(tmp_path: Path) -> None:
+    text = '[[alerts.rules]]\nname = "a"\nfigure = "queue.waiting"\nabove = 1\n\n'
+    with pytest.raises(SettingsError) as caught:
+        load(tmp_path, text + text.replace('"a"', '"b"').replace("above = 1", 'above = "x"'))
+    fault = caught.value.faults[0]
+    assert (fault.field, fault.place.line) == ("alerts.rules.2.above", 9)
+    with pytest.raises(SettingsError, match="the rules a, b, a explain each other"):
+        load(
+            tmp_path,
+            text.replace("\n\n", '\ndownstream_of = ["b"]\n\n')
+            + text.replace('"a"', '"b"').replace("\n\n", '\ndownstream_of = ["a"]\n\n'),
+        )
+    with pytest.raises(SettingsError, match=r"'none' is not a rule"):
+        load(tmp_path, '[alerts]\ndisabled = ["none"]\n')
 
 
 def test_the_walk_finds_the_numbers_of_every_table() -> None:

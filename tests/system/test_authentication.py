@@ -28,6 +28,7 @@ from appliance.actions import (
     RevokeKey,
     SuspendTenant,
 )
+from appliance.admin.alerts import alert_routes
 from appliance.admin.app import admin_app
 from appliance.admin.callers import Authenticator
 from appliance.admin.events import event_route
@@ -70,6 +71,8 @@ ADMIN_RULES = {
     ("GET", "/logs"): "read",
     ("GET", "/usage"): "read",
     ("GET", "/events"): "read",
+    ("GET", "/alerts"): "read",
+    ("GET", "/silences"): "read",
     ("GET", "/keys"): "read",
     ("GET", "/tenants"): "read",
     ("GET", "/peers"): "read",
@@ -114,7 +117,7 @@ def admin_table() -> list[Route]:
             return lambda *words: None
 
     backend: Any = Anything()
-    backend.routes = [*log_routes(backend, backend), event_route(backend, backend)]
+    backend.routes = [*log_routes(backend, backend), event_route(backend, backend), *alert_routes(backend)]
     return table(admin_app(backend, Authenticator(AdminSettings(), lambda key: None))[0])
 
 

@@ -1,0 +1,29 @@
+"""Alert rules: their format in the settings, the built-in rules, and the rules in effect.
+
+This package imports no other part of the product, because all parts import the settings.
+`appliance.monitoring.alerts` evaluates the rules.
+"""
+
+from appliance.alert_rules.builtin import BUILT_IN
+from appliance.alert_rules.effective import cycle, effective_rules, rule_set_faults
+from appliance.alert_rules.fields import (
+    SEVERITIES,
+    AlertRule,
+    AlertSink,
+    Severity,
+    faults_of_rule,
+    faults_of_sink,
+)
+
+__all__ = [
+    "BUILT_IN",
+    "SEVERITIES",
+    "AlertRule",
+    "AlertSink",
+    "Severity",
+    "cycle",
+    "effective_rules",
+    "faults_of_rule",
+    "faults_of_sink",
+    "rule_set_faults",
+]

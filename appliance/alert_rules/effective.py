@@ -1,0 +1,64 @@
+"""The rules in effect: the built-in rules, changed and extended by the settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from graphlib import CycleError, TopologicalSorter
+
+from appliance.alert_rules.builtin import BUILT_IN
+from appliance.alert_rules.fields import AlertRule, RuleFault, faults_of_rule
+
+
+def effective_rules(configured: Sequence[AlertRule], disabled: Iterable[str]) -> list[AlertRule]:
+    """Return the rules in effect. A configured rule replaces the built-in rule with its name."""
+    rules = {rule.name: rule for rule in (*BUILT_IN, *configured)}
+    off = set(disabled)
+    return [rule for name, rule in rules.items() if name not in off]
+
+
+def cycle(rules: Iterable[AlertRule]) -> list[str]:
+    """Return the names of rules that explain each other in a circle, so that none of them would be shown;
+    empty if there is no circle."""
+    try:
+        TopologicalSorter({rule.name: rule.downstream_of for rule in rules}).prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1]
+        return found
+    return []
+
+
+def rule_set_faults(
+    configured: Sequence[AlertRule], disabled: Sequence[str]
+) -> list[tuple[int | None, RuleFault]]:
+    """Return the faults of the configured rules, each with the index of its rule. The index is None for a
+    fault of the setting `disabled`."""
+    faults: list[tuple[int | None, RuleFault]] = []
+    seen: set[str] = set()
+    known = {rule.name for rule in (*BUILT_IN, *configured)}
+    for index, rule in enumerate(configured):
+        faults += [(index, fault) for fault in faults_of_rule(rule)]
+        if rule.name in seen:
+            faults.append(
+                (index, RuleFault("name", f"two rules have the name {rule.name!r}", "rename one of them"))
+            )
+        seen.add(rule.name)
+        for name in rule.downstream_of:
+            if name not in known:
+                faults.append(
+                    (
+                        index,
+                        RuleFault(
+                            "downstream_of", f"{name!r} is not a rule", f"rules: {', '.join(sorted(known))}"
+                        ),
+                    )
+                )
+    for name in disabled:
+        if name not in known:
+            faults.append(
+                (None, RuleFault("disabled", f"{name!r} is not a rule", f"rules: {', '.join(sorted(known))}"))
+            )
+    if not faults and (circle := cycle(effective_rules(configured, ()))):
+        index = max(index for index, rule in enumerate(configured) if rule.name in circle)
+        what = f"the rules {', '.join(circle)} explain each other, so none of them would be shown"
+        faults.append((index, RuleFault("downstream_of", what, "remove one of the names")))
+    return faults

@@ -1,0 +1,143 @@
+"""The format of alert rules and of the receivers of alerts in the settings."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+
+Measure = Literal["value", "rate", "change", "deviation", "time_to"]
+Severity = Literal["info", "warning", "critical"]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400.0)]
+Window = Annotated[float, msgspec.Meta(ge=5, le=86400.0)]
+Number = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
+RuleName = Annotated[
+    str,
+    msgspec.Meta(
+        pattern="^[a-z0-9][a-z0-9-]{0,63}$", description="1 to 64 lower-case letters, digits and hyphens"
+    ),
+]
+
+
+class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """A condition on a figure of the service. A rule with the name of a built-in rule replaces that rule."""
+
+    name: RuleName
+    """Name of the rule."""
+    figure: str
+    """Name of the figure in the snapshot, such as "queue.waiting" or "gpus[*].temperature_c". `*` stands for
+    every entry of a list; each entry raises a separate alert."""
+    severity: Severity = "warning"
+    """How urgent the alert is."""
+    per: str = ""
+    """Name of a second figure by which the figure is divided, such as "blocks_total" for "blocks_used". A
+    name without a dot is looked up beside the figure."""
+    measure: Measure = "value"
+    """What is compared with the threshold. "value": the figure. "rate": its increase per second over
+    `window_s`. "change": the difference between its maximum and minimum within `window_s`. "deviation": its
+    distance from its mean over `window_s`, in standard deviations. "time_to": the number of seconds until it
+    reaches `target`, by its trend over `window_s`."""
+    window_s: Window = 300.0
+    """Time span of the measure, in seconds."""
+    target: Number = 0.0
+    """The value whose time of arrival "time_to" predicts."""
+    at_least: Number | None = None
+    """The rule applies only while the figure, divided by `per`, has at least this value."""
+    above: Number | None = None
+    """The alert is raised when the measure reaches this threshold."""
+    below: Number | None = None
+    """The alert is raised when the measure falls to this threshold."""
+    clear: Number | None = None
+    """The alert ends when the measure has passed this value. Default: 10% from the threshold. The distance
+    from the threshold keeps the alert from starting and ending repeatedly."""
+    texts: list[str] = []
+    """For a figure that is a text, the texts that raise the alert; `*` stands for any characters. Such a rule
+    has no threshold."""
+    clear_texts: list[str] = []
+    """The texts that end the alert. Default: all texts that do not raise it. With this setting, the alert is
+    raised only after one of these texts has been seen."""
+    for_s: Seconds = 0.0
+    """Number of seconds for which the condition must last before the alert is raised."""
+    clear_for_s: Seconds = 30.0
+    """Number of seconds for which the condition must be over before the alert ends."""
+    downstream_of: list[str] = []
+    """Names of rules whose alerts explain this alert. While one of them lasts for the same model, replica or
+    GPU, and for a minute after it, this alert is not shown but counted in that alert."""
+    what: str = ""
+    """Text of the alert. {where}, {value}, {threshold} and {text} are replaced."""
+    remedy: str = ""
+    """The operator's next step. {remedy} is replaced by the remedy beside the figure."""
+    unit: Literal["", "s", "ms", "%", "bytes", "°C", "/s", "requests", "tokens"] = ""
+    """Unit of the measure. With "%", the measure is a fraction that is shown in percent."""
+
+
+class AlertSink(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """A receiver of raised and ended alerts. Every alert is also a line in the service's log."""
+
+    command: list[str] = []
+    """Program and arguments. The alert is passed as JSON on standard input."""
+    webhook: str = ""
+    """URL (http or https) to which the alert is posted as JSON."""
+    severity: Severity = "warning"
+    """Least urgent alerts that the receiver gets."""
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = 5.0
+    """Maximum time of one attempt."""
+    attempts: Annotated[int, msgspec.Meta(ge=1, le=10)] = 3
+    """Number of attempts before an alert is dropped. The delay between attempts doubles, starting at one
+    second."""
+
+
+SEVERITIES: tuple[Severity, ...] = ("info", "warning", "critical")
+"""From the least urgent to the most urgent."""
+
+
+class RuleFault(NamedTuple):
+    """A fault of a rule or receiver that the types of its fields do not exclude."""
+
+    field: str
+    what: str
+    remedy: str
+
+
+def faults_of_rule(rule: AlertRule) -> list[RuleFault]:
+    """Return the faults of a rule."""
+    faults = []
+    thresholds = (rule.above is not None) + (rule.below is not None) + bool(rule.texts)
+    if thresholds != 1:
+        what = f"rule {rule.name!r} has {thresholds} thresholds"
+        faults.append(RuleFault("above", what, "set exactly one of above, below and texts"))
+    threshold = rule.above if rule.above is not None else rule.below
+    if rule.clear is not None and threshold is not None:
+        wrong = rule.clear > threshold if rule.above is not None else rule.clear < threshold
+        if wrong:
+            side = "at most" if rule.above is not None else "at least"
+            what = f"rule {rule.name!r}: clear = {rule.clear:g} is beyond the threshold"
+            faults.append(RuleFault("clear", what, f"set it to {side} {threshold:g}"))
+    if not rule.figure or rule.figure.count("[") != rule.figure.count("]"):
+        what = f"rule {rule.name!r}: {rule.figure!r} is not the name of a figure"
+        faults.append(RuleFault("figure", what, "use a name such as gpus[*].power_w"))
+    for field, allowed in (("what", ("where", "value", "threshold", "text")), ("remedy", ("remedy",))):
+        try:
+            getattr(rule, field).format(**dict.fromkeys(allowed, ""))
+        except (KeyError, IndexError, ValueError, AttributeError) as error:
+            what = f"rule {rule.name!r}: the text cannot be filled in ({error})"
+            faults.append(RuleFault(field, what, "use only " + ", ".join(f"{{{name}}}" for name in allowed)))
+    return faults
+
+
+def faults_of_sink(sink: AlertSink) -> list[RuleFault]:
+    """Return the faults of a receiver."""
+    if bool(sink.command) == bool(sink.webhook):
+        both = "both a command and a webhook" if sink.command else "neither a command nor a webhook"
+        return [RuleFault("command", f"the receiver has {both}", "set exactly one of command and webhook")]
+    if sink.webhook:
+        try:
+            parts = urlsplit(sink.webhook)
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            valid = False
+        if not valid:
+            what = f"webhook = {sink.webhook!r} is not a URL"
+            return [RuleFault("webhook", what, "use a URL such as http://127.0.0.1:9000/alerts")]
+    return []

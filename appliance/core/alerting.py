@@ -1,0 +1,46 @@
+"""The alerts of the running service: connects the rules in the settings, the manager, the database and the
+receivers."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+
+from appliance.alert_rules import effective_rules
+from appliance.monitoring.alerts.manager import AlertManager
+from appliance.monitoring.alerts.receivers import AlertReceivers
+from appliance.settings import Settings
+from store.alerts import AlertLog, AlertReader
+from store.errors import StoreError
+from store.writer import Writer
+
+log = logging.getLogger(__name__)
+
+
+class Alerting:
+    """All methods must be called on the event loop's thread."""
+
+    def __init__(self, settings: Settings, history: Writer) -> None:
+        self._history = history
+        self._receivers = AlertReceivers(socket.gethostname(), settings.alerts.sinks)
+        rules = effective_rules(settings.alerts.rules, settings.alerts.disabled)
+        self.manager = AlertManager(rules, AlertLog(history), self._receivers)
+
+    def start(self) -> None:
+        """Continue with the alerts of the previous run, and start the receivers."""
+        reader = AlertReader(self._history.path)
+        try:
+            self.manager.restore(reader.open(), reader.silences(time.time()))
+        except StoreError as error:
+            log.error("the alerts of the previous run cannot be read: %s", error)
+        self._receivers.start()
+
+    def configure(self, settings: Settings) -> None:
+        """Apply changed settings."""
+        self.manager.set_rules(effective_rules(settings.alerts.rules, settings.alerts.disabled))
+        self._receivers.sinks = settings.alerts.sinks
+
+    def stop(self) -> None:
+        """Stop the receivers."""
+        self._receivers.stop()

@@ -1,0 +1,50 @@
+"""Evaluates rules on recorded history."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from appliance.alert_rules import AlertRule
+from appliance.monitoring.alerts.evaluation import Evaluator, Transition
+from store.samples import TelemetrySample
+from store.telemetry import RESOLUTIONS
+from store.telemetry_reader import TelemetryReader
+
+
+class BackTest(NamedTuple):
+    """The result of a back-test."""
+
+    since: float
+    """Time of the first evaluated sample, in unix seconds."""
+    until: float
+    samples: int
+    transitions: list[Transition]
+    lasting: int
+    """Number of shown alerts that have not ended at the end of the history."""
+
+
+def back_test(path: Path, rules: Sequence[AlertRule], since: float, until: float) -> BackTest:
+    """Evaluate rules on the history in the database at `path`. Each part of the history is read in its finest
+    resolution. Raises a `StoreError`."""
+    evaluator, transitions = Evaluator(rules), []
+    first = last = 0.0
+    count = 0
+    for sample in recorded_samples(TelemetryReader(path), since, until):
+        first, last, count = first or sample.at, sample.at, count + 1
+        transitions += evaluator.step(sample)
+    lasting = sum(alert.announced and alert.ended_at is None for alert in evaluator.alerts.values())
+    return BackTest(first, last, count, transitions, lasting)
+
+
+def recorded_samples(reader: TelemetryReader, since: float, until: float) -> Iterator[TelemetrySample]:
+    """Yield all samples between two times, oldest first: coarse ones as far as there are no finer ones."""
+    begins = [reader.begin(resolution) for resolution in RESOLUTIONS]
+    ends = [until, *(min(found for found in (begin, until) if found is not None) for begin in begins[:-1])]
+    for number in range(1, len(ends)):
+        ends[number] = min(ends[number], ends[number - 1])
+    for resolution, end in reversed(list(zip(RESOLUTIONS, ends, strict=True))):
+        last = end if resolution is RESOLUTIONS[0] else end - resolution.seconds
+        for recorded in reader.samples(since, last, resolution):
+            yield recorded.sample

@@ -1,0 +1,130 @@
+"""The state of one rule for one figure: from a value to raised and ended."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from appliance.alert_rules import AlertRule
+from appliance.monitoring.alerts.figures import Scope, matches_text
+from appliance.monitoring.alerts.windows import Window
+
+Phase = Literal["ok", "pending", "firing"]
+_DEFAULT_GAP = 0.1
+"""Distance of the default clear value from the threshold, as a fraction of the threshold."""
+
+
+@dataclass(slots=True)
+class Condition:
+    """One rule for one figure."""
+
+    rule: AlertRule
+    where: str
+    scope: Scope
+    phase: Phase = "ok"
+    since: float = 0.0
+    """When the condition began."""
+    raised_at: float = 0.0
+    clear_since: float | None = None
+    """Since when the condition is over, while the alert has not ended."""
+    seen_at: float = 0.0
+    """Time of the latest sample that has the figure."""
+    value: float | None = None
+    text: str = ""
+    remedy: str = ""
+    armed: bool = False
+    """Whether one of the rule's clear texts has been seen."""
+    window: Window | None = field(default=None)
+
+    def update(self, at: float, value: float | None, text: str, remedy: str) -> bool | None:
+        """Apply a sample. Returns True if the alert is raised now, False if it ends now, otherwise None."""
+        self.seen_at = at
+        crossed, cleared = self._text(text) if self.rule.texts else self._number(at, value)
+        if self.phase == "firing":
+            if crossed and self.rule.texts:
+                self.text, self.remedy = text, remedy
+            return self._firing(at, cleared)
+        if not crossed:
+            self.phase = "ok"
+            return None
+        if self.phase == "ok":
+            self.phase, self.since = "pending", at
+        self.text, self.remedy = text, remedy
+        if at - self.since < self.rule.for_s:
+            return None
+        self.phase, self.raised_at, self.clear_since = "firing", at, None
+        return True
+
+    def miss(self, at: float) -> bool | None:
+        """Apply a sample without the figure. The alert of a figure that has disappeared ends like that of a
+        figure that is fine. Returns False if the alert ends now, otherwise None."""
+        if self.phase != "firing":
+            self.phase = "ok"
+            return None
+        return self._firing(at, cleared=True)
+
+    def _firing(self, at: float, cleared: bool) -> bool | None:
+        if not cleared:
+            self.clear_since = None
+            return None
+        if self.clear_since is None:
+            self.clear_since = at
+        if at - self.clear_since < self.rule.clear_for_s:
+            return None
+        self.phase = "ok"
+        return False
+
+    def _text(self, text: str) -> tuple[bool, bool]:
+        rule = self.rule
+        crossed = matches_text(text, rule.texts)
+        if not rule.clear_texts:
+            return crossed, not crossed
+        cleared = matches_text(text, rule.clear_texts)
+        self.armed = cleared or self.armed
+        return crossed and self.armed, cleared
+
+    def _number(self, at: float, value: float | None) -> tuple[bool, bool]:
+        """Return whether the measure has crossed the threshold, and whether the alert may end. An unknown
+        measure changes nothing while the alert lasts."""
+        rule = self.rule
+        measured = None if value is None else self._measure(at, value)
+        if measured is None or math.isnan(measured):
+            return False, False
+        self.value = measured
+        if rule.at_least is not None and value is not None and value < rule.at_least:
+            return False, True
+        if rule.above is not None:
+            return measured >= rule.above, measured < clear_value(rule)
+        assert rule.below is not None
+        return measured <= rule.below, measured > clear_value(rule)
+
+    def _measure(self, at: float, value: float) -> float | None:
+        rule = self.rule
+        if rule.measure == "value":
+            return value
+        if self.window is None:
+            self.window = Window(rule.window_s)
+        self.window.add(at, value)
+        if rule.measure == "change":
+            return self.window.change()
+        if rule.measure == "rate":
+            return self.window.rate()
+        if rule.measure == "deviation":
+            return self.window.deviation(value)
+        return self.window.time_to(rule.target)
+
+
+def threshold(rule: AlertRule) -> float | None:
+    """Return the rule's threshold; None for a rule on texts."""
+    return rule.above if rule.above is not None else rule.below
+
+
+def clear_value(rule: AlertRule) -> float:
+    """Return the value that the measure must pass before the alert ends."""
+    limit = threshold(rule)
+    assert limit is not None
+    if rule.clear is not None:
+        return rule.clear
+    gap = abs(limit) * _DEFAULT_GAP
+    return limit - gap if rule.above is not None else limit + gap

@@ -1,0 +1,234 @@
+"""Evaluates rules on samples. The same code evaluates the running service and recorded history: it reads no
+clock and has no effect other than the transitions that it returns."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+import msgspec
+
+from appliance.alert_rules import AlertRule, Severity
+from appliance.monitoring.alerts.causes import CauseFinder
+from appliance.monitoring.alerts.conditions import Condition, threshold
+from appliance.monitoring.alerts.figures import Scope, Selected, related, select
+from appliance.monitoring.alerts.texts import filled
+from store.samples import TelemetryLayout, TelemetrySample
+
+SETTLE_S = 60.0
+"""After an alert has ended, its consequences are still explained by it for this time."""
+GROUP_S = 30.0
+"""Alerts of one rule that are raised within this time of the first are grouped under the first."""
+_MAX_GROUP_NAMES = 5
+
+Event = Literal["raised", "ended", "suppressed"]
+
+
+class Raised(msgspec.Struct, kw_only=True):
+    """An alert that was raised. Its fields are those of `appliance.snapshot.Alert`."""
+
+    id: str
+    rule: str
+    severity: Severity
+    where: str
+    what: str
+    cause: str
+    remedy: str
+    since: float
+    raised_at: float
+    value: float | None
+    threshold: float | None
+    unit: str
+    scope: Scope = frozenset()
+    ended_at: float | None = None
+    suppressed_by: str = ""
+    """Id of the alert that explains this alert; empty if it is shown."""
+    explains: list[str] = []
+    """Subjects of the alerts that this alert explains."""
+    announced: bool = False
+    """Whether the alert is shown."""
+    known: bool = False
+    """Whether a transition has been returned for the alert."""
+
+
+class Transition(msgspec.Struct, frozen=True):
+    """A change of an alert. An alert that another alert explains is not "raised". If it was raised before the
+    other alert, it becomes "suppressed"."""
+
+    at: float
+    event: Event
+    alert: Raised
+
+
+class Evaluator:
+    """The state of all rules. `step` must get the samples in the order of their times."""
+
+    def __init__(self, rules: Sequence[AlertRule]) -> None:
+        self._causes = CauseFinder()
+        self._layout: TelemetryLayout | None = None
+        self._selected: list[tuple[AlertRule, list[Selected]]] = []
+        self._conditions: dict[tuple[str, str], Condition] = {}
+        self.alerts: dict[str, Raised] = {}
+        """The alerts that last, and those that ended within `SETTLE_S`, by id."""
+        self._of: dict[tuple[str, str], Raised] = {}
+        """The lasting alert of each rule and subject."""
+        self.rules: dict[str, AlertRule] = {}
+        self.set_rules(rules)
+
+    def set_rules(self, rules: Sequence[AlertRule]) -> None:
+        """Replace the rules. Conditions of rules that have not changed keep their state."""
+        former, self.rules = self.rules, {rule.name: rule for rule in rules}
+        kept = {name for name, rule in self.rules.items() if former.get(name) == rule}
+        self._conditions = {
+            key: condition for key, condition in self._conditions.items() if condition.rule.name in kept
+        }
+        self._layout = None
+
+    def restore(self, alerts: Iterable[Raised]) -> None:
+        """Continue with alerts that an earlier run left without an end."""
+        for alert in alerts:
+            rule = self.rules.get(alert.rule)
+            self.alerts[alert.id] = self._of[alert.rule, alert.where] = alert
+            alert.announced = alert.known = True
+            if rule is None:
+                continue
+            condition = Condition(rule, alert.where, alert.scope, "firing", alert.since, alert.raised_at)
+            self._conditions[alert.rule, alert.where] = condition
+
+    def step(self, sample: TelemetrySample) -> list[Transition]:
+        """Apply a sample and return the transitions that it causes."""
+        if sample.layout is not self._layout:
+            self._layout = sample.layout
+            self._selected = [
+                (rule, list(select(sample.layout, rule.figure, rule.per, bool(rule.texts))))
+                for rule in self.rules.values()
+            ]
+        self._causes.observe(sample)
+        ended = list(self._update(sample))
+        self._suppress(sample.at)
+        transitions = [*self._announce(sample.at), *ended]
+        self._forget(sample.at)
+        return transitions
+
+    def _update(self, sample: TelemetrySample) -> Iterator[Transition]:
+        at, numbers = sample.at, sample.numbers
+        for rule, selected in self._selected:
+            for figure in selected:
+                key = (rule.name, figure.where)
+                condition = self._conditions.get(key)
+                if condition is None:
+                    condition = self._conditions[key] = Condition(rule, figure.where, figure.scope)
+                elif condition.seen_at == at:
+                    continue  # Two texts of one subject, such as two reasons for throttling, are one alert.
+                value = None
+                if figure.position >= 0:
+                    value = numbers[figure.position]
+                    if figure.per >= 0:
+                        per = numbers[figure.per]
+                        value = value / per if per > 0 else None
+                    if value is not None and value != value:
+                        value = None
+                result = condition.update(at, value, figure.text, figure.remedy)
+                if result:
+                    condition.scope = figure.scope
+                    self._raise(condition)
+                elif result is False:
+                    yield from self._end(condition, at)
+        for key, condition in list(self._conditions.items()):
+            if condition.seen_at != at:
+                if condition.miss(at) is False:
+                    yield from self._end(condition, at)
+                if condition.phase == "ok":
+                    del self._conditions[key]
+        for key, alert in list(self._of.items()):
+            if key not in self._conditions:
+                # The rule was removed or changed.
+                yield from self._end_alert(key, alert, at)
+
+    def _raise(self, condition: Condition) -> None:
+        rule, at = condition.rule, condition.raised_at
+        identity = f"{rule.name} {condition.where} {at:.3f}".encode()
+        alert = Raised(
+            id=hashlib.blake2s(identity, digest_size=4).hexdigest(),
+            rule=rule.name,
+            severity=rule.severity,
+            where=condition.where,
+            what=filled(rule, condition),
+            cause=self._causes.find(condition),
+            remedy=rule.remedy.format(remedy=condition.remedy),
+            since=condition.since,
+            raised_at=at,
+            value=condition.value,
+            threshold=threshold(rule),
+            unit=rule.unit,
+            scope=condition.scope,
+        )
+        self.alerts[alert.id] = self._of[rule.name, condition.where] = alert
+
+    def _end(self, condition: Condition, at: float) -> Iterator[Transition]:
+        key = (condition.rule.name, condition.where)
+        if (alert := self._of.get(key)) is not None:
+            yield from self._end_alert(key, alert, at)
+
+    def _end_alert(self, key: tuple[str, str], alert: Raised, at: float) -> Iterator[Transition]:
+        del self._of[key]
+        alert.ended_at = at
+        if alert.known:
+            yield Transition(at, "ended", alert)
+
+    def _suppress(self, at: float) -> None:
+        """Find the alert that explains each alert."""
+        for alert in self.alerts.values():
+            alert.explains = []
+        for alert in self._of.values():
+            cause = self._explanation(alert)
+            alert.suppressed_by = "" if cause is None else cause.id
+        for alert in self._of.values():
+            if alert.suppressed_by:
+                root = self.alerts[alert.suppressed_by]
+                while root.suppressed_by and (above := self.alerts.get(root.suppressed_by)) is not None:
+                    root = above
+                root.explains.append(alert.where)
+
+    def _explanation(self, alert: Raised) -> Raised | None:
+        rule = self.rules.get(alert.rule)
+        for other in self.alerts.values():
+            if other is alert:
+                continue
+            if rule is not None and other.rule in rule.downstream_of and related(other.scope, alert.scope):
+                return other
+            if _is_head(other, alert):
+                return other
+        return None
+
+    def _announce(self, at: float) -> Iterator[Transition]:
+        for alert in list(self._of.values()):
+            if alert.suppressed_by:
+                if alert.announced:
+                    alert.announced = False
+                    yield Transition(at, "suppressed", alert)
+            elif not alert.announced and self._conditions[alert.rule, alert.where].clear_since is None:
+                # An alert that is no longer explained but about to end is not worth an announcement.
+                alert.announced = alert.known = True
+                yield Transition(at, "raised", alert)
+
+    def _forget(self, at: float) -> None:
+        for alert in list(self.alerts.values()):
+            if alert.ended_at is not None and at - alert.ended_at > SETTLE_S:
+                del self.alerts[alert.id]
+
+
+def _is_head(other: Raised, alert: Raised) -> bool:
+    """Return whether `alert` is grouped under the alert `other`, which lasts and was raised first."""
+    if other.rule != alert.rule or other.ended_at is not None or other.suppressed_by:
+        return False
+    first = (other.raised_at, other.id) < (alert.raised_at, alert.id)
+    return first and alert.raised_at - other.raised_at <= GROUP_S
+
+
+def evaluate(rules: Sequence[AlertRule], samples: Iterable[TelemetrySample]) -> Iterator[Transition]:
+    """Yield the transitions of the rules' alerts over a history."""
+    evaluator = Evaluator(rules)
+    for sample in samples:
+        yield from evaluator.step(sample)

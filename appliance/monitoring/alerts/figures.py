@@ -1,0 +1,118 @@
+"""Finds the figures that a rule's pattern selects, and what they belong to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from store.samples import TelemetryLayout
+
+Scope = frozenset[tuple[str, str]]
+"""The models, replicas, GPUs and tenants that an alert concerns, each as its kind and name."""
+
+_KINDS = {
+    "models": "model",
+    "replicas": "replica",
+    "kv": "replica",
+    "batches": "replica",
+    "gpus": "GPU",
+    "tenants": "tenant",
+    "fronts": "front",
+    "processes": "process",
+    "classes": "class",
+    "drains": "drain",
+    "current_problems": "problem",
+}
+"""Kind of the entries of each list that has subjects of alerts."""
+_PLAIN = ("replica", "front", "process", "problem")
+"""Kinds whose names are understood without the kind."""
+_ENTRY = re.compile(r"([A-Za-z_0-9]+)\[([^\]]*)\]")
+
+
+class Selected(NamedTuple):
+    """A figure that a rule selects."""
+
+    name: str
+    where: str
+    """The subject of its alert, such as "demo-1", "GPU 3" or "queue"."""
+    scope: Scope
+    position: int
+    """Position among the sample's numbers; -1 for a text."""
+    per: int
+    """Position of the figure by which it is divided; -1 without."""
+    text: str
+    """Value of a text."""
+    remedy: str
+    """Text of the field `remedy` beside the figure."""
+
+
+def select(layout: TelemetryLayout, pattern: str, per: str, is_text: bool) -> Iterator[Selected]:
+    """Yield the figures of a layout that match the pattern. If the figure `per` is missing, nothing is
+    yielded for it."""
+    matching = _pattern(pattern)
+    values = layout.texts if is_text else layout.figures
+    for name, value in values.items():
+        if not matching.fullmatch(name):
+            continue
+        parent = name.rpartition(".")[0]
+        divisor = -1
+        if per:
+            found = layout.figures.get(per if "." in per or not parent else f"{parent}.{per}")
+            if found is None:
+                continue
+            divisor = found
+        where, scope = subject(layout, name)
+        text = value if isinstance(value, str) else ""
+        position = -1 if isinstance(value, str) else value
+        remedy = layout.texts.get(f"{parent}.remedy", "") if parent else ""
+        yield Selected(name, where, scope, position, divisor, text, remedy)
+
+
+def subject(layout: TelemetryLayout, name: str) -> tuple[str, Scope]:
+    """Return what a figure belongs to, in words and as a scope."""
+    scope: set[tuple[str, str]] = set()
+    where = name.partition(".")[0]
+    for match in _ENTRY.finditer(name):
+        kind, key = _KINDS.get(match[1]), match[2]
+        if kind is None:
+            continue
+        where = key if kind in _PLAIN else f"{kind} {key}"
+        scope.update(_related(layout, kind, key, name[: match.end()]))
+    return where, frozenset(scope)
+
+
+def _related(layout: TelemetryLayout, kind: str, key: str, entry: str) -> Iterator[tuple[str, str]]:
+    texts = layout.texts
+    if kind == "problem":
+        word, _, rest = key.partition(" ")
+        kind, key = (
+            ("model", rest) if word == "model" else ("front" if word.startswith("front-") else "replica", key)
+        )
+    yield kind, key
+    if (model := texts.get(f"{entry}.model")) is not None:
+        yield "model", model
+    if kind == "GPU":
+        number = 0
+        while (replica := texts.get(f"{entry}.replicas[{number}]")) is not None:
+            yield "replica", replica
+            yield from ((("model", model),) if (model := texts.get(f"kv[{replica}].model")) else ())
+            number += 1
+
+
+def related(one: Scope, other: Scope) -> bool:
+    """Return whether two alerts can have the same cause: for each kind that both scopes name, they have a
+    name in common."""
+    kinds = {kind for kind, _ in one} & {kind for kind, _ in other}
+    return all(any(kind == shared for shared, _ in one & other) for kind in kinds)
+
+
+def matches_text(text: str, patterns: list[str]) -> bool:
+    """Return whether a text matches one of the patterns."""
+    return any(fnmatchcase(text, pattern) for pattern in patterns)
+
+
+def _pattern(pattern: str) -> re.Pattern[str]:
+    parts = re.split(r"(\[\*\])", pattern)
+    return re.compile("".join(r"\[[^\]]*\]" if part == "[*]" else re.escape(part) for part in parts))

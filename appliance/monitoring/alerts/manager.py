@@ -1,0 +1,257 @@
+"""The alerts of the running service: evaluates each sample, remembers acknowledgements and silences, writes
+the alerts to `history.db` and passes them to the receivers."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Protocol
+
+import msgspec
+
+from appliance.alert_rules import AlertRule, Severity
+from appliance.monitoring.alerts.evaluation import Evaluator, Raised, Transition
+from appliance.snapshot import Alert, AlertState
+from store.alerts import AlertLog, AlertRow
+from store.samples import TelemetrySample
+from store.structs import Silence
+
+log = logging.getLogger(__name__)
+
+_SHOWN_ENDED = 50
+"""Number of ended alerts that are listed."""
+_SHOWN_ENDED_S = 3600.0
+MAX_SILENCES = 500
+
+
+class Receivers(Protocol):
+    """Receives announced alerts."""
+
+    def send(self, event: str, alert: Alert) -> None:
+        """Pass an alert to the receivers. Must not block."""
+
+
+class AlertManager:
+    """All methods must be called on the event loop's thread."""
+
+    def __init__(
+        self,
+        rules: Sequence[AlertRule],
+        alert_log: AlertLog,
+        receivers: Receivers,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._evaluator = Evaluator(rules)
+        self._log = alert_log
+        self._receivers = receivers
+        self._clock = clock
+        self._acknowledged: dict[str, tuple[str, float]] = {}
+        """Actor and time of each acknowledgement, by the alert's id."""
+        self._silences: dict[str, Silence] = {}
+        self._ended: deque[Alert] = deque(maxlen=_SHOWN_ENDED)
+        self._explained: dict[str, int] = {}
+        """Number of alerts that each alert explains, as last written."""
+
+    def restore(self, alerts: Sequence[AlertRow], silences: Sequence[Silence]) -> None:
+        """Continue with the alerts and silences of the previous run. Alerts that were explained by others are
+        ended, because they are raised again if they last."""
+        lasting = []
+        for row in alerts:
+            if row.suppressed_by:
+                self._log.save(msgspec.structs.replace(row, ended_at=self._clock()))
+                continue
+            lasting.append(_raised(row))
+            if row.acknowledged_by:
+                self._acknowledged[row.id] = (row.acknowledged_by, row.acknowledged_at or row.raised_at)
+        self._evaluator.restore(lasting)
+        self._silences = {silence.id: silence for silence in silences}
+
+    def set_rules(self, rules: Sequence[AlertRule]) -> None:
+        """Replace the rules."""
+        self._evaluator.set_rules(rules)
+
+    def observe(self, sample: TelemetrySample) -> None:
+        """Evaluate the rules on a sample."""
+        for transition in self._evaluator.step(sample):
+            self._announce(transition)
+        for alert in self._evaluator.alerts.values():
+            if alert.announced and self._explained.get(alert.id, 0) != len(alert.explains):
+                self._save(alert)
+        self._explained = {one.id: len(one.explains) for one in self._evaluator.alerts.values()}
+
+    def list(self) -> list[Alert]:
+        """Return the alerts that last and are not explained by others, and those that ended within the last
+        hour; the newest first."""
+        lasting = [
+            self._shown(alert)
+            for alert in self._evaluator.alerts.values()
+            if alert.announced and alert.ended_at is None
+        ]
+        since = self._clock() - _SHOWN_ENDED_S
+        ended = [alert for alert in self._ended if (alert.ended_at or 0.0) >= since]
+        return sorted([*lasting, *ended], key=lambda alert: -(alert.since or 0.0))
+
+    def silences(self) -> Sequence[Silence]:
+        """Return the silences that last, oldest first."""
+        now = self._clock()
+        return [silence for silence in self._silences.values() if silence.until > now]
+
+    def acknowledge(self, alert_id: str, actor: str) -> Alert:
+        """Record that an operator takes care of an alert. Raises LookupError for an alert that does not last,
+        and ValueError if it is acknowledged already."""
+        alert = self._evaluator.alerts.get(alert_id)
+        if alert is None or alert.ended_at is not None or not alert.announced:
+            raise LookupError(f"no alert with id {alert_id!r} lasts: see the ids in: appliance alerts list")
+        if (known := self._acknowledged.get(alert_id)) is not None:
+            raise ValueError(f"alert {alert_id} has already been acknowledged by {known[0]}")
+        self._acknowledged[alert_id] = (actor, self._clock())
+        self._save(alert)
+        return self._shown(alert)
+
+    def silence(self, rule: str, subject: str, for_s: float, reason: str, actor: str) -> Silence:
+        """Do not announce alerts of matching rules and subjects for a time. Raises ValueError if too many
+        silences last."""
+        now = self._clock()
+        self._silences = {one.id: one for one in self._silences.values() if one.until > now}
+        if len(self._silences) >= MAX_SILENCES:
+            raise ValueError(
+                f"there are already {MAX_SILENCES} silences: end one with: appliance alerts unsilence ID"
+            )
+        silence = Silence(
+            id=secrets.token_hex(4),
+            rule=rule,
+            subject=subject,
+            until=now + for_s,
+            reason=reason,
+            created_by=actor,
+            created_at=now,
+        )
+        self._silences[silence.id] = silence
+        self._log.save_silence(silence)
+        return silence
+
+    def unsilence(self, silence_id: str) -> Silence:
+        """End a silence. Raises LookupError for an unknown id."""
+        silence = self._silences.pop(silence_id, None)
+        if silence is None:
+            raise LookupError(f"no silence has id {silence_id!r}: see the ids in: appliance alerts list")
+        self._log.remove_silence(silence_id)
+        return silence
+
+    def _announce(self, transition: Transition) -> None:
+        raised, event = transition.alert, transition.event
+        alert = self._shown(raised)
+        self._save(raised)
+        if event == "ended":
+            self._acknowledged.pop(raised.id, None)
+            if not raised.suppressed_by:
+                self._ended.append(alert)
+        if raised.suppressed_by:
+            log.info(
+                "alert %s (%s: %s) is explained by alert %s",
+                alert.id,
+                alert.rule,
+                alert.where,
+                raised.suppressed_by,
+            )
+        elif self._silence_of(raised) is not None:
+            log.info("alert %s %s, silenced: %s", alert.id, event, alert.what)
+        else:
+            level = logging.WARNING if event == "raised" else logging.INFO
+            log.log(
+                level,
+                "alert %s %s: %s: %s; likely cause: %s",
+                alert.id,
+                event,
+                alert.rule,
+                alert.what,
+                alert.cause,
+            )
+            self._receivers.send(event, alert)
+
+    def _shown(self, alert: Raised) -> Alert:
+        silence = self._silence_of(alert)
+        acknowledged_by, _ = self._acknowledged.get(alert.id, ("", 0.0))
+        return Alert(
+            id=alert.id,
+            rule=alert.rule,
+            severity=alert.severity,
+            state=_state(alert, silence, acknowledged_by),
+            where=alert.where,
+            what=alert.what,
+            cause=alert.cause,
+            remedy=alert.remedy,
+            since=alert.since,
+            ended_at=alert.ended_at,
+            value=alert.value,
+            threshold=alert.threshold,
+            unit=alert.unit,
+            suppressed=len(alert.explains),
+            acknowledged_by=acknowledged_by,
+            silenced_until=None if silence is None else silence.until,
+        )
+
+    def _silence_of(self, alert: Raised) -> Silence | None:
+        """Return the silence that covers the alert and lasts longest."""
+        matching = [
+            silence
+            for silence in self.silences()
+            if fnmatchcase(alert.rule, silence.rule) and fnmatchcase(alert.where, silence.subject)
+        ]
+        return max(matching, key=lambda silence: silence.until, default=None)
+
+    def _save(self, alert: Raised) -> None:
+        acknowledged_by, acknowledged_at = self._acknowledged.get(alert.id, ("", None))
+        self._log.save(
+            AlertRow(
+                id=alert.id,
+                rule=alert.rule,
+                severity=alert.severity,
+                subject=alert.where,
+                what=alert.what,
+                cause=alert.cause,
+                remedy=alert.remedy,
+                since=alert.since,
+                raised_at=alert.raised_at,
+                ended_at=alert.ended_at,
+                value=alert.value,
+                threshold=alert.threshold,
+                unit=alert.unit,
+                scope=msgspec.json.encode(sorted(alert.scope)).decode(),
+                suppressed_by=alert.suppressed_by,
+                suppressed=len(alert.explains),
+                acknowledged_by=acknowledged_by,
+                acknowledged_at=acknowledged_at,
+            )
+        )
+
+
+def _state(alert: Raised, silence: Silence | None, acknowledged_by: str) -> AlertState:
+    if alert.ended_at is not None:
+        return "resolved"
+    if silence is not None:
+        return "silenced"
+    return "acknowledged" if acknowledged_by else "firing"
+
+
+def _raised(row: AlertRow) -> Raised:
+    scope = msgspec.json.decode(row.scope, type=list[tuple[str, str]])
+    return Raised(
+        id=row.id,
+        rule=row.rule,
+        severity=msgspec.convert(row.severity, Severity),
+        where=row.subject,
+        what=row.what,
+        cause=row.cause,
+        remedy=row.remedy,
+        since=row.since,
+        raised_at=row.raised_at,
+        value=row.value,
+        threshold=row.threshold,
+        unit=row.unit,
+        scope=frozenset(scope),
+    )

@@ -1,0 +1,105 @@
+"""The recent values of one figure, in a bounded number of buckets: rate, change, deviation and trend."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+_BUCKETS = 60
+_MIN_BUCKETS = 10
+"""Number of buckets without which there is no trend and no deviation."""
+_MIN_RELATIVE_DEVIATION = 0.05
+"""Least standard deviation, as a fraction of the mean, so that a figure that was constant does not deviate
+by its first small change."""
+_MIN_FIT = 0.5
+"""Least coefficient of determination of a trend. Below it, the figure varies without a direction."""
+
+
+class _Bucket:
+    __slots__ = ("begin", "count", "high", "last", "low", "total")
+
+    def __init__(self, begin: float, value: float) -> None:
+        self.begin = begin
+        self.count = 1
+        self.total = self.low = self.high = self.last = value
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.total += value
+        self.low, self.high, self.last = min(self.low, value), max(self.high, value), value
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+
+class Window:
+    """The values of the last `window_s` seconds."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._bucket_s = window_s / _BUCKETS
+        self._buckets: deque[_Bucket] = deque()
+        self._at = -math.inf
+
+    def add(self, at: float, value: float) -> None:
+        """Add a value. Times must increase; a value with an earlier time is ignored."""
+        if at <= self._at:
+            return
+        self._at = at
+        buckets = self._buckets
+        if buckets and at < buckets[-1].begin + self._bucket_s:
+            buckets[-1].add(value)
+        else:
+            buckets.append(_Bucket(at, value))
+        while buckets[0].begin <= at - self._window_s - self._bucket_s:
+            buckets.popleft()
+
+    def change(self) -> float:
+        """Return the difference between the maximum and the minimum."""
+        return max(one.high for one in self._buckets) - min(one.low for one in self._buckets)
+
+    def rate(self) -> float | None:
+        """Return the increase per second. None within the first seconds, or if a counter was reset."""
+        first, last = self._buckets[0], self._buckets[-1]
+        span_s = self._at - first.begin
+        if span_s < min(self._window_s / 2, 30.0) or last.last < first.low:
+            return None
+        return (last.last - first.low) / span_s
+
+    def deviation(self, value: float) -> float | None:
+        """Return the distance of `value` from the mean of the earlier values, in standard deviations. None
+        without enough earlier values."""
+        earlier = [one.mean for one in self._buckets][: -max(1, _BUCKETS // 10)]
+        if len(earlier) < _MIN_BUCKETS:
+            return None
+        mean = math.fsum(earlier) / len(earlier)
+        variance = math.fsum((one - mean) ** 2 for one in earlier) / len(earlier)
+        least = max(abs(mean) * _MIN_RELATIVE_DEVIATION, 1e-9)
+        return (value - mean) / max(math.sqrt(variance), least)
+
+    def time_to(self, target: float) -> float | None:
+        """Return the number of seconds until the figure reaches `target` if its trend continues; infinity if
+        it does not approach the target. None without enough values.
+
+        The trend is the least-squares line through the means of the buckets.
+        """
+        points = [(one.begin - self._at, one.mean) for one in self._buckets]
+        if len(points) < _MIN_BUCKETS or -points[0][0] < self._window_s / 4:
+            return None
+        mean_x = math.fsum(x for x, _ in points) / len(points)
+        mean_y = math.fsum(y for _, y in points) / len(points)
+        sxx = math.fsum((x - mean_x) ** 2 for x, _ in points)
+        sxy = math.fsum((x - mean_x) * (y - mean_y) for x, y in points)
+        syy = math.fsum((y - mean_y) ** 2 for _, y in points)
+        if sxx <= 0 or syy <= 0 or sxy * sxy / (sxx * syy) < _MIN_FIT:
+            return math.inf
+        slope = sxy / sxx
+        now = mean_y - slope * mean_x
+        left = (target - now) / slope
+        return left if left > 0 else 0.0 if _passed(now, target, slope) else math.inf
+
+
+def _passed(now: float, target: float, slope: float) -> bool:
+    """Return whether the figure has reached the target and still moves in that direction."""
+    return now >= target if slope > 0 else now <= target

@@ -1,0 +1,127 @@
+"""The alerts in `history.db`: every alert with its beginning, end and acknowledgement, and the silences that
+operators have set. `AlertLog` writes through the writer thread and never blocks."""
+
+from __future__ import annotations
+
+import sqlite3
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from store.database import reading
+from store.schemas import HISTORY
+from store.structs import Silence
+from store.writer import Writer
+
+MAX_ALERTS = 10_000
+"""Number of ended alerts that are kept."""
+
+
+class AlertRow(msgspec.Struct, frozen=True, kw_only=True):
+    """An alert. Times are in unix seconds. The fields are the table's columns."""
+
+    id: str
+    rule: str
+    severity: str
+    subject: str
+    """The model, replica, front, GPU, tenant or other part that the alert concerns."""
+    what: str
+    cause: str
+    remedy: str
+    since: float
+    """When the condition began."""
+    raised_at: float
+    ended_at: float | None = None
+    value: float | None = None
+    threshold: float | None = None
+    unit: str = ""
+    scope: str = "[]"
+    """Kinds and names of the parts that the alert concerns, as JSON."""
+    suppressed_by: str = ""
+    """Id of the alert that explains this alert."""
+    suppressed: int = 0
+    """Number of alerts that this alert explains."""
+    acknowledged_by: str = ""
+    acknowledged_at: float | None = None
+
+
+_COLUMNS = AlertRow.__struct_fields__
+_SILENCE_COLUMNS = Silence.__struct_fields__
+_SAVE = f"INSERT OR REPLACE INTO alerts ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
+_SAVE_SILENCE = (
+    f"INSERT OR REPLACE INTO silences ({', '.join(_SILENCE_COLUMNS)}) "
+    f"VALUES ({', '.join('?' * len(_SILENCE_COLUMNS))})"
+)
+
+
+class AlertLog:
+    """Writes alerts and silences through `writer`, whose schema must be `store.schemas.HISTORY`."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+
+    def save(self, alert: AlertRow) -> bool:
+        """Write the current state of an alert. Returns False if it was dropped."""
+        return self._writer.submit(partial(_execute, _SAVE, msgspec.structs.astuple(alert)))
+
+    def save_silence(self, silence: Silence) -> bool:
+        """Write a silence. Returns False if it was dropped."""
+        return self._writer.submit(partial(_execute, _SAVE_SILENCE, msgspec.structs.astuple(silence)))
+
+    def remove_silence(self, silence_id: str) -> bool:
+        """Remove a silence. Returns False if the change was dropped."""
+        return self._writer.submit(partial(_execute, "DELETE FROM silences WHERE id = ?", (silence_id,)))
+
+
+class AlertReader:
+    """Reads alerts and silences at `path`. Raises a `StoreError` if the database cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def open(self) -> list[AlertRow]:
+        """Return the alerts that have not ended, oldest first."""
+        return self._alerts("WHERE ended_at IS NULL ORDER BY raised_at", ())
+
+    def newest(self, limit: int) -> list[AlertRow]:
+        """Return the newest alerts, oldest first."""
+        return self._alerts("ORDER BY raised_at DESC LIMIT ?", (limit,))[::-1]
+
+    def lasting(self, at: float) -> list[AlertRow]:
+        """Return the alerts that lasted at a time (unix seconds), oldest first."""
+        return self._alerts(
+            "WHERE raised_at <= ? AND (ended_at IS NULL OR ended_at > ?) ORDER BY raised_at", (at, at)
+        )
+
+    def silences(self, now: float) -> list[Silence]:
+        """Return the silences that have not ended at `now`."""
+        with reading(self.path, HISTORY) as connection:
+            rows = connection.execute(
+                f"SELECT {', '.join(_SILENCE_COLUMNS)} FROM silences WHERE until > ? ORDER BY created_at",
+                (now,),
+            ).fetchall()
+        return [Silence(**dict(zip(_SILENCE_COLUMNS, row, strict=True))) for row in rows]
+
+    def _alerts(self, clauses: str, values: tuple[Any, ...]) -> list[AlertRow]:
+        with reading(self.path, HISTORY) as connection:
+            rows = connection.execute(
+                f"SELECT {', '.join(_COLUMNS)} FROM alerts {clauses}", values
+            ).fetchall()
+        return [AlertRow(**dict(zip(_COLUMNS, row, strict=True))) for row in rows]
+
+
+def remove_alerts(connection: sqlite3.Connection, now: float) -> int:
+    """Remove the oldest ended alerts above `MAX_ALERTS`, and the silences that have ended. Returns the number
+    of removed rows."""
+    alerts = connection.execute(
+        "DELETE FROM alerts WHERE id IN (SELECT id FROM alerts WHERE ended_at IS NOT NULL "
+        "ORDER BY raised_at DESC LIMIT 100 OFFSET ?)",
+        (MAX_ALERTS,),
+    ).rowcount
+    return alerts + connection.execute("DELETE FROM silences WHERE until <= ?", (now,)).rowcount
+
+
+def _execute(sql: str, values: tuple[object, ...], connection: sqlite3.Connection) -> None:
+    connection.execute(sql, values)

@@ -1,0 +1,196 @@
+"""Reads the telemetry in `history.db` from any process: the service at one time, the series of a figure, and
+all samples in turn."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from store.database import reading
+from store.errors import StoreError
+from store.samples import TelemetryLayout, TelemetrySample, unpack, unpack_figure
+from store.schemas import HISTORY
+from store.telemetry import RESOLUTIONS, Resolution, unpack_interval
+
+_VALID_S = 2.5
+"""A sample per second stands for the service until the next sample, but not for longer than this."""
+_PAGE_ROWS = 600
+"""Rows that are read through one connection. A reader that keeps its connection open would keep the service
+from leaving WAL mode when it stops."""
+
+
+class RecordedSample(NamedTuple):
+    """A sample as recorded."""
+
+    sample: TelemetrySample
+    """The values of one second, or the means of an interval that begins at `sample.at`."""
+    resolution_s: int
+    low: array[float]
+    """The minimum of each figure in the interval."""
+    high: array[float]
+
+
+class SeriesPoint(NamedTuple):
+    """The value of a figure at a second, or in an interval that begins at `at`."""
+
+    at: float
+    mean: float
+    low: float
+    high: float
+
+
+class TelemetryReader:
+    """Reads the telemetry at `path`. Calls block for milliseconds, and raise a `StoreError` if the database
+    cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._layouts: dict[int, TelemetryLayout] = {}
+
+    @property
+    def finest(self) -> Resolution:
+        """The finest resolution."""
+        return RESOLUTIONS[0]
+
+    def span(self) -> tuple[float, float] | None:
+        """Return the times of the oldest and the newest sample; None if there is none."""
+        with reading(self.path, HISTORY) as connection:
+            ends = [_ends(connection, resolution) for resolution in RESOLUTIONS]
+        known = [end for end in ends if end is not None]
+        if not known:
+            return None
+        return min(first for first, _ in known) / 1000, max(last for _, last in known) / 1000
+
+    def begin(self, resolution: Resolution) -> float | None:
+        """Return the time of the oldest sample of a resolution; None if there is none."""
+        with reading(self.path, HISTORY) as connection:
+            ends = _ends(connection, resolution)
+        return None if ends is None else ends[0] / 1000
+
+    def snapshot(self, at: float) -> RecordedSample | None:
+        """Return the sample of the finest resolution that covers the time `at` (unix seconds). None means
+        that the service was not running then, or that the sample has been removed."""
+        with reading(self.path, HISTORY) as connection:
+            for resolution in RESOLUTIONS:
+                row = connection.execute(
+                    f"SELECT at, layout, numbers FROM {resolution.table} "
+                    "WHERE at <= ? AND at > ? ORDER BY at DESC LIMIT 1",
+                    (at * 1000, (at - max(_VALID_S, resolution.seconds)) * 1000),
+                ).fetchone()
+                if row is not None:
+                    return self._recorded(connection, resolution, row)
+        return None
+
+    def series(self, figure: str, since: float, until: float, limit: int = 4000) -> list[SeriesPoint]:
+        """Return a figure between two times, oldest first, in the finest resolution that covers the time span
+        with at most `limit` points. Times without a value are omitted.
+
+        The newest interval of a coarse table is not complete, so the series ends with finer points.
+        """
+        points: list[SeriesPoint] = []
+        with reading(self.path, HISTORY) as connection:
+            begin, end = round(since * 1000), round(until * 1000)
+            first = _choose(connection, begin, end, limit)
+            for number in range(first, -1, -1):
+                resolution = RESOLUTIONS[number]
+                for row in _rows(connection, resolution, begin, end):
+                    begin = row[0] + resolution.milliseconds
+                    if (point := self._point(connection, resolution, row, figure)) is not None:
+                        points.append(point)
+        return points
+
+    def samples(self, since: float, until: float, resolution: Resolution) -> Iterator[RecordedSample]:
+        """Yield all samples of one resolution between two times, oldest first."""
+        begin, end = round(since * 1000), round(until * 1000)
+        while True:
+            with reading(self.path, HISTORY) as connection:
+                page = [
+                    (row[0], self._recorded(connection, resolution, row))
+                    for row in _rows(connection, resolution, begin, end, _PAGE_ROWS)
+                ]
+            for at, recorded in page:
+                yield recorded
+                begin = at + 1
+            if len(page) < _PAGE_ROWS:
+                return
+
+    def _recorded(
+        self, connection: sqlite3.Connection, resolution: Resolution, row: tuple[int, int, bytes]
+    ) -> RecordedSample:
+        at, layout_id, packed = row
+        rows = self._unpack(packed, resolution)
+        sample = TelemetrySample(at / 1000, self._layout(connection, layout_id), rows[0])
+        return RecordedSample(sample, resolution.seconds, rows[-2 % len(rows)], rows[-1])
+
+    def _point(
+        self, connection: sqlite3.Connection, resolution: Resolution, row: tuple[int, int, bytes], figure: str
+    ) -> SeriesPoint | None:
+        at, layout_id, packed = row
+        position = self._layout(connection, layout_id).figures.get(figure)
+        if position is None:
+            return None
+        with self._damage_reported():
+            mean, *distances = unpack_figure(packed, resolution.rows, position)
+        if math.isnan(mean):
+            return None
+        below, above = distances or (0.0, 0.0)
+        return SeriesPoint(at / 1000, mean, mean - below, mean + above)
+
+    def _unpack(self, packed: bytes, resolution: Resolution) -> list[array[float]]:
+        with self._damage_reported():
+            return unpack(packed, 1) if resolution.rows == 1 else unpack_interval(packed)
+
+    @contextmanager
+    def _damage_reported(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            raise StoreError(f"{self.path}: {error}: restore the file from a backup") from error
+
+    def _layout(self, connection: sqlite3.Connection, layout_id: int) -> TelemetryLayout:
+        known = self._layouts.get(layout_id)
+        if known is None:
+            row = connection.execute(
+                "SELECT document FROM telemetry_layouts WHERE id = ?", (layout_id,)
+            ).fetchone()
+            if row is None:
+                raise StoreError(
+                    f"{self.path} has no telemetry layout {layout_id}: restore the file from a backup"
+                )
+            known = self._layouts[layout_id] = TelemetryLayout.unpacked(row[0])
+        return known
+
+
+def _ends(connection: sqlite3.Connection, resolution: Resolution) -> tuple[int, int] | None:
+    # Two queries, because SQLite answers each from the ends of the index, but reads all rows for both.
+    table = resolution.table
+    first = connection.execute(f"SELECT min(at) FROM {table}").fetchone()[0]
+    last = connection.execute(f"SELECT max(at) FROM {table}").fetchone()[0]
+    return None if first is None else (first, last)
+
+
+def _choose(connection: sqlite3.Connection, begin: int, end: int, limit: int) -> int:
+    """Return the index of the finest resolution that covers the time span with at most `limit` points."""
+    ends = [_ends(connection, resolution) for resolution in RESOLUTIONS]
+    oldest = min((found[0] for found in ends if found is not None), default=begin)
+    start = max(begin, oldest)
+    for number, resolution in enumerate(RESOLUTIONS):
+        found = ends[number]
+        few = (end - start) / resolution.milliseconds <= limit
+        if few and found is not None and found[0] <= start + RESOLUTIONS[-1].milliseconds:
+            return number
+    return len(RESOLUTIONS) - 1
+
+
+def _rows(
+    connection: sqlite3.Connection, resolution: Resolution, begin: int, end: int, limit: int = -1
+) -> Iterator[tuple[int, int, bytes]]:
+    return connection.execute(
+        f"SELECT at, layout, numbers FROM {resolution.table} WHERE at >= ? AND at <= ? ORDER BY at LIMIT ?",
+        (begin, end, limit),
+    )

@@ -1,0 +1,111 @@
+"""Tests of the alert commands against the real core, with fake fronts and replicas."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from store.schemas import HISTORY
+from store.telemetry import TelemetryLog
+from store.writer import Writer
+from tests.core.conftest import ROOT, Service, make_service, wait_until
+from tests.core.test_alerting import kill_replica
+from tests.monitoring.histories import history
+
+pytestmark = pytest.mark.system
+Make = Callable[..., Service]
+__all__ = ["make_service"]
+
+RULE = """
+[[alerts.rules]]
+name = "busy"
+figure = "queue.waiting"
+above = 50.0
+for_s = 5.0
+what = "{value} requests are waiting"
+"""
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "appliance.cli", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Iterator[Path]:
+    """Record a history in which 60 requests wait from second 30 to second 60."""
+
+    def change(second: int, tree: dict[str, Any]) -> None:
+        tree["queue"]["waiting"] = 60 if 30 <= second < 60 else 0
+
+    path = tmp_path / "history.db"
+    writer = Writer(path, HISTORY, synchronous="NORMAL")
+    writer.start()
+    telemetry = TelemetryLog(writer)
+    now = time.time() - 200
+    for number, sample in enumerate(history(150, change)):
+        telemetry.record(type(sample)(now + number, sample.layout, sample.numbers))
+    writer.close()
+    yield path
+
+
+def test_rules_are_tested_on_a_recorded_history(recorded: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.toml"
+    rules.write_text(RULE)
+    found = json.loads(run("alerts", "test", rules, "--on", recorded, "--json"))
+    assert found["samples"] == 150 and found["lasting"] == 0
+    [raised, ended] = found["transitions"]
+    assert (raised["event"], raised["rule"], raised["what"]) == ("raised", "busy", "60 requests are waiting")
+    assert raised["at"] - found["since"] == pytest.approx(35, abs=0.1)
+    assert (ended["event"], ended["at"] - found["since"]) == ("ended", pytest.approx(90, abs=0.1))
+    assert "1 alert in 150 samples" in run("alerts", "test", rules, "--on", recorded)
+    assert "0 alerts in 150 samples" in run("alerts", "test", "built-in", "--on", recorded)
+
+
+def test_a_wrong_rule_is_reported_with_its_line_and_remedy(recorded: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.toml"
+    rules.write_text(
+        RULE + '\n[[alerts.rules]]\nname = "two"\nfigure = "queue.waiting"\nabove = 1\nbelow = 1\n'
+    )
+    said = run("alerts", "test", rules, "--on", recorded, code=1)
+    assert f"{rules}:12: rule 'two' has 2 thresholds: set exactly one of above, below and texts" in said
+    rules.write_text(RULE.replace("above", "abve"))
+    said = run("alerts", "test", rules, "--on", recorded, code=1)
+    assert f"{rules}:5: alerts.rules.1.abve is not a setting: did you mean 'above'?" in said
+    assert "is not a file" in run("alerts", "test", tmp_path / "none", "--on", recorded, code=2)
+
+
+def test_alerts_are_listed_acknowledged_and_silenced(make_service: Make) -> None:
+    service = make_service()
+    service.start()
+    service.wait_ready()
+    at = ("--run-dir", service.run_dir)
+    assert run("alerts", "list", *at) == "no alerts within the last hour\n"
+    time.sleep(1.5)
+    kill_replica(service)
+    wait_until(lambda: run("alerts", "list", "--json", *at) != "[]\n")
+    [alert] = json.loads(run("alerts", "list", "--json", *at))
+    assert (alert["rule"], alert["state"], alert["where"]) == ("replica-down", "firing", "m-0")
+    assert "acknowledged: m-0 does not answer" in run("alerts", "ack", alert["id"], *at)
+    listed = run("alerts", "list", *at)
+    assert "CRITICAL  m-0 does not answer" in listed and "acknowledged by uid:" in listed
+    assert "likely cause: m-0 ended" in listed and "next step: wait for the restart" in listed
+    said = run("alerts", "silence", "replica-down", "--for", "2h", "--reason", "planned", *at)
+    assert said.startswith("silence ") and ": planned" in said
+    assert "silenced" in run("alerts", "list", *at)
+    run("alerts", "unsilence", said.split()[1].rstrip(":"), *at)
+    assert "is too long: use at most 30d" in run("alerts", "silence", "x", "--for", "60d", *at, code=2)

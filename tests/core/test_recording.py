@@ -1,0 +1,50 @@
+"""Tests of the recording of telemetry by the real core, with fake fronts and replicas."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from appliance.snapshot import Snapshot
+from store.telemetry_reader import TelemetryReader
+from tests.core.conftest import Service, read_answer, wait_until
+
+pytestmark = pytest.mark.system
+Make = Callable[..., Service]
+
+
+def test_every_second_of_a_replicas_death_can_be_read_back(make_service: Make) -> None:
+    service = make_service()
+    service.start()
+    service.wait_ready()
+    read_answer(service.connect("m 3"))
+    reader = TelemetryReader(service.state_dir / "history.db")
+    [pid] = service.admin.status().models[0].replicas[0].pids
+    killed_at = time.time()
+    os.kill(pid, signal.SIGKILL)
+
+    def recorded() -> list[Snapshot]:
+        seconds = reader.samples(killed_at - 60, time.time(), reader.finest)
+        return [msgspec.convert(one.sample.tree(), Snapshot) for one in seconds]
+
+    wait_until(lambda: any(one.models[0].replicas[0].restarts for one in recorded()))
+    wait_until(lambda: recorded()[-1].models[0].replicas[0].state == "ready")
+    snapshots = recorded()
+    before = [one for one in snapshots if one.at < killed_at]
+    assert all(one.models[0].replicas[0].restarts == 0 for one in before)
+    after = next(one for one in snapshots if one.models[0].replicas[0].restarts)
+    assert "was killed by SIGKILL" in after.models[0].replicas[0].last_error
+    last = snapshots[-1]
+    assert last.totals.ended == 1 and last.tenants[0].name == "default"
+    assert last.latency.e2e is not None and last.latency.e2e.count == 1
+    names = {(process.name, process.role) for process in last.host.processes}
+    assert {("core", "core"), ("front-0", "front"), ("m-0", "replica")} <= names
+    assert service.stop() == 0
+    span = reader.span()
+    assert span is not None and span[0] <= killed_at
+    assert reader.series("totals.ended", span[0], time.time())[-1].mean == 1

@@ -1,0 +1,303 @@
+"""Snapshots of a large service, from a seed: 8 GPUs, 20 tenants and 4 models with two replicas each.
+`scripts/bench_telemetry` also uses them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from appliance.protocol import ClassStatus, FrontStatus, LimitUsage, ModelStatus, ReplicaStatus
+from appliance.snapshot import (
+    Batch,
+    Gpu,
+    GpuProcess,
+    Host,
+    KvCache,
+    Latency,
+    LatencyPercentiles,
+    Process,
+    Queue,
+    Rates,
+    ServiceTotals,
+    Snapshot,
+    TenantUse,
+)
+
+GPUS, TENANTS, MODELS, FRONTS = 8, 20, 4, 4
+
+
+def large_service(at: float, seconds: int, seed: int = 0) -> Iterator[Snapshot]:
+    """Yield one snapshot per second. Figures vary like those of a busy service."""
+    state = _State(random.Random(seed), at)
+    for second in range(seconds):
+        state.advance()
+        yield state.snapshot(at + second + state.rng.uniform(0, 0.002))
+
+
+class _State:
+    def __init__(self, rng: random.Random, at: float) -> None:
+        self.rng = rng
+        self.started_at = at - 1000
+        self.tokens = [0] * GPUS
+        self.prompts = [0] * GPUS
+        self.steps = [0] * GPUS
+        self.requests = [0] * TENANTS
+        self.billed = [0] * TENANTS
+
+    def advance(self) -> None:
+        rng = self.rng
+        for gpu in range(GPUS):
+            self.tokens[gpu] += rng.randint(2500, 3500)
+            self.prompts[gpu] += rng.randint(8000, 20000)
+            self.steps[gpu] += rng.randint(60, 90)
+        for tenant in range(TENANTS):
+            self.requests[tenant] += rng.randint(0, 4)
+            self.billed[tenant] += rng.randint(0, 900)
+
+    def snapshot(self, at: float) -> Snapshot:
+        rng = self.rng
+        replicas = [self._replica(number) for number in range(GPUS)]
+        percentiles = LatencyPercentiles(
+            window_s=60,
+            count=rng.randint(500, 600),
+            p50_ms=rng.gauss(80, 5),
+            p90_ms=150.0,
+            p99_ms=rng.gauss(400, 50),
+        )
+        return Snapshot(
+            at=at,
+            started_at=self.started_at,
+            uptime_s=at - self.started_at,
+            version="0.1.0",
+            pid=100,
+            state="ready",
+            totals=ServiceTotals(
+                prompt_tokens=sum(self.prompts),
+                generated_tokens=sum(self.tokens),
+                cached_tokens=sum(self.prompts) // 3,
+                admitted=sum(self.requests),
+                ended=sum(self.requests),
+                refused=17,
+                failed=3,
+                billed_tokens=sum(self.billed),
+            ),
+            rates=Rates(
+                window_s=5.0, generated_tokens_per_s=rng.gauss(24000, 500), requests_per_s=rng.gauss(40, 3)
+            ),
+            latency=Latency(ttft=percentiles, itl=percentiles, queue=percentiles, e2e=percentiles),
+            queue=Queue(
+                waiting=rng.randint(0, 40),
+                running=rng.randint(300, 400),
+                oldest_wait_s=rng.uniform(0, 0.5),
+                waiting_tokens=rng.randint(0, 40000),
+                limit=1000,
+                classes=[
+                    ClassStatus(
+                        name=f"P{number}",
+                        waiting=rng.randint(0, 10),
+                        oldest_wait_s=rng.uniform(0, 0.3),
+                        expected_wait_s=rng.uniform(0, 0.3),
+                        target_s=float(number),
+                    )
+                    for number in range(4)
+                ],
+            ),
+            batches=[self._batch(replica, number, at) for number, replica in enumerate(replicas)],
+            kv=[_kv(replica, number) for number, replica in enumerate(replicas)],
+            requests=[],
+            gpus=[self._gpu(number) for number in range(GPUS)],
+            models=[
+                ModelStatus(
+                    name=f"model-{number}",
+                    folder=f"/srv/models/model-{number}",
+                    version="0123456789ab",
+                    created=1_700_000_000,
+                    state="ready",
+                    max_model_len=32768,
+                    queued=rng.randint(0, 10),
+                    replicas=replicas[2 * number : 2 * number + 2],
+                )
+                for number in range(MODELS)
+            ],
+            tenants=[self._tenant(number) for number in range(TENANTS)],
+            alerts=[],
+            host=Host(
+                name="gpu-box",
+                cpus=128,
+                cpu_percent=rng.uniform(5, 9),
+                load_1m=rng.uniform(8, 12),
+                memory_bytes=1 << 40,
+                memory_used_bytes=rng.randint(1 << 37, 1 << 38),
+                disk_bytes=1 << 42,
+                disk_free_bytes=(1 << 41) - int(at) * 4096 % (1 << 30),
+                processes=[
+                    Process(
+                        name=f"process-{number}",
+                        role="replica",
+                        pid=1000 + number,
+                        state="ready",
+                        cpu_percent=rng.uniform(20, 100),
+                        memory_bytes=rng.randint(4 << 30, 5 << 30) & ~4095,
+                        restarts=0,
+                    )
+                    for number in range(1 + FRONTS + GPUS)
+                ],
+            ),
+            fronts=[
+                FrontStatus(
+                    name=f"front-{number}",
+                    state="ready",
+                    pid=2000 + number,
+                    connections=rng.randint(80, 120),
+                    busy_connections=rng.randint(60, 100),
+                    max_connections=4096,
+                    streams=rng.randint(60, 100),
+                    requests=sum(self.requests) // 4,
+                    tokens=sum(self.tokens) // 4,
+                    cpu_seconds=at - self.started_at,
+                    cpu_us_per_token=rng.gauss(14, 1),
+                )
+                for number in range(FRONTS)
+            ],
+        )
+
+    def _replica(self, number: int) -> ReplicaStatus:
+        rng = self.rng
+        return ReplicaStatus(
+            name=f"model-{number // 2}-{number % 2 + 1}",
+            state="ready",
+            pids=[1005 + number],
+            devices=[f"cuda:{number} NVIDIA H200"],
+            backend="cuda",
+            dtype="bfloat16",
+            weights="bfloat16",
+            kv_cache_dtype="fp8",
+            parameters=8_030_261_248,
+            weight_bytes=16 << 30,
+            kv_bytes=100 << 30,
+            predicted_bytes=120 << 30,
+            used_bytes=121 << 30,
+            load_seconds=9.25,
+            max_num_seqs=256,
+            max_num_batched_tokens=8192,
+            step=self.steps[number],
+            credit_seqs=rng.randint(0, 100),
+            credit_tokens=rng.randint(0, 16384),
+            running=rng.randint(30, 60),
+            waiting=rng.randint(0, 3),
+            blocks_total=16384,
+            blocks_used=rng.randint(6000, 9000),
+            blocks_cached=rng.randint(4000, 6000),
+            prompt_tokens=self.prompts[number],
+            cached_tokens=self.prompts[number] // 3,
+            computed_tokens=self.prompts[number] * 2 // 3,
+            generated_tokens=self.tokens[number],
+            decode_steps=rng.randint(1, 8),
+            step_ms=rng.gauss(11, 0.5),
+            idle_us=rng.gauss(12, 2),
+            mixed_steps=rng.randint(0, 3),
+            mixed_step_ms=rng.gauss(30, 4),
+            last_report_s=rng.uniform(0, 0.1),
+        )
+
+    def _batch(self, replica: ReplicaStatus, number: int, at: float) -> Batch:
+        rng = self.rng
+        return Batch(
+            model=f"model-{number // 2}",
+            replica=replica.name,
+            at=at,
+            span_s=1.0 + rng.uniform(-0.001, 0.001),
+            step=replica.step,
+            steps=rng.randint(60, 90),
+            decode_steps=rng.randint(50, 70),
+            mixed_steps=rng.randint(5, 20),
+            step_ms=replica.step_ms,
+            mixed_step_ms=replica.mixed_step_ms,
+            idle_us=replica.idle_us,
+            mixed_idle_us=rng.gauss(20, 4),
+            running=replica.running,
+            waiting=replica.waiting,
+            max_num_seqs=256,
+            max_num_batched_tokens=8192,
+            computed_tokens=rng.randint(8000, 20000),
+            generated_tokens=rng.randint(2500, 3500),
+            preemptions=0,
+            busy=rng.uniform(0.9, 1.0),
+        )
+
+    def _gpu(self, number: int) -> Gpu:
+        rng = self.rng
+        return Gpu(
+            number=number,
+            name="NVIDIA H200",
+            uuid=f"GPU-{number}",
+            replicas=[f"model-{number // 2}-{number % 2 + 1}"],
+            utilization_percent=float(rng.randint(90, 100)),
+            memory_bytes=141 << 30,
+            used_bytes=121 << 30,
+            weight_bytes=16 << 30,
+            kv_bytes=100 << 30,
+            power_w=round(rng.gauss(600, 20), 3),
+            power_limit_w=700.0,
+            temperature_c=float(rng.randint(58, 64)),
+            sm_clock_mhz=rng.randrange(1700, 1980, 15),
+            max_sm_clock_mhz=1980,
+            memory_clock_mhz=3201,
+            throttle_reasons=[],
+            nvlink_tx_bytes_per_s=rng.uniform(0, 1e9),
+            nvlink_rx_bytes_per_s=rng.uniform(0, 1e9),
+            ecc_corrected=0,
+            ecc_uncorrected=0,
+            last_xid=0,
+            processes=[GpuProcess(pid=1005 + number, memory_bytes=121 << 30, name="python3")],
+        )
+
+    def _tenant(self, number: int) -> TenantUse:
+        rng = self.rng
+        return TenantUse(
+            name=f"tenant-{number}",
+            weight=1.0,
+            highest_class=1,
+            keys=3,
+            peers=0,
+            running=rng.randint(0, 30),
+            waiting=rng.randint(0, 3),
+            tokens_per_s=rng.gauss(1200, 100),
+            service_tokens=self.billed[number] * 1.5,
+            share=rng.uniform(0.03, 0.07),
+            fair_share=0.05,
+            requests=self.requests[number],
+            refused=0,
+            prompt_tokens=self.requests[number] * 700,
+            cached_tokens=self.requests[number] * 200,
+            billed_tokens=self.billed[number],
+            usage=[
+                LimitUsage(
+                    limit=limit,
+                    capacity=1_000_000,
+                    used=rng.randint(0, 500_000),
+                    held=rng.randint(0, 50_000),
+                    resets_in_s=rng.uniform(0, 60),
+                )
+                for limit in ("tokens_per_minute", "tokens_per_day")
+            ],
+            exhausted_in_s=rng.uniform(100, 1000),
+        )
+
+
+def _kv(replica: ReplicaStatus, number: int) -> KvCache:
+    return KvCache(
+        model=f"model-{number // 2}",
+        replica=replica.name,
+        blocks_total=replica.blocks_total,
+        blocks_used=replica.blocks_used,
+        blocks_cached=replica.blocks_cached,
+        block_tokens=64,
+        kv_bytes=replica.kv_bytes,
+        kv_cache_dtype="fp8",
+        prompt_tokens=replica.prompt_tokens,
+        cached_tokens=replica.cached_tokens,
+        hit_rate=replica.cached_tokens / max(1, replica.prompt_tokens),
+        hit_window_s=60.0,
+        preemptions=0,
+    )

@@ -1,0 +1,201 @@
+"""Tests of the evaluation of alert rules: when alerts are raised, when they end, and which are shown."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from appliance.alert_rules import BUILT_IN, AlertRule, cycle, effective_rules, faults_of_rule
+from appliance.alert_rules.reasons import REASONS
+from appliance.monitoring.alerts.evaluation import Evaluator, evaluate
+from appliance.monitoring.alerts.windows import Window
+from store.samples import Splitter
+from tests.monitoring.histories import START, history, quiet_service, transitions
+from tests.pages import check_page
+
+HOT = AlertRule(
+    name="hot", figure="gpus[*].temperature_c", above=88.0, clear=83.0, for_s=5.0, clear_for_s=10.0
+)
+
+
+def temperatures(values: list[float], rule: AlertRule = HOT) -> list[tuple[int, str]]:
+    def change(second: int, tree: dict[str, Any]) -> None:
+        tree["gpus"][0]["temperature_c"] = values[second]
+
+    return [(at, event) for at, event, _, _ in transitions([rule], history(len(values), change))]
+
+
+def test_an_alert_is_raised_after_its_time_and_ends_after_the_clear_time() -> None:
+    values = [60.0] * 10 + [90.0] * 20 + [60.0] * 20
+    assert temperatures(values) == [(15, "raised"), (40, "ended")]
+
+
+def test_a_peak_shorter_than_the_rules_time_raises_nothing() -> None:
+    assert temperatures([60.0] * 5 + [95.0] * 5 + [60.0] * 20) == []
+
+
+def test_values_between_clear_and_threshold_neither_raise_nor_end_an_alert() -> None:
+    assert temperatures([86.0] * 40) == []
+    assert temperatures([90.0] * 10 + [86.0] * 100) == [(5, "raised")]
+
+
+@given(st.lists(st.floats(87.0, 89.0), min_size=60, max_size=120))
+@settings(max_examples=40, deadline=None)
+def test_noise_at_a_threshold_raises_at_most_one_alert(values: list[float]) -> None:
+    events = temperatures(values)
+    assert events in ([], [(events[0][0], "raised")] if events else [])
+
+
+@given(st.lists(st.sampled_from([60.0, 84.0, 90.0]), min_size=60, max_size=150))
+@settings(max_examples=40, deadline=None)
+def test_events_alternate_and_are_at_least_their_times_apart(values: list[float]) -> None:
+    events = temperatures(values)
+    assert [event for _, event in events] == ["raised", "ended"] * (len(events) // 2) + ["raised"] * (
+        len(events) % 2
+    )
+    for (before, event), (after, _) in pairwise(events):
+        assert after - before >= (HOT.clear_for_s if event == "raised" else HOT.for_s)
+
+
+def test_an_unknown_figure_keeps_a_raised_alert() -> None:
+    def change(second: int, tree: dict[str, Any]) -> None:
+        tree["gpus"][0]["temperature_c"] = 90.0 if second < 10 else None
+
+    assert transitions([HOT], history(60, change)) == [(5, "raised", "hot", "GPU 0")]
+
+
+def test_the_alert_of_an_entry_that_disappears_ends() -> None:
+    def change(second: int, tree: dict[str, Any]) -> None:
+        tree["gpus"][1]["temperature_c"] = 90.0
+        if second >= 20:
+            del tree["gpus"][1]
+
+    assert transitions([HOT], history(60, change)) == [
+        (5, "raised", "hot", "GPU 1"),
+        (30, "ended", "hot", "GPU 1"),
+    ]
+
+
+def test_a_rule_that_is_removed_ends_its_alerts() -> None:
+    def change(second: int, tree: dict[str, Any]) -> None:
+        tree["gpus"][0]["temperature_c"] = 90.0
+
+    evaluator, events = Evaluator([HOT]), []
+    for second, sample in enumerate(history(30, change)):
+        if second == 20:
+            evaluator.set_rules([])
+        events += [(second, one.event) for one in evaluator.step(sample)]
+    assert events == [(5, "raised"), (20, "ended")]
+
+
+def test_a_trend_predicts_when_the_kv_cache_is_full() -> None:
+    def change(second: int, tree: dict[str, Any]) -> None:
+        tree["kv"][0]["blocks_used"] = min(1000, 400 + second)
+
+    found = list(evaluate(effective_rules([], []), history(700, change)))
+    [filling, full] = [one for one in found if one.event == "raised"]
+    assert filling.alert.rule == "kv-cache-filling" and filling.at - START == pytest.approx(230, abs=5)
+    assert filling.alert.value is not None and filling.alert.value == pytest.approx(370, abs=20)
+    assert filling.alert.what == "the KV cache of model-0-0 will be full in 6 min"
+    assert full.alert.rule == "kv-cache-full"
+    # The prediction is explained by the full cache once it has come true.
+    assert [one.event for one in found if one.alert.rule == "kv-cache-filling"] == ["raised", "suppressed"]
+
+
+def test_a_noisy_constant_figure_has_no_trend() -> None:
+    rng = random.Random(1)
+
+    def change(second: int, tree: dict[str, Any]) -> None:
+        tree["kv"][0]["blocks_used"] = 800 + rng.randint(-50, 50)
+
+    assert transitions(BUILT_IN, history(900, change)) == []
+
+
+def test_an_anomaly_is_measured_against_the_last_half_hour() -> None:
+    rng = random.Random(2)
+
+    def change(second: int, tree: dict[str, Any]) -> None:
+        tree["latency"]["ttft"]["p50_ms"] = (400 if second < 1500 else 1500) + rng.gauss(0, 20)
+
+    found = transitions(BUILT_IN, history(1800, change))
+    assert [one[1:3] for one in found] == [("raised", "first-token-slow")]
+    assert 1560 <= found[0][0] <= 1600
+
+
+def test_a_text_rule_needs_a_clear_text_first() -> None:
+    def change(second: int, tree: dict[str, Any]) -> None:
+        tree["models"][0]["replicas"][0]["state"] = "loading" if second < 20 else "ready"
+
+    assert transitions(BUILT_IN, history(60, change)) == []
+
+
+def test_a_normal_service_raises_nothing() -> None:
+    rng = random.Random(3)
+
+    def change(second: int, tree: dict[str, Any]) -> None:
+        wave = 1 + 0.5 * math.sin(second / 600)
+        tree["rates"]["requests_per_s"] = 4 * wave + rng.random()
+        tree["latency"]["ttft"]["p50_ms"] = 80 * wave + rng.gauss(0, 5)
+        tree["latency"]["itl"]["p50_ms"] = 12 * wave + rng.gauss(0, 0.5)
+        for cache in tree["kv"]:
+            cache["blocks_used"] = int(400 * wave + rng.gauss(0, 20))
+        tree["host"]["disk_free_bytes"] -= second * 4096
+
+    samples = list(history(2000, change))
+    assert transitions(BUILT_IN, samples) == []
+
+
+def test_evaluating_a_history_twice_gives_the_same_transitions() -> None:
+    def change(second: int, tree: dict[str, Any]) -> None:
+        tree["gpus"][second % 2]["temperature_c"] = 95.0 if second % 40 > 5 else 60.0
+
+    samples = list(history(300, change))
+    first = [one.alert.id for one in evaluate(BUILT_IN, samples)]
+    assert first == [one.alert.id for one in evaluate(BUILT_IN, samples)]
+
+
+def test_windows_are_bounded() -> None:
+    window = Window(60.0)
+    for second in range(10_000):
+        window.add(float(second), float(second))
+    assert len(window._buckets) <= 62
+    assert window.change() == pytest.approx(60, abs=2) and window.rate() == pytest.approx(1.0)
+    window.add(20_000.0, 0.0)
+    assert window.rate() is None  # The counter was reset.
+
+
+def test_every_built_in_rule_is_complete_and_selects_a_figure() -> None:
+    names = [rule.name for rule in BUILT_IN]
+    assert len(set(names)) == len(names) and set(REASONS) == set(names)
+    assert cycle(BUILT_IN) == []
+    for rule in BUILT_IN:
+        assert faults_of_rule(rule) == [] and rule.what and rule.remedy
+        assert set(rule.downstream_of) <= set(names)
+    layout = Splitter().split(START, _everything()).layout
+    evaluator = Evaluator(BUILT_IN)
+    evaluator.step(Splitter().split(START, layout.tree([1.0] * len(layout.figures))))
+    selected = {rule.name for rule, figures in evaluator._selected if figures}
+    assert selected == set(names)
+
+
+def test_rules_that_explain_each_other_are_found() -> None:
+    one = AlertRule(name="one", figure="a", above=1.0, downstream_of=["two"])
+    two = AlertRule(name="two", figure="a", above=1.0, downstream_of=["one"])
+    assert set(cycle([one, two])) == {"one", "two"}
+
+
+def _everything() -> dict[str, Any]:
+    tree = quiet_service()
+    tree["current_problems"] = [{"where": "audit", "what": "x", "remedy": "y"}]
+    tree["gpus"][0]["throttle_reasons"] = ["power brake"]
+    return tree
+
+
+def test_the_page_of_the_rules_is_up_to_date() -> None:
+    check_page("alerts_page.py")

@@ -1,0 +1,159 @@
+"""Tests of grouping: one root cause raises one alert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from appliance.alert_rules import BUILT_IN
+from appliance.monitoring.alerts.evaluation import Evaluator, evaluate
+from tests.monitoring.histories import history, summary, transitions
+
+
+def kill(tree: dict[str, Any], second: int, died: int, back: int, model: int = 0, one: int = 0) -> None:
+    """Change the tree as the death of a replica between two seconds does."""
+    replica = tree["models"][model]["replicas"][one]
+    name = replica["name"]
+    if second < died:
+        return
+    replica["restarts"] = 1
+    replica["last_error"] = "rank 0 (pid 7) was killed by SIGKILL"
+    if second >= back:
+        return
+    replica["state"] = "restarting" if second < died + 2 else "loading"
+    if second < died + 2:
+        tree["current_problems"].append({"where": name, "what": "restarting", "remedy": "fix the cause"})
+
+
+def test_a_dead_replica_with_all_its_consequences_raises_one_alert() -> None:
+    def change(second: int, tree: dict[str, Any]) -> None:
+        kill(tree, second, 100, 160)
+        if 105 <= second < 200:
+            tree["queue"].update(waiting=99, overload_step=3)
+            tree["queue"]["classes"][1]["oldest_wait_s"] = 50.0
+            tree["rates"].update(failed_per_s=2.0, refused_per_s=8.0)
+            tree["latency"]["ttft"]["p50_ms"] = 5000.0
+
+    found = list(evaluate(BUILT_IN, history(400, change)))
+    assert [summary(one)[:3] for one in found] == [
+        (100, "raised", "replica-down"),
+        (165, "ended", "replica-down"),
+    ]
+    alert = found[0].alert
+    assert alert.where == "model-0-0" and alert.severity == "critical"
+    assert alert.cause == "model-0-0 ended: rank 0 (pid 7) was killed by SIGKILL at the same time"
+    assert "appliance status" in alert.remedy
+
+
+def test_the_alert_counts_what_it_explains() -> None:
+    def change(second: int, tree: dict[str, Any]) -> None:
+        kill(tree, second, 10, 100)
+        if second >= 20:
+            tree["queue"].update(waiting=99, overload_step=3)
+
+    evaluator = Evaluator(BUILT_IN)
+    for sample in history(60, change):
+        evaluator.step(sample)
+    [shown] = [alert for alert in evaluator.alerts.values() if alert.announced]
+    assert shown.rule == "replica-down" and len(shown.explains) == 2
+
+
+def test_a_consequence_that_outlasts_its_cause_is_raised() -> None:
+    def change(second: int, tree: dict[str, Any]) -> None:
+        kill(tree, second, 10, 20)
+        if second >= 15:
+            tree["queue"].update(waiting=99)
+
+    found = transitions(BUILT_IN, history(200, change))
+    assert [one[1:3] for one in found] == [
+        ("raised", "replica-down"),
+        ("ended", "replica-down"),
+        ("raised", "queue-full"),
+    ]
+    assert found[2][0] - found[1][0] > 60
+
+
+def test_a_consequence_of_another_model_is_raised() -> None:
+    def change(second: int, tree: dict[str, Any]) -> None:
+        kill(tree, second, 10, 100, model=0)
+        if second >= 10:
+            tree["models"][1]["state"] = "failed"
+
+    found = transitions(BUILT_IN, history(60, change, models=2))
+    assert [one[1:] for one in found] == [
+        ("raised", "replica-down", "model-0-0"),
+        ("raised", "model-failed", "model model-1"),
+    ]
+
+
+def test_eight_replicas_that_die_together_raise_one_alert() -> None:
+    def change(second: int, tree: dict[str, Any]) -> None:
+        for one in range(8):
+            kill(tree, second, 10 + one, 60, one=one)
+
+    found = transitions(BUILT_IN, history(120, change, replicas=8))
+    assert [one[1:] for one in found] == [
+        ("raised", "replica-down", "model-0-0"),
+        ("ended", "replica-down", "model-0-0"),
+    ]
+
+
+def test_replicas_that_die_at_different_times_raise_an_alert_each() -> None:
+    def change(second: int, tree: dict[str, Any]) -> None:
+        kill(tree, second, 10, 200, one=0)
+        kill(tree, second, 100, 200, one=1)
+
+    found = [one for one in transitions(BUILT_IN, history(150, change)) if one[1] == "raised"]
+    assert [one[3] for one in found] == ["model-0-0", "model-0-1"]
+
+
+def test_an_xid_error_explains_the_death_of_the_replica_on_its_gpu() -> None:
+    def change(second: int, tree: dict[str, Any]) -> None:
+        if second >= 10:
+            tree["gpus"][1]["last_xid"] = 79
+        kill(tree, second, 11, 60, one=1)
+
+    found = list(evaluate(BUILT_IN, history(100, change)))
+    assert [summary(one)[1:] for one in found] == [("raised", "gpu-xid", "GPU 1")]
+    assert found[0].alert.cause == "GPU 1 reported Xid 79 at the same time"
+
+
+def test_an_alert_that_came_before_its_cause_is_suppressed() -> None:
+    def change(second: int, tree: dict[str, Any]) -> None:
+        if second >= 10:
+            tree["queue"]["waiting"] = 99
+        kill(tree, second, 30, 100)
+
+    found = transitions(BUILT_IN, history(60, change))
+    assert [one[1:3] for one in found] == [
+        ("raised", "queue-full"),
+        ("raised", "replica-down"),
+        ("suppressed", "queue-full"),
+    ] or [one[1:3] for one in found] == [
+        ("raised", "queue-full"),
+        ("suppressed", "queue-full"),
+        ("raised", "replica-down"),
+    ]
+
+
+def test_a_rising_load_is_named_as_the_cause_with_its_tenant() -> None:
+    def change(second: int, tree: dict[str, Any]) -> None:
+        if second >= 100:
+            tree["rates"]["requests_per_s"] = 21.0
+            tree["tenants"][1].update(running=40, waiting=90)
+        if second >= 130:
+            tree["queue"]["waiting"] = 98
+
+    found = list(evaluate(BUILT_IN, history(200, change)))
+    assert found[0].alert.rule == "queue-full"
+    assert found[0].alert.cause == "requests per second rose from 4 to 21, mostly from tenant beta"
+
+
+def test_an_operators_action_is_named_as_the_cause() -> None:
+    def change(second: int, tree: dict[str, Any]) -> None:
+        if second >= 50:
+            tree["audit_rows"] = 12
+        if second >= 60:
+            tree["queue"]["waiting"] = 98
+
+    [alert] = [one.alert for one in evaluate(BUILT_IN, history(100, change))]
+    assert alert.cause == "an operator's action (audit rows 11 to 12) 15 s before"

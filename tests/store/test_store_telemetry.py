@@ -1,0 +1,259 @@
+"""Tests of recorded telemetry: what was sampled is read back, in bounded space."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from store import retention
+from store.database import open_readonly
+from store.errors import StoreError
+from store.samples import Splitter, TelemetryLayout, TelemetrySample, pack, rounded, unpack
+from store.telemetry import RESOLUTIONS, TelemetryLog, combine, pack_interval, unpack_interval
+from store.telemetry_reader import TelemetryReader
+
+START = 1_800_000_000.0
+"""A multiple of 60, so that intervals begin with it."""
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**50), 2**50), st.floats(allow_nan=False), st.text(max_size=5)
+)
+ENTRIES = st.fixed_dictionaries(
+    {"name": st.text(max_size=3), "number": st.integers(0, 9)}, optional={"v": VALUES}
+)
+TREES = st.dictionaries(
+    st.text(min_size=1, max_size=4).filter(lambda name: name != "="),
+    st.recursive(
+        VALUES | st.lists(ENTRIES, max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.text(min_size=1, max_size=3).filter(lambda name: name != "="), inner, max_size=3
+            )
+        ),
+        max_leaves=12,
+    ),
+    max_size=5,
+)
+
+
+@pytest.fixture
+def telemetry(history):
+    return TelemetryLog(history.writer)
+
+
+@pytest.fixture
+def reader(history):
+    return TelemetryReader(history.path)
+
+
+def tree(running: float, state: str = "ready") -> dict[str, Any]:
+    return {
+        "queue": {"running": running, "oldest_wait_s": running / 2},
+        "models": [{"name": "demo", "replicas": [{"name": "demo-1", "state": state}]}],
+        "gpus": [{"number": 0, "power_w": 300.0 + running, "throttle": None}],
+    }
+
+
+def record(telemetry: TelemetryLog, first: float, seconds: int, running=lambda second: second) -> None:
+    splitter = Splitter()
+    for second in range(seconds):
+        assert telemetry.record(splitter.split(first + second, tree(running(second))))
+
+
+@given(st.lists(TREES, min_size=1, max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_any_tree_survives_splitting_and_packing(trees):
+    splitter = Splitter()
+    for one in trees:
+        sample = splitter.split(START, one)
+        [numbers] = unpack(pack([sample.numbers]), 1)
+        assert TelemetryLayout.unpacked(sample.layout.packed()).tree(numbers) == one
+        assert len(sample.layout.figures) <= len(sample.numbers) == len(numbers)
+
+
+def test_figures_have_the_names_of_their_paths():
+    sample = Splitter().split(START, tree(3))
+    assert list(sample.layout.figures) == ["queue.running", "queue.oldest_wait_s", "gpus[0].power_w"]
+    assert sample.layout.texts["models[demo].replicas[demo-1].state"] == "ready"
+    assert sample.value("gpus[0].power_w") == 303.0
+    assert sample.value("gpus[1].power_w") is None
+
+
+def test_a_figure_that_alternates_with_null_keeps_its_layout():
+    splitter = Splitter()
+    layouts = [splitter.split(START, {"ttft_ms": value}).layout for value in (5.0, None, 7.0, None)]
+    assert len({id(layout) for layout in layouts}) == 1
+    assert layouts[1].tree([math.nan]) == {"ttft_ms": None}
+
+
+def test_each_second_is_read_back_exactly(history, telemetry, reader):
+    record(telemetry, START, 30)
+    history.writer.flush()
+    for second in (0, 17, 29):
+        recorded = reader.snapshot(START + second + 0.9)
+        assert recorded is not None and recorded.resolution_s == 1
+        assert recorded.sample.tree() == tree(second)
+    assert reader.span() == (START, START + 29)
+
+
+def test_a_time_at_which_the_service_did_not_run_has_no_snapshot(history, telemetry, reader):
+    assert reader.span() is None and reader.snapshot(START) is None
+    record(telemetry, START, 5)
+    record(telemetry, START + 600, 5)
+    history.writer.flush()
+    assert reader.snapshot(START - 1) is None
+    assert reader.snapshot(START + 300) is None
+    assert reader.snapshot(START + 602) is not None
+
+
+def test_coarse_rows_keep_the_extremes_of_an_incident(history, telemetry, reader):
+    record(telemetry, START, 125, lambda second: 500 if second == 33 else 10)
+    history.writer.flush()
+    minutes = list(reader.samples(START, START + 125, RESOLUTIONS[2]))
+    assert [row.sample.at for row in minutes] == [START, START + 60]
+    position = minutes[0].sample.layout.figures["queue.running"]
+    assert minutes[0].high[position] == pytest.approx(500, rel=5e-4)
+    assert minutes[0].low[position] == pytest.approx(10, rel=5e-3)
+    assert minutes[0].sample.numbers[position] == pytest.approx(10 + 490 / 60, rel=5e-4)
+    tens = list(reader.samples(START, START + 125, RESOLUTIONS[1]))
+    assert [row.high[position] for row in tens] == pytest.approx([10, 10, 10, 500, *[10] * 8], rel=5e-4)
+    # A figure that does not vary is exact.
+    assert (tens[0].low[position], tens[0].sample.numbers[position], tens[0].high[position]) == (10, 10, 10)
+
+
+def test_intervals_that_are_not_complete_are_written_when_the_service_stops(history, telemetry, reader):
+    record(telemetry, START, 5)
+    telemetry.close()
+    history.writer.flush()
+    assert len(list(reader.samples(START, START + 60, RESOLUTIONS[2]))) == 1
+
+
+def test_a_series_ends_with_finer_points_where_the_coarse_interval_is_not_complete(
+    history, telemetry, reader
+):
+    record(telemetry, START, 137)
+    history.writer.flush()
+    fine = reader.series("queue.running", START, START + 200)
+    assert [point.mean for point in fine] == list(range(137))
+    coarse = reader.series("queue.running", START, START + 200, limit=100)
+    assert [point.at - START for point in coarse] == [*range(0, 130, 10), *range(130, 137)]
+    assert coarse[2] == (START + 20, 24.5, 20.0, 29.0)
+    assert [point.at - START for point in reader.series("queue.running", START, START + 200, limit=10)] == [
+        0,
+        60,
+        120,
+        *range(130, 137),
+    ]
+    assert reader.series("no.figure", START, START + 200) == []
+
+
+def test_a_series_over_an_hour_uses_the_minutes_when_the_seconds_are_removed(history, telemetry, reader):
+    record(telemetry, START, 180)
+    history.writer.flush()
+    remove = partial(
+        retention.remove_telemetry, before={"telemetry_1s": START + 150, "telemetry_10s": START + 90}
+    )
+    while history.writer.call(remove).result(60).more:
+        pass
+    assert reader.snapshot(START + 30).resolution_s == 60
+    assert reader.snapshot(START + 100).resolution_s == 10
+    assert reader.snapshot(START + 160).resolution_s == 1
+    assert reader.series("queue.running", START, START + 180)[0].at == START
+
+
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=False), min_size=1, max_size=20))
+@settings(max_examples=60, deadline=None)
+def test_rounding_keeps_the_stated_precision(values):
+    numbers = array("d", values)
+    for bits, error in ((23, 1e-7), (10, 5e-4)):
+        for before, after in zip(numbers, rounded(numbers, bits), strict=True):
+            assert after == pytest.approx(
+                before, rel=error, abs=0.5 if abs(before) >= 1 << 24 else 1e-40, nan_ok=True
+            )
+
+
+def test_times_bytes_and_counts_are_exact_in_each_second():
+    values = array("d", [1_800_000_000.123, float(121 << 30), 12_345_678.0, 16_384.0, math.inf])
+    assert rounded(values) == values
+
+
+@given(st.lists(st.lists(st.floats(-1e6, 1e6), min_size=3, max_size=3), min_size=1, max_size=8))
+@settings(max_examples=60, deadline=None)
+def test_an_intervals_extremes_enclose_its_values_within_the_precision(rows):
+    splitter = Splitter()
+    samples = [splitter.split(START, dict(zip("abc", row, strict=True))) for row in rows]
+    means, lows, highs = unpack_interval(pack_interval(*combine(samples)))
+    for position, column in enumerate(zip(*rows, strict=True)):
+        size = max(map(abs, column))
+        assert lows[position] == pytest.approx(min(column), abs=2e-3 * size + 1e-37)
+        assert highs[position] == pytest.approx(max(column), abs=2e-3 * size + 1e-37)
+        assert means[position] == pytest.approx(sum(column) / len(column), abs=1e-3 * size + 1e-37)
+
+
+def test_combining_samples_of_different_layouts_matches_figures_by_name():
+    splitter = Splitter()
+    first = splitter.split(START, {"a": 1.0, "gone": 5.0})
+    second = splitter.split(START + 1, {"new": 2.0, "a": 3.0})
+    means, lows, highs = combine([first, second])
+    assert (list(means), list(lows), list(highs)) == ([2.0, 2.0], [2.0, 1.0], [2.0, 3.0])
+
+
+def test_layouts_are_removed_with_their_last_row(history, telemetry, reader):
+    splitter = Splitter()
+    for second in range(250):
+        telemetry.record(splitter.split(START + second, tree(second, state=f"loading {second % 50}%")))
+    history.writer.flush()
+    rows, remove = (
+        0,
+        partial(
+            retention.remove_telemetry, before=dict.fromkeys((one.table for one in RESOLUTIONS), START + 240)
+        ),
+    )
+    while True:
+        removed = history.writer.call(remove).result(60)
+        assert removed.rows <= retention.BATCH_ROWS
+        rows += removed.rows
+        if not removed.more:
+            break
+    assert rows == 240 + 24 + 4
+    with closing(open_readonly(history.path)) as connection:
+        [(left,)] = connection.execute("SELECT count(*) FROM telemetry_layouts")
+    assert left == 10
+    assert reader.snapshot(START + 245) is not None
+
+
+def test_samples_are_dropped_and_counted_while_the_database_has_failed_for_a_minute(
+    history, telemetry, monkeypatch
+):
+    sample = Splitter().split(START, tree(1))
+    monkeypatch.setattr(type(history.writer), "stalled_s", property(lambda writer: 61.0))
+    before = history.writer.state().dropped_rows
+    assert not telemetry.record(sample)
+    assert history.writer.state().dropped_rows == before + 1
+
+
+def test_a_damaged_row_is_reported_with_its_file(history, telemetry, reader):
+    record(telemetry, START, 1)
+    history.writer.flush()
+    history.writer.call(
+        lambda connection: connection.execute("UPDATE telemetry_1s SET numbers = x'00'")
+    ).result(60)
+    with pytest.raises(StoreError, match=r"history\.db: a telemetry sample is damaged"):
+        reader.snapshot(START)
+
+
+def test_numbers_that_do_not_fill_the_rows_are_refused():
+    with pytest.raises(ValueError, match="not 3 rows of numbers"):
+        unpack(pack([array("d", [1.0, 2.0])]), 3)
+
+
+def test_a_sample_knows_its_tree():
+    assert TelemetrySample(START, TelemetryLayout(b'{"a":0}'), array("d", [math.nan])).tree() == {"a": None}
