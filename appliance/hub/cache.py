@@ -1,0 +1,139 @@
+"""The folder of one repository in a hub cache: `blobs/` contains each file once, under its checksum, and
+`snapshots/` contains a folder of links for each commit. All tools that use huggingface_hub can read it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from appliance.hub.repository import HubError, RemoteFile
+from appliance.quantities import of_bytes
+
+RESERVE_BYTES = 64 << 20
+"""Disk space that a download leaves free, because the service's databases may be on the same disk."""
+
+
+class RepositoryCache:
+    """The folder of one repository in a hub cache."""
+
+    def __init__(self, root: Path, repository: str) -> None:
+        self.root = root
+        self.folder = root / f"models--{repository.replace('/', '--')}"
+        self._repository = repository
+
+    def blob(self, file: RemoteFile) -> Path:
+        """Return the path of a complete file."""
+        return self.folder / "blobs" / file.digest
+
+    def partial(self, file: RemoteFile) -> Path:
+        """Return the path of the received beginning of a file."""
+        return self.folder / "blobs" / f"{file.digest}.incomplete"
+
+    def snapshot(self, commit: str) -> Path:
+        """Return the folder that contains the files of a commit."""
+        return self.folder / "snapshots" / commit
+
+    def received_bytes(self, files: Iterable[RemoteFile]) -> int:
+        """Return how many bytes of these files have been received."""
+        received = 0
+        for file in files:
+            size = file.size if self.blob(file).exists() else _size(self.partial(file))
+            received += size if size <= file.size else 0
+        return received
+
+    def prepare(self) -> None:
+        """Create the folders. Raises OSError."""
+        for name in ("blobs", "snapshots", "refs"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+
+    def check_space(self, needed_bytes: int) -> None:
+        """Raise HubError if the disk has too little free space for `needed_bytes`."""
+        free = shutil.disk_usage(self.root).free
+        if needed_bytes + RESERVE_BYTES > free:
+            raise HubError(
+                f"{self._repository} needs {_exact(needed_bytes)} on the disk of {self.root}, but only "
+                f"{_exact(free)} are free, of which {of_bytes(RESERVE_BYTES)} are kept free: free disk "
+                "space, or choose a folder on another disk with --cache-dir"
+            )
+
+    def complete(self, file: RemoteFile) -> None:
+        """Turn the partial file into the complete one."""
+        os.replace(self.partial(file), self.blob(file))
+
+    def link(self, commit: str, files: Iterable[RemoteFile]) -> None:
+        """Make complete files available in the folder of a commit."""
+        for file in files:
+            link = self.snapshot(commit) / file.path
+            link.parent.mkdir(parents=True, exist_ok=True)
+            target = os.path.relpath(self.blob(file), link.parent)
+            if not (link.is_symlink() and os.readlink(link) == target):
+                link.unlink(missing_ok=True)
+                link.symlink_to(target)
+
+    def record(self, revision: str, commit: str) -> None:
+        """Record which commit a branch or a tag names."""
+        if revision != commit:
+            path = self.folder / "refs" / revision
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(commit)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other pulls of this repository out. Raises HubError if there is one."""
+        path = self.root / ".locks" / self.folder.name / "pull.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise HubError(
+                    f"another process is pulling {self._repository} into {self.root}: wait for it, or stop it"
+                ) from None
+            yield
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def as_owner(root: Path) -> Iterator[None]:
+    """Create files in `root` as its owner and for its group.
+
+    As root, act as the owner of the folder, so that the service's user can read the files, and so that links
+    which this user may have placed in the folder cannot direct root's writes to other files. As another user,
+    keep files writable for the group if the folder hands its group on (set-group-ID), so that every operator
+    can continue a pull.
+    """
+    found = root.stat()
+    shared = bool(found.st_mode & stat.S_ISGID)
+    former = os.umask(0o002 if shared else 0o022)
+    drop = os.geteuid() == 0 and found.st_uid != 0
+    groups = os.getgroups() if drop else []
+    try:
+        if drop:
+            os.setgroups([])
+            os.setegid(found.st_gid)
+            os.seteuid(found.st_uid)
+        yield
+    finally:
+        if drop:
+            os.seteuid(0)
+            os.setegid(0)
+            os.setgroups(groups)
+        os.umask(former)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _exact(count: int) -> str:
+    return f"{of_bytes(count)} ({count:,} bytes)"

@@ -1,0 +1,56 @@
+"""Downloads a model into a hub cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from appliance.hub.cache import RepositoryCache, as_owner
+from appliance.hub.download import Download, Progress
+from appliance.hub.repository import Hub, Reference, configuration_files, list_files, weight_files
+
+
+class Pulled(msgspec.Struct, kw_only=True):
+    """A downloaded model."""
+
+    repository: str
+    revision: str
+    commit: str
+    folder: str
+    files: int
+    bytes: int
+    """Size of all files of the model."""
+    received_bytes: int
+    """Number of bytes that this pull received. The other bytes were in the cache."""
+
+
+def pull_model(hub: Hub, reference: Reference, root: Path, progress: Progress) -> Pulled:
+    """Download the safetensors, tokenizer and configuration files of a repository into the hub cache `root`,
+    which must exist. Raises HubError.
+
+    The small files come first, because the index among them names the weight files, whose size must be known
+    before the free disk space can be checked.
+    """
+    cache = RepositoryCache(root, reference.repository)
+    with as_owner(root), cache.lock():
+        listing = list_files(hub, reference)
+        files = configuration_files(listing)
+        cache.prepare()
+        download = Download(hub, listing, cache)
+        download.run(files, progress)
+        cache.link(listing.commit, files)
+        weights = weight_files(listing, cache.snapshot(listing.commit))
+        cache.check_space(sum(file.size for file in weights) - cache.received_bytes(weights))
+        download.run(weights, progress)
+        cache.link(listing.commit, weights)
+        cache.record(reference.revision, listing.commit)
+    return Pulled(
+        repository=reference.repository,
+        revision=reference.revision,
+        commit=listing.commit,
+        folder=str(cache.snapshot(listing.commit)),
+        files=len(files) + len(weights),
+        bytes=sum(file.size for file in (*files, *weights)),
+        received_bytes=download.received_bytes,
+    )

@@ -1,0 +1,228 @@
+"""Lists the files of a repository on a hub, and selects those that the product reads."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx2
+from huggingface_hub import HfApi, constants, errors, get_token
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_TIMEOUT_S = 30.0
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_REVISION = re.compile(r"[\w.+-]+(/[\w.+-]+)*", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+# File names come from the server, so only names that stay inside the snapshot's folder are accepted.
+_CONFIGURATION = re.compile(
+    r"[\w+-][\w.+-]*\.(json|jinja)|additional_chat_templates/[\w+-][\w.+-]*\.jinja|tokenizer\.model|merges\.txt",
+    re.ASCII,
+)
+_OTHER_INDEX = re.compile(r".*\.index\.json")
+_OTHER_FORMATS = (".gguf", ".bin", ".pth", ".pt", ".onnx", ".h5", ".msgpack")
+
+
+class HubError(Exception):
+    """Raised if a repository cannot be downloaded. The message gives the reason and the remedy."""
+
+
+class Reference(NamedTuple):
+    """A repository and its revision: a branch, a tag or a commit."""
+
+    repository: str
+    revision: str
+
+    @property
+    def name(self) -> str:
+        """The last part of the repository's name."""
+        return self.repository.partition("/")[2]
+
+
+class Hub(NamedTuple):
+    """A hub, and the token that is sent to it."""
+
+    endpoint: str
+    token: str | None
+
+    def header_token(self) -> str | bool:
+        """Return the token in the form that huggingface_hub expects. False keeps the library from reading the
+        token of the user as whom the process runs at that moment."""
+        return self.token if self.token is not None else False
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file of a repository."""
+
+    path: str
+    size: int
+    digest: str
+    """SHA-256 of a file in Git LFS, git's SHA-1 of any other file. A hub sends it as ETag, and a hub cache
+    uses it as the name of the blob."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The files of a repository at one commit."""
+
+    reference: Reference
+    commit: str
+    files: dict[str, RemoteFile]
+
+
+def hub_from_environment() -> Hub:
+    """Return the hub in $HF_ENDPOINT, and the token in $HF_TOKEN or in the caller's token file."""
+    return Hub(constants.ENDPOINT, get_token())
+
+
+def parse_reference(text: str) -> Reference:
+    """Parse ORG/NAME[@REVISION]. Raises HubError."""
+    repository, at, revision = text.partition("@")
+    if not _REPOSITORY.fullmatch(repository) or ".." in repository or "--" in repository:
+        raise HubError(
+            f"{text!r} is not a repository: write ORG/NAME or ORG/NAME@REVISION, such as Qwen/Qwen3-8B"
+        )
+    if at and (not _REVISION.fullmatch(revision) or ".." in revision):
+        raise HubError(f"{revision!r} is not a revision: write a branch, a tag or a commit after the @")
+    return Reference(repository, revision if at else constants.DEFAULT_REVISION)
+
+
+def list_files(hub: Hub, reference: Reference) -> Listing:
+    """Return the files of a repository that the product could read. Raises HubError."""
+    api = HfApi(endpoint=hub.endpoint, token=hub.header_token(), library_name="appliance")
+    try:
+        with hub_errors(hub, reference):
+            info = api.model_info(
+                reference.repository, revision=reference.revision, files_metadata=True, timeout=_TIMEOUT_S
+            )
+    except errors.HFValidationError as error:
+        raise HubError(str(error)) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise HubError(
+            f"{hub.endpoint} does not answer like a Hugging Face hub ({error!r:.200}): check $HF_ENDPOINT"
+        ) from error
+    if info.sha is None or not _COMMIT.fullmatch(info.sha):
+        raise HubError(f"{hub.endpoint} returned {info.sha!r} as commit of {reference.repository}")
+    files = {}
+    for sibling in info.siblings or []:
+        path = sibling.rfilename
+        digest = sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id
+        size = sibling.lfs.size if sibling.lfs is not None else sibling.size
+        files[path] = RemoteFile(path, -1 if size is None else size, digest or "")
+    return Listing(reference, info.sha, files)
+
+
+def configuration_files(listing: Listing) -> list[RemoteFile]:
+    """Return the configuration and tokenizer files, including the index of the weights. Raises HubError for a
+    repository whose weights or tokenizer are in a format that the product cannot read."""
+    name = listing.reference.repository
+    if SINGLE not in listing.files and INDEX not in listing.files:
+        raise HubError(_no_safetensors(name, listing.files))
+    for needed, what in (("config.json", "the architecture"), ("tokenizer.json", "the tokenizer")):
+        if needed not in listing.files:
+            raise HubError(
+                f"{name} has no {needed}, which describes {what}: choose a repository in the format of "
+                "transformers"
+            )
+    return [
+        _checked(listing, file)
+        for path, file in sorted(listing.files.items())
+        if _CONFIGURATION.fullmatch(path) and (path == INDEX or not _OTHER_INDEX.fullmatch(path))
+    ]
+
+
+def weight_files(listing: Listing, snapshot: Path) -> list[RemoteFile]:
+    """Return the safetensors files that hold the weights: the files that the downloaded index in `snapshot`
+    names, or the only file. Raises HubError."""
+    if INDEX not in listing.files:
+        return [_checked(listing, listing.files[SINGLE])]
+    name = listing.reference.repository
+    try:
+        shards = set(json.loads((snapshot / INDEX).read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise HubError(f"{INDEX} of {name} is not a valid index of weights ({error!r})") from error
+    files = []
+    for shard in sorted(map(str, shards)):
+        if shard not in listing.files or Path(shard).name != shard:
+            raise HubError(f"{INDEX} of {name} lists {shard!r:.200}, but the repository has no such file")
+        files.append(_checked(listing, listing.files[shard]))
+    return files
+
+
+def _no_safetensors(name: str, paths: Iterable[str]) -> str:
+    found = sorted({suffix for path in paths if (suffix := Path(path).suffix.lower()) in _OTHER_FORMATS})
+    if any(path.endswith(".safetensors") for path in paths):
+        return (
+            f"{name} has safetensors files, but neither {SINGLE} nor {INDEX}: choose a repository in the "
+            "format of transformers"
+        )
+    if ".gguf" in found:
+        return (
+            f"{name} has its weights only in GGUF, which is the format of llama.cpp: choose the repository "
+            "with safetensors files from which it was converted (see its model card)"
+        )
+    formats = f"; it has {', '.join(found)} files" if found else ""
+    return f"{name} has no safetensors files{formats}: choose a repository with safetensors files"
+
+
+def _checked(listing: Listing, file: RemoteFile) -> RemoteFile:
+    if file.size < 0 or not _DIGEST.fullmatch(file.digest):
+        raise HubError(
+            f"the hub lists {file.path} of {listing.reference.repository} without size or checksum: use "
+            "another $HF_ENDPOINT"
+        )
+    return file
+
+
+@contextmanager
+def hub_errors(hub: Hub, reference: Reference) -> Iterator[None]:
+    """Convert the errors of huggingface_hub and of HTTP into HubErrors."""
+    name, revision = reference
+    page = f"{hub.endpoint}/{name}"
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise HubError(
+            f"access to {name} is restricted: accept its terms on {page}, then set $HF_TOKEN or run 'hf auth "
+            "login'"
+            if hub.token is None
+            else f"the token has no access to {name}: accept its terms on {page} with the token's account"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        login = (
+            "set $HF_TOKEN or run 'hf auth login'"
+            if hub.token is None
+            else "use the token of a user who has access"
+        )
+        raise HubError(
+            f"{hub.endpoint} has no repository {name}, or it is private: check the name; for a private "
+            f"repository, {login}"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise HubError(
+            f"{name} has no revision {revision!r}: see the branches, tags and commits on {page}"
+        ) from error
+    except errors.OfflineModeIsEnabled as error:
+        raise HubError("$HF_HUB_OFFLINE forbids network access: unset it") from error
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        if status == 401:
+            raise HubError(
+                f"{hub.endpoint} does not accept the token: create a new one, and set $HF_TOKEN or run 'hf "
+                "auth login'"
+            ) from error
+        why = error.server_message or error.response.reason_phrase
+        raise HubError(f"{hub.endpoint} refused {name}: HTTP status {status} ({why[:200]})") from error
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise HubError(
+            f"{hub.endpoint} cannot be reached ({error or type(error).__name__}): check the network and the "
+            "proxy, or set $HF_ENDPOINT to a mirror. A folder that was downloaded elsewhere can be added "
+            "with: appliance models add NAME=FOLDER"
+        ) from error
