@@ -3,6 +3,7 @@ descriptions come from `appliance.actions`."""
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -71,6 +72,57 @@ def models_fit(
     from appliance.cli.models import setting
 
     raise typer.Exit(show_fit(folder, dict(map(setting, settings or [])), as_json=json))
+
+
+@models.command("pull")
+def models_pull(
+    repository: Annotated[
+        str,
+        typer.Argument(
+            metavar="ORG/NAME[@REVISION]",
+            help="Repository on the hub, and a branch, tag or commit. Default: the branch main.",
+            show_default=False,
+        ),
+    ],
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--name",
+            metavar="NAME",
+            help="Name of the model. Default: the last part of the repository's name.",
+            show_default=False,
+        ),
+    ] = None,
+    add: Annotated[
+        bool, typer.Option("--add/--no-add", help="Add the model to the registry after the download.")
+    ] = True,
+    cache_dir: Annotated[
+        str | None,
+        typer.Option(
+            "--cache-dir",
+            metavar="DIR",
+            help="Hub cache to download into. Default: $HF_HUB_CACHE, $HF_HOME/hub, or the folder hub in the "
+            "service's state directory.",
+            show_default=False,
+        ),
+    ] = None,
+    run_dir: RunDir = None,
+    json: Json = False,
+) -> None:
+    """Download a model from a Hugging Face hub, and add it to the registry.
+
+    Downloads the safetensors, tokenizer and configuration files, and verifies their checksums. If the pull is
+    interrupted, the same command continues from there. The hub is $HF_ENDPOINT (default:
+    https://huggingface.co). The token for private and restricted repositories is $HF_TOKEN, or the token that
+    'hf auth login' stored. The service needs no network.
+    """
+    # huggingface_hub reads this when it is imported.
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    from appliance.cli.pull import pull
+
+    raise typer.Exit(
+        pull(repository, name=name, add=add, cache_dir=cache_dir, run_dir=run_dir, as_json=json)
+    )
 
 
 @models.command("list")
