@@ -1,0 +1,36 @@
+"""Deletes downloaded models from a hub cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import scan_cache_dir
+
+from appliance.hub.cache import RepositoryCache, as_owner
+from appliance.hub.repository import HubError
+
+_FOLDER = "models--"
+
+
+def in_hub_cache(folder: Path) -> bool:
+    """Return whether a folder is the folder of a commit in a hub cache."""
+    return folder.parent.name == "snapshots" and folder.parent.parent.name.startswith(_FOLDER)
+
+
+def delete_snapshot(folder: Path) -> int:
+    """Delete the folder of a commit from its hub cache, together with the files that no other commit uses.
+    Returns the number of freed bytes. Raises HubError."""
+    if not in_hub_cache(folder):
+        raise HubError(
+            f"{folder} was not downloaded with models pull, so its files are kept: delete them yourself"
+        )
+    repository = folder.parent.parent
+    cache = RepositoryCache(repository.parent, repository.name.removeprefix(_FOLDER).replace("--", "/"))
+    with as_owner(cache.root), cache.lock():
+        strategy = scan_cache_dir(cache.root).delete_revisions(folder.name)
+        strategy.execute()
+        if folder.exists():
+            raise HubError(
+                f"{folder} cannot be deleted: run the command as root or as the owner of the files"
+            )
+    return strategy.expected_freed_size
