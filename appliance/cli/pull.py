@@ -28,7 +28,13 @@ def pull(reference: str, *, cache_dir: str | None, run_dir: str | None, as_json:
         wanted = parse_reference(reference)
         progress = ByteProgress(wanted.repository)
         try:
-            pulled = pull_model(hub_from_environment(), wanted, cache_folder(cache_dir, run_dir), progress)
+            pulled = pull_model(
+                hub_from_environment(),
+                wanted,
+                cache_folder(cache_dir, run_dir),
+                progress,
+                _check_architecture,
+            )
         except KeyboardInterrupt:
             print(
                 "interrupted: the received files are kept, and the same command continues from there",
@@ -70,16 +76,16 @@ def _state_folder(run: Path) -> Path:
     if state == SYSTEM_STATE_DIR and not state.is_dir():
         raise Failure(f"{state} does not exist: {start_remedy(run)}")
     folder = state / CACHE
-    if not folder.exists():
-        try:
+    try:
+        if not folder.exists():
             state.mkdir(mode=0o700, parents=True, exist_ok=True)
             with as_owner(state):
                 folder.mkdir()
                 # All operators may pull, and the service's user may read. Others cannot enter the state
                 # directory.
                 folder.chmod(0o2775)
-        except OSError as error:
-            raise Failure(_not_writable(folder, error.strerror or str(error))) from error
+    except OSError as error:
+        raise Failure(_not_writable(folder, error.strerror or str(error))) from error
     return folder
 
 
@@ -88,3 +94,13 @@ def _not_writable(folder: Path, why: str) -> str:
         f"{folder} cannot be written ({why}): run the command as root, or choose another folder with "
         "--cache-dir"
     )
+
+
+def _check_architecture(folder: Path) -> None:
+    """Raise HubError if the engine does not support the model."""
+    from engine import sizing
+
+    try:
+        sizing.read_config(str(folder))
+    except Exception as error:  # The engine's message says what is wrong with the configuration.
+        raise HubError(f"{error}. The weights were not downloaded") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -25,12 +26,15 @@ class Pulled(msgspec.Struct, kw_only=True):
     """Number of bytes that this pull received. The other bytes were in the cache."""
 
 
-def pull_model(hub: Hub, reference: Reference, root: Path, progress: Progress) -> Pulled:
+def pull_model(
+    hub: Hub, reference: Reference, root: Path, progress: Progress, check: Callable[[Path], None]
+) -> Pulled:
     """Download the safetensors, tokenizer and configuration files of a repository into the hub cache `root`,
     which must exist. Raises HubError.
 
-    The small files come first, because the index among them names the weight files, whose size must be known
-    before the free disk space can be checked.
+    The small files come first. The index among them names the weight files, whose size must be known before
+    the free disk space can be checked. `check` receives the folder with the small files, and raises HubError
+    if the weights should not be downloaded.
     """
     cache = RepositoryCache(root, reference.repository)
     with as_owner(root), cache.lock():
@@ -40,6 +44,7 @@ def pull_model(hub: Hub, reference: Reference, root: Path, progress: Progress) -
         download = Download(hub, listing, cache)
         download.run(files, progress)
         cache.link(listing.commit, files)
+        check(cache.snapshot(listing.commit))
         weights = weight_files(listing, cache.snapshot(listing.commit))
         cache.check_space(sum(file.size for file in weights) - cache.received_bytes(weights))
         download.run(weights, progress)

@@ -20,7 +20,7 @@ from tests.hub.server import COMMIT, HubServer
 ROOT = Path(__file__).resolve().parents[2]
 WEIGHTS_BYTES = 4 << 20
 FILES = {
-    "config.json": b"{}",
+    "config.json": (ROOT / "appliance/demo_model/config.json").read_bytes(),
     "tokenizer.json": b"{}",
     "model.safetensors": random.Random(5).randbytes(WEIGHTS_BYTES),
 }
@@ -140,6 +140,14 @@ def test_a_slow_pull_reports_its_progress_in_lines(hub: HubServer, tmp_path: Pat
     released.set()
     process.communicate(timeout=120)
     assert line.startswith("org/demo 75% · 3.0 MiB of 4.0 MiB")
+
+
+def test_an_unsupported_architecture_is_refused_before_the_weights(hub: HubServer, tmp_path: Path) -> None:
+    hub.add("org/whisper", FILES | {"config.json": b'{"model_type": "whisper"}'})
+    code, _, err = run("org/whisper", "--cache-dir", tmp_path / "c")
+    assert code == 1
+    assert "whisper" in err and err.endswith("The weights were not downloaded\n")
+    assert not hub.sent("model.safetensors")
 
 
 def test_a_failed_pull_exits_1_with_one_line(hub: HubServer, tmp_path: Path) -> None:

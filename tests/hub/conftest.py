@@ -50,6 +50,8 @@ def pull(hub: HubServer, root: Path, monkeypatch: pytest.MonkeyPatch) -> Pull:
         into: Path = root,
         shown: Callable[[int], None] = lambda done: None,
     ) -> Pulled:
-        return pull_model(Hub(hub.url, token), parse_reference(reference), into, Quiet(shown))
+        return pull_model(
+            Hub(hub.url, token), parse_reference(reference), into, Quiet(shown), lambda folder: None
+        )
 
     return run
