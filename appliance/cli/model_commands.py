@@ -120,9 +120,7 @@ def models_pull(
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from appliance.cli.pull import pull
 
-    raise typer.Exit(
-        pull(repository, name=name, add=add, cache_dir=cache_dir, run_dir=run_dir, as_json=json)
-    )
+    raise typer.Exit(pull(repository, name=name, add=add, cache_dir=cache_dir, run_dir=run_dir, as_json=json))
 
 
 @models.command("list")

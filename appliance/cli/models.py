@@ -27,6 +27,8 @@ from appliance.protocol import (
 from appliance.quantities import of_bytes
 from appliance.settings import named_folder
 
+REGISTRY = "registry"
+"""The source of a model that is not declared in the settings."""
 _COLOURS = {"ready": "green", "loading": "yellow", "draining": "yellow", "failed": "red"}
 _LIST = (
     Column("NAME", flexible=True),
@@ -53,7 +55,7 @@ def add_model(run_dir: str | None, model: str, settings: list[str], *, as_json: 
     name, folder = named_folder(model)
     folder = os.path.abspath(os.path.expanduser(folder))
     added = AddModel(name=name, folder=folder, settings=dict(map(setting, settings)))
-    perform(run_dir, added, as_json=as_json, show=_show_added)
+    perform(run_dir, added, as_json=as_json, show=show_added)
 
 
 def list_models(run_dir: str | None, *, as_json: bool) -> None:
@@ -74,7 +76,7 @@ def list_models(run_dir: str | None, *, as_json: bool) -> None:
                     version.state,
                     printable(", ".join(model.aliases)) if is_default else "",
                     printable(version.folder),
-                    printable(version.detail or (model.source if model.source != "registry" else "")),
+                    printable(version.detail or (model.source if model.source != REGISTRY else "")),
                 )
             )
     print_table(_LIST, rows)
@@ -186,7 +188,8 @@ def setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _show_added(added: AddedVersion) -> None:
+def show_added(added: AddedVersion) -> None:
+    """Print a version that was added, and how to load it."""
     for warning in added.warnings:
         print(f"warning: {printable(warning)}", file=sys.stderr)
     name = printable(added.name)

@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import cast
 
+import msgspec
+
+from appliance.actions import AddModel
 from appliance.cli.drain import INTERRUPTED
 from appliance.cli.failure import Failure, as_failure
+from appliance.cli.models import REGISTRY, show_added
 from appliance.cli.output import print_json, printable
 from appliance.cli.progress import ByteProgress
-from appliance.cli.service import find_run_dir, find_state_dir
+from appliance.cli.service import admin_client, find_run_dir, find_state_dir
 from appliance.hub.cache import as_owner
-from appliance.hub.pull import pull_model
-from appliance.hub.repository import HubError, hub_from_environment, parse_reference
+from appliance.hub.pull import Pulled, pull_model
+from appliance.hub.repository import HubError, Reference, hub_from_environment, parse_reference
 from appliance.ownership import trusted_state
+from appliance.protocol import AddedVersion
 from appliance.quantities import of_bytes
 from appliance.rundir import SYSTEM_STATE_DIR, start_remedy
 
@@ -22,32 +28,71 @@ CACHE = "hub"
 """The hub cache in the state directory."""
 
 
-def pull(reference: str, *, cache_dir: str | None, run_dir: str | None, as_json: bool) -> int:
-    """Download a model. Returns the exit code."""
+def pull(
+    reference: str,
+    *,
+    name: str | None,
+    add: bool,
+    cache_dir: str | None,
+    run_dir: str | None,
+    as_json: bool,
+) -> int:
+    """Download a model and, with `add`, add it to the registry. Returns the exit code."""
     with as_failure(HubError):
         wanted = parse_reference(reference)
-        progress = ByteProgress(wanted.repository)
-        try:
-            pulled = pull_model(
-                hub_from_environment(),
-                wanted,
-                cache_folder(cache_dir, run_dir),
-                progress,
-                _check_architecture,
-            )
-        except KeyboardInterrupt:
-            print(
-                "interrupted: the received files are kept, and the same command continues from there",
-                file=sys.stderr,
-            )
-            return INTERRUPTED
-        finally:
-            progress.close()
+        model = name or wanted.name
+        if add:
+            _check_name(run_dir, model)
+        pulled = _download(wanted, cache_folder(cache_dir, run_dir))
+    if pulled is None:
+        return INTERRUPTED
+    added = _add(run_dir, model, pulled.folder) if add else None
     if as_json:
-        print_json(pulled)
-    else:
-        print(printable(f"{pulled.folder}: {pulled.files} files, {of_bytes(pulled.bytes)}"))
+        print_json((msgspec.to_builtins(added) if added else {}) | msgspec.to_builtins(pulled))
+        return 0
+    print(printable(f"{pulled.folder}: {pulled.files} files, {of_bytes(pulled.bytes)}"))
+    if added is not None:
+        show_added(added)
     return 0
+
+
+def _download(wanted: Reference, folder: Path) -> Pulled | None:
+    """Download a model and show the progress. Returns None if the user interrupted the download."""
+    progress = ByteProgress(wanted.repository)
+    try:
+        return pull_model(hub_from_environment(), wanted, folder, progress, _check_architecture)
+    except KeyboardInterrupt:
+        progress.close()
+        print(
+            "interrupted: the received files are kept, and the same command continues from there",
+            file=sys.stderr,
+        )
+        return None
+    finally:
+        progress.close()
+
+
+def _check_name(run_dir: str | None, name: str) -> None:
+    """Check before a download that the service runs and that the model can be added to it. Raises Failure."""
+    with admin_client(run_dir) as client:
+        for model in client.models():
+            if model.name == name and model.source != REGISTRY:
+                raise Failure(f"model {name!r} is {model.source}: choose another name with --name")
+            if name in model.aliases:
+                raise Failure(f"{name!r} is an alias of {model.name!r}: choose another name with --name")
+
+
+def _add(run_dir: str | None, name: str, folder: str) -> AddedVersion:
+    """Add a version of a model, unless the model already has one with this folder. Raises Failure."""
+    try:
+        with admin_client(run_dir) as client:
+            for model in client.models():
+                for version in model.versions:
+                    if model.name == name and version.folder == folder:
+                        return AddedVersion(name=name, version=version.version)
+            return cast(AddedVersion, client.act(AddModel(name=name, folder=folder)))
+    except Failure as error:
+        raise Failure(f"{error} (the files are in {folder})") from error
 
 
 def cache_folder(flag: str | None, run_dir: str | None) -> Path:

@@ -40,7 +40,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 def command(*words: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "appliance.cli", "models", "pull", *map(str, words)],
+        [sys.executable, "-m", "appliance.cli", "models", "pull", "--no-add", *map(str, words)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -56,7 +56,7 @@ def run(*words: object) -> tuple[int, str, str]:
 
 def test_a_pull_prints_one_json_object(hub: HubServer, tmp_path: Path) -> None:
     code, out, err = run("org/demo", "--cache-dir", tmp_path / "c", "--json")
-    assert (code, err) == (0, "")
+    assert code == 0, err
     pulled = json.loads(out)
     size = sum(map(len, FILES.values()))
     assert pulled == pulled | {
@@ -115,7 +115,9 @@ def test_a_stopped_pull_continues_in_the_middle_of_the_file(
     released.set()
     if stop == signal.SIGINT:
         assert process.returncode == 130
-        assert err == "interrupted: the received files are kept, and the same command continues from there\n"
+        # A slow pull has shown its progress before.
+        told = "interrupted: the received files are kept, and the same command continues from there"
+        assert err.splitlines()[-1] == told
     code, out, err = run("org/demo", "--cache-dir", tmp_path / "c", "--json")
     assert code == 0, err
     pulled = json.loads(out)
@@ -125,7 +127,7 @@ def test_a_stopped_pull_continues_in_the_middle_of_the_file(
 
 
 def test_a_terminal_gets_a_bar_and_other_output_gets_lines(hub: HubServer, tmp_path: Path) -> None:
-    shown = on_a_terminal("models", "pull", "org/demo", "--cache-dir", str(tmp_path / "a"))
+    shown = on_a_terminal("models", "pull", "--no-add", "org/demo", "--cache-dir", str(tmp_path / "a"))
     assert "org/demo [" in shown and "4.0 MiB" in shown
     _, _, err = run("org/demo", "--cache-dir", tmp_path / "b")
     assert "\x1b" not in err
@@ -167,7 +169,17 @@ def test_an_operator_who_may_not_write_is_told_before_the_download(hub: HubServe
         "os.setgroups([]); os.setegid(65534); os.seteuid(65534); sys.exit(main())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", source, "models", "pull", "org/demo", "--cache-dir", open_folder / "cache"],
+        [
+            sys.executable,
+            "-c",
+            source,
+            "models",
+            "pull",
+            "org/demo",
+            "--no-add",
+            "--cache-dir",
+            open_folder / "cache",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
