@@ -376,3 +376,30 @@ def test_a_link_in_the_cache_does_not_direct_roots_writes_elsewhere(
     with pytest.raises((HubError, OSError), match=r"[Pp]ermission denied"):
         pull(into=root)
     assert not list((tmp_path / "roots").iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_the_services_group_can_read_and_continue_an_operators_pull(
+    hub: HubServer, pull: Pull, open_folder: Path
+) -> None:
+    operator, service = 1001, 65534
+    hub.add("org/demo", checkpoint())
+    root = open_folder / "hub"
+    root.mkdir()
+    os.chown(root, service, service)
+    root.chmod(0o2775)
+    former, umask = os.getgroups(), os.umask(0o077)
+    os.setgroups([service])
+    os.setegid(operator)
+    os.seteuid(operator)
+    try:
+        pull(into=root)
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+        os.setgroups(former)
+        os.umask(umask)
+    for path in (root / "models--org--demo").rglob("*"):
+        found = path.stat()
+        assert (found.st_uid, found.st_gid) == (operator, service), path
+        assert found.st_mode & 0o660 == 0o660, path
