@@ -21,6 +21,7 @@ from appliance.protocol import (
     DrainStatus,
     Key,
     NewKey,
+    PrunedVersions,
     Reloaded,
     Tenant,
     VersionStatus,
@@ -330,6 +331,15 @@ class RemoveModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """NAME for all versions, or NAME@VERSION."""
 
 
+class PruneModels(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Remove the versions that nothing names from the registry: versions that are not loaded, are neither
+    the default of their model nor the version to which a rollback returns, and have no alias. The files are
+    kept."""
+
+    dry_run: bool = False
+    """Only return the versions."""
+
+
 class Action(NamedTuple):
     """An operation that an operator can perform."""
 
@@ -403,6 +413,7 @@ ACTIONS: tuple[Action, ...] = (
     ),
     Action("models.alias", "Set alias", "none", "model", SetAlias, Done, "name", is_long=True),
     Action("models.remove", "Remove model", "typed", "model", RemoveModel, Done, "model"),
+    Action("models.prune", "Remove these versions", "confirm", "service", PruneModels, PrunedVersions),
     Action("config.reload", "Reload settings", "none", "service", ReloadConfig, Reloaded),
     Action("requests.cancel", "Cancel request", "confirm", "request", CancelRequest, Done, "request_id"),
     Action(

@@ -188,6 +188,20 @@ class AddedVersion(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Limitations that the checks of the model have found."""
 
 
+class PrunedVersion(msgspec.Struct, kw_only=True):
+    """A version that nothing names."""
+
+    name: str
+    version: int
+    folder: str
+
+
+class PrunedVersions(msgspec.Struct, kw_only=True):
+    """The versions that nothing named and that were removed, or would be."""
+
+    versions: list[PrunedVersion]
+
+
 class VersionStatus(msgspec.Struct, kw_only=True):
     """A version of a model and its state."""
 

@@ -13,6 +13,7 @@ from typing import Any
 from appliance.actions import (
     AddModel,
     LoadModel,
+    PruneModels,
     RemoveModel,
     RollbackModel,
     SetAlias,
@@ -29,6 +30,8 @@ from appliance.models.preflight_process import Check
 from appliance.models.routing import Routing, split_target, unit_name
 from appliance.protocol import (
     AddedVersion,
+    PrunedVersion,
+    PrunedVersions,
     RegisteredFile,
     RegisteredModel,
     RegisteredVersion,
@@ -181,6 +184,33 @@ class ModelAdmin:
             self.operations.failures.pop(unit_name(name, record.version), None)
         self.fronts.publish_configuration()
         return done(f"{asked.model} removed; its files are kept")
+
+    async def prune(self, actor: Actor, asked: PruneModels) -> Effect:
+        """Remove the versions that nothing names."""
+        registry = self.operations.registry
+        pruned = [one for one in registry.current.versions.values() if not self._is_named(one)]
+        if not asked.dry_run:
+            for one in pruned:
+                await committed(registry.remove(actor=actor, model=one.model, version=one.version))
+            self.fronts.publish_configuration()
+        return Effect(
+            PrunedVersions(
+                versions=[
+                    PrunedVersion(name=one.model, version=one.version, folder=one.folder) for one in pruned
+                ]
+            )
+        )
+
+    def _is_named(self, record: VersionRecord) -> bool:
+        """Return whether a version is in use, or could be used without naming it."""
+        registry = self.operations.registry.current
+        model, unit = registry.models[record.model], unit_name(record.model, record.version)
+        return (
+            record.version in (model.default_version, model.previous_version)
+            or any(alias.target == unit for alias in registry.aliases.values())
+            or self._state(unit)[0] not in ("available", "failed")
+            or bool(self.declared_in(record.model))
+        )
 
     # ── load and unload ──
 

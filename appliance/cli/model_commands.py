@@ -244,6 +244,15 @@ def models_alias(
     set_alias(run_dir, name, target, delete=delete, as_json=json)
 
 
+Files = Annotated[
+    bool,
+    typer.Option(
+        "--files",
+        help="Also delete the files that `models pull` downloaded. Files that another version uses are kept.",
+    ),
+]
+
+
 @models.command("remove", help=about("models.remove"))
 def models_remove(
     model: Annotated[
@@ -254,11 +263,24 @@ def models_remove(
             show_default=False,
         ),
     ],
+    files: Files = False,
     yes: Yes = False,
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
-    from appliance.actions import RemoveModel
-    from appliance.cli.actions import perform
+    from appliance.cli.model_files import remove
 
-    perform(run_dir, RemoveModel(model=model), yes=yes, as_json=json)
+    remove(run_dir, model, files=files, yes=yes, as_json=json)
+
+
+@models.command("prune", help=about("models.prune"))
+def models_prune(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the versions.")] = False,
+    files: Files = False,
+    yes: Yes = False,
+    run_dir: RunDir = None,
+    json: Json = False,
+) -> None:
+    from appliance.cli.model_files import prune
+
+    prune(run_dir, dry_run=dry_run, files=files, yes=yes, as_json=json)

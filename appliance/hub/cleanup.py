@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from huggingface_hub import scan_cache_dir
@@ -27,7 +28,10 @@ def delete_snapshot(folder: Path) -> int:
     repository = folder.parent.parent
     cache = RepositoryCache(repository.parent, repository.name.removeprefix(_FOLDER).replace("--", "/"))
     with as_owner(cache.root), cache.lock():
-        strategy = scan_cache_dir(cache.root).delete_revisions(folder.name)
+        # Copies of a repository have the same commits, so the other repositories are left out.
+        scanned = scan_cache_dir(cache.root)
+        own = frozenset(one for one in scanned.repos if one.repo_path.name == repository.name)
+        strategy = replace(scanned, repos=own).delete_revisions(folder.name)
         strategy.execute()
         if folder.exists():
             raise HubError(

@@ -33,6 +33,15 @@ def test_files_that_another_commit_uses_are_kept(hub: HubServer, pull: Pull) -> 
     assert (new / "model.safetensors").read_bytes() == WEIGHTS
 
 
+def test_a_copy_of_the_repository_with_the_same_commits_is_kept(hub: HubServer, pull: Pull) -> None:
+    for name in ("org/one", "org/two", "org/three"):
+        hub.add(name, FILES)
+    folders = [Path(pull(name).folder) for name in ("org/one", "org/two", "org/three")]
+    assert len({folder.name for folder in folders}) == 1
+    delete_snapshot(folders[1])
+    assert [folder.exists() for folder in folders] == [True, False, True]
+
+
 def test_a_folder_outside_a_hub_cache_is_never_deleted(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     with pytest.raises(HubError, match="was not downloaded with models pull, so its files are kept"):

@@ -92,3 +92,52 @@ def test_without_a_service_nothing_is_downloaded(hub: HubServer, tmp_path: Path)
     )
     assert done.returncode == 1 and "start a service" in done.stderr
     assert not hub.requests
+
+
+def test_a_removed_model_keeps_its_files_unless_they_are_to_be_deleted(
+    running: Service, hub: HubServer
+) -> None:
+    hub.add("org/spare", hub.repositories["org/tiny"].files)
+    pulled = json.loads(command(running, hub, "models", "pull", "org/spare", "--json"))
+    command(running, hub, "models", "remove", "spare", "--yes")
+    assert (Path(pulled["folder"]) / "model.safetensors").is_file()
+    pulled = json.loads(command(running, hub, "models", "pull", "org/spare", "--json"))
+    assert (pulled["version"], pulled["received_bytes"]) == (1, 0)
+    removed = json.loads(command(running, hub, "models", "remove", "spare", "--files", "--yes", "--json"))
+    assert [one["folder"] for one in removed["deleted"]] == [pulled["folder"]]
+    assert not Path(pulled["folder"]).exists()
+
+
+def test_files_that_another_model_uses_are_not_deleted(running: Service, hub: HubServer) -> None:
+    pulled = json.loads(command(running, hub, "models", "pull", "org/tiny", "--name", "twin", "--json"))
+    command(running, hub, "models", "pull", "org/tiny")
+    removed = json.loads(command(running, hub, "models", "remove", "twin", "--files", "--yes", "--json"))
+    assert removed["deleted"] == [] and Path(pulled["folder"]).exists()
+
+
+def test_files_that_were_not_downloaded_are_never_deleted(
+    running: Service, hub: HubServer, tmp_path: Path
+) -> None:
+    folder = write_constant_checkpoint(tmp_path / "own", _TOKEN_ID)
+    command(running, hub, "models", "add", str(folder))
+    with pytest.raises(AssertionError, match="was not downloaded with models pull"):
+        command(running, hub, "models", "remove", "own", "--files", "--yes")
+    assert "own" in command(running, hub, "models", "list") and folder.exists()
+
+
+def test_prune_removes_the_versions_that_nothing_names(running: Service, hub: HubServer) -> None:
+    repository = hub.add("org/many", dict(hub.repositories["org/tiny"].files))
+    folders = []
+    for version in range(1, 5):
+        repository.revisions["main"] = str(version) * 40
+        pulled = json.loads(command(running, hub, "models", "pull", "org/many", "--json"))
+        assert pulled["version"] == version
+        folders.append(pulled["folder"])
+    command(running, hub, "models", "default", "many@2")  # version 1 is the one to roll back to
+    command(running, hub, "models", "alias", "newest", "many@4")
+    listed = json.loads(command(running, hub, "models", "prune", "--dry-run", "--json"))
+    assert [(one["name"], one["version"]) for one in listed["versions"]] == [("many", 3)]
+    pruned = json.loads(command(running, hub, "models", "prune", "--files", "--yes", "--json"))
+    assert [one["folder"] for one in pruned["deleted"]] == [folders[2]]
+    assert [Path(folder).exists() for folder in folders] == [True, True, False, True]
+    assert "every version is loaded or has a name" in command(running, hub, "models", "prune")
