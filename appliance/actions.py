@@ -413,7 +413,7 @@ ACTIONS: tuple[Action, ...] = (
     ),
     Action("models.alias", "Set alias", "none", "model", SetAlias, Done, "name", is_long=True),
     Action("models.remove", "Remove model", "typed", "model", RemoveModel, Done, "model"),
-    Action("models.prune", "Remove these versions", "confirm", "service", PruneModels, PrunedVersions),
+    Action("models.prune", "Prune versions", "confirm", "service", PruneModels, PrunedVersions),
     Action("config.reload", "Reload settings", "none", "service", ReloadConfig, Reloaded),
     Action("requests.cancel", "Cancel request", "confirm", "request", CancelRequest, Done, "request_id"),
     Action(

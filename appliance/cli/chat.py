@@ -85,7 +85,10 @@ def chat(
 
 def _choose(models: list[str], wanted: str | None) -> str:
     if not models:
-        raise Failure("the service has no models: start it with --model NAME=FOLDER")
+        raise Failure(
+            "no model is loaded: load one of 'appliance models list' with 'appliance models load NAME "
+            "--wait', or download one with 'appliance models pull ORG/NAME'"
+        )
     if wanted is None:
         return models[0]
     if wanted not in models:

@@ -133,7 +133,8 @@ class Download:
     def _receive_all(self, file: RemoteFile, partial: _Partial) -> None:
         failures = 0
         while partial.size < file.size:
-            before, error = partial.size, None
+            before = partial.size
+            error: Exception | None = None
             try:
                 self._receive(file, partial)
             except _RETRIED as failure:
