@@ -132,7 +132,7 @@ class Record(msgspec.Struct):
         return self.chunks if self.tokens is None else self.tokens
 
 
-class LoadProgress(msgspec.Struct):
+class BenchProgress(msgspec.Struct):
     """A client process's report, sent several times a second and once at the end."""
 
     records: list[Record]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 
-from appliance.bench.load import Load, LoadProgress, Record
+from appliance.bench.load import BenchProgress, Load, Record
 from engine.client import module_command, module_environment
 
 START_DELAY_S = 0.05
@@ -57,7 +57,7 @@ def run_load(load: Load, workers: int | None, show: Callable[[RawRun], None]) ->
         run = RawRun(time.monotonic() + START_DELAY_S, workers)
         for pipe in pipes:
             pipe.send(run.started_at)
-        latest = {pipe: LoadProgress([], 0, 0, 0.0, is_done=False) for pipe in pipes}
+        latest = {pipe: BenchProgress([], 0, 0, 0.0, is_done=False) for pipe in pipes}
         while unfinished := [pipe for pipe in pipes if not latest[pipe].is_done]:
             readable = wait(unfinished)
             for pipe in (one for one in unfinished if one in readable):

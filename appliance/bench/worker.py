@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 from appliance.bench.client import Client, Exchange
-from appliance.bench.load import STOPPED, Load, LoadProgress, Record
+from appliance.bench.load import STOPPED, BenchProgress, Load, Record
 
 PROGRESS_S = 0.2
 _MAX_PREPARED = 4096
@@ -43,7 +43,7 @@ class Sender:
             records, self._records = self._records, []
             chunks = self._chunks + sum(exchange.chunks for exchange in self._running)
             share = (time.process_time() - cpu) / max(time.monotonic() - wall, 1e-9)
-            pipe.send(LoadProgress(records, len(self._running), chunks, share, is_done))
+            pipe.send(BenchProgress(records, len(self._running), chunks, share, is_done))
 
         async def report_regularly() -> None:
             while True:

@@ -38,15 +38,20 @@ def perform(
         print(printable(result.message) if isinstance(result, Done) else result)
 
 
-def confirm(action: Action, target: str, *, yes: bool) -> None:
-    """Ask for confirmation of a dangerous action, unless `yes` is set. Raises Failure if the user declines,
-    and CommandLineError if standard input is not a terminal."""
-    if action.danger == "none" or yes:
-        return
-    if not is_terminal(sys.stdin):
+def check_terminal(action: Action, target: str, *, yes: bool) -> None:
+    """Raise CommandLineError if the action needs confirmation, but standard input is not a terminal."""
+    if action.danger != "none" and not yes and not is_terminal(sys.stdin):
         raise CommandLineError(
             f"'{action.title} {target}' needs confirmation, but standard input is not a terminal: add --yes"
         )
+
+
+def confirm(action: Action, target: str, *, yes: bool) -> None:
+    """Ask for confirmation of a dangerous action, unless `yes` is set. Raises Failure if the user declines,
+    and CommandLineError if standard input is not a terminal."""
+    check_terminal(action, target, yes=yes)
+    if action.danger == "none" or yes:
+        return
     print(f"{action.title} {target}? ", end="", flush=True, file=sys.stderr)
     print(
         "Type the name to confirm: " if action.danger == "typed" else "[y/N] ",

@@ -10,7 +10,7 @@ from typing import cast
 import msgspec
 
 from appliance.actions import PruneModels, RemoveModel, action_of
-from appliance.cli.actions import confirm
+from appliance.cli.actions import check_terminal, confirm
 from appliance.cli.failure import Failure, as_failure
 from appliance.cli.output import Column, print_json, print_table, printable
 from appliance.cli.service import admin_client
@@ -51,6 +51,8 @@ def remove(run_dir: str | None, target: str, *, files: bool, yes: bool, as_json:
 def prune(run_dir: str | None, *, dry_run: bool, files: bool, yes: bool, as_json: bool) -> None:
     """Remove the versions that nothing names and, with `files`, their downloaded files."""
     deleted: list[Deleted] = []
+    if not dry_run:
+        check_terminal(action_of(PruneModels()), "from the registry", yes=yes)
     with admin_client(run_dir) as client:
         found = cast(PrunedVersions, client.act(PruneModels(dry_run=True))).versions
         if found and not as_json:

@@ -40,7 +40,7 @@ _RETRIED_STATUS = (408, 416, 429, 500, 502, 503, 504)
 _RETRIED = (httpx2.TimeoutException, httpx2.NetworkError, httpx2.RemoteProtocolError)
 
 
-class Progress(Protocol):
+class DownloadProgress(Protocol):
     """Shows the progress of a download."""
 
     def show(self, done: int, total: int) -> None:
@@ -64,7 +64,7 @@ class Download:
         self.received_bytes = 0
         """Number of bytes that were received from the hub."""
 
-    def run(self, files: Sequence[RemoteFile], progress: Progress) -> None:
+    def run(self, files: Sequence[RemoteFile], progress: DownloadProgress) -> None:
         """Download the files that are not in the cache yet, and show the progress. Raises HubError. Files and
         the received parts of files are kept in every case, except for files with a wrong checksum."""
         missing = [file for file in files if not self._cache.blob(file).exists()]

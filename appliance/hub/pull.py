@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from appliance.hub.cache import RepositoryCache, as_owner
-from appliance.hub.download import Download, Progress
+from appliance.hub.download import Download, DownloadProgress
 from appliance.hub.repository import Hub, Reference, configuration_files, list_files, weight_files
 
 
@@ -27,7 +27,7 @@ class Pulled(msgspec.Struct, kw_only=True):
 
 
 def pull_model(
-    hub: Hub, reference: Reference, root: Path, progress: Progress, check: Callable[[Path], None]
+    hub: Hub, reference: Reference, root: Path, progress: DownloadProgress, check: Callable[[Path], None]
 ) -> Pulled:
     """Download the safetensors, tokenizer and configuration files of a repository into the hub cache `root`,
     which must exist. Raises HubError.

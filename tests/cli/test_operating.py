@@ -1,4 +1,4 @@
-"""Tests that the commands in docs/operating.md exist."""
+"""Tests that the commands on the pages for operators exist."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ import pytest
 from appliance.actions import ACTIONS
 from tests.cli.conftest import Run
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "operating.md").read_text()
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = (DOCS / "operating.md").read_text()
+PAGES = "\n".join([PAGE, *((DOCS / name).read_text() for name in ("models.md", "alerts.md"))])
 
 
 def commands() -> list[str]:
-    """Return every command line, with its options, from code blocks and code spans."""
-    found = re.findall(r"^(?:\$ |[A-Z_]+=\S+ )?(appliance [a-z].*)$", PAGE, re.MULTILINE)
-    found += re.findall(r"`(appliance [a-z][^`]*)`", PAGE)
+    """Return every command line, with its options, from code blocks and code spans of all pages."""
+    found = re.findall(r"^(?:\$ |[A-Z_]+=\S+ )?(appliance [a-z].*)$", PAGES, re.MULTILINE)
+    found += re.findall(r"`(appliance [a-z][^`]*)`", PAGES)
     return sorted({line.partition("  #")[0].partition(" | ")[0].strip() for line in found})
 
 
 @pytest.mark.parametrize("line", commands())
-def test_every_command_of_the_page_exists_with_its_options(cli: Run, line: str) -> None:
+def test_every_command_of_the_pages_exists_with_its_options(cli: Run, line: str) -> None:
     # With --help, nothing is run, but unknown commands and options are still errors.
     outcome = cli(*shlex.split(line)[1:], "--help")
     assert outcome.code == 0, outcome.err
 
 
 @pytest.mark.parametrize("action", [a.name for a in ACTIONS])
-def test_every_action_of_operators_is_on_the_page(action: str) -> None:
+def test_every_action_of_operators_is_on_a_page(action: str) -> None:
     words = action.split(".")
     command = " ".join(["appliance", *(words[:1] if words[0] == "backup" else words)])
     assert any(line == command or line.startswith(f"{command} ") for line in commands())
@@ -44,4 +46,4 @@ def test_the_table_of_contents_names_every_section() -> None:
 
 def test_every_link_of_the_page_leads_somewhere() -> None:
     for link in re.findall(r"\]\(([^)#]+)\)", PAGE):
-        assert (Path(__file__).resolve().parents[2] / "docs" / link).exists(), link
+        assert (DOCS / link).exists(), link

@@ -32,7 +32,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     server.add("org/demo", FILES)
     monkeypatch.setenv("HF_ENDPOINT", server.url)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    for name in ("HF_HOME", "HF_HUB_CACHE", "HF_TOKEN"):
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     yield server
     server.close()

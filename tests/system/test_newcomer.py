@@ -40,7 +40,7 @@ def command(running: Service, hub: HubServer, *words: str) -> str:
     environ = {
         name: value
         for name, value in os.environ.items()
-        if name not in ("HF_HOME", "HF_HUB_CACHE", "HF_TOKEN")
+        if name not in ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN")
     }
     done = subprocess.run(
         [APPLIANCE, *words, "--run-dir", str(running.run_dir)],
