@@ -162,10 +162,16 @@ def test_a_disk_that_becomes_read_only_stops_no_request(running: Service, disk: 
 
 
 def damage(path: Path) -> bytes:
-    """Overwrite all pages except the first, as a failing disk might. Returns the original content."""
+    """Overwrite the first page of every table and index, as a failing disk might. Returns the original
+    content."""
     before = path.read_bytes()
-    assert len(before) > 4 * PAGE_BYTES
+    with closing(sqlite3.connect(f"file:{path}?immutable=1", uri=True)) as connection:
+        pages = [
+            page for (page,) in connection.execute("SELECT rootpage FROM sqlite_master WHERE rootpage > 1")
+        ]
+    assert len(pages) > 4
     with path.open("r+b") as file:
-        file.seek(PAGE_BYTES)
-        file.write(b"\xa5" * (len(before) - PAGE_BYTES))
+        for page in pages:
+            file.seek((page - 1) * PAGE_BYTES)
+            file.write(b"\xa5" * PAGE_BYTES)
     return before

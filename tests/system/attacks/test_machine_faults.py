@@ -175,16 +175,20 @@ def test_a_tenant_cannot_tell_which_prompts_another_has_in_the_prefix_cache(runn
     victim, attacker = key_of(running, "victim"), key_of(running, "attacker")
     draw = random.Random(1)
     hits, guesses, others = [], [], []
+    hit = guess = other = saved = 0.0
     with running.http() as http:
-        for _ in range(5):
-            secret, other = ([draw.randrange(7, 5000) for _ in range(900)] for _ in range(2))
+        # The minimum of several times is least affected by other work on the machine. On a busy machine, more
+        # rounds are needed. If the cache were shared, no number of rounds would bring both times together.
+        for _ in range(30):
+            secret, different = ([draw.randrange(7, 5000) for _ in range(900)] for _ in range(2))
             assert ask(http, victim, secret)[1].status_code == 200
             hits.append(timed(http, victim, secret, cached=True))
             guesses.append(timed(http, attacker, secret, cached=False))
-            others.append(timed(http, attacker, other, cached=False))
-    # The minimum of several times is least affected by other work on the machine.
-    hit, guess, other = map(min, (hits, guesses, others))
-    saved = other - hit
+            others.append(timed(http, attacker, different, cached=False))
+            hit, guess, other = map(min, (hits, guesses, others))
+            saved = other - hit
+            if len(hits) >= 5 and saved > 0.3 * other and abs(guess - other) < 0.5 * saved:
+                break
     assert saved > 0.3 * other, f"a hit takes {hit:.3f} s of {other:.3f} s, so the measurement shows nothing"
     assert abs(guess - other) < 0.5 * saved, f"guess {guess:.3f} s, other {other:.3f} s, own hit {hit:.3f} s"
 
