@@ -63,6 +63,7 @@ FRONT_RULES = {
     ("POST", "/detokenize"): "inference",
 }
 ADMIN_RULES = {
+    ("GET", "/models"): "read",
     ("GET", "/openapi.json"): "read",
     ("GET", "/status"): "read",
     ("GET", "/requests"): "read",
