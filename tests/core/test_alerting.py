@@ -106,6 +106,8 @@ def test_silences_and_lasting_alerts_survive_a_restart(make_service: Make, webho
     service.start()
     service.wait_ready()
     time.sleep(1.5)
+    with pytest.raises(AdminError, match="rule is 'replca-lost', which matches no rule: use one of"):
+        service.admin.act(SilenceAlerts(rule="replca-lost"))
     service.admin.act(SilenceAlerts(rule="replica-*", for_s=3600.0, reason="maintenance"))
     kill_replica(service)
     wait_until(lambda: bool(alerts(service, "silenced")))

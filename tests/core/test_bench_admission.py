@@ -26,4 +26,4 @@ def test_the_benchmark_of_admission_decides_every_request_it_makes(tmp_path: Pat
     assert sum(figures["decisions"].values()) == figures["requests"] == 200
     assert figures["queued"] >= 100
     assert figures["decisions"]["waits"] > 100
-    assert 0.4 * figures["queued"] < figures["promises"] < 0.6 * figures["queued"]
+    assert 0.4 * figures["queued"] < figures["promises"] < 0.7 * figures["queued"]

@@ -38,6 +38,7 @@ from appliance.actions import (
     UnmapPeer,
 )
 from appliance.admin import effects
+from appliance.admin.alerts import AlertAdmin
 from appliance.admin.drains import DrainAdmin
 from appliance.admin.handlers import BackupAdmin, RequestAdmin, handlers
 from appliance.admin.keys import KeyAdmin
@@ -354,6 +355,7 @@ def test_every_action_of_the_registry_has_a_handler_for_its_parameters() -> None
         drains=DrainAdmin(nothing, nothing, nothing),
         requests=RequestAdmin(nothing, nothing, nothing),
         backups=BackupAdmin(nothing),
+        alerts=AlertAdmin(nothing),
         reload=nothing,
     )
     assert table.keys() == {action.parameters for action in ACTIONS}
@@ -368,8 +370,8 @@ def test_every_action_of_the_registry_is_audited_before_and_after(make_service: 
     service.wait_ready()
     tried = []
     for action in ACTIONS:
-        # Only three of these actions succeed: creating a key, reloading unchanged settings, and starting a
-        # backup.
+        # Only these actions succeed: creating a key, reloading unchanged settings, starting a backup, and
+        # pruning an empty registry.
         named = {"model": "none:such"} if action.name in ("drain", "resume") else {}
         required = {
             field.name: "none:such" for field in msgspec.structs.fields(action.parameters) if field.required
@@ -384,5 +386,5 @@ def test_every_action_of_the_registry_is_audited_before_and_after(make_service: 
         assert (after.action, after.phase, after.act) == (name, "result", before.act) and after.result
         assert params.items() <= json.loads(before.params).items()
         assert before.actor == after.actor == f"uid:{os.geteuid()}" and before.host == os.uname().nodename
-        done = name in ("keys.create", "config.reload", "backup.begin")
+        done = name in ("keys.create", "config.reload", "backup.begin", "models.prune")
         assert after.result == "ok" if done else after.result.startswith("refused: "), after

@@ -49,13 +49,17 @@ def test_a_snapshot_has_the_same_figures_as_the_admin_api(running: Service) -> N
     for _ in range(3):
         read_answer(running.connect("m 3"))
     running.admin.act(CreateTenant(name="acme"))
-    seen = first(running.admin.snapshots(4), lambda one: one.totals.ended == 3 and bool(one.host.processes))
+
+    def is_complete(one: Snapshot) -> bool:
+        return one.latency.e2e is not None and one.latency.e2e.count == 3 and bool(one.host.processes)
+
+    seen = first(running.admin.snapshots(4), is_complete)
     status = running.admin.status()
     assert (seen.pid, seen.state, seen.version) == (status.pid, "ready", status.version)
     assert seen.started_at == status.started_at
     assert [model.name for model in seen.models] == ["m"] and seen.models[0].state == "ready"
-    assert seen.totals.admitted == 3 and seen.totals.failed == 0 and seen.totals.billed_tokens == 9
-    assert seen.latency.e2e is not None and seen.latency.e2e.count == 3
+    totals = seen.totals
+    assert (totals.admitted, totals.ended, totals.failed, totals.billed_tokens) == (3, 3, 0, 9)
     assert {one.name for one in seen.tenants} == {"acme", "default", "local"}
     assert [(one.replica, one.model) for one in seen.batches] == [("m-0", "m")]
     assert {one.name: one.pid for one in seen.host.processes}["core"] == status.pid

@@ -113,8 +113,11 @@ class AlertManager:
         return self._shown(alert)
 
     def silence(self, rule: str, subject: str, for_s: float, reason: str, actor: str) -> Silence:
-        """Do not announce alerts of matching rules and subjects for a time. Raises ValueError if too many
-        silences last."""
+        """Do not announce alerts of matching rules and subjects for a time. Raises LookupError if no rule
+        matches, and ValueError if too many silences last."""
+        if not any(fnmatchcase(name, rule) for name in self._evaluator.rules):
+            known = ", ".join(sorted(self._evaluator.rules))
+            raise LookupError(f"rule is {rule!r}, which matches no rule: use one of {known}")
         now = self._clock()
         self._silences = {one.id: one for one in self._silences.values() if one.until > now}
         if len(self._silences) >= MAX_SILENCES:
