@@ -80,6 +80,7 @@ def test_bad_words_are_banned_at_the_beginning_of_a_text_and_after_a_space(front
         ({"best_of": 2, "stream": True}, "best_of", "cannot be streamed"),
         ({"best_of": 129}, "best_of", "128"),
         ({"max_tokens": -2}, "max_tokens", "-1"),
+        ({"stop_token_ids": [7] * 65}, "stop_token_ids", "64"),
     ],
 )
 def test_invalid_values_are_refused_with_the_fields_name(

@@ -252,7 +252,7 @@ public class Ask {
     public static void main(String[] words) throws Exception {
         var body = "{\\"model\\": \\"demo\\", \\"max_tokens\\": 8, \\"messages\\": "
             + "[{\\"role\\": \\"user\\", \\"content\\": \\"hi\\"}]}";
-        var client = HttpClient.newBuilder().version(HttpClient.Version.HTTP_1_1).build();
+        var client = HttpClient.newHttpClient();
         var request = HttpRequest.newBuilder(URI.create(words[0] + "/v1/chat/completions"))
             .header("Content-Type", "application/json").header("Authorization", "Bearer " + words[1])
             .POST(HttpRequest.BodyPublishers.ofString(body)).build();
