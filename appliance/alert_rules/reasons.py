@@ -46,7 +46,7 @@ REASONS: dict[str, str] = {
     ),
     "load-shedding": (
         "The service refuses lower classes to protect higher ones. This is intended, but "
-        "somebody should know."
+        "an operator should know about it."
     ),
     "refusals": (
         "Some refusals are normal where tenants have limits. Six standard deviations "
