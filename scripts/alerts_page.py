@@ -8,7 +8,6 @@ With --check, nothing is written, and the exit code is 1 if the page is out of d
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from appliance.alert_rules import BUILT_IN, AlertRule, AlertSink
 from appliance.alert_rules.reasons import REASONS
 from appliance.monitoring.alerts.conditions import clear_value
 from appliance.monitoring.alerts.texts import of_duration, of_measure
-from scripts.configuration_page import _default, _sentence, _type, _words_of_fields
+from scripts.configuration_page import _default, _sentence, _type, _words_of_fields, write_or_check
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "alerts.md"
 FIRST = "## The built-in rules"
@@ -79,22 +78,5 @@ def _row(cells: tuple[str, ...]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def main() -> int:
-    """Write or check the page, and return the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit 1 if the page is out of date"
-    )
-    former = PAGE.read_text(encoding="utf-8")
-    text = page(former)
-    if not parser.parse_args().check:
-        PAGE.write_text(text, encoding="utf-8")
-        return 0
-    if former == text:
-        return 0
-    print(f"{PAGE} is out of date: run scripts/alerts_page.py", file=sys.stderr)
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, page, __doc__ or ""))

@@ -14,7 +14,7 @@ import inspect
 import json
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,22 +126,23 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
     return f"`{json.dumps(value)}`"
 
 
-def main() -> int:
-    """Write or check the page, and return the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def write_or_check(path: Path, page: Callable[[str], str], description: str) -> int:
+    """Write a generated page, or with `--check` only compare it, and return the exit code. `page` returns the
+    new text of the page for the former text."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 if the page is out of date"
     )
-    former = PAGE.read_text(encoding="utf-8")
+    former = path.read_text(encoding="utf-8")
     text = page(former)
     if not parser.parse_args().check:
-        PAGE.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
         return 0
     if former == text:
         return 0
-    print(f"{PAGE} is out of date: run scripts/configuration_page.py", file=sys.stderr)
+    print(f"{path} is out of date: run scripts/{Path(sys.argv[0]).name}", file=sys.stderr)
     return 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, page, __doc__ or ""))
