@@ -37,6 +37,16 @@ if TYPE_CHECKING:
         UsageReport,
     )
     from appliance.snapshot_stream import Frame
+    from appliance.telemetry_pages import (
+        AlertLogPage,
+        AlertLogQuery,
+        PastSnapshot,
+        SnapshotQuery,
+        StoredPage,
+        StoredQuery,
+        TelemetryColumns,
+        TelemetryQuery,
+    )
 
 Answer = TypeVar("Answer")
 
@@ -168,6 +178,34 @@ def events(hz: int = 2) -> Call[Frame]:
     from appliance.snapshot_stream import EventsQuery, Frame
 
     return Call("GET", _with("/events", EventsQuery(hz=hz)), Frame)
+
+
+def past_snapshot(query: SnapshotQuery) -> Call[PastSnapshot]:
+    """Return the call that reads the state of the service at a time of the past."""
+    from appliance.telemetry_pages import PastSnapshot
+
+    return Call("GET", _with("/telemetry/snapshot", query), PastSnapshot)
+
+
+def telemetry(query: TelemetryQuery) -> Call[TelemetryColumns]:
+    """Return the call that reads figures over time."""
+    from appliance.telemetry_pages import TelemetryColumns
+
+    return Call("GET", _with("/telemetry", query), TelemetryColumns)
+
+
+def stored_telemetry(query: StoredQuery) -> Call[StoredPage]:
+    """Return the call that reads a page of stored samples."""
+    from appliance.telemetry_pages import StoredPage
+
+    return Call("GET", _with("/telemetry/stored", query), StoredPage)
+
+
+def alert_log(query: AlertLogQuery) -> Call[AlertLogPage]:
+    """Return the call that reads the alerts between two times."""
+    from appliance.telemetry_pages import AlertLogPage
+
+    return Call("GET", _with("/alert-log", query), AlertLogPage)
 
 
 def usage(query: UsageQuery) -> Call[UsageReport]:

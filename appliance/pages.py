@@ -137,11 +137,14 @@ class AuditQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_
     "keys."."""
     since: Time | None = None
     """Only actions since this time, in unix seconds."""
+    until: Time | None = None
+    """Only actions that began at this time or before, in unix seconds."""
 
     @property
     def filter(self) -> ActionFilter:
         """The conditions."""
-        return ActionFilter(self.actor, self.action, None if self.since is None else iso_utc(self.since))
+        since, until = (None if at is None else iso_utc(at) for at in (self.since, self.until))
+        return ActionFilter(self.actor, self.action, since, until)
 
 
 def audit_action(record: ActionRecord) -> AuditAction:
@@ -199,6 +202,8 @@ class LogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_de
     """Only lines of at least this level."""
     text: Text | None = None
     """Only lines that contain this text, ignoring case."""
+    until: Time | None = None
+    """Only lines that were written at this time or before, in unix seconds."""
 
 
 # ── usage ──

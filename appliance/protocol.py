@@ -486,10 +486,12 @@ class InFlight(msgspec.Struct, kw_only=True):
     peer: str
     front: str
     replica: str
-    attempt: int
+    attempt: int | None
+    """None if it is not known, for a request of the past."""
     age_s: float
     prompt_tokens: int
-    max_tokens: int
+    max_tokens: int | None
+    """None if it is not known, for a request of the past."""
 
 
 class LimitUsage(msgspec.Struct, kw_only=True):

@@ -73,7 +73,7 @@ class SnapshotAssembler:
         for name in frame.ended:
             self._requests.pop(name, None)
         for request in self._requests.values():
-            _let_pass(request, passed_s)
+            let_pass(request, passed_s)
         for name, tokens in frame.generated_tokens.items():
             if (known := self._requests.get(name)) is not None:
                 known.generated_tokens = tokens
@@ -82,7 +82,27 @@ class SnapshotAssembler:
         return Snapshot(**self._fields, requests=list(self._requests.values()))
 
 
-def _let_pass(request: UnfinishedRequest, seconds: float) -> None:
+def signature(one: UnfinishedRequest) -> tuple[object, ...]:
+    """Return the fields whose change makes a request be sent whole."""
+    return (
+        one.state,
+        one.phase,
+        one.front,
+        one.replica,
+        one.attempt,
+        one.ttft_s,
+        one.cached_tokens,
+        one.computed_tokens,
+        one.blocks,
+        one.preemptions,
+        one.key_name,
+        one.max_tokens,
+        one.class_name,
+        None if one.phase == "queued" else one.queue_s,
+    )
+
+
+def let_pass(request: UnfinishedRequest, seconds: float) -> None:
     """Let time pass for a request whose other fields have not changed."""
     request.age_s += seconds
     if request.phase == "queued" and request.queue_s is not None:

@@ -95,6 +95,25 @@ class AlertReader:
             "WHERE raised_at <= ? AND (ended_at IS NULL OR ended_at > ?) ORDER BY raised_at", (at, at)
         )
 
+    def shown(self, at: float, ended_s: float, limit: int) -> list[AlertRow]:
+        """Return the newest alerts that had been raised at a time (unix seconds) and either lasted or had
+        ended at most `ended_s` seconds before. Alerts that others explain are left out. The newest come
+        first."""
+        return self._alerts(
+            "WHERE raised_at <= ? AND (ended_at IS NULL OR ended_at > ?) AND suppressed_by = '' "
+            "ORDER BY since DESC LIMIT ?",
+            (at, at - ended_s, limit),
+        )
+
+    def between(self, since: float, until: float, limit: int) -> list[AlertRow]:
+        """Return the newest `limit` alerts that were raised between two times or lasted at the first, the
+        newest first."""
+        return self._alerts(
+            "WHERE raised_at <= ? AND (raised_at >= ? OR ended_at IS NULL OR ended_at > ?) "
+            "ORDER BY raised_at DESC LIMIT ?",
+            (until, since, since, limit),
+        )
+
     def silences(self, now: float) -> list[Silence]:
         """Return the silences that have not ended at `now`."""
         with reading(self.path, HISTORY) as connection:

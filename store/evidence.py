@@ -93,6 +93,8 @@ class ActionFilter(NamedTuple):
     """Name of the action, or a prefix ending with a dot, such as `keys.`."""
     since: str | None = None
     """Earliest time of the first row, in UTC and ISO 8601."""
+    until: str | None = None
+    """Latest time of the first row, in UTC and ISO 8601."""
 
 
 _ACTIONS = """
@@ -139,6 +141,9 @@ def read_actions(
     if wanted.since is not None:
         sql += " AND first.at >= ?"
         values.append(wanted.since)
+    if wanted.until is not None:
+        sql += " AND first.at <= ?"
+        values.append(wanted.until)
     with reading(path, CONTROL, limit_s) as connection:
         found = connection.execute(f"{sql} ORDER BY first.seq DESC LIMIT ?", (*values, limit)).fetchall()
     return [ActionRecord(*row) for row in reversed(found)]
@@ -158,14 +163,15 @@ def read_changed_actions(path: Path, after: int, limit: int, *, limit_s: float) 
 
 def matches_action(record: ActionRecord, wanted: ActionFilter) -> bool:
     """Return whether an action matches the conditions, with the same result as `read_actions`."""
-    actor, action, since = wanted
+    actor, action, since, until = wanted
     by = actor is None or record.actor == actor or record.actor.startswith(f"{actor} ")
     named = (
         action is None
         or record.action == action
         or (action.endswith(".") and record.action.startswith(action))
     )
-    return by and named and (since is None or record.at >= since)
+    began = (since is None or record.at >= since) and (until is None or record.at <= until)
+    return by and named and began
 
 
 def spooled_actions(folder: Path) -> list[ActionRecord]:

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 # Clients can choose the text of some fields (model, error). Cut long texts, so that the rows waiting in
 # memory stay small.
 _TEXT_LIMIT_CHARS = 2000
+MAX_EXAMINED = 20_000
+"""Number of requests among which `RequestReader.unfinished` searches."""
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_class": "class"}):
@@ -280,6 +282,16 @@ class RequestReader:
         conditions, values = _where(wanted or RequestFilter())
         where = f"WHERE sequence > ? AND {' AND '.join(conditions)} ORDER BY sequence LIMIT ?"
         return self._read(where, (after, *values, _checked(limit)))
+
+    def unfinished(self, at: float, limit: int) -> list[LoggedRequest]:
+        """Return the oldest `limit` requests that had arrived and had not ended at a time (unix seconds).
+        Only the `MAX_EXAMINED` requests that arrived last before that time are examined."""
+        where = (
+            "WHERE request_id IN (SELECT request_id FROM (SELECT request_id, finished_at FROM requests "
+            "WHERE created_at <= ? ORDER BY created_at DESC LIMIT ?) WHERE finished_at IS NULL OR "
+            "finished_at > ?) ORDER BY created_at, request_id LIMIT ?"
+        )
+        return self._read(where, (at, MAX_EXAMINED, at, _checked(limit)))
 
     def last_sequence(self) -> int:
         """Return the sequence number of the latest change; 0 for an empty log."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from store.telemetry import RESOLUTIONS
+from store.telemetry import DETAILS, RESOLUTIONS
 from store.writer import Writer
 
 BATCH_ROWS = 100
@@ -98,6 +98,15 @@ def remove_telemetry(connection: sqlite3.Connection, before: Mapping[str, float]
         layouts.update(removed)
     used = " OR ".join(f"EXISTS (SELECT 1 FROM {one.table} WHERE layout = id)" for one in RESOLUTIONS)
     connection.executemany(f"DELETE FROM telemetry_layouts WHERE id = ? AND NOT ({used})", layouts)
+    return _and_pages(connection, gone, gone == BATCH_ROWS)
+
+
+def remove_details(connection: sqlite3.Connection, before: float) -> Removed:
+    """Remove a batch of the details of seconds before `before` (unix seconds)."""
+    gone = connection.execute(
+        f"DELETE FROM {DETAILS} WHERE at IN (SELECT at FROM {DETAILS} WHERE at < ? ORDER BY at LIMIT ?)",
+        (before * 1000, BATCH_ROWS),
+    ).rowcount
     return _and_pages(connection, gone, gone == BATCH_ROWS)
 
 

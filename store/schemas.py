@@ -323,6 +323,18 @@ CREATE TABLE {table} (
     ),
 )
 
+# Each row changes the state of the row before, except for those that are whole.
+_TELEMETRY_DETAILS = (
+    """
+CREATE TABLE telemetry_details (
+    at INTEGER PRIMARY KEY NOT NULL,
+    whole INTEGER NOT NULL,
+    document BLOB NOT NULL
+)
+""",
+    "CREATE INDEX telemetry_details_whole ON telemetry_details (at) WHERE whole",
+)
+
 _ALERTS = (
     """
 CREATE TABLE alerts (
@@ -455,6 +467,7 @@ HISTORY = Schema(
         Migration("usage", _USAGE),
         Migration("telemetry", _TELEMETRY),
         Migration("alerts", _ALERTS),
+        Migration("telemetry details", _TELEMETRY_DETAILS),
     ),
 )
 

@@ -2,7 +2,8 @@
 
 There is one table per resolution. Coarse rows have the mean, the minimum and the maximum of each figure, so
 that a short incident stays visible. `TelemetryLog` writes through the writer thread and never blocks.
-`store.telemetry_reader` reads.
+`store.telemetry_reader` reads. The details of a second, such as the unfinished requests, are documents whose
+content only the caller knows.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ RESOLUTIONS = (
 )
 """The tables, finest first."""
 COARSE = RESOLUTIONS[1:]
+DETAILS = "telemetry_details"
+"""The table with the details of each second. Its rows are kept as long as those of the finest resolution."""
 
 
 class TelemetryLog:
@@ -60,8 +63,10 @@ class TelemetryLog:
         self._waiting: dict[str, list[TelemetrySample]] = {resolution.table: [] for resolution in COARSE}
         """The samples of the current interval of each coarse table."""
 
-    def record(self, sample: TelemetrySample) -> bool:
-        """Record a sample. Never blocks; returns False if the sample was dropped."""
+    def record(self, sample: TelemetrySample, details: tuple[bool, bytes] | None = None) -> bool:
+        """Record a sample. `details` is a document with further details of the second, and whether a reader
+        understands it without the documents before. Never blocks; returns False if the sample was
+        dropped."""
         for resolution in COARSE:
             waiting = self._waiting[resolution.table]
             if waiting and sample.at // resolution.seconds != waiting[0].at // resolution.seconds:
@@ -70,7 +75,10 @@ class TelemetryLog:
         if not self._has_capacity():
             self._writer.count_dropped(1)
             return False
-        return self._writer.submit(partial(_insert, RESOLUTIONS[0], [sample]))
+        recorded = self._writer.submit(partial(_insert, RESOLUTIONS[0], [sample]))
+        if details is not None:
+            recorded = self._writer.submit(partial(_insert_details, sample.at, *details)) and recorded
+        return recorded
 
     def close(self) -> None:
         """Write the intervals that are not complete."""
@@ -163,6 +171,12 @@ def _insert(
     connection.execute(
         f"INSERT OR REPLACE INTO {resolution.table} (at, layout, samples, numbers) VALUES (?, ?, ?, ?)",
         (_ms(samples[0].at), _layout_id(connection, last.layout), len(samples), packed),
+    )
+
+
+def _insert_details(at: float, whole: bool, document: bytes, connection: sqlite3.Connection) -> None:
+    connection.execute(
+        f"INSERT OR REPLACE INTO {DETAILS} (at, whole, document) VALUES (?, ?, ?)", (_ms(at), whole, document)
     )
 
 

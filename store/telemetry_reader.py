@@ -1,4 +1,4 @@
-"""Reads the telemetry in `history.db` from any process: the service at one time, the series of a figure, and
+"""Reads the telemetry in `history.db` from any process: the service at one time, the series of figures, and
 all samples in turn."""
 
 from __future__ import annotations
@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 import sqlite3
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from store.database import reading
 from store.errors import StoreError
 from store.samples import TelemetryLayout, TelemetrySample, unpack, unpack_figure
 from store.schemas import HISTORY
-from store.telemetry import RESOLUTIONS, Resolution, unpack_interval
+from store.telemetry import DETAILS, RESOLUTIONS, Resolution, unpack_interval
 
 _VALID_S = 2.5
 """A sample per second stands for the service until the next sample, but not for longer than this."""
@@ -44,12 +44,44 @@ class SeriesPoint(NamedTuple):
     high: float
 
 
+class FigureColumns(NamedTuple):
+    """Some figures over time. A value of NaN is not known."""
+
+    resolution: Resolution
+    at: list[float]
+    figures: dict[str, list[float]]
+    """One value per time, by the figure's name: values of seconds, or means of intervals."""
+
+
+class StoredSample(NamedTuple):
+    """A row of a telemetry table as stored. `at` is in unix milliseconds."""
+
+    at: int
+    layout: int
+    samples: int
+    numbers: bytes
+
+
+class StoredDetails(NamedTuple):
+    """A row of the table of details as stored. `at` is in unix milliseconds."""
+
+    at: int
+    whole: bool
+    document: bytes
+
+
+class TooManyValuesError(ValueError):
+    """Raised if a query asks for more values than its limit. The message gives the remedy."""
+
+
 class TelemetryReader:
     """Reads the telemetry at `path`. Calls block for milliseconds, and raise a `StoreError` if the database
     cannot be read."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, limit_s: float | None = None) -> None:
+        """`limit_s` limits the time of a query, which raises a `SlowQueryError` after it."""
         self.path = path
+        self._limit_s = limit_s
         self._layouts: dict[int, TelemetryLayout] = {}
 
     @property
@@ -59,7 +91,7 @@ class TelemetryReader:
 
     def span(self) -> tuple[float, float] | None:
         """Return the times of the oldest and the newest sample; None if there is none."""
-        with reading(self.path, HISTORY) as connection:
+        with self._reading() as connection:
             ends = [_ends(connection, resolution) for resolution in RESOLUTIONS]
         known = [end for end in ends if end is not None]
         if not known:
@@ -68,14 +100,14 @@ class TelemetryReader:
 
     def begin(self, resolution: Resolution) -> float | None:
         """Return the time of the oldest sample of a resolution; None if there is none."""
-        with reading(self.path, HISTORY) as connection:
+        with self._reading() as connection:
             ends = _ends(connection, resolution)
         return None if ends is None else ends[0] / 1000
 
     def snapshot(self, at: float) -> RecordedSample | None:
         """Return the sample of the finest resolution that covers the time `at` (unix seconds). None means
         that the service was not running then, or that the sample has been removed."""
-        with reading(self.path, HISTORY) as connection:
+        with self._reading() as connection:
             for resolution in RESOLUTIONS:
                 row = connection.execute(
                     f"SELECT at, layout, numbers FROM {resolution.table} "
@@ -93,7 +125,7 @@ class TelemetryReader:
         The newest interval of a coarse table is not complete, so the series ends with finer points.
         """
         points: list[SeriesPoint] = []
-        with reading(self.path, HISTORY) as connection:
+        with self._reading() as connection:
             begin, end = round(since * 1000), round(until * 1000)
             first = _choose(connection, begin, end, limit)
             for number in range(first, -1, -1):
@@ -108,7 +140,7 @@ class TelemetryReader:
         """Yield all samples of one resolution between two times, oldest first."""
         begin, end = round(since * 1000), round(until * 1000)
         while True:
-            with reading(self.path, HISTORY) as connection:
+            with self._reading() as connection:
                 page = [
                     (row[0], self._recorded(connection, resolution, row))
                     for row in _rows(connection, resolution, begin, end, _PAGE_ROWS)
@@ -118,6 +150,102 @@ class TelemetryReader:
                 begin = at + 1
             if len(page) < _PAGE_ROWS:
                 return
+
+    def neighbours(self, recorded: RecordedSample) -> tuple[float | None, float | None]:
+        """Return the times of the samples before and after a sample. A neighbour has the finest resolution
+        that is recorded there."""
+        at = round(recorded.sample.at * 1000)
+        behind = at + 1 if recorded.resolution_s == 1 else at + recorded.resolution_s * 1000
+        with self._reading() as connection:
+            earlier = [
+                connection.execute(f"SELECT max(at) FROM {one.table} WHERE at < ?", (at,)).fetchone()[0]
+                for one in RESOLUTIONS
+            ]
+            later = [
+                connection.execute(f"SELECT min(at) FROM {one.table} WHERE at >= ?", (behind,)).fetchone()[0]
+                for one in RESOLUTIONS
+            ]
+        before = max((found for found in earlier if found is not None), default=None)
+        after = min((found for found in later if found is not None), default=None)
+        return None if before is None else before / 1000, None if after is None else after / 1000
+
+    def details(self, at: float) -> list[bytes]:
+        """Return the documents with the details of the second at `at` (unix seconds): the newest whole
+        document until then, and those after it. Returns no documents if the details were not recorded."""
+        end = round(at * 1000)
+        with self._reading() as connection:
+            rows = connection.execute(
+                f"SELECT at, document FROM {DETAILS} WHERE at <= ? AND at >= "
+                f"(SELECT max(at) FROM {DETAILS} WHERE whole AND at <= ?) ORDER BY at",
+                (end, end),
+            ).fetchall()
+        return [document for _, document in rows] if rows and rows[-1][0] == end else []
+
+    def columns(
+        self,
+        wanted: Callable[[str], bool],
+        since: float,
+        until: float,
+        *,
+        resolution: Resolution | None = None,
+        points: int,
+        values: int,
+    ) -> FigureColumns:
+        """Return the figures whose names are wanted, between two times, oldest first. Without a resolution,
+        the finest is used that covers the time span with at most `points` points. Raises TooManyValuesError
+        if there are more than `points` points, or more than `values` values."""
+        begin, end = round(since * 1000), round(until * 1000)
+        found = FigureColumns(resolution or RESOLUTIONS[0], [], {})
+        chosen: dict[int, dict[str, int]] = {}
+        with self._reading() as connection:
+            if resolution is None:
+                found = found._replace(resolution=RESOLUTIONS[_choose(connection, begin, end, points)])
+            for at, layout_id, packed in _rows(connection, found.resolution, begin, end, points + 1):
+                if layout_id not in chosen:
+                    figures = self._layout(connection, layout_id).figures
+                    chosen[layout_id] = {name: place for name, place in figures.items() if wanted(name)}
+                numbers = self._unpack(packed, found.resolution)[0]
+                for name, place in chosen[layout_id].items():
+                    column = found.figures.setdefault(name, [])
+                    column += [math.nan] * (len(found.at) - len(column))
+                    column.append(numbers[place])
+                found.at.append(at / 1000)
+                count = len(found.at) * max(1, len(found.figures))
+                if len(found.at) > points or count > values:
+                    raise TooManyValuesError(
+                        f"the time span has more than {points:,} points or {values:,} values: select a "
+                        "shorter time span, a coarser resolution or fewer figures"
+                    )
+        for column in found.figures.values():
+            column += [math.nan] * (len(found.at) - len(column))
+        return found
+
+    def stored(self, resolution: Resolution, since: float, until: float, limit: int) -> list[StoredSample]:
+        """Return the first `limit` rows of a resolution between two times, oldest first."""
+        with self._reading() as connection:
+            rows = connection.execute(
+                f"SELECT at, layout, samples, numbers FROM {resolution.table} "
+                "WHERE at >= ? AND at <= ? ORDER BY at LIMIT ?",
+                (round(since * 1000), round(until * 1000), limit),
+            ).fetchall()
+        return [StoredSample(*row) for row in rows]
+
+    def stored_details(self, since: float, until: float) -> list[StoredDetails]:
+        """Return the rows with details between two times, oldest first."""
+        with self._reading() as connection:
+            rows = connection.execute(
+                f"SELECT at, whole, document FROM {DETAILS} WHERE at >= ? AND at <= ? ORDER BY at",
+                (round(since * 1000), round(until * 1000)),
+            ).fetchall()
+        return [StoredDetails(at, bool(whole), document) for at, whole, document in rows]
+
+    def layouts(self, ids: Iterable[int]) -> dict[int, bytes]:
+        """Return the documents of layouts, not compressed, by their ids."""
+        with self._reading() as connection:
+            return {one: self._layout(connection, one).document for one in ids}
+
+    def _reading(self) -> AbstractContextManager[sqlite3.Connection]:
+        return reading(self.path, HISTORY, self._limit_s)
 
     def _recorded(
         self, connection: sqlite3.Connection, resolution: Resolution, row: tuple[int, int, bytes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from appliance.admin.alerts import AlertAdmin, alert_routes
@@ -61,7 +62,7 @@ def admin_backend(
             peers=peers,
             models=models,
             drains=DrainAdmin(drains, status.drain, routing.unit_of),
-            requests=RequestAdmin(lambda: running.known({}), canceller.cancel, contents.show),
+            requests=RequestAdmin(lambda: running.known({}, time.time()), canceller.cancel, contents.show),
             alerts=AlertAdmin(alerts),
             backups=BackupAdmin(control.trail),
             reload=reloader.reload,

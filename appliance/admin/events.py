@@ -23,7 +23,7 @@ from appliance.http.openapi import Operation
 from appliance.protocol import ErrorBody
 from appliance.scopes import ScopedRoute
 from appliance.snapshot import Snapshot, UnfinishedRequest
-from appliance.snapshot_stream import EventsQuery, Frame
+from appliance.snapshot_stream import EventsQuery, Frame, signature
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +100,9 @@ class EventFeed:
         changed_requests, tokens = [], {}
         for one in snapshot.requests:
             name = one.request_id
-            signature = self._signatures[name] = _signature(one)
+            found = self._signatures[name] = signature(one)
             self._tokens[name] = one.generated_tokens
-            if former.get(name) != signature:
+            if former.get(name) != found:
                 changed_requests.append(one)
             elif one.generated_tokens is not None and known_tokens.get(name) != one.generated_tokens:
                 tokens[name] = one.generated_tokens
@@ -133,8 +133,8 @@ class EventFeed:
 class EventFeeds:
     """The feeds of all rates."""
 
-    def __init__(self, reader: Callable[[], ReadSnapshot], streams: Streams) -> None:
-        """`reader` returns a function that reads snapshots; each feed has its own."""
+    def __init__(self, reader: Callable[[int], ReadSnapshot], streams: Streams) -> None:
+        """`reader` returns a function that reads snapshots for a feed of a rate (frames per second)."""
         self._reader = reader
         self._streams = streams
         self._feeds: dict[int, EventFeed] = {}
@@ -143,7 +143,7 @@ class EventFeeds:
         """Yield the frames until the service stops."""
         feed = self._feeds.get(query.hz)
         if feed is None:
-            feed = self._feeds[query.hz] = EventFeed(self._reader(), 1.0 / query.hz)
+            feed = self._feeds[query.hz] = EventFeed(self._reader(query.hz), 1.0 / query.hz)
         frames, left = feed.frames(), query.frames
         try:
             async for line in frames:
@@ -156,23 +156,6 @@ class EventFeeds:
                         return
         finally:
             await frames.aclose()
-
-
-def _signature(one: UnfinishedRequest) -> tuple[object, ...]:
-    """Return the fields whose change makes a request be sent whole."""
-    return (
-        one.state,
-        one.phase,
-        one.front,
-        one.replica,
-        one.attempt,
-        one.ttft_s,
-        one.cached_tokens,
-        one.key_name,
-        one.max_tokens,
-        one.class_name,
-        None if one.phase == "queued" else one.queue_s,
-    )
 
 
 def event_route(feeds: EventFeeds, streams: Streams) -> ScopedRoute:

@@ -23,6 +23,7 @@ from appliance.pages import (
     UsageQuery,
     UsageReport,
 )
+from appliance.past import NotRecordedError, TooManyValuesError
 from appliance.protocol import ErrorBody
 from appliance.scopes import ScopedRoute
 from store.errors import SlowQueryError, StoreError
@@ -117,8 +118,10 @@ def answered(
     async def answer(request: Request) -> Response:
         try:
             return await endpoint(request)
-        except (QueryError, SlowQueryError) as error:
+        except (QueryError, SlowQueryError, TooManyValuesError) as error:
             return _json(ErrorBody(message=str(error)), 400)
+        except NotRecordedError as error:
+            return _json(ErrorBody(message=str(error)), 404)
         except (StoreError, TooManyStreamsError) as error:
             return _json(ErrorBody(message=str(error)), 503)
 

@@ -50,7 +50,13 @@ def query_parameters(kind: type[msgspec.Struct]) -> tuple[dict[str, Any], ...]:
     schema = msgspec.json.schema(kind)
     properties = schema["$defs"][kind.__name__]["properties"]
     return tuple(
-        {"name": name, "in": "query", "required": False, "schema": properties[name]} for name in properties
+        {
+            "name": name,
+            "in": "query",
+            "required": name in schema["$defs"][kind.__name__].get("required", ()),
+            "schema": properties[name],
+        }
+        for name in properties
     )
 
 

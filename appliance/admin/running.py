@@ -25,12 +25,15 @@ class RunningRequests:
 
     async def read(self) -> list[UnfinishedRequest]:
         """Return the unfinished requests, oldest first."""
-        progress = await self._progress.read() if self._traffic.running else {}
-        return self.known(progress)
+        return self.known(await self.progress(), time.time())
 
-    def known(self, progress: Mapping[str, RequestProgress]) -> list[UnfinishedRequest]:
-        """Return the unfinished requests, oldest first, with this progress."""
-        unix, now, policies = time.time(), self._traffic.clock(), self._policies()
+    async def progress(self) -> Mapping[str, RequestProgress]:
+        """Ask the fronts how far their requests have come."""
+        return await self._progress.read() if self._traffic.running else {}
+
+    def known(self, progress: Mapping[str, RequestProgress], unix: float) -> list[UnfinishedRequest]:
+        """Return the unfinished requests at the time `unix`, oldest first, with this progress."""
+        now, policies = self._traffic.clock(), self._policies()
         return [
             _request(one, progress.get(one.request_id), policies, unix, now)
             for one in self._traffic.in_flight.values()

@@ -61,21 +61,20 @@ class SnapshotReader:
 
     async def read(self) -> Snapshot:
         """Return the service's present state."""
-        return self._read(await self._parts.running.read())
+        running = self._parts.running
+        progress = await running.progress()
+        # The ages of requests must refer to the time of the snapshot, because readers compute later ages.
+        at = time.time()
+        return self._read(at, running.known(progress, at))
 
-    async def read_without_requests(self) -> Snapshot:
-        """Return the service's present state without its unfinished requests, whose progress the fronts must
-        be asked for."""
-        return self._read([])
-
-    def _read(self, requests: list[UnfinishedRequest]) -> Snapshot:
+    def _read(self, at: float, requests: list[UnfinishedRequest]) -> Snapshot:
         parts = self._parts
         status = parts.status.status()
         sample = parts.sampler.sample()
         host, gpus, gpu_error = self._read_machine(status)
         queue = msgspec.structs.asdict(status.queue)
         return Snapshot(
-            at=time.time(),
+            at=at,
             started_at=status.started_at,
             uptime_s=status.uptime_s,
             version=status.version,

@@ -99,7 +99,7 @@ def _cells(one: UnfinishedRequest) -> tuple[str, ...]:
         of_count(one.prompt_tokens),
         _count(one.cached_tokens),
         _count(one.generated_tokens),
-        of_count(one.max_tokens),
+        "" if one.max_tokens is None else of_count(one.max_tokens),
         "" if one.queue_s is None else of_seconds(one.queue_s),
         "" if one.ttft_s is None else of_seconds(one.ttft_s),
         printable(one.replica),

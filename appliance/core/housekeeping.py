@@ -95,6 +95,8 @@ class Housekeeper:
         now = time.time()
         before = {one.table: now - min(coarsest_s, one.kept_s or coarsest_s) for one in RESOLUTIONS}
         await _remove(self._history, partial(retention.remove_telemetry, before=before))
+        seconds = before[RESOLUTIONS[0].table]
+        await _remove(self._history, partial(retention.remove_details, before=seconds))
 
     async def _remove_alerts(self) -> None:
         if not self._clock.jump_s:

@@ -71,6 +71,7 @@ class LogLines(logging.Handler):
             if line.number > (query.after or 0)
             and _LEVELS.index(line.level) >= least
             and text in line.message.lower()
+            and (query.until is None or line.at <= query.until)
         ]
         chosen = found[-query.limit :] if query.after is None else found[: query.limit]
         return LogPage(lines=chosen, first=first, number=number)

@@ -1,16 +1,17 @@
-"""Samples the service once per second, records the sample, and passes it to the alerts."""
+"""Samples the service once per second, records the sample, and passes it to the alerts and to readers of the
+event stream at one snapshot per second."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
 
+from appliance.recorded_details import DetailEncoder
 from appliance.snapshot import Snapshot
 from store.samples import Splitter, TelemetrySample
 from store.telemetry import TelemetryLog
@@ -18,8 +19,6 @@ from store.telemetry import TelemetryLog
 log = logging.getLogger(__name__)
 
 _EVERY_S = 1.0
-_NOT_RECORDED = ("requests", "alerts")
-"""Fields of a snapshot that other tables of `history.db` contain: the request log and the alerts."""
 
 
 class Recorder:
@@ -36,6 +35,11 @@ class Recorder:
         self._telemetry = telemetry
         self._observers = observers
         self._splitter = Splitter()
+        self._details = DetailEncoder()
+        self._newest: Snapshot | None = None
+        self._number = 0
+        self._sampled = asyncio.Event()
+        self._stopped = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -49,14 +53,40 @@ class Recorder:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         self._telemetry.close()
+        self._stopped = True
+        self._wake_readers()
 
     async def sample(self) -> None:
-        """TelemetrySample the service once."""
+        """Sample the service once."""
         snapshot = await self._read()
-        sample = self._splitter.split(time.time(), sampled_tree(snapshot))
-        self._telemetry.record(sample)
+        sample = self._splitter.split(snapshot.at, sampled_tree(snapshot))
+        if not self._telemetry.record(sample, self._details.encode(snapshot)):
+            self._details.lose()
         for observe in self._observers:
             observe(sample)
+        self._newest = snapshot
+        self._wake_readers()
+
+    def reader(self) -> Callable[[], Awaitable[Snapshot]]:
+        """Return a function that waits for the next sample and returns its snapshot. The first call does not
+        wait. After `stop`, the function reads the service."""
+        seen = 0
+
+        async def read() -> Snapshot:
+            nonlocal seen
+            while self._number == seen and not self._stopped:
+                await self._sampled.wait()
+            if self._stopped or self._newest is None:
+                return await self._read()
+            seen = self._number
+            return self._newest
+
+        return read
+
+    def _wake_readers(self) -> None:
+        self._number += 1
+        self._sampled.set()
+        self._sampled = asyncio.Event()
 
     async def _run(self) -> None:
         loop, failed = asyncio.get_running_loop(), False
@@ -75,9 +105,14 @@ class Recorder:
             await asyncio.sleep(due - loop.time())
 
 
-def sampled_tree(snapshot: msgspec.Struct) -> dict[str, Any]:
-    """Return the part of a snapshot that is recorded, as JSON values."""
-    tree: dict[str, Any] = msgspec.to_builtins(snapshot)
-    for name in _NOT_RECORDED:
-        tree[name] = []
+def sampled_tree(snapshot: Snapshot) -> dict[str, Any]:
+    """Return the part of a snapshot that is recorded as figures, as JSON values. Requests and alerts are
+    recorded as details; single KV blocks are not recorded, because there are thousands."""
+    sampled = msgspec.structs.replace(
+        snapshot,
+        requests=[],
+        alerts=[],
+        kv=[one if one.blocks is None else msgspec.structs.replace(one, blocks=None) for one in snapshot.kv],
+    )
+    tree: dict[str, Any] = msgspec.to_builtins(sampled)
     return tree

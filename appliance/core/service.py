@@ -21,6 +21,7 @@ from appliance.admin.server import AdminServer
 from appliance.admin.snapshots import SnapshotParts, SnapshotReader
 from appliance.admin.status import StatusReader, service_version
 from appliance.admin.streams import Streams
+from appliance.admin.telemetry_routes import telemetry_routes
 from appliance.core.alerting import Alerting
 from appliance.core.clock import ClockGuard
 from appliance.core.contents import ContentKeeper
@@ -196,11 +197,14 @@ class Service:
             threads=reading.threads,
         )
         self.recorder = Recorder(
-            SnapshotReader(snapshots).read_without_requests,
+            SnapshotReader(snapshots).read,
             TelemetryLog(state.history),
             [self.alerting.manager.observe],
         )
-        feeds = EventFeeds(lambda: SnapshotReader(snapshots).read, self.streams)
+        # Readers of one frame per second see exactly the snapshots that are recorded.
+        feeds = EventFeeds(
+            lambda hz: self.recorder.reader() if hz == 1 else SnapshotReader(snapshots).read, self.streams
+        )
         self.backend, self.actions = admin_backend(
             control=control,
             contents=contents,
@@ -223,7 +227,11 @@ class Service:
             running=running,
             alerts=self.alerting.manager,
             metrics=scrape,
-            routes=[*log_routes(reading, self.streams), event_route(feeds, self.streams)],
+            routes=[
+                *log_routes(reading, self.streams),
+                *telemetry_routes(state.history.path, reading.threads),
+                event_route(feeds, self.streams),
+            ],
             publish=self.controller.apply_policies,
         )
         self.housekeeper = Housekeeper(control, state.history, contents, self.settings, clock)

@@ -1,5 +1,5 @@
 """Asks the fronts how far their requests have come. Only fronts count a request's tokens while it runs. They
-are asked only while an operator looks, so that serving costs nothing otherwise."""
+are asked once per second for the recorded telemetry, and more often while an operator looks."""
 
 from __future__ import annotations
 

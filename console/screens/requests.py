@@ -87,8 +87,8 @@ class RequestsView(TableView[UnfinishedRequest]):
         ),
         TableColumn("tokens_per_s", "TOK/S", 6, tokens_per_s, lambda r: units.rate(tokens_per_s(r)), drop=3),
         TableColumn("blocks", "BLOCKS", 7, lambda r: r.blocks, lambda r: units.count(r.blocks), drop=8),
-        TableColumn("replica", "REPLICA", 15, lambda r: r.replica, right=False, drop=10),
-        TableColumn("front", "FRONT", 8, lambda r: r.front, right=False, drop=11),
+        TableColumn("replica", "REPLICA", 15, lambda r: r.replica or None, right=False, drop=10),
+        TableColumn("front", "FRONT", 8, lambda r: r.front or None, right=False, drop=11),
     )
     figures = tuple(column.name for column in columns)
 
@@ -116,8 +116,8 @@ class RequestsView(TableView[UnfinishedRequest]):
             ("peer", row.peer or "none"),
             ("model", row.model),
             ("replica", row.replica or units.UNKNOWN),
-            ("front", row.front),
-            ("attempt", str(row.attempt)),
+            ("front", row.front or units.UNKNOWN),
+            ("attempt", units.count(row.attempt)),
             ("streamed", units.UNKNOWN if row.stream is None else "yes" if row.stream else "no"),
             ("prompt tokens", units.count(row.prompt_tokens)),
             ("cached tokens", units.count(row.cached_tokens)),

@@ -1,10 +1,12 @@
-"""Snapshots of a large service, from a seed: 8 GPUs, 20 tenants and 4 models with two replicas each.
-`scripts/bench_telemetry` also uses them."""
+"""Snapshots of a large service, from a seed: 8 GPUs, 20 tenants, 4 models with two replicas each, and 500
+unfinished requests, of which 25 end per second. `scripts/bench_telemetry` also uses them."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+
+import msgspec
 
 from appliance.protocol import ClassStatus, FrontStatus, LimitUsage, ModelStatus, ReplicaStatus
 from appliance.snapshot import (
@@ -21,9 +23,10 @@ from appliance.snapshot import (
     ServiceTotals,
     Snapshot,
     TenantUse,
+    UnfinishedRequest,
 )
 
-GPUS, TENANTS, MODELS, FRONTS = 8, 20, 4, 4
+GPUS, TENANTS, MODELS, FRONTS, REQUESTS, ENDED_PER_S = 8, 20, 4, 4, 500, 25
 
 
 def large_service(at: float, seconds: int, seed: int = 0) -> Iterator[Snapshot]:
@@ -43,6 +46,7 @@ class _State:
         self.steps = [0] * GPUS
         self.requests = [0] * TENANTS
         self.billed = [0] * TENANTS
+        self.unfinished: list[UnfinishedRequest] = []
 
     def advance(self) -> None:
         rng = self.rng
@@ -53,6 +57,37 @@ class _State:
         for tenant in range(TENANTS):
             self.requests[tenant] += rng.randint(0, 4)
             self.billed[tenant] += rng.randint(0, 900)
+        del self.unfinished[: ENDED_PER_S if len(self.unfinished) == REQUESTS else 0]
+        for one in self.unfinished:
+            one.age_s += 1.0
+            one.generated_tokens = (one.generated_tokens or 0) + rng.randint(55, 65)
+        self.unfinished += [self._request() for _ in range(REQUESTS - len(self.unfinished))]
+
+    def _request(self) -> UnfinishedRequest:
+        rng = self.rng
+        number = rng.randrange(GPUS)
+        return UnfinishedRequest(
+            request_id=f"req-{rng.getrandbits(96):024x}",
+            state="running",
+            model=f"model-{number // 2}",
+            tenant=f"tenant-{rng.randrange(TENANTS)}",
+            key_id=f"key_{rng.randrange(60):08x}",
+            key_name=f"worker {rng.randrange(60)}",
+            peer="10.0.3.7",
+            front=f"front-{rng.randrange(FRONTS)}",
+            replica=f"model-{number // 2}-{number % 2}",
+            attempt=0,
+            age_s=rng.uniform(0.0, 1.0),
+            prompt_tokens=rng.randint(10, 4000),
+            max_tokens=1024,
+            class_name="P1",
+            phase="decode",
+            stream=True,
+            queue_s=rng.uniform(0.0, 0.1),
+            ttft_s=rng.uniform(0.1, 0.4),
+            cached_tokens=0,
+            generated_tokens=1,
+        )
 
     def snapshot(self, at: float) -> Snapshot:
         rng = self.rng
@@ -104,7 +139,7 @@ class _State:
             ),
             batches=[self._batch(replica, number, at) for number, replica in enumerate(replicas)],
             kv=[_kv(replica, number) for number, replica in enumerate(replicas)],
-            requests=[],
+            requests=[msgspec.structs.replace(one) for one in self.unfinished],
             gpus=[self._gpu(number) for number in range(GPUS)],
             models=[
                 ModelStatus(

@@ -345,3 +345,21 @@ def test_the_usage_of_a_day_outlives_the_rows_of_its_requests(history, request_r
     assert row == ("1970-01-12", "t", "k", "m", 4, 1, 30, 12, 9)
     assert read_usage(history.path, UsageFilter(since_day="1970-01-13"), 10, None) == []
     assert read_usage(history.path, UsageFilter(until_day="1970-01-12", tenant="t"), 10, None) == [row]
+
+
+def test_requests_that_were_unfinished_at_a_time_are_found(history, request_row, monkeypatch):
+    for number in range(6):
+        row = request_row(f"req-{number}", created_at=100.0 + number)
+        history.log.open(row)
+        if number % 2:
+            history.log.end(msgspec.structs.replace(row, finished_at=104.5))
+    history.writer.flush()
+
+    def found(at: float, limit: int = 10) -> list[str]:
+        return [row.request_id for row in history.reader.unfinished(at, limit)]
+
+    assert found(103.5) == ["req-0", "req-1", "req-2", "req-3"]
+    assert found(104.5) == ["req-0", "req-2", "req-4"]
+    assert found(104.5, limit=2) == ["req-0", "req-2"]
+    monkeypatch.setattr("store.requests.MAX_EXAMINED", 2)
+    assert found(104.5) == ["req-4"]

@@ -240,6 +240,65 @@ def test_samples_are_dropped_and_counted_while_the_database_has_failed_for_a_min
     assert history.writer.state().dropped_rows == before + 1
 
 
+def test_columns_have_one_value_per_time_and_stay_within_their_limits(history, telemetry, reader):
+    splitter = Splitter()
+    for second in range(20):
+        figures = {"a": float(second), "b": None if second < 5 else 1.0} | ({"c": 2} if second > 9 else {})
+        telemetry.record(splitter.split(START + second, figures))
+    history.writer.flush()
+
+    def columns(**limits: int):
+        wanted = {"points": 100, "values": 1000, **limits}
+        return reader.columns(
+            lambda name: name != "a", START, START + 19, resolution=RESOLUTIONS[0], **wanted
+        )
+
+    found = columns()
+    assert found.at == [START + second for second in range(20)]
+    assert [math.isnan(value) for value in found.figures["b"]] == [True] * 5 + [False] * 15
+    assert found.figures["c"][10:] == [2.0] * 10 and all(map(math.isnan, found.figures["c"][:10]))
+    with pytest.raises(ValueError, match="more than 19 points"):
+        columns(points=19)
+    with pytest.raises(ValueError, match="or 39 values"):
+        columns(values=39)
+
+
+def test_neighbours_are_found_across_resolutions_and_gaps(history, telemetry, reader):
+    record(telemetry, START, 120)
+    record(telemetry, START + 1000, 5)
+    history.writer.flush()
+    remove = partial(
+        retention.remove_telemetry, before={"telemetry_1s": START + 100, "telemetry_10s": START + 60}
+    )
+    while history.writer.call(remove).result(60).more:
+        pass
+
+    def neighbours(at: float):
+        before, after = reader.neighbours(reader.snapshot(START + at))
+        return None if before is None else before - START, None if after is None else after - START
+
+    assert neighbours(5) == (None, 60)
+    assert neighbours(65) == (0, 70)
+    assert neighbours(95) == (80, 100)
+    assert neighbours(100) == (90, 101)
+    assert neighbours(119) == (118, 1000)
+    assert neighbours(1004) == (1003, None)
+
+
+def test_details_are_read_from_the_newest_whole_document(history, telemetry, reader):
+    splitter = Splitter()
+    for second in range(8):
+        whole = second in (0, 5)
+        details = None if second == 3 else (whole, str(second).encode())
+        telemetry.record(splitter.split(START + second, tree(second)), details)
+    history.writer.flush()
+    assert reader.details(START + 2) == [b"0", b"1", b"2"]
+    assert reader.details(START + 3) == []
+    assert reader.details(START + 7) == [b"5", b"6", b"7"]
+    assert history.writer.call(partial(retention.remove_details, before=START + 6)).result(60).rows == 5
+    assert reader.details(START + 7) == []
+
+
 def test_a_damaged_row_is_reported_with_its_file(history, telemetry, reader):
     record(telemetry, START, 1)
     history.writer.flush()

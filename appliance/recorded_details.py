@@ -1,0 +1,150 @@
+"""The part of a snapshot that telemetry does not sample as figures: the unfinished requests and the alerts.
+
+They are recorded every second as frames. A whole frame lists everything. The other frames contain the changes
+since the frame before, in a few bytes per request, so an hour of frames takes megabytes.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from appliance.snapshot import Alert, Snapshot, UnfinishedRequest
+from appliance.snapshot_stream import let_pass, signature
+
+MAX_RECORDED_REQUESTS = 1000
+"""Number of unfinished requests that are recorded in a second, the oldest first."""
+DETAIL_BYTES_PER_S = 16 << 10
+"""Mean size of the frames. While they need more, seconds are left out."""
+_SAVED_BYTES = 1 << 20
+"""Bytes that may accumulate for a large frame."""
+_WHOLE_EVERY = 30
+"""A whole frame is recorded at least every this many frames, so a reader needs at most as many frames."""
+
+
+class RecordedDetails(NamedTuple):
+    """What a frame and the frames before it contain."""
+
+    at: float
+    requests: list[UnfinishedRequest]
+    alerts: list[Alert]
+
+
+class _Frame(msgspec.Struct, array_like=True, frozen=True):
+    number: int
+    """A frame that is not whole changes the state after the frame with the number before."""
+    whole: bool
+    at: float
+    requests: list[UnfinishedRequest]
+    """New requests, and requests that have changed in more than their tokens and times."""
+    ended: list[int]
+    """Positions of the requests that have ended, in the list before."""
+    tokens: list[int]
+    """Further output tokens of each other request, in the order of the list before."""
+    alerts: list[Alert] | None
+    """All alerts, or None if they have not changed."""
+
+
+class _Known(NamedTuple):
+    signature: tuple[object, ...]
+    tokens: int | None
+
+
+class DetailEncoder:
+    """Turns successive snapshots into frames."""
+
+    def __init__(self) -> None:
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._number = 0
+        self._since_whole = _WHOLE_EVERY
+        self._requests: dict[str, _Known] = {}
+        self._alerts: list[Alert] | None = None
+        self._saved_bytes = _SAVED_BYTES
+
+    def encode(self, snapshot: Snapshot) -> tuple[bool, bytes] | None:
+        """Return whether the next frame is whole, and the frame; None if it is too large to be recorded."""
+        requests = {one.request_id: one for one in snapshot.requests[:MAX_RECORDED_REQUESTS]}
+        self._number += 1
+        self._since_whole += 1
+        if self._since_whole >= _WHOLE_EVERY:
+            frame = _Frame(
+                self._number, True, snapshot.at, list(requests.values()), [], [], list(snapshot.alerts)
+            )
+        else:
+            frame = self._changes(snapshot, requests)
+        document = zlib.compress(self._encode(frame), 1)
+        self._saved_bytes = min(_SAVED_BYTES, self._saved_bytes + DETAIL_BYTES_PER_S)
+        if len(document) > self._saved_bytes:
+            self.lose()
+            return None
+        self._saved_bytes -= len(document)
+        self._requests = {
+            name: _Known(signature(one), one.generated_tokens) for name, one in requests.items()
+        }
+        self._alerts = list(snapshot.alerts)
+        if frame.whole:
+            self._since_whole = 0
+        return frame.whole, document
+
+    def lose(self) -> None:
+        """Make the next frame whole, because the frame before was not recorded."""
+        self._since_whole = _WHOLE_EVERY
+
+    def _changes(self, snapshot: Snapshot, requests: dict[str, UnfinishedRequest]) -> _Frame:
+        changed, ended, tokens = [], [], []
+        for position, (name, known) in enumerate(self._requests.items()):
+            one = requests.get(name)
+            if one is None:
+                ended.append(position)
+            elif known.signature != signature(one) or (known.tokens is None) != (
+                one.generated_tokens is None
+            ):
+                changed.append(one)
+            else:
+                tokens.append((one.generated_tokens or 0) - (known.tokens or 0))
+        changed += [one for name, one in requests.items() if name not in self._requests]
+        alerts = None if snapshot.alerts == self._alerts else list(snapshot.alerts)
+        return _Frame(self._number, False, snapshot.at, changed, ended, tokens, alerts)
+
+
+def decode_details(documents: Iterable[bytes]) -> RecordedDetails | None:
+    """Return the state after the last of some successive frames, of which the first is whole. Returns None
+    without frames or if one is missing. Raises ValueError if a frame is damaged."""
+    number, at = -1, 0.0
+    requests: list[UnfinishedRequest] = []
+    alerts: list[Alert] = []
+    for document in documents:
+        try:
+            frame = msgspec.msgpack.decode(zlib.decompress(document), type=_Frame)
+        except (zlib.error, msgspec.DecodeError) as error:
+            raise ValueError(f"recorded requests are damaged: {error}") from error
+        if frame.whole:
+            requests = frame.requests
+        elif frame.number != number + 1:
+            return None
+        else:
+            requests = _applied(requests, frame, frame.at - at)
+        alerts = alerts if frame.alerts is None else frame.alerts
+        number, at = frame.number, frame.at
+    return None if number < 0 else RecordedDetails(at, requests, alerts)
+
+
+def _applied(requests: list[UnfinishedRequest], frame: _Frame, passed_s: float) -> list[UnfinishedRequest]:
+    changed = {one.request_id: one for one in frame.requests}
+    ended, tokens = set(frame.ended), iter(frame.tokens)
+    found = []
+    for position, one in enumerate(requests):
+        if position in ended:
+            continue
+        if (other := changed.pop(one.request_id, None)) is not None:
+            found.append(other)
+            continue
+        let_pass(one, passed_s)
+        further = next(tokens, 0)
+        if one.generated_tokens is not None:
+            one.generated_tokens += further
+        found.append(one)
+    return [*found, *changed.values()]

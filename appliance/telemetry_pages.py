@@ -1,0 +1,131 @@
+"""The types of the admin API's routes for the recorded past: the service at one time, figures over time,
+stored samples and alerts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from appliance.pages import MAX_PAGE_ROWS, Rows, Time
+from appliance.snapshot import Snapshot
+from store.alerts import AlertRow
+
+MAX_POINTS = 2000
+"""Maximum number of times in an answer with figures."""
+MAX_VALUES = 200_000
+"""Maximum number of values in an answer with figures."""
+MAX_STORED_ROWS = 200
+"""Maximum number of stored samples in a page."""
+
+Seconds = Literal[1, 10, 60]
+"""Resolutions in seconds."""
+
+
+class SnapshotQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Parameters of `GET /telemetry/snapshot`."""
+
+    at: Time
+    """Time in unix seconds."""
+
+
+class PastSnapshot(msgspec.Struct, kw_only=True):
+    """The service at a time of the past. Times are in unix seconds."""
+
+    at: float
+    """Time of the sample, or begin of the interval."""
+    resolution_s: int
+    """1: the figures of one second. Otherwise, numbers are means over an interval of this length that begins
+    at `at`, and texts are those of its end."""
+    previous: float | None
+    """Time of the sample before; null if there is none."""
+    next: float | None
+    """Time of the sample after; null if there is none."""
+    first: float
+    """Time of the oldest sample of all."""
+    last: float
+    """Time of the newest sample of all."""
+    details: bool
+    """Whether the unfinished requests and the alerts are those that were recorded at that second. Otherwise,
+    they are derived from the request log and the alert log, and figures such as tokens so far are null."""
+    snapshot: Snapshot
+
+
+class TelemetryQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Parameters of `GET /telemetry`."""
+
+    figures: Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
+    """Names of figures, separated by commas, such as queue.running,gpus[*].power_w. * stands for any
+    characters."""
+    since: Time
+    """First time, in unix seconds."""
+    until: Time
+    """Last time, in unix seconds."""
+    resolution_s: Seconds | None = None
+    """Resolution in seconds. Default: the finest that covers the time span with at most `points` points."""
+    points: Annotated[int, msgspec.Meta(ge=1, le=MAX_POINTS)] = 600
+    """Maximum number of points in time."""
+
+
+class TelemetryColumns(msgspec.Struct, kw_only=True):
+    """Figures over time, oldest first."""
+
+    resolution_s: int
+    """1: values of seconds. Otherwise, means over intervals of this length."""
+    at: list[float]
+    """Times in unix seconds: of the samples, or the begins of the intervals."""
+    figures: dict[str, list[float | None]]
+    """One value per time, by the figure's name. A value that is not known is null."""
+
+
+class StoredQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Parameters of `GET /telemetry/stored`."""
+
+    since: Time
+    until: Time
+    resolution_s: Seconds = 1
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_STORED_ROWS)] = MAX_STORED_ROWS
+
+
+class StoredRow(msgspec.Struct, kw_only=True):
+    """A sample as stored in `history.db`."""
+
+    at: int
+    """Unix milliseconds."""
+    layout: int
+    samples: int
+    numbers: bytes
+
+
+class StoredDetailsRow(msgspec.Struct, kw_only=True):
+    """The unfinished requests and alerts of a second, as stored in `history.db`."""
+
+    at: int
+    whole: bool
+    document: bytes
+
+
+class StoredPage(msgspec.Struct, kw_only=True):
+    """Stored samples, oldest first, as `store.samples` defines them. Bytes are in base64."""
+
+    rows: list[StoredRow]
+    layouts: dict[int, bytes]
+    """The layouts of the rows by their ids."""
+    details: list[StoredDetailsRow]
+    """The details of the rows' seconds. Empty for other resolutions than 1."""
+    next: float | None
+    """Value of `since` for the next page. Null on the last page."""
+
+
+class AlertLogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Parameters of `GET /alert-log`."""
+
+    since: Time
+    until: Time
+    limit: Rows = MAX_PAGE_ROWS
+
+
+class AlertLogPage(msgspec.Struct, kw_only=True):
+    """The alerts that were raised between two times or lasted at the first, the newest first."""
+
+    rows: list[AlertRow]
