@@ -282,11 +282,11 @@ class CudaOps:
             out,
             rotation,
             self._pdl,
-            self._decode_config(len(q), pool.keys),
+            self._decode_config(len(q), pool.keys, heads // kv_heads),
         )
 
-    def _decode_config(self, sequences: int, keys: torch.Tensor) -> DecodeConfig:
-        return attention_decode.config_on(keys, sequences)
+    def _decode_config(self, sequences: int, keys: torch.Tensor, group: int) -> DecodeConfig:
+        return attention_decode.config_on(keys, sequences, group)
 
     def _prefill(
         self,

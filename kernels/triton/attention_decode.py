@@ -15,7 +15,8 @@ bfloat16 needs several.
 With a `Rotation`, the input is the result of the qkv GEMM, and the kernel applies QK-norm and RoPE to the
 heads that it reads. The program of a sequence's last page writes the new key and value to the cache and
 computes their attention from registers. Therefore no other kernel runs between the qkv GEMM and attention.
-Inputs that do not depend on the GEMM (lengths, slots, angles) are read before the GEMM has ended.
+Inputs that do not depend on the GEMM (lengths, slots, angles, and with `DecodeConfig.early` the first page of
+each split) are read before the GEMM has ended.
 """
 
 from __future__ import annotations
@@ -70,10 +71,13 @@ class DecodeConfig:
     least_pages: int = 1
     """Sequences with at most this many pages are not split, because reading the pages in one program is
     faster than combining splits."""
+    early: bool = False
+    """With a `Rotation`: whether a program loads its first page, which the qkv GEMM does not change, before
+    this GEMM has ended. The page occupies registers."""
 
 
 def config_for(
-    sequences: int, kv_heads: int, head_dim: int, element_size: int, multiprocessors: int
+    sequences: int, kv_heads: int, group: int, head_dim: int, element_size: int, multiprocessors: int
 ) -> DecodeConfig:
     """Return the launch parameters for a number of sequences. They do not depend on the sequence lengths.
 
@@ -81,11 +85,19 @@ def config_for(
     overlaps the previous kernel does not distribute its programs evenly. 2 to 16 sequences are fastest with
     two programs per multiprocessor. FP8 needs more programs to hide the conversion. With enough sequences, a
     limit of 96 registers per thread lets five programs share a multiprocessor.
+
+    The step of a single sequence waits for attention's latency, not for memory. Its programs load their first
+    page early, and combine more splits at a time. This needs more registers: 168 per thread with 4 warps, or
+    8 warps if the group has so many query heads that the partial sums of a split are large.
     """
     fp8 = element_size == 1
     waves = 4 if sequences > 16 or (fp8 and sequences > 1) else 2 if fp8 or sequences > 1 else 1
     items = max(sequences, sequences - 1 + waves * multiprocessors // kv_heads)
     stages = 5 if PAGE_TOKENS * head_dim * element_size <= 16384 else 3
+    if sequences == 1 and head_dim <= 128:
+        if group >= 8 and not fp8:
+            return DecodeConfig(items, stages, at_once=16384, num_warps=8, early=True)
+        return DecodeConfig(items, stages, maxnreg=168, at_once=8192, early=True)
     return DecodeConfig(
         items=items, stages=stages, maxnreg=96 if fp8 and sequences > 128 and head_dim <= 128 else 128
     )
@@ -96,10 +108,12 @@ def splits_at_once(config: DecodeConfig, group: int, head_dim: int) -> int:
     return min(_MAX_AT_ONCE, max(1, config.at_once // (group * head_dim)))
 
 
-def config_on(keys: torch.Tensor, sequences: int) -> DecodeConfig:
-    """Return the launch parameters for a cache `[blocks, kv_heads, 64, head_dim]` on its device."""
+def config_on(keys: torch.Tensor, sequences: int, group: int) -> DecodeConfig:
+    """Return the launch parameters for a cache `[blocks, kv_heads, 64, head_dim]` on its device. group:
+    number of query heads per KV head."""
     _, kv_heads, _, head_dim = keys.shape
-    return config_for(sequences, kv_heads, head_dim, keys.element_size(), multiprocessors_of(keys.device))
+    multiprocessors = multiprocessors_of(keys.device)
+    return config_for(sequences, kv_heads, group, head_dim, keys.element_size(), multiprocessors)
 
 
 def max_items(sequences: int, kv_heads: int, multiprocessors: int) -> int:
@@ -146,9 +160,10 @@ def decode(
     table. lens: `[sequences]`, number of cached tokens, including the new token. 0 marks padding: the result
     is zeros, and the padding's other inputs are not read. window: each token attends to itself and the window
     - 1 tokens before it. rotation: if given, this call also writes the new keys and values to the cache.
-    Sequences must not share the blocks that receive their new tokens. With PDL, slots, lens and cos_sin are
-    read before the previous kernel has finished. Therefore a kernel without PDL, for example a decoder's
-    embedding, must run after these tensors are written and before this kernel. config: launch parameters; if
+    Sequences must not share the blocks that receive their new tokens. With PDL and a rotation, slots, lens,
+    cos_sin, the block table and the cache may be read before the previous kernel has finished. Therefore a
+    kernel without PDL, for example a decoder's embedding, must run after these tensors are written and before
+    this kernel. config: launch parameters; if
     None, `config_for` chooses them. The last bits of the result depend on `config.items`.
 
     The softmax is computed in float32. No length is read on the host, so the launch can be captured in a CUDA
@@ -162,7 +177,7 @@ def decode(
     if out is None:
         out = torch.empty((sequences, heads, head_dim), dtype=q.dtype, device=q.device)
     if config is None:
-        config = config_on(keys, sequences)
+        config = config_on(keys, sequences, group)
     items = config.items
     _check_workspace(workspace, sequences, items, (kv_heads, gp, head_dim))
     compute = q.dtype if keys.dtype == q.dtype else torch.float16
@@ -208,6 +223,7 @@ def decode(
         LEAST=config.least_pages,
         NEW=rotation is not None,
         NORM=rotation is not None and rotation.q_norm is not None,
+        EARLY=config.early and rotation is not None,
         PDL=pdl,
         num_warps=config.num_warps,
         launch_pdl=pdl,

@@ -75,6 +75,55 @@ def _combine(
     return acc / total[:, None]
 
 
+@triton.jit
+def _attend(
+    query,
+    k,
+    v,
+    k_scales,
+    v_scales,
+    tile,
+    start,
+    cached,
+    oldest,
+    scale,
+    m,
+    total,
+    acc,
+    WINDOW: tl.constexpr,
+    SCALED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SPREAD: tl.constexpr,
+):
+    """Add the attention of the queries to one page of keys and values `[64, HEAD_DIM]` to the running maximum
+    m, the softmax sum and the weighted values. tile: the page's first line in the cache. start: position of
+    the page's first token. cached: number of tokens in the cache. oldest: first position in the window."""
+    token = tl.arange(0, 64)
+    lift: tl.constexpr = _LIFT if SCALED else 0.0
+    scores = tl.dot(query, k.to(COMPUTE).T, input_precision=PRECISION)
+    if SCALED:
+        scale = (tl.load(k_scales + tile + token) * scale)[None, :]
+    scores = scores * scale
+    position = start + token
+    seen = position < cached
+    if WINDOW > 0:
+        seen = seen & (position >= oldest)
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    m_new = tl.maximum(m, tl.max(scores, 1))
+    old = tl.exp2(m - m_new)
+    if SCALED:
+        weights = tl.exp2(scores - (m_new - lift)[:, None])
+        total = total * old + tl.sum(weights, 1)
+        weights = weights * tl.load(v_scales + tile + token)[None, :]
+        v = _spread(v, SPREAD)
+    else:
+        weights = tl.exp2(scores - m_new[:, None])
+        total = total * old + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(COMPUTE), v.to(COMPUTE), acc * old[:, None], input_precision=PRECISION)
+    return m_new, total, acc
+
+
 @triton.jit(do_not_specialize=["sequences", "items", "table_stride"])
 def decode_kernel(
     q,
@@ -116,6 +165,7 @@ def decode_kernel(
     LEAST: tl.constexpr,
     NEW: tl.constexpr,
     NORM: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL and not NEW:
@@ -164,6 +214,21 @@ def decode_kernel(
     if NEW:
         new_position = tl.maximum(length - 1, 0).to(tl.int64)
         cos, sin = angles(cos_sin + new_position * HEAD_DIM, HEAD_DIM)
+    first, pages = _pages_of(length, WINDOW)
+    pieces = (pages + most - 1) // most
+    each = (pages + pieces - 1) // tl.maximum(pieces, 1)
+    begin = (item - first_item) * each
+    end = tl.minimum(begin + each, pages)
+    blocks = table + row * table_stride + first
+    if EARLY:
+        active = item < all_items
+        early_tile = (
+            tl.load(blocks + begin, mask=active, other=0, cache_modifier=".cg").to(tl.int32) * KV_HEADS
+            + kv_head
+        ) * 64
+        lines = (early_tile + token)[:, None].to(tl.int64) * HEAD_DIM + dim[None, :]
+        early_k = tl.load(keys + lines, mask=active, other=0.0, cache_modifier=".cg")
+        early_v = tl.load(values + lines, mask=active, other=0.0, cache_modifier=".cg")
     if PDL and NEW:
         gdc_wait()
         gdc_launch_dependents()
@@ -172,12 +237,7 @@ def decode_kernel(
         nothing = tl.zeros([TILE_ROWS, HEAD_DIM], out.dtype.element_ty)
         tl.store(out + item * (KV_HEADS * HEADS * HEAD_DIM) + place, nothing, mask=real)
     if item < all_items:
-        first, pages = _pages_of(length, WINDOW)
-        pieces = (pages + most - 1) // most
-        each = (pages + pieces - 1) // pieces
-        begin = (item - first_item) * each
-        end = tl.minimum(begin + each, pages)
-        blocks = table + row * table_stride + first
+        oldest = length - WINDOW
         own = q + sequence.to(tl.int64) * q_stride
         m = tl.full([TILE_ROWS], float("-inf"), tl.float32)
         total = tl.zeros([TILE_ROWS], tl.float32)
@@ -205,32 +265,20 @@ def decode_kernel(
         else:
             query = tl.load(own + place, mask=real, other=0.0).to(COMPUTE)
         acc = tl.zeros([TILE_ROWS, HEAD_DIM], tl.float32)
+        if EARLY:
+            m, total, acc = _attend(
+                query, early_k, early_v, k_scales, v_scales, early_tile, (first + begin) * 64, cached, oldest,
+                scale, m, total, acc, WINDOW, SCALED, COMPUTE, PRECISION, SPREAD,
+            )  # fmt: skip
+            begin += 1
         for page in tl.range(begin, end, num_stages=STAGES):
             tile = (tl.load(blocks + page).to(tl.int32) * KV_HEADS + kv_head) * 64
             k = k_tiles.load([tile, 0])
             v = v_tiles.load([tile, 0])
-            scores = tl.dot(query, k.to(COMPUTE).T, input_precision=PRECISION)
-            if SCALED:
-                scores = scores * (tl.load(k_scales + tile + token) * scale)[None, :]
-            else:
-                scores = scores * scale
-            position = (first + page) * 64 + token
-            seen = position < cached
-            if WINDOW > 0:
-                seen = seen & (position >= length - WINDOW)
-            scores = tl.where(seen[None, :], scores, float("-inf"))
-            m_new = tl.maximum(m, tl.max(scores, 1))
-            old = tl.exp2(m - m_new)
-            if SCALED:
-                weights = tl.exp2(scores - (m_new - lift)[:, None])
-                total = total * old + tl.sum(weights, 1)
-                weights = weights * tl.load(v_scales + tile + token)[None, :]
-                v = _spread(v, SPREAD)
-            else:
-                weights = tl.exp2(scores - m_new[:, None])
-                total = total * old + tl.sum(weights, 1)
-            acc = tl.dot(weights.to(COMPUTE), v.to(COMPUTE), acc * old[:, None], input_precision=PRECISION)
-            m = m_new
+            m, total, acc = _attend(
+                query, k, v, k_scales, v_scales, tile, (first + page) * 64, cached, oldest,
+                scale, m, total, acc, WINDOW, SCALED, COMPUTE, PRECISION, SPREAD,
+            )  # fmt: skip
         if SCALED:
             acc = _gather(acc, SPREAD)
         if NEW:

@@ -27,9 +27,16 @@ _DECODE = [
     Defect(
         "the window is a token short",
         "attention_decode_kernel.py",
-        "seen = seen & (position >= length - WINDOW)",
-        "seen = seen & (position > length - WINDOW)",
+        "seen = seen & (position >= oldest)",
+        "seen = seen & (position > oldest)",
         "attends or (error and mixed)",
+    ),
+    Defect(
+        "a page that was loaded early counts twice",
+        "attention_decode_kernel.py",
+        "begin += 1",
+        "begin += 0",
+        "new_tokens and (split or (error and mixed))",
     ),
     Defect(
         "every KV head reads the pages of the first",

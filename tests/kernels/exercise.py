@@ -47,7 +47,7 @@ def decode() -> None:
     with padding, and in FP8."""
     for lens, window in (([1, 64, 65, 0, 130, 700], None), ([300], None), ([200, 127], 100), ([0], None)):
         case = decode_cases.make(lens, 6, 2, 64, window, dtype=DTYPE, device=DEVICE.type)
-        config = attention_decode.config_for(len(lens), 2, 64, case.keys.element_size(), 8)
+        config = attention_decode.config_for(len(lens), 2, 3, 64, case.keys.element_size(), 8)
         config = replace(config, items=len(lens) + 3)
         _finite(case.run(config=config))
         made = decode_cases.new(case, norm=window is None)
@@ -56,6 +56,7 @@ def decode() -> None:
             made.case = decode_cases.fp8_cache(made.case)
             config = replace(config, stages=5, maxnreg=96)
             _finite(made.case.run(config=config), made.run(config=config))
+        _finite(made.run(config=replace(config, early=True)))
 
 
 def prefill() -> None:

@@ -89,12 +89,15 @@ def test_new_tokens_are_rotated_written_and_attended_to(batch: str, window: int 
     ("heads", "kv_heads", "size", "extra"),
     [(7, 1, 32, 0), (7, 1, 32, 5), (20, 1, 16, 1), (20, 1, 16, 10), (8, 2, 128, 5)],
 )
-def test_new_tokens_are_the_same_for_any_split(heads: int, kv_heads: int, size: int, extra: int) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_new_tokens_are_the_same_for_any_split(
+    heads: int, kv_heads: int, size: int, extra: int, early: bool
+) -> None:
     made = new(make([300, 1, 0, 193, 64, 65], heads, kv_heads, size), True)
     expected_case = made.expected_case()
     workspace = kernel.allocate_workspace(16, heads, kv_heads, size, made.qkv.device)
     for _ in range(2):
-        found = made.run(config=kernel.DecodeConfig(6 + extra, 3), workspace=workspace)
+        found = made.run(config=kernel.DecodeConfig(6 + extra, 3, early=early), workspace=workspace)
         close(found, expected_case.expected(), 1e-4)
         _check_cache(made.case, expected_case)
         assert (workspace.arrived == 0).all()
