@@ -293,6 +293,14 @@ class UnloadModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Number of seconds after which unfinished requests end with an error."""
 
 
+class RetryModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Start the replicas of a model now that have failed or wait for their next start. Their earlier exits
+    are forgotten."""
+
+    model: str
+    """The name of a model in the settings, NAME@VERSION, or NAME for the default version."""
+
+
 class SetDefaultModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Make a version the default of its model. If the model is loaded, the version is loaded first. After the
     response, every new request gets the new version. The former version finishes its requests and is then
@@ -391,6 +399,7 @@ ACTIONS: tuple[Action, ...] = (
     Action(
         "models.unload", "Unload model", "confirm", "model", UnloadModel, VersionStatus, "model", is_long=True
     ),
+    Action("models.retry", "Retry failed model", "none", "model", RetryModel, Done, "model"),
     Action(
         "models.default",
         "Change default version",

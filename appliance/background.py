@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -14,6 +15,9 @@ log = logging.getLogger(__name__)
 _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 5.0
 _HEALTHY_S = 30.0
+_JITTER = 0.2
+"""Largest relative deviation of a delay. Random delays prevent processes that exited together from starting
+at the same moment again and again."""
 
 
 class Background:
@@ -61,19 +65,31 @@ class Timer:
 
 class Backoff:
     """Determines the delay before each restart of a process. The delay doubles with each restart, up to a
-    limit. It is reset after the process has been in service for 30 s."""
+    limit, and deviates from this value by a random amount of up to 20%. It is reset after the process has
+    been in service for 30 s."""
 
-    def __init__(self, first_s: float = _FIRST_DELAY_S, max_s: float = _MAX_DELAY_S) -> None:
+    def __init__(
+        self,
+        first_s: float = _FIRST_DELAY_S,
+        max_s: float = _MAX_DELAY_S,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        """`draw` returns a random number between 0 and 1."""
         self._first_s = self._next_s = first_s
         self._max_s = max_s
+        self._draw = draw
+
+    def reset(self) -> None:
+        """Begin with the first delay again."""
+        self._next_s = self._first_s
 
     def delay_s(self, served_s: float) -> float:
         """Return the delay before the next restart. `served_s` is the time in seconds that the process was in
         service, or 0 if it was never in service."""
         if served_s >= _HEALTHY_S:
-            self._next_s = self._first_s
+            self.reset()
         delay, self._next_s = self._next_s, min(self._next_s * 2, self._max_s)
-        return delay
+        return delay * (1 + _JITTER * (2 * self._draw() - 1))
 
 
 class TimeBudgets:

@@ -84,6 +84,11 @@ ReplicaState = Literal[
 the requests that it has."""
 
 
+BreakerState = Literal["closed", "open", "half-open"]
+"""While a replica's circuit breaker is "open", the replica is not restarted, because it has exited too often.
+"half-open" means that one start is being tried."""
+
+
 class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The progress of a replica's load."""
 
@@ -150,7 +155,12 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     last_report_s: float | None = None
     """Seconds since the last report."""
     restarts: int = 0
+    deaths: int = 0
+    """Number of recent exits that the circuit breaker counts."""
+    breaker: BreakerState = "closed"
     last_error: str = ""
+    remedy: str = ""
+    """What an operator can do if the circuit breaker is open."""
 
 
 ModelState = Literal["ready", "loading", "silent", "restarting", "failed", "draining", "drained", "stopped"]

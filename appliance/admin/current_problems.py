@@ -21,6 +21,8 @@ from engine.logs import LogState
 _STALLED_S = 3.0
 """A write to standard error or a database operation that takes longer than this is reported as a problem."""
 
+_RETRIED = "fix the cause given in the message; the service retries automatically"
+
 
 def current_problems(
     *,
@@ -47,7 +49,7 @@ def _model(model: ModelStatus) -> Iterator[CurrentProblem]:
         yield CurrentProblem(
             where=f"model {model.name}",
             what=f"failed: {model.detail}",
-            remedy="fix the cause given in the message; the service retries automatically",
+            remedy=next((one.remedy for one in model.replicas if one.remedy), _RETRIED),
         )
     for replica in model.replicas:
         yield from _replica(replica)
@@ -65,7 +67,7 @@ def _replica(replica: ReplicaStatus) -> Iterator[CurrentProblem]:
         yield CurrentProblem(
             where=replica.name,
             what=f"{replica.state}, {replica.detail}: {replica.last_error}",
-            remedy="fix the cause given in the message; the service retries automatically",
+            remedy=replica.remedy or _RETRIED,
         )
 
 

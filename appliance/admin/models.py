@@ -15,6 +15,7 @@ from appliance.actions import (
     LoadModel,
     PruneModels,
     RemoveModel,
+    RetryModel,
     RollbackModel,
     SetAlias,
     SetDefaultModel,
@@ -30,6 +31,7 @@ from appliance.models.preflight_process import Check
 from appliance.models.routing import Routing, split_target, unit_name
 from appliance.protocol import (
     AddedVersion,
+    Done,
     PrunedVersion,
     PrunedVersions,
     RegisteredFile,
@@ -126,7 +128,8 @@ class ModelAdmin:
         if usable and any(replica.answers for replica in replicas):
             return "ready", ""
         if failure := self.manager.failure(unit) or self.operations.failures.get(unit, ""):
-            return "failed", failure
+            remedy = self.manager.remedy(unit)
+            return "failed", f"{failure}: {remedy}" if remedy else failure
         if replicas or self.operations.is_loading(unit) or usable:
             return "loading", next((replica.detail for replica in replicas if replica.detail), "")
         return "available", ""
@@ -244,6 +247,24 @@ class ModelAdmin:
 
         self._background.run(finish())
         await asyncio.sleep(0)
+
+    async def retry(self, actor: Actor, asked: RetryModel) -> Effect:
+        """Start the replicas of a model that wait for their next start. Raises UnknownModelError, or
+        ConflictError if none waits."""
+        unit = asked.model
+        if not self.manager.is_declared(unit):
+            record = self._record(unit, "retry")
+            unit = unit_name(record.model, record.version)
+        before = self._state(unit)
+        if not (replicas := self.manager.retry(unit)):
+            if before[0] in ("available", "failed"):
+                raise ConflictError(
+                    f"{unit} is not loaded: load it with: appliance models load {asked.model}"
+                )
+            raise ConflictError(f"{unit} is {before[0]}, and none of its replicas waits for a start")
+        return Effect(
+            Done(message=f"starting {', '.join(replicas)}"), {"state": before[0]}, {"state": "loading"}
+        )
 
     # ── default version and aliases ──
 

@@ -177,6 +177,14 @@ def models_unload(
     change(run_dir, action, yes=yes, as_json=json)
 
 
+@models.command("retry", help=about("models.retry"))
+def models_retry(model: Target, run_dir: RunDir = None, json: Json = False) -> None:
+    from appliance.actions import RetryModel
+    from appliance.cli.actions import perform
+
+    perform(run_dir, RetryModel(model=model), as_json=json)
+
+
 @models.command("default", help=about("models.default"))
 def models_default(
     model: Annotated[

@@ -32,6 +32,7 @@ from appliance.models.fit import why_not_beside
 from appliance.models.placement import GpuPlacement, machine_topology
 from appliance.models.registry import describe
 from appliance.models.replica import Launch, Preflight, Replica
+from appliance.models.restarts import Restarts
 from appliance.settings import ModelSettings, Settings
 from appliance.traffic.request_manager import RequestManager
 from engine.messages import Report
@@ -162,6 +163,14 @@ class ModelManager:
         """Return the reason why no replica of the unit can start, or an empty string."""
         replicas = self.of(unit)
         return replicas[0].failure if replicas and all(replica.failure for replica in replicas) else ""
+
+    def remedy(self, unit: str) -> str:
+        """Return what an operator can do about the `failure` of the unit, or an empty string."""
+        return next((replica.remedy for replica in self.of(unit) if replica.remedy), "")
+
+    def retry(self, unit: str) -> list[str]:
+        """Start the replicas of the unit that wait for their next start. Return their names."""
+        return [replica.name for replica in self.of(unit) if replica.retry()]
 
     def set_timeouts(self) -> None:
         """Read the timeouts after which replicas are killed from the settings."""
@@ -474,6 +483,7 @@ class ModelManager:
             load_timeout_s=service.load_timeout_s,
             placement=self._placement,
             preflight=self._preflight,
+            restarts=Restarts(lambda: self._settings().restarts),
             launch=self._launch,
         )
         self.replicas.append(replica)

@@ -15,11 +15,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from appliance.background import Background, Backoff
+from appliance.background import Background
 from appliance.messages import ServedModel
 from appliance.models.load_progress import LoadProgress, load_text
 from appliance.models.placement import GpuPlacement, numbered
-from appliance.protocol import LoadStatus, ReplicaState, ReplicaStatus, precision
+from appliance.models.restarts import Exit, Restarts, StartTimer, Watch
+from appliance.protocol import BreakerState, LoadStatus, ReplicaState, ReplicaStatus, precision
 from appliance.rundir import new_rendezvous
 from appliance.settings import ModelSettings
 from appliance.traffic.credits import CreditAccount
@@ -44,11 +45,6 @@ second. If a replica has announced a long step, the predicted time of the step i
 _MAX_STEP_FACTOR = 10.0
 """A replica is considered to hang if a step takes longer than this multiple of its predicted time."""
 _AFTER_FATAL_S = 5.0
-_RETRY_FIRST_S, _RETRY_MAX_S = 5.0, 300.0
-"""The first and the maximum delay before a replica is started again after its load failed for an expected
-reason, such as a damaged file or a missing mount. Another start can succeed only after the file has been
-replaced or the mount is available again."""
-
 _CHECK_AGAIN_S = 10.0
 """Delay after which the files of a model with a known problem are checked again."""
 
@@ -123,8 +119,8 @@ class Replica:
 
     A replica's state is first "starting", then "loading", then "ready". When its processes exit, it is
     "restarting" and then "starting" again. A replica that was stopped permanently is "stopped". The state is
-    "failed" instead of "restarting" if the checkpoint is bad, or if the memory or the device that the replica
-    needs was missing at two starts in a row. The delays between its starts then grow.
+    "failed" instead of "restarting" if the checkpoint is bad, if the memory or the device that the replica
+    needs was missing at two starts in a row, or if its circuit breaker is open (`appliance.models.restarts`).
     """
 
     def __init__(
@@ -139,6 +135,7 @@ class Replica:
         load_timeout_s: float,
         placement: GpuPlacement,
         preflight: Preflight,
+        restarts: Restarts,
         launch: Launch = ReplicaGroup.launch,
     ) -> None:
         self.model = model
@@ -175,11 +172,8 @@ class Replica:
         self._launch = launch
         self._preflight = preflight
         self._background = Background()
-        self._backoff = Backoff()
-        self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MAX_S)
-        self._expected_failures = 0
-        """Number of consecutive loads that failed for an expected reason."""
-        self._next_start_at = 0.0
+        self._restarts = restarts
+        self._next_start = StartTimer()
         self._load = LoadProgress(time.monotonic())
         self._report: Report | None = None
         self._fatal: Fatal | None = None
@@ -191,7 +185,6 @@ class Replica:
         self._expected_s = 0.0
         """Predicted time of a long step that the replica has announced."""
         self._stopping = False
-        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def client_state(self) -> ReplicaState:
@@ -254,8 +247,7 @@ class Replica:
         """Stop the replica permanently. A replica that is not ready is killed, because it has no requests and
         reads no messages while it loads."""
         self._stopping = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._next_start.stop()
         if self.group is not None:
             await self.group.stop(grace_s if self.account is not None else 0.0)
         self._placement.release(self.name)
@@ -270,8 +262,18 @@ class Replica:
             self._events.replica_problem(self, problem)
         self.state, self.failure, self.last_error = "failed", problem, problem
         self.bad_checkpoint = True
-        self._start_later(_CHECK_AGAIN_S, self._check_files)
+        self._next_start.start(_CHECK_AGAIN_S, self._check_files)
         self._events.replica_changed(self)
+
+    def retry(self) -> bool:
+        """Start the replica now if it waits for its next start, and close its circuit breaker. Return whether
+        it was waiting."""
+        if self.state not in ("restarting", "failed") or self._stopping or self.retiring:
+            return False
+        self._restarts.reset()
+        self._next_start.stop()
+        self._check_files()
+        return True
 
     def kill(self, reason: str) -> None:
         """Kill the ranks. The replica is then restarted."""
@@ -341,8 +343,8 @@ class Replica:
         info = msgspec.structs.replace(info, devices=numbered(info.devices, self._gpus))
         self.state, self.info = "ready", info
         self._ready_at = time.monotonic()
-        self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MAX_S)
-        self._expected_failures, self.failure, self.bad_checkpoint = 0, "", False
+        self._restarts.ready()
+        self.failure, self.bad_checkpoint = "", False
         self.account = CreditAccount(self.name, self.model, ", ".join(info.devices))
         self.account.rates.predict(info.least_step_s, info.least_prompt_token_s)
         log.info(
@@ -369,27 +371,20 @@ class Replica:
             self.state = "stopped"
             return
         self.last_error = self._fatal.message if self._fatal else reason
-        self._events.replica_problem(self, self.last_error)
-        fatal = self._fatal
-        expected = fatal is not None and fatal.kind != "internal" and not was_ready
-        self._expected_failures = self._expected_failures + 1 if expected else 0
-        self.bad_checkpoint = expected and fatal is not None and fatal.kind == "checkpoint"
-        # Do not start again immediately. The previous incarnation may still hold memory and devices, and a
-        # damaged file is unlikely to have been replaced so quickly.
-        if fatal is not None and expected and (fatal.kind == "checkpoint" or self._expected_failures > 1):
-            self.state, self.failure = "failed", self.last_error
-            delay_s = self._retry.delay_s(0.0)
-        else:
-            self.state, self.failure = "restarting", ""
-            served_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
-            delay_s = self._backoff.delay_s(served_s)
+        served_s = None if self._ready_at is None else time.monotonic() - self._ready_at
+        kind = self._fatal.kind if self._fatal else ""
+        again = self._restarts.exited(Exit(self.last_error, kind, served_s))
+        self._events.replica_problem(self, again.failure or self.last_error)
+        self.failure, self.bad_checkpoint = again.failure, again.bad_checkpoint
         self.restarts += 1
-        self._start_later(delay_s, self._check_files if self.failure else self.start)
+        if self.failure:
+            self.state = "failed"
+            watch = Watch(self.spec.model_path, self._restarts.reset)
+            self._next_start.start(again.delay_s, self._check_files, watch)
+        else:
+            self.state = "restarting"
+            self._next_start.start(again.delay_s, self.start)
         self._events.replica_changed(self)
-
-    def _start_later(self, delay_s: float, start: Callable[[], None]) -> None:
-        self._next_start_at = time.monotonic() + delay_s
-        self._timer = asyncio.get_running_loop().call_later(delay_s, start)
 
     def _check_files(self) -> None:
         """Check the files of a failed replica's model, and start the replica if no problem is found."""
@@ -397,7 +392,7 @@ class Replica:
 
     async def _start_if_sound(self) -> None:
         problem = await asyncio.to_thread(self._preflight, self.model, self.settings)
-        if self._stopping or self.retiring:
+        if self._stopping or self.retiring or self.state not in ("restarting", "failed"):
             return
         if problem:
             self.refuse(problem)
@@ -405,6 +400,27 @@ class Replica:
             self.start()
 
     # ── status for operators ──
+
+    @property
+    def breaker(self) -> BreakerState:
+        """State of the circuit breaker."""
+        return self._restarts.breaker(self.state == "failed", self._serving_s)
+
+    @property
+    def remedy(self) -> str:
+        """What an operator can do about a failure that lasts; empty if nothing is needed."""
+        if self.breaker != "open":
+            return ""
+        return (
+            f"fix the cause, then run: appliance models retry {self.model}; without it, one start is tried "
+            f"in {self._next_start.left_s:.0f} s, or when the model's files change"
+        )
+
+    @property
+    def _serving_s(self) -> float:
+        """Time in seconds since the replica became ready; 0 if it is not ready."""
+        ready_at = self._ready_at if self.state == "ready" else None
+        return 0.0 if ready_at is None else time.monotonic() - ready_at
 
     def status(self) -> ReplicaStatus:
         """Return the replica's status for operators."""
@@ -425,6 +441,9 @@ class Replica:
             "credit_tokens": credit.available_tokens if credit else 0,
             "last_report_s": self.silent_s if self.group is not None else None,
             "restarts": self.restarts,
+            "deaths": self._restarts.deaths(self._serving_s),
+            "breaker": self.breaker,
+            "remedy": self.remedy,
             "last_error": self.last_error,
         }
         return ReplicaStatus(**known)
@@ -435,7 +454,7 @@ class Replica:
         if (load := self._load_status()) is not None:
             return load_text(load)
         if self.state in ("restarting", "failed"):
-            return f"restarts in {max(0.0, self._next_start_at - time.monotonic()):.1f} s"
+            return f"restarts in {self._next_start.left_s:.1f} s"
         if self.silent:
             left_s = max(0.0, self.hang_limit_s - self.silent_s)
             return f"no report for {self.silent_s:.0f} s; will be killed and restarted in {left_s:.0f} s"

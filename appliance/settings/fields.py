@@ -178,6 +178,21 @@ class TelemetrySettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True,
     values per 10 seconds for a day, but not longer than this."""
 
 
+class RestartSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """Restarts of replicas that have exited. The delay between restarts grows from 0.1 s to 5 s. A replica
+    that exits again and again is given up for a while: see [models.md](models.md#replicas)."""
+
+    max_deaths: Positive = 5
+    """Number of exits within `window_s` after which a replica is not restarted until `retry_s` have passed,
+    its files have changed, or an operator has run `appliance models retry`."""
+    window_s: PositiveSeconds = 60.0
+    """Time in seconds for which an exit is counted. Only time in which the replica serves is counted, so a
+    replica that exits while it loads is also given up if loading takes long."""
+    retry_s: PositiveSeconds = 300.0
+    """Delay in seconds before a replica that was given up is started once more. If it exits again before it
+    has served for `window_s`, it is given up again."""
+
+
 class AlertSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """Alerts. The tables `[[alerts.rules]]` and `[[alerts.sinks]]` and the built-in rules are described in
     [alerts.md](alerts.md)."""
@@ -234,6 +249,7 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     log: LogSettings = LogSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
     alerts: AlertSettings = AlertSettings()
+    restarts: RestartSettings = RestartSettings()
     config_file: str = ""
     """The main settings file. This field is not a setting."""
 

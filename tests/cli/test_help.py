@@ -67,6 +67,7 @@ COMMANDS = (
     ("models", "show"),
     ("models", "load"),
     ("models", "unload"),
+    ("models", "retry"),
     ("models", "default"),
     ("models", "rollback"),
     ("models", "alias"),

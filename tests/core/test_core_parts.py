@@ -87,11 +87,16 @@ def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_delays_double_up_to_five_seconds_and_start_over_after_healthy_service() -> None:
-    backoff = Backoff()
+    backoff = Backoff(draw=lambda: 0.5)
     assert [backoff.delay_s(0.0) for _ in range(8)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
     assert backoff.delay_s(60.0) == 0.1
-    slow = Backoff(5.0, 300.0)
+    slow = Backoff(5.0, 300.0, draw=lambda: 0.5)
     assert [slow.delay_s(0.0) for _ in range(8)] == [5, 10, 20, 40, 80, 160, 300, 300]
+
+
+def test_delays_deviate_by_at_most_a_fifth() -> None:
+    delays = [Backoff(10.0, 10.0).delay_s(0.0) for _ in range(200)]
+    assert 8.0 <= min(delays) < 9.0 and 11.0 < max(delays) <= 12.0
 
 
 def test_repeated_problems_are_counted_and_the_latest_comes_first() -> None:

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from tests.system.service import Service, service
+from tests.system.attacks.reading import configured
+from tests.system.service import Service
 from tests.system.test_deaths import Stream, answer, wait_gone
 
 DEATH_LIMIT_S = 1.0
@@ -27,6 +28,8 @@ STOP_LIMIT_S = 5.0
 STATES = ("idle", "prompt", "decode")
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 FLAGS = ("--tensor-parallel-size", "2")
+SETTINGS = "[restarts]\nmax_deaths = 1000\n"
+"""The circuit breaker must not open, although the faults follow each other quickly."""
 _PROMPTS = 4
 _PROMPT_TOKENS = 1200
 """Number of tokens in each prompt. Together, the prompts take the engine several steps."""
@@ -147,7 +150,7 @@ def main() -> int:
     slowest: dict[tuple[str, str], float] = {}
     for number in range(rounds):
         # Each round starts a new service, because the delay before a restart doubles with each fault.
-        with service("--tensor-parallel-size", str(ranks)) as running:
+        with configured(SETTINGS, "--tensor-parallel-size", str(ranks)) as running:
             expected = undisturbed(running)
             for index, (fault, state) in enumerate(itertools.product(SIGNALS, STATES)):
                 took = inflict(running, expected, fault, state, victim=(number + index) % 2 * (ranks - 1))

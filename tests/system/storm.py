@@ -21,7 +21,9 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.system.service import Service, service
+from tests.system.attacks.reading import configured
+from tests.system.rank_faults import SETTINGS
+from tests.system.service import Service
 
 
 @dataclass
@@ -171,7 +173,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=8)
     arguments = parser.parse_args()
     ends_at = time.monotonic() + 60 * arguments.minutes
-    with service("--fronts", "2", "--tensor-parallel-size", "2") as running:
+    with configured(SETTINGS, "--fronts", "2", "--tensor-parallel-size", "2") as running:
         memory = psutil.Process(running.process.pid)
         for number in itertools.count(arguments.seed):
             if time.monotonic() > ends_at:

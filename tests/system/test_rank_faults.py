@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.system.rank_faults import FLAGS, Expected, inflict, undisturbed
-from tests.system.service import Service, service
+from tests.system.attacks.reading import configured
+from tests.system.rank_faults import FLAGS, SETTINGS, Expected, inflict, undisturbed
+from tests.system.service import Service
 
 pytestmark = pytest.mark.system
 
@@ -21,7 +22,7 @@ be running on this machine."""
 
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[Service]:
-    with service(*FLAGS) as running:
+    with configured(SETTINGS, *FLAGS) as running:
         yield running
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.system.service import service
+from tests.system.attacks.reading import configured
+from tests.system.rank_faults import SETTINGS
 from tests.system.storm import check_house, storm
 
 pytestmark = pytest.mark.system
 
 
 def test_after_a_storm_of_requests_and_kills_the_house_is_in_order() -> None:
-    with service("--fronts", "2", "--tensor-parallel-size", "2") as running:
+    with configured(SETTINGS, "--fronts", "2", "--tensor-parallel-size", "2") as running:
         kills = streamed = 0
         for seed in range(7, 15):  # on a slow machine, few streams finish between one kill and the next
             tally = storm(running, seconds=10, seed=seed, kill_every_s=3.0)

@@ -1,0 +1,176 @@
+"""Decides when and whether a replica is started again after its processes have exited.
+
+After most exits, the replica is restarted after a short delay that grows. There are two exceptions: a load
+that failed for a reason which only an operator can correct, such as a damaged file, is tried again after
+longer delays; and a circuit breaker stops the restarts of a replica that exits again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+from appliance.background import Backoff
+from appliance.protocol import BreakerState
+from appliance.settings import RestartSettings
+
+_RETRY_FIRST_S, _RETRY_MAX_S = 5.0, 300.0
+"""The first and the maximum delay before a replica is started again after its load failed for an expected
+reason, such as a damaged file or a missing mount. Another start can succeed only after the file has been
+replaced or the mount is available again."""
+WATCH_S = 5.0
+"""Interval at which the files of a model are compared while its replica waits for its next start."""
+
+
+class Exit(NamedTuple):
+    """The exit of a replica's processes."""
+
+    reason: str
+    kind: str
+    """`engine.messages.Fatal.kind` if the replica reported why it could not continue, otherwise empty."""
+    served_s: float | None
+    """Time in seconds since the replica became ready, or None if it did not become ready."""
+
+
+class Restart(NamedTuple):
+    """The next start of a replica."""
+
+    delay_s: float
+    failure: str = ""
+    """Reason why requests are refused until then. If it is empty, requests wait for the start."""
+    bad_checkpoint: bool = False
+    """Whether `failure` is a problem of the model's files or settings."""
+
+
+class Restarts:
+    """The restarts of one replica, with its circuit breaker.
+
+    The breaker is closed at first. It opens when the replica has exited `max_deaths` times within `window_s`
+    of service. The replica is then started once more after `retry_s`, and the breaker is half-open: it closes
+    when the replica has served for `window_s`, and opens again if the replica exits earlier."""
+
+    def __init__(
+        self, rules: Callable[[], RestartSettings], draw: Callable[[], float] = random.random
+    ) -> None:
+        """`rules` returns the settings in effect. `draw` returns a random number between 0 and 1."""
+        self._rules = rules
+        self._backoff = Backoff(draw=draw)
+        self._retry = Backoff(_RETRY_FIRST_S, _RETRY_MAX_S, draw)
+        self._expected_failures = 0
+        """Number of consecutive loads that failed for an expected reason."""
+        self._served_s = 0.0
+        """Time in service over all incarnations that have exited."""
+        self._deaths: list[float] = []
+        """The unexpected exits, by the value of `_served_s` at which they happened."""
+        self._open = False
+
+    def reset(self) -> None:
+        """Forget all exits, because an operator has asked for a start or the model's files have changed."""
+        self._deaths.clear()
+        self._open, self._expected_failures = False, 0
+        self._backoff.reset()
+        self._retry.reset()
+
+    def ready(self) -> None:
+        """Take note that the replica is ready."""
+        self._expected_failures = 0
+        self._retry.reset()
+
+    def exited(self, exit: Exit) -> Restart:
+        """Return when the replica is started again."""
+        served_s = exit.served_s or 0.0
+        self._served_s += served_s
+        if exit.kind not in ("", "internal") and exit.served_s is None:
+            return self._after_expected(exit)
+        self._expected_failures = 0
+        rules = self._rules()
+        again = self._open and served_s < rules.window_s
+        self._deaths = [death for death in self._deaths if self._served_s - death < rules.window_s]
+        self._deaths.append(self._served_s)
+        self._open = again or len(self._deaths) >= rules.max_deaths
+        if not self._open:
+            return Restart(self._backoff.delay_s(served_s))
+        count = "again" if again else f"{len(self._deaths)} times"
+        return Restart(
+            rules.retry_s,
+            f"the replica exited {count} within {rules.window_s:g} s of service and is not restarted for "
+            f"now; the latest reason: {exit.reason}",
+        )
+
+    def _after_expected(self, exit: Exit) -> Restart:
+        # Do not start again immediately. The previous incarnation may still hold memory and devices, and a
+        # damaged file is unlikely to have been replaced so quickly.
+        self._expected_failures += 1
+        if exit.kind == "checkpoint" or self._expected_failures > 1:
+            return Restart(self._retry.delay_s(0.0), exit.reason, exit.kind == "checkpoint")
+        return Restart(self._backoff.delay_s(0.0))
+
+    def deaths(self, serving_s: float) -> int:
+        """Return the number of exits that count at the moment. `serving_s` is the time in seconds since the
+        replica became ready, or 0 if it is not ready."""
+        now = self._served_s + serving_s
+        return sum(now - death < self._rules().window_s for death in self._deaths)
+
+    def breaker(self, waits: bool, serving_s: float) -> BreakerState:
+        """Return the state of the circuit breaker. `waits` tells whether the replica waits for its next
+        start."""
+        if not self._open or serving_s >= self._rules().window_s:
+            return "closed"
+        return "open" if waits else "half-open"
+
+
+class StartTimer:
+    """Starts something after a delay, or as soon as the files of a folder change."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[None] | None = None
+        self._due_at = 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Time in seconds until the start."""
+        return max(0.0, self._due_at - asyncio.get_running_loop().time())
+
+    def start(self, delay_s: float, begin: Callable[[], None], watch: Watch | None = None) -> None:
+        """Call `begin` after the delay, instead of what was to be started before. If the files of `watch`
+        change earlier, `watch.changed` and `begin` are called then."""
+        self.stop()
+        loop = asyncio.get_running_loop()
+        self._due_at = loop.time() + delay_s
+        self._task = loop.create_task(self._run(begin, watch))
+
+    def stop(self) -> None:
+        """Start nothing."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    async def _run(self, begin: Callable[[], None], watch: Watch | None) -> None:
+        former = None if watch is None else await asyncio.to_thread(_files, watch.folder)
+        while left_s := self.left_s:
+            await asyncio.sleep(left_s if watch is None else min(left_s, WATCH_S))
+            if watch is not None and await asyncio.to_thread(_files, watch.folder) != former:
+                watch.changed()
+                break
+        self._task = None
+        begin()
+
+
+class Watch(NamedTuple):
+    """The folder whose files can end the wait of a `StartTimer`."""
+
+    folder: str
+    changed: Callable[[], None]
+    """Called when a file was added, removed or changed."""
+
+
+def _files(folder: str) -> frozenset[tuple[str, int, int]]:
+    """Return the name, size and date of each file in a folder. Empty if the folder cannot be read."""
+    try:
+        with os.scandir(folder) as entries:
+            stats = [(entry.name, entry.stat()) for entry in entries]
+    except OSError:
+        return frozenset()
+    return frozenset((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
