@@ -1,0 +1,148 @@
+"""Decides how many replicas a model should have, between a minimum and a maximum.
+
+The decision is a function of the load over time: no clock is read, and nothing is started here. Replicas are
+added as soon as the expected load needs them, and removed one at a time after the load has been low for a
+while."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import NamedTuple
+
+from appliance.models.demand import Demand, DemandForecast
+
+TARGET_USE = 0.7
+"""Replicas are added until the expected demand uses at most this share of each."""
+LOW_USE = 0.5
+"""A replica is removed only if the demand would use less than this share of each of the others. The distance
+to `TARGET_USE` prevents a replica from being removed and added again by small changes of the load."""
+_LATE_SHARE = 0.5
+"""A replica is added when requests wait, or get their first token, later than this share of the target."""
+_LATE_USE = 0.3
+"""A late first token counts only if the demand uses at least this share of each replica. Below it, prompts
+are long rather than replicas few, and another replica would not help."""
+_AHEAD_S = 30.0
+"""The load is predicted for the time at which a replica that is started now will be ready, and this much
+longer."""
+REFUSED_S = 60.0
+"""Time for which no replica is added after the memory was not sufficient for another one."""
+
+
+class ScalingRules(NamedTuple):
+    """The limits of a model's number of replicas."""
+
+    min_replicas: int
+    max_replicas: int
+    ttft_target_s: float
+    """Time to the first token that requests should not exceed."""
+    cooldown_s: float
+    """Time after a change in which no replica is removed, and none is added because of late requests, so that
+    the change can take effect."""
+    idle_s: float
+    """Time for which the load must have been low before a replica is removed."""
+
+
+class ModelLoad(NamedTuple):
+    """The present load of a model."""
+
+    replicas: int
+    """Number of replicas that the model should have according to the latest change."""
+    ready: int
+    """Number of replicas that are ready."""
+    demand: float
+    """The load in replicas, at full use."""
+    wait_s: float
+    """Time for which the oldest request has waited, or for which a new one is expected to wait, if that is
+    longer."""
+    ttft_s: float | None
+    """99th percentile of the time to the first token of recent requests, or None if there were none."""
+    load_s: float
+    """Time that a replica needs from its start until it is ready."""
+
+
+class Decision(NamedTuple):
+    """A change of the number of replicas."""
+
+    replicas: int
+    reason: str
+
+
+class Autoscaler:
+    """The number of replicas of one model. All times are in seconds of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self.forecast = DemandForecast()
+        self.expected = Demand(0.0, "")
+        """The demand that the latest decision was based on."""
+        self.refusal = ""
+        """Reason why no replica can be added, until the next attempt."""
+        self._changed_at = -math.inf
+        self._refused_at = -math.inf
+        self._needs: deque[tuple[float, float]] = deque()
+        """Times and expected demands, of which each is higher than all later ones, for the time `idle_s`."""
+        self._since: float | None = None
+        """Time of the first observation."""
+
+    def refuse(self, now: float, why: str) -> None:
+        """Take note that another replica cannot be started."""
+        self.refusal, self._refused_at = why, now
+
+    def changed(self, now: float) -> None:
+        """Take note that the number of replicas has been changed."""
+        self._changed_at, self.refusal = now, ""
+
+    def decide(self, now: float, rules: ScalingRules, load: ModelLoad) -> Decision | None:
+        """Return the change that is due, or None. Call this once per second. The caller performs the change
+        and calls `changed`, or `refuse` if it is not possible."""
+        self.forecast.add(now, load.demand)
+        self.expected = self.forecast.expected(now, load.load_s + _AHEAD_S)
+        self._remember(now, rules.idle_s)
+        if not rules.min_replicas <= load.replicas <= rules.max_replicas:
+            limit = "min_replicas" if load.replicas < rules.min_replicas else "max_replicas"
+            wanted = min(max(load.replicas, rules.min_replicas), rules.max_replicas)
+            return Decision(wanted, f"{limit} is {wanted}")
+        more = self._more(now, rules, load)
+        if more is not None or now - self._changed_at < rules.cooldown_s:
+            return more
+        return self._late(now, rules, load) or self._fewer(now, rules, load)
+
+    def _more(self, now: float, rules: ScalingRules, load: ModelLoad) -> Decision | None:
+        """Return the replicas that the expected demand needs, if they are more."""
+        needed = min(math.ceil(self.expected.replicas / TARGET_USE), rules.max_replicas)
+        if needed <= load.replicas or now - self._refused_at < REFUSED_S:
+            return None
+        return Decision(needed, self.expected.reason)
+
+    def _late(self, now: float, rules: ScalingRules, load: ModelLoad) -> Decision | None:
+        """Return one more replica if requests are late and no replica is being started."""
+        full = load.replicas >= rules.max_replicas or load.ready < load.replicas
+        if full or now - self._refused_at < REFUSED_S:
+            return None
+        target_s, late_s = rules.ttft_target_s, _LATE_SHARE * rules.ttft_target_s
+        if load.wait_s > late_s:
+            reason = f"requests wait {load.wait_s:.1f} s, and the target of the TTFT is {target_s:g} s"
+        elif (load.ttft_s or 0.0) > late_s and load.demand >= _LATE_USE * load.replicas:
+            reason = f"the TTFT is {load.ttft_s:.1f} s (p99), and its target is {target_s:g} s"
+        else:
+            return None
+        return Decision(load.replicas + 1, reason)
+
+    def _fewer(self, now: float, rules: ScalingRules, load: ModelLoad) -> Decision | None:
+        if load.replicas <= rules.min_replicas or load.ready < load.replicas or self._since is None:
+            return None
+        highest = self._needs[0][1]
+        if now - self._since < rules.idle_s or highest > LOW_USE * (load.replicas - 1):
+            return None
+        return Decision(
+            load.replicas - 1, f"for {rules.idle_s:g} s, the load has needed at most {highest:.1f} replicas"
+        )
+
+    def _remember(self, now: float, idle_s: float) -> None:
+        if self._since is None:
+            self._since = now
+        while self._needs and self._needs[-1][1] <= self.expected.replicas:
+            self._needs.pop()
+        self._needs.append((now, self.expected.replicas))
+        while self._needs[0][0] < now - idle_s:
+            self._needs.popleft()

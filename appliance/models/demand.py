@@ -1,0 +1,96 @@
+"""Predicts how many replicas a model's load will need, from the load of the last minutes and of the day
+before.
+
+Demand is measured in replicas: 1.5 means that the load would fully use one and a half replicas.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+_RECENT_S, _TREND_S = 10.0, 300.0
+"""Time over which the present demand is averaged, and time over which its trend is computed."""
+_MIN_TREND_S = 30.0
+"""Time for which demand must be known before a trend is used."""
+_MAX_GROWTH = 2.0
+"""A trend predicts at most this multiple of the present demand."""
+_DAY_S, _MINUTE_S = 86_400.0, 60.0
+_AROUND_S = 300.0
+"""The prediction from the day before uses the highest demand from the same time until this much later than
+the time for which the demand is predicted."""
+
+
+class Demand(NamedTuple):
+    """A demand in replicas."""
+
+    replicas: float
+    reason: str
+    """Where the number comes from, for operators."""
+
+
+class DemandForecast:
+    """The demand of a model until now, and its prediction. All times are in seconds of one monotonic
+    clock."""
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[float, float]] = deque()
+        """Times and demands of the last `_TREND_S`."""
+        self._minutes: dict[int, float] = {}
+        """Highest mean demand in each minute of the last day, by the number of the minute."""
+
+    def add(self, now: float, demand: float) -> None:
+        """Add the present demand. Call this at regular intervals of about a second."""
+        self._recent.append((now, demand))
+        while self._recent[0][0] < now - _TREND_S:
+            self._recent.popleft()
+        minute = int(now // _MINUTE_S)
+        if minute not in self._minutes:
+            oldest = minute - int((_DAY_S + _TREND_S) // _MINUTE_S)
+            self._minutes = {key: value for key, value in self._minutes.items() if key >= oldest}
+        self._minutes[minute] = max(self._minutes.get(minute, 0.0), self.present(now))
+
+    def present(self, now: float) -> float:
+        """Return the mean demand of the last seconds; 0 if it is not known."""
+        total, count = 0.0, 0
+        for at, demand in reversed(self._recent):
+            if at < now - _RECENT_S:
+                break
+            total, count = total + demand, count + 1
+        return total / count if count else 0.0
+
+    def expected(self, now: float, ahead_s: float) -> Demand:
+        """Return the demand that is expected within `ahead_s`: the highest of the present demand, the demand
+        to which the trend of the last minutes leads, and the demand at this time of the day before."""
+        present = self.present(now)
+        best = Demand(present, f"the load needs {present:.1f} replicas")
+        slope = self._slope()
+        trend = min(present + slope * ahead_s, _MAX_GROWTH * present)
+        if trend > best.replicas:
+            best = Demand(
+                trend,
+                f"the load needs {present:.1f} replicas and grows by {60 * slope:.2f} per minute, so it will "
+                f"need {trend:.1f} in {ahead_s:.0f} s",
+            )
+        before = self._day_before(now, ahead_s)
+        if before > best.replicas:
+            best = Demand(
+                before,
+                f"the load needs {present:.1f} replicas, and a day ago it needed {before:.1f} at this time",
+            )
+        return best
+
+    def _slope(self) -> float:
+        """Return the growth of the demand per second by linear regression, or 0 if too little is known."""
+        if len(self._recent) < 2 or self._recent[-1][0] - self._recent[0][0] < _MIN_TREND_S:
+            return 0.0
+        count = len(self._recent)
+        mean_at = sum(at for at, _ in self._recent) / count
+        mean = sum(demand for _, demand in self._recent) / count
+        spread = sum((at - mean_at) ** 2 for at, _ in self._recent)
+        return sum((at - mean_at) * (demand - mean) for at, demand in self._recent) / spread
+
+    def _day_before(self, now: float, ahead_s: float) -> float:
+        first = int((now - _DAY_S) // _MINUTE_S)
+        last = int((now - _DAY_S + ahead_s + _AROUND_S) // _MINUTE_S)
+        return max((self._minutes.get(minute, 0.0) for minute in range(first, last + 1)), default=0.0)

@@ -1,0 +1,105 @@
+"""A model whose replicas are added and removed by the autoscaler, in simulated time, under a recorded
+load."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import random
+from collections import deque
+from pathlib import Path
+
+from appliance.models.autoscaler import Autoscaler, ModelLoad, ScalingRules
+
+RECORDED = Path(__file__).with_name("recorded_load.json")
+SLOTS = 16
+MEAN_RUN_S = 8.0
+"""One replica serves two requests per second."""
+
+
+def recorded_arrivals(seed: int) -> list[float]:
+    """Return the times at which the recorded requests arrive, in seconds. The times within each interval of
+    the recording are drawn with the seed."""
+    recorded = json.loads(RECORDED.read_text())
+    draw, seconds = random.Random(seed), recorded["seconds"]
+    return sorted(
+        seconds * (number + draw.random())
+        for number, count in enumerate(recorded["requests"])
+        for _ in range(count)
+    )
+
+
+class SimulatedModel:
+    """Replicas with `SLOTS` slots each, and a queue in the order of arrival."""
+
+    def __init__(self, rules: ScalingRules, *, load_s: float, seed: int, scales: bool = True) -> None:
+        """With `scales` false, the number of replicas stays at `min_replicas`."""
+        self.waits_s: list[float] = []
+        self.changes: list[tuple[float, int, str]] = []
+        """Time, number of replicas and reason of each change."""
+        self.replica_seconds = 0.0
+        self.replicas = rules.min_replicas
+        self._ready_at = [0.0] * self.replicas
+        """Times at which the replicas are ready."""
+        self._rules, self._load_s, self._scales = rules, load_s, scales
+        self._draw = random.Random(seed)
+        self._scaler = Autoscaler()
+        self._queue: deque[float] = deque()
+        self._ends: list[float] = []
+        """Times at which the running requests end, as a heap."""
+        self._recent: deque[tuple[float, float]] = deque()
+
+    def run(self, arrivals: list[float]) -> None:
+        """Serve these requests, and then none for an hour."""
+        position, end = 0, arrivals[-1] + 3600.0
+        now = 0.0
+        while now < end:
+            while position < len(arrivals) and arrivals[position] <= now + 1.0:
+                self._serve_until(arrivals[position])
+                self._queue.append(arrivals[position])
+                self._start(arrivals[position])
+                position += 1
+            now += 1.0
+            self._serve_until(now)
+            self._start(now)
+            self._scale(now)
+            self.replica_seconds += len(self._ready_at)
+
+    def p99_s(self) -> float:
+        """Return the 99th percentile of the time that requests waited in the queue."""
+        return sorted(self.waits_s)[int(0.99 * len(self.waits_s))]
+
+    def _serve_until(self, now: float) -> None:
+        while self._ends and self._ends[0] <= now:
+            self._start(heapq.heappop(self._ends))
+
+    def _start(self, now: float) -> None:
+        slots = SLOTS * sum(ready_at <= now for ready_at in self._ready_at)
+        while self._queue and len(self._ends) < slots:
+            wait_s = now - self._queue.popleft()
+            self.waits_s.append(wait_s)
+            self._recent.append((now, wait_s))
+            heapq.heappush(self._ends, now + self._draw.expovariate(1 / MEAN_RUN_S))
+
+    def _scale(self, now: float) -> None:
+        while self._recent and self._recent[0][0] < now - 60.0:
+            self._recent.popleft()
+        recent = sorted(wait_s for _, wait_s in self._recent)
+        load = ModelLoad(
+            replicas=self.replicas,
+            ready=sum(ready_at <= now for ready_at in self._ready_at),
+            demand=(len(self._queue) + len(self._ends)) / SLOTS,
+            wait_s=now - self._queue[0] if self._queue else 0.0,
+            ttft_s=recent[int(0.99 * len(recent))] if recent else None,
+            load_s=self._load_s,
+        )
+        decision = self._scaler.decide(now, self._rules, load)
+        if decision is None or not self._scales:
+            return
+        self._scaler.changed(now)
+        self.changes.append((now, decision.replicas, decision.reason))
+        self.replicas = decision.replicas
+        while len(self._ready_at) < decision.replicas:
+            self._ready_at.append(now + self._load_s)
+        # The requests of a removed replica finish on it, and its slots are not used again.
+        del self._ready_at[decision.replicas :]
