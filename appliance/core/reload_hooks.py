@@ -73,6 +73,7 @@ def reload_hooks(
         "log": nothing,
         "telemetry": nothing,
         "alerts": alert_rules,
+        "restarts": nothing,
         "prices": nothing,
         "limits": nothing,
         "idempotency": nothing,
