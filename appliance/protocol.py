@@ -168,6 +168,35 @@ ModelState = Literal["ready", "loading", "silent", "restarting", "failed", "drai
 immediately."""
 
 
+class ScalingChange(msgspec.Struct, kw_only=True):
+    """A change of a model's number of replicas because of its load."""
+
+    at: float
+    """When it was changed, in unix seconds."""
+    former: int
+    replicas: int
+    reason: str
+
+
+class ScalingStatus(msgspec.Struct, kw_only=True):
+    """The number of replicas of a model that follows the load."""
+
+    replicas: int
+    """Number of replicas that the model should have."""
+    min_replicas: int
+    max_replicas: int
+    demand: float
+    """The load in replicas: with 1.5, it would fully use one and a half replicas."""
+    expected: float
+    """Demand that is expected when a replica that is started now would be ready."""
+    reason: str = ""
+    """Where the expected demand comes from."""
+    refusal: str = ""
+    """Reason why no replica can be added at the moment."""
+    changes: list[ScalingChange] = []
+    """The latest changes, newest first."""
+
+
 class ModelStatus(msgspec.Struct, kw_only=True):
     """A model that applications can name."""
 
@@ -183,6 +212,8 @@ class ModelStatus(msgspec.Struct, kw_only=True):
     max_model_len: int = 0
     queued: int = 0
     replicas: list[ReplicaStatus] = []
+    scaling: ScalingStatus | None = None
+    """Null if the number of replicas is fixed."""
 
 
 VersionState = Literal["available", "loading", "ready", "draining", "failed", "sleeping"]

@@ -184,6 +184,7 @@ class StatusReader:
             max_model_len=model.max_model_len,
             queued=traffic.queued,
             replicas=replicas,
+            scaling=self.models.scaling(model.name),
         )
 
     def _model_state(self, model: str, replicas: list[ReplicaStatus]) -> tuple[ModelState, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 
 from appliance.cli.drain import line as drain_line
@@ -24,6 +25,7 @@ from appliance.protocol import (
     FrontStatus,
     ModelStatus,
     ReplicaStatus,
+    ScalingStatus,
     Status,
     precision,
 )
@@ -162,6 +164,7 @@ def _model(model: ModelStatus, width: int | None) -> list[str]:
         f"{_label('MODEL')}{paint(printable(model.name), 'bold')} {_state(model.state)}{detail}",
         " " * _INDENT + _cut(" · ".join(facts), room),
         " " * _INDENT + _cut(printable(model.folder), room),
+        *_scaling(model.scaling, width),
         *_replicas(model.replicas, width),
     ]
     for replica in model.replicas:
@@ -170,6 +173,21 @@ def _model(model: ModelStatus, width: int | None) -> list[str]:
         if replica.state != "ready" and replica.last_error and replica.last_error != model.detail:
             lines += _wrapped(f"{replica.name}: {printable(replica.last_error)}", width, " " * _INDENT)
     return lines
+
+
+def _scaling(scaling: ScalingStatus | None, width: int | None) -> list[str]:
+    """Describe the number of replicas if it follows the load."""
+    if scaling is None:
+        return []
+    text = f"{scaling.replicas} of {scaling.min_replicas} to {scaling.max_replicas} replicas"
+    facts = [f"{text}: {scaling.reason}" if scaling.reason else text]
+    if scaling.refusal:
+        facts.append(f"no further replica: {printable(scaling.refusal)}")
+    if scaling.changes:
+        latest = scaling.changes[0]
+        ago = of_seconds(max(0.0, time.time() - latest.at))
+        facts.append(f"{latest.former} → {latest.replicas} {ago} ago: {latest.reason}")
+    return [line for fact in facts for line in _wrapped(fact, width, " " * _INDENT)]
 
 
 def _replicas(replicas: list[ReplicaStatus], width: int | None) -> list[str]:

@@ -74,6 +74,7 @@ def reload_hooks(
         "telemetry": nothing,
         "alerts": alert_rules,
         "restarts": nothing,
+        "autoscaling": nothing,
         "prices": nothing,
         "limits": nothing,
         "idempotency": nothing,

@@ -95,6 +95,8 @@ class Autoscaler:
     def decide(self, now: float, rules: ScalingRules, load: ModelLoad) -> Decision | None:
         """Return the change that is due, or None. Call this once per second. The caller performs the change
         and calls `changed`, or `refuse` if it is not possible."""
+        if now - self._refused_at >= REFUSED_S:
+            self.refusal = ""
         self.forecast.add(now, load.demand)
         self.expected = self.forecast.expected(now, load.load_s + _AHEAD_S)
         self._remember(now, rules.idle_s)

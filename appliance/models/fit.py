@@ -169,9 +169,9 @@ def fit(model: ModelSettings, memory: MachineMemory, chosen: Sequence[int] = ())
     )
 
 
-def why_not_beside(model: ModelSettings, chosen: Sequence[int] = ()) -> str:
-    """Return the reason why a replica with these settings cannot run beside the running replicas; empty if it
-    can.
+def why_not_beside(model: ModelSettings, chosen: Sequence[int] = (), count: int = 1) -> str:
+    """Return the reason why `count` replicas with these settings cannot run beside the running replicas;
+    empty if they can. On GPUs, only one replica is checked, because further replicas get other GPUs.
 
     `chosen` contains the numbers of the GPUs that the replica would use; if empty, the first GPUs are used.
     On a GPU, the replica must have as much memory as it would have if no other replica used the GPU.
@@ -190,10 +190,12 @@ def why_not_beside(model: ModelSettings, chosen: Sequence[int] = ()) -> str:
         return ""
     on_gpu = bool(wanted.gpus)
     free = min(_free(memory.gpus[gpu.number]) for gpu in wanted.gpus) if on_gpu else wanted.usable_bytes
-    if wanted.needed_bytes <= free and wanted.kv_blocks:
+    needed = wanted.needed_bytes if on_gpu else wanted.needed_bytes * count
+    if needed <= free and wanted.kv_blocks:
         return ""
     where = "of the GPU's memory" if on_gpu else "of the host's memory"
-    return f"each rank needs {of_bytes(wanted.needed_bytes)}, but only {of_bytes(free)} {where} is free"
+    ranks = "each rank needs" if needed == wanted.needed_bytes else f"{count} ranks need"
+    return f"{ranks} {of_bytes(needed)}, but only {of_bytes(free)} {where} is free"
 
 
 def _gpus(gpus: list[DetectedGpu], ranks: int, chosen: Sequence[int]) -> list[DetectedGpu]:

@@ -5,9 +5,9 @@ running.
                   │
                   ▼
              ModelManager ──► Replica ──► engine.client.ReplicaGroup (its processes)
-                  │    ▲         │
-                  │    └─────────┘ ReplicaEvents
-                  ▼
+                  │              │
+                  │              └──► ReplicaConnections (ReplicaEvents)
+                  ▼                     ▼
     RequestManager (models and replicas to which requests may go), FrontChannels (FrontPool), publish()
 
 The settings define how many replicas a model has and how they run. When the settings change, the replicas are
@@ -22,20 +22,20 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
-from appliance.background import Background
 from appliance.messages import ServedModel
+from appliance.models.changes import describe_change
 from appliance.models.fit import why_not_beside
 from appliance.models.placement import GpuPlacement, machine_topology
-from appliance.models.registry import describe
 from appliance.models.replica import Launch, Preflight, Replica
+from appliance.models.replica_connections import FrontChannels, ReplicaConnections
 from appliance.models.restarts import Restarts
+from appliance.models.scaling import ModelScaling
+from appliance.protocol import ScalingStatus
 from appliance.settings import ModelSettings, Settings
 from appliance.traffic.request_manager import RequestManager
-from engine.messages import Report
 
 log = logging.getLogger(__name__)
 
@@ -46,20 +46,6 @@ _MAX_FAILED_LOADS = 2
 if another process had not yet freed its memory at the first."""
 _MAX_FAILED_STARTS = 3
 """Number of failed starts of a successor after which the previous replica is kept."""
-
-
-class FrontChannels(Protocol):
-    """Connects fronts with replicas."""
-
-    def connect_replica(self, name: str, model: str, open_channel: Callable[[str], int]) -> None:
-        """Give every front a channel to a ready replica, including fronts that start later. `open_channel`
-        returns the descriptor of a channel for the front with the given name. Raises OSError."""
-
-    def disconnect_replica(self, name: str) -> None:
-        """Open no further channels to a replica that has exited."""
-
-    def channel_closed(self, front: str, replica: str) -> None:
-        """Handle a front that has closed its channel to a replica that is still running."""
 
 
 class ModelManager:
@@ -96,14 +82,11 @@ class ModelManager:
         self._wanted = dict(self._declared)
         """The settings of every unit that should be loaded."""
         self._requests = requests
-        self._channels = channels
         self._publish = publish
         self._note = note
         self._launch = launch
         self._preflight = preflight
         self._broken = broken
-        self._was_ready: set[str] = set()
-        """Models of which at least one replica has been ready since the service started."""
         self._placement = GpuPlacement(machine_topology())
         self._numbers: dict[str, int] = {}
         self._changes: dict[str, asyncio.Task[None]] = {}
@@ -113,11 +96,14 @@ class ModelManager:
         settings."""
         self._given_up: set[str] = set()
         """Models whose new settings could not be loaded. They run with the previous settings."""
-        self._background = Background()
+        self.connections = ReplicaConnections(self.models, self.failure, requests, channels, publish, note)
+        self._scaling = ModelScaling(
+            self, lambda: requests.state.models, lambda: settings().autoscaling, note
+        )
         for model in served:
             requests.add_model(model.name, model.version)
         for name, wanted in self._wanted.items():
-            for _ in range(wanted.replicas):
+            for _ in range(self._scaling.count(name, wanted)):
                 self._new(name, wanted)
 
     def start(self) -> None:
@@ -135,9 +121,11 @@ class ModelManager:
         await asyncio.gather(*(replica.stop(_STOP_S) for replica in self.replicas))
 
     def check(self) -> None:
-        """Kill replicas that hang. Must be called a few times per second."""
+        """Kill replicas that hang, and add and remove replicas as the load requires. Must be called a few
+        times per second."""
         for replica in self.replicas:
             replica.check()
+        self._scaling.check()
 
     def of(self, model: str) -> list[Replica]:
         """Return the replicas of a model."""
@@ -147,7 +135,7 @@ class ModelManager:
         """Return the reason why no replica of the model has ever started and none can start until an operator
         corrects the model's files or settings, or an empty string."""
         replicas = self.of(model)
-        if model in self._was_ready or not replicas:
+        if model in self.connections.was_ready or not replicas:
             return ""
         return replicas[0].failure if all(replica.bad_checkpoint for replica in replicas) else ""
 
@@ -185,88 +173,6 @@ class ModelManager:
             if replica.account in accounts and replica.group is not None:
                 replica.group.cancel_request(request_id)
 
-    # ── events of replicas (ReplicaEvents) ──
-
-    def replica_starting(self, replica: Replica) -> None:
-        # The folder's files may have changed since the last start.
-        self._background.run(self._describe(replica, replica.incarnation))
-
-    def replica_ready(self, replica: Replica) -> None:
-        group, account = replica.group, replica.account
-        if group is None or account is None:
-            return
-        self._was_ready.add(replica.model)
-        self._learn(replica)
-        self._requests.recover_model(replica.model)
-        try:
-            self._channels.connect_replica(replica.name, replica.model, group.attach_front)
-        except OSError as error:
-            replica.kill(f"its channels to the fronts could not be created: {error}")
-            return
-        # Add the account after opening the channels, because a front needs its channel before a request is
-        # dispatched to the replica.
-        self._requests.add_replica(account)
-        self._publish()
-
-    def replica_reported(self, replica: Replica, report: Report) -> None:
-        if replica.account is not None:
-            self._requests.report(replica.account, report)
-        for front in report.fronts_gone:
-            self._channels.channel_closed(front, replica.name)
-
-    def replica_silent(self, replica: Replica) -> None:
-        if replica.account is not None:
-            self._requests.retire_replica(replica.account)
-        self._publish()
-
-    def replica_heard(self, replica: Replica) -> None:
-        if replica.account is not None and not replica.retiring:
-            self._requests.add_replica(replica.account)
-        self._publish()
-
-    def replica_lost(self, replica: Replica) -> None:
-        self._channels.disconnect_replica(replica.name)
-        if replica.account is not None:
-            self._requests.lose_replica(replica.account)
-
-    def replica_changed(self, replica: Replica) -> None:
-        if self.failure(replica.model):
-            self._requests.fail_model(replica.model, replica.failure)
-        else:
-            self._requests.recover_model(replica.model)
-        self._publish()
-
-    def replica_problem(self, replica: Replica, what: str) -> None:
-        self._note(replica.name, what)
-
-    async def _describe(self, replica: Replica, incarnation: int) -> None:
-        try:
-            model = await asyncio.to_thread(describe, replica.model, replica.settings)
-        except OSError:
-            return  # The engine reads the same folder and reports the error.
-        if replica.incarnation == incarnation:
-            replica.described = model
-            if replica.account is not None:
-                self._learn(replica)
-                self._publish()
-
-    def _learn(self, replica: Replica) -> None:
-        """Update the model from the reports of a ready replica and from its folder."""
-        known = self.models.get(replica.model)
-        if known is None:
-            return
-        model, info = replica.described or known, replica.info
-        if info is not None:
-            model = msgspec.structs.replace(
-                model, max_model_len=info.max_model_len, vocab_size=info.vocab_size
-            )
-        if model.version != known.version:
-            log.info("model %s: the version is now %s", model.name, model.version)
-        self.models[model.name] = model
-        self._requests.set_version(model.name, model.version)
-        if replica.account is not None:
-            replica.account.version = model.version
-
     # ── changing the served models ──
 
     def change(self, wanted: dict[str, ModelSettings], served: list[ServedModel]) -> list[str]:
@@ -289,7 +195,9 @@ class ModelManager:
             elif name in wanted:
                 known = self.models[name]
                 self.models[name] = msgspec.structs.replace(known, required=wanted[name].required)
-            changes.append(f"model {name}: {self._describe_change(former.get(name), wanted.get(name))}")
+            grace_s, running = self._settings().drain_grace_s, len(self.of(name))
+            change = describe_change(former.get(name), wanted.get(name), running, grace_s)
+            changes.append(f"model {name}: {change}")
             self._begin_change(name)
         self._publish()
         return changes
@@ -305,7 +213,7 @@ class ModelManager:
         """Return whether all replicas of the unit are ready."""
         wanted = self._wanted.get(unit)
         ready = [replica for replica in self.of(unit) if replica.answers]
-        return wanted is not None and len(ready) >= wanted.replicas
+        return wanted is not None and len(ready) >= self._scaling.count(unit, wanted)
 
     def load_failure(self, unit: str) -> str:
         """Return the reason why the unit cannot be loaded, or an empty string if it may still become
@@ -329,31 +237,35 @@ class ModelManager:
         """Return whether no request for the unit is unfinished."""
         return self._requests.state.finished(unit)
 
-    async def why_not_beside(self, settings: ModelSettings) -> str:
-        """Return the reason why a replica with these settings cannot run beside the running replicas; empty
-        if it can."""
+    async def why_not_beside(self, settings: ModelSettings, count: int = 1) -> str:
+        """Return the reason why `count` replicas with these settings cannot run beside the running replicas;
+        empty if they can."""
         if not self.replicas:
             return ""
         gpus = self._placement.choose(settings.tensor_parallel_size)
-        return await asyncio.to_thread(why_not_beside, settings, gpus)
+        return await asyncio.to_thread(why_not_beside, settings, gpus, count)
+
+    # ── replicas by load (ScaledModels) ──
+
+    def scalable(self) -> dict[str, ModelSettings]:
+        """Return the settings of every unit, except units whose replicas are being changed at the moment."""
+        changing = {unit for unit, task in self._changes.items() if not task.done()}
+        return {unit: one for unit, one in self._wanted.items() if unit in self.models.keys() - changing}
+
+    def begin_change(self, unit: str) -> None:
+        """Start and stop replicas until the unit has the number that it should have."""
+        if unit in self._wanted:
+            self._begin_change(unit)
+
+    def scaling(self, unit: str) -> ScalingStatus | None:
+        """Return how the number of replicas of a unit follows the load; None if it is fixed."""
+        wanted = self._wanted.get(unit)
+        return None if wanted is None else self._scaling.status(unit, wanted)
 
     def _begin_change(self, name: str) -> None:
         if (task := self._changes.get(name)) is not None:
             task.cancel()
         self._changes[name] = asyncio.get_running_loop().create_task(self._apply(name))
-
-    def _describe_change(self, former: ModelSettings | None, wanted: ModelSettings | None) -> str:
-        if wanted is None:
-            return f"is being removed; its requests have {self._settings().drain_grace_s:g} s to finish"
-        if former is None:
-            return f"is being added with {wanted.replicas} replica{'s' if wanted.replicas > 1 else ''}"
-        if former == wanted:
-            return "the settings that could not be loaded before are being retried"
-        if former.spec("") == wanted.spec(""):
-            if former.replicas != wanted.replicas:
-                return f"{former.replicas} → {wanted.replicas} replicas"
-            return "the change does not affect running replicas"
-        return "its replicas are being replaced one by one"
 
     def _add(self, model: ServedModel) -> None:
         self.models[model.name] = model
@@ -362,7 +274,7 @@ class ModelManager:
             self._requests.add_model(model.name, model.version)
         for replica in self.of(model.name):
             if replica.account is not None:
-                self._learn(replica)  # an earlier change had begun to remove the model
+                self.connections.learn(replica)  # an earlier change had begun to remove the model
 
     async def _apply(self, name: str) -> None:
         """Change a model's replicas step by step until they match the settings or no further change is
@@ -389,11 +301,11 @@ class ModelManager:
         outdated = [replica for replica in serving_first if replica not in current]
         if outdated and outdated[-1].account is None:
             await self._retire(outdated[-1])
-        elif len(current) > wanted.replicas:
+        elif len(current) > self._scaling.count(name, wanted):
             await self._retire(current[-1])
         elif outdated:
             return await self._replace(outdated[0], current, wanted)
-        elif len(current) < wanted.replicas:
+        elif len(current) < self._scaling.count(name, wanted):
             self._new(name, wanted).start()
         else:
             return False
@@ -402,7 +314,7 @@ class ModelManager:
     async def _replace(self, old: Replica, current: list[Replica], wanted: ModelSettings) -> bool:
         """Replace a replica with one that has the wanted settings. Return False if the settings cannot be
         loaded."""
-        if len(current) < wanted.replicas:
+        if len(current) < self._scaling.count(old.model, wanted):
             if why_not := await asyncio.to_thread(
                 why_not_beside, wanted, self._placement.choose(wanted.tensor_parallel_size)
             ):
@@ -467,6 +379,7 @@ class ModelManager:
         self._requests.resume_admission(name)
         self._requests.remove_model(name)
         self._changes.pop(name, None)
+        self._scaling.forget(name)
         log.info("model %s removed", name)
 
     def _new(self, model: str, settings: ModelSettings) -> Replica:
@@ -477,7 +390,7 @@ class ModelManager:
             model,
             settings,
             f"{model}-{number}",
-            self,
+            self.connections,
             run_dir=Path(service.run_dir),
             hang_timeout_s=service.hang_timeout_s,
             load_timeout_s=service.load_timeout_s,

@@ -204,6 +204,11 @@ class Replica:
         return self._report
 
     @property
+    def ready_after_s(self) -> float | None:
+        """Time in seconds from the latest start until the replica was ready; None if it was not ready yet."""
+        return None if self._ready_at is None else self._ready_at - self._started_at
+
+    @property
     def answers(self) -> bool:
         """Whether requests may be sent to the replica."""
         return self.account is not None and not self.silent

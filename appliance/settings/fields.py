@@ -42,7 +42,15 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Folder of a Hugging Face checkpoint. A relative path in a settings file is relative to that file; on
     the command line, to the current directory."""
     replicas: Processes = 1
-    """Number of replicas."""
+    """Number of replicas, or the number at the start if `max_replicas` is set."""
+    max_replicas: Processes | None = None
+    """Maximum number of replicas. If it is set, replicas are added and removed as the load requires
+    ([models.md](models.md#replicas-by-load)). Default: the number of replicas is fixed."""
+    min_replicas: Processes | None = None
+    """Minimum number of replicas if `max_replicas` is set. Default: `replicas`."""
+    ttft_target_s: PositiveSeconds = 2.0
+    """Time to the first token in seconds that requests should not exceed. A model with `max_replicas` gets
+    another replica when requests approach it."""
     required: bool = True
     """Whether the service is ready only if this model is ready. The startup of the service, including
     `systemctl start`, waits for required models."""
@@ -83,6 +91,13 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Whether prompts with a common prefix share cached KV blocks."""
     threads: Processes | None = None
     """Number of CPU threads per rank. Default: the number of cores divided by the number of ranks."""
+
+    def replica_range(self) -> tuple[int, int]:
+        """Return the minimum and the maximum number of replicas."""
+        if self.max_replicas is None:
+            return self.replicas, self.replicas
+        least = self.replicas if self.min_replicas is None else self.min_replicas
+        return min(least, self.max_replicas), self.max_replicas
 
     def spec(self, replica: str) -> ReplicaSpec:
         """Return the specification of a replica of this model."""
@@ -193,6 +208,16 @@ class RestartSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
     has served for `window_s`, it is given up again."""
 
 
+class AutoscalingSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """Changes of the number of replicas of models with `max_replicas`."""
+
+    cooldown_s: Seconds = 30.0
+    """Time in seconds after a change in which no replica is removed, and none is added because of late
+    requests."""
+    idle_s: Seconds = 300.0
+    """Time in seconds for which the load must have been low before a replica is removed."""
+
+
 class AlertSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """Alerts. The tables `[[alerts.rules]]` and `[[alerts.sinks]]` and the built-in rules are described in
     [alerts.md](alerts.md)."""
@@ -250,6 +275,7 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     telemetry: TelemetrySettings = TelemetrySettings()
     alerts: AlertSettings = AlertSettings()
     restarts: RestartSettings = RestartSettings()
+    autoscaling: AutoscalingSettings = AutoscalingSettings()
     config_file: str = ""
     """The main settings file. This field is not a setting."""
 

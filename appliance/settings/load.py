@@ -196,12 +196,28 @@ def _check(settings: Settings, converter: Converter) -> None:
                 f"{name!r} is not a valid model name",
                 "use 1 to 128 letters, digits and ._:/@+- and begin with a letter or digit",
             )
+    for name, model in settings.models.items():
+        _check_replicas(("models", name), model, converter)
     try:
         settings.address()
     except ValueError as error:
         converter.add(("listen",), f"listen = {error}", "use a value such as 127.0.0.1:8000 or [::1]:8000")
     _check_metrics(settings.metrics, converter)
     _check_alerts(settings.alerts, converter)
+
+
+def _check_replicas(path: faults.Path, model: ModelSettings, converter: Converter) -> None:
+    least, most = model.min_replicas, model.max_replicas
+    if least is None:
+        return
+    field = f"{faults.dotted((*path, 'min_replicas'))} = {least}"
+    if most is None:
+        what, remedy = "has no effect without max_replicas", "set max_replicas"
+    elif least > most:
+        what, remedy = f"exceeds max_replicas = {most}", f"use at most {most}"
+    else:
+        return
+    converter.add((*path, "min_replicas"), f"{field} {what}", remedy)
 
 
 def _check_alerts(alerts: AlertSettings, converter: Converter) -> None:

@@ -271,6 +271,8 @@ class RequestLifecycle:
         state.ended += 1
         if (model := state.models.get(request.unit)) is not None:
             model.outstanding.end(request)
+            if request.settled.ttft_ms is not None:
+                model.ttft.add(state.clock(), request.settled.ttft_ms / 1e3)
         if request.keeps_place:
             self._leave_place(request)
             self.dispatch_all()

@@ -13,6 +13,7 @@ from appliance.traffic.forecast import Forecast
 from appliance.traffic.load_shedder import LoadShedder
 from appliance.traffic.queue import RequestQueue
 from appliance.traffic.rates import DecayingMean
+from appliance.traffic.recent_ttft import RecentTtft
 from appliance.traffic.remaining import Outstanding
 from appliance.traffic.request import OnReplica, Request
 from appliance.traffic.rules import QueueRules
@@ -86,6 +87,7 @@ class ModelTraffic:
         self.outstanding = Outstanding()
         self.forecast = Forecast()
         self.shedder = LoadShedder()
+        self.ttft = RecentTtft()
         self._tenants = tenants
         self._ends: list[tuple[float, int, Request]] = []
         """A heap of the expected ends of running requests."""
@@ -416,6 +418,25 @@ class ModelTraffic:
                 return end
             heapq.heappop(self._ends)
         return None
+
+    def demand(self) -> float:
+        """Return the share of one replica's slots that running and waiting requests need. It is above 1 if
+        they need several replicas, and 0 without a replica."""
+        slots = sum(account.slots for account in self.accounts)
+        if not slots:
+            return 0.0
+        busy = slots - sum(account.available_slots for account in self.accounts)
+        waiting = 0 if self._has_credit() else self.queued
+        return (busy + waiting) * len(self.accounts) / slots
+
+    def replica_wait_s(self, now: float) -> float:
+        """Return the time in seconds for which the oldest request has waited for a replica; 0 if requests
+        wait only because of their tenants' or keys' limits."""
+        return 0.0 if not self.queued or self._has_credit() else self.oldest_wait_s(now)
+
+    def _has_credit(self) -> bool:
+        """Return whether a replica could start an ordinary interactive request now."""
+        return bool(self.open_levels() >> level_of(INTERACTIVE, 0) & 1)
 
     # ── predictions ──
 

@@ -47,10 +47,10 @@ def test_a_replica_that_not_every_front_can_reach_is_restarted_without_requests(
     replica = ready_replica(kill=killed.append)
     replica.group.attach_front = attach_front
     serving.fronts.front_started(serving.fronts.fronts[0])
-    serving.models.replica_ready(replica)
+    serving.models.connections.replica_ready(replica)
     assert killed == ["its channels to the fronts could not be created: [Errno 24] Too many open files"]
     assert serving.requests.state.models["demo"].accounts == []
-    serving.models.replica_lost(replica)
+    serving.models.connections.replica_lost(replica)
 
 
 def test_fronts_that_start_later_are_attached_to_ready_replicas_and_not_to_ended_ones(
@@ -64,11 +64,11 @@ def test_fronts_that_start_later_are_attached_to_ready_replicas_and_not_to_ended
 
     replica, front = ready_replica(), serving.fronts.fronts[0]
     replica.group.attach_front = attach_front
-    serving.models.replica_ready(replica)
+    serving.models.connections.replica_ready(replica)
     assert opened == []
     serving.fronts.front_started(front)
     assert opened == ["front-0"]
-    serving.models.replica_lost(replica)
+    serving.models.connections.replica_lost(replica)
     serving.fronts.front_started(front)
     assert opened == ["front-0"]
 
@@ -83,11 +83,11 @@ def test_nothing_is_remembered_of_an_ended_front(serving: ServingParts, replica_
         serving.requests.add_replica(replica.account)
         serving.fronts.front_started(front)
         if replica_first:
-            serving.models.replica_reported(replica, report)
+            serving.models.connections.replica_reported(replica, report)
             assert serving.requests.state.broken_fronts == {front.name}
         serving.fronts.front_lost(front, front.name)
         if not replica_first:
-            serving.models.replica_reported(replica, report)
+            serving.models.connections.replica_reported(replica, report)
         assert serving.requests.state.broken_fronts == set()
 
     asyncio.run(scenario())

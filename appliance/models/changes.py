@@ -1,0 +1,24 @@
+"""Describes changes of models' settings for operators."""
+
+from __future__ import annotations
+
+from appliance.settings import ModelSettings
+
+
+def describe_change(
+    former: ModelSettings | None, wanted: ModelSettings | None, running: int, drain_grace_s: float
+) -> str:
+    """Describe what happens to a model whose settings change from `former` to `wanted`. None means that the
+    model is not in the settings. `running` is the number of its replicas."""
+    if wanted is None:
+        return f"is being removed; its requests have {drain_grace_s:g} s to finish"
+    if former is None:
+        return f"is being added with {wanted.replicas} replica{'s' if wanted.replicas > 1 else ''}"
+    if former == wanted:
+        return "the settings that could not be loaded before are being retried"
+    if former.spec("") != wanted.spec(""):
+        return "its replicas are being replaced one by one"
+    if former.replica_range() == wanted.replica_range():
+        return "the change does not affect running replicas"
+    least, most = wanted.replica_range()
+    return f"{running} → {least} replicas" if least == most else f"{running} → {least} to {most} replicas"

@@ -1,0 +1,139 @@
+"""Connects replicas with the request manager and the fronts: handles the events of all replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from appliance.background import Background
+from appliance.messages import ServedModel
+from appliance.models.registry import describe
+from appliance.models.replica import Replica
+from appliance.traffic.request_manager import RequestManager
+from engine.messages import Report
+
+log = logging.getLogger(__name__)
+
+
+class FrontChannels(Protocol):
+    """Connects fronts with replicas."""
+
+    def connect_replica(self, name: str, model: str, open_channel: Callable[[str], int]) -> None:
+        """Give every front a channel to a ready replica, including fronts that start later. `open_channel`
+        returns the descriptor of a channel for the front with the given name. Raises OSError."""
+
+    def disconnect_replica(self, name: str) -> None:
+        """Open no further channels to a replica that has exited."""
+
+    def channel_closed(self, front: str, replica: str) -> None:
+        """Handle a front that has closed its channel to a replica that is still running."""
+
+
+class ReplicaConnections:
+    """Implements `appliance.models.replica.ReplicaEvents`. All methods must be called on the event loop's
+    thread."""
+
+    def __init__(
+        self,
+        models: dict[str, ServedModel],
+        failure: Callable[[str], str],
+        requests: RequestManager,
+        channels: FrontChannels,
+        publish: Callable[[], None],
+        note: Callable[[str, str], None],
+    ) -> None:
+        """`models` contains the descriptions of the models, which are updated here. `failure` returns the
+        reason why no replica of a model can start. `publish` and `note` are those of the model manager."""
+        self.was_ready: set[str] = set()
+        """Models of which at least one replica has been ready since the service started."""
+        self._models = models
+        self._failure = failure
+        self._requests = requests
+        self._channels = channels
+        self._publish = publish
+        self._note = note
+        self._background = Background()
+
+    def replica_starting(self, replica: Replica) -> None:
+        # The folder's files may have changed since the last start.
+        self._background.run(self._describe(replica, replica.incarnation))
+
+    def replica_ready(self, replica: Replica) -> None:
+        group, account = replica.group, replica.account
+        if group is None or account is None:
+            return
+        self.was_ready.add(replica.model)
+        self.learn(replica)
+        self._requests.recover_model(replica.model)
+        try:
+            self._channels.connect_replica(replica.name, replica.model, group.attach_front)
+        except OSError as error:
+            replica.kill(f"its channels to the fronts could not be created: {error}")
+            return
+        # Add the account after opening the channels, because a front needs its channel before a request is
+        # dispatched to the replica.
+        self._requests.add_replica(account)
+        self._publish()
+
+    def replica_reported(self, replica: Replica, report: Report) -> None:
+        if replica.account is not None:
+            self._requests.report(replica.account, report)
+        for front in report.fronts_gone:
+            self._channels.channel_closed(front, replica.name)
+
+    def replica_silent(self, replica: Replica) -> None:
+        if replica.account is not None:
+            self._requests.retire_replica(replica.account)
+        self._publish()
+
+    def replica_heard(self, replica: Replica) -> None:
+        if replica.account is not None and not replica.retiring:
+            self._requests.add_replica(replica.account)
+        self._publish()
+
+    def replica_lost(self, replica: Replica) -> None:
+        self._channels.disconnect_replica(replica.name)
+        if replica.account is not None:
+            self._requests.lose_replica(replica.account)
+
+    def replica_changed(self, replica: Replica) -> None:
+        if self._failure(replica.model):
+            self._requests.fail_model(replica.model, replica.failure)
+        else:
+            self._requests.recover_model(replica.model)
+        self._publish()
+
+    def replica_problem(self, replica: Replica, what: str) -> None:
+        self._note(replica.name, what)
+
+    async def _describe(self, replica: Replica, incarnation: int) -> None:
+        try:
+            model = await asyncio.to_thread(describe, replica.model, replica.settings)
+        except OSError:
+            return  # The engine reads the same folder and reports the error.
+        if replica.incarnation == incarnation:
+            replica.described = model
+            if replica.account is not None:
+                self.learn(replica)
+                self._publish()
+
+    def learn(self, replica: Replica) -> None:
+        """Update the model from the reports of a ready replica and from its folder."""
+        known = self._models.get(replica.model)
+        if known is None:
+            return
+        model, info = replica.described or known, replica.info
+        if info is not None:
+            model = msgspec.structs.replace(
+                model, max_model_len=info.max_model_len, vocab_size=info.vocab_size
+            )
+        if model.version != known.version:
+            log.info("model %s: the version is now %s", model.name, model.version)
+        self._models[model.name] = model
+        self._requests.set_version(model.name, model.version)
+        if replica.account is not None:
+            replica.account.version = model.version

@@ -1,0 +1,173 @@
+"""Adds and removes replicas of models whose number of replicas follows the load.
+
+`appliance.models.autoscaler` decides. This module measures the load, checks that the memory is sufficient,
+and keeps the changes for operators."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from appliance.background import Background
+from appliance.models.autoscaler import Autoscaler, Decision, ModelLoad, ScalingRules
+from appliance.models.replica import Replica
+from appliance.protocol import ScalingChange, ScalingStatus
+from appliance.settings import AutoscalingSettings, ModelSettings
+from appliance.traffic.model import ModelTraffic
+
+log = logging.getLogger(__name__)
+
+_EVERY_S = 1.0
+_KEPT_CHANGES = 20
+_UNKNOWN_LOAD_S = 30.0
+"""Assumed time to load a replica until one has been loaded."""
+
+
+class ScaledModels(Protocol):
+    """The models whose replicas can be added and removed."""
+
+    def scalable(self) -> Mapping[str, ModelSettings]:
+        """Return the settings of every unit, except units whose replicas are being changed at the moment."""
+
+    def of(self, model: str) -> list[Replica]:
+        """Return the replicas of a unit."""
+
+    def begin_change(self, unit: str) -> None:
+        """Start and stop replicas until the unit has the number that it should have."""
+
+    async def why_not_beside(self, settings: ModelSettings, count: int = 1) -> str:
+        """Return the reason why `count` further replicas do not fit into memory; empty if they do."""
+
+
+class _Scaled:
+    """A unit whose number of replicas follows the load."""
+
+    def __init__(self, replicas: int) -> None:
+        self.replicas = replicas
+        """Number of replicas that the unit should have."""
+        self.scaler = Autoscaler()
+        self.load_s = _UNKNOWN_LOAD_S
+        self.changes: deque[ScalingChange] = deque(maxlen=_KEPT_CHANGES)
+        self.is_changing = False
+
+
+class ModelScaling:
+    """Scales the models. All methods must be called on the event loop's thread."""
+
+    def __init__(
+        self,
+        models: ScaledModels,
+        traffic: Callable[[], Mapping[str, ModelTraffic]],
+        rules: Callable[[], AutoscalingSettings],
+        note: Callable[[str, str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`traffic` returns the requests of each unit, `rules` the settings in effect. `note` reports a
+        problem to the operator."""
+        self._models = models
+        self._traffic = traffic
+        self._rules = rules
+        self._note = note
+        self._clock = clock
+        self._units: dict[str, _Scaled] = {}
+        self._checked_at = float("-inf")
+        self._background = Background()
+
+    def check(self) -> None:
+        """Change the number of replicas where it is due. Must be called at least once per second."""
+        now = self._clock()
+        if now - self._checked_at < _EVERY_S:
+            return
+        self._checked_at = now
+        for unit, settings in self._models.scalable().items():
+            if settings.max_replicas is None:
+                self._units.pop(unit, None)
+                continue
+            scaled = self._units.setdefault(unit, _Scaled(settings.replicas))
+            if (traffic := self._traffic().get(unit)) is None or scaled.is_changing:
+                continue
+            load = self._load(unit, scaled, traffic, now)
+            decision = scaled.scaler.decide(now, self._rules_of(settings), load)
+            if decision is not None:
+                scaled.is_changing = True
+                self._background.run(self._change(unit, settings, scaled, decision))
+
+    def forget(self, unit: str) -> None:
+        """Forget the load of a unit that is no longer served."""
+        self._units.pop(unit, None)
+
+    def count(self, unit: str, settings: ModelSettings) -> int:
+        """Return the number of replicas that a unit should have."""
+        least, most = settings.replica_range()
+        scaled = self._units.get(unit)
+        return min(max(scaled.replicas if scaled is not None else settings.replicas, least), most)
+
+    def status(self, unit: str, settings: ModelSettings) -> ScalingStatus | None:
+        """Return the scaling of a unit for operators; None if its number of replicas is fixed."""
+        if settings.max_replicas is None:
+            return None
+        least, most = settings.replica_range()
+        scaled = self._units.get(unit, _Scaled(settings.replicas))
+        return ScalingStatus(
+            replicas=self.count(unit, settings),
+            min_replicas=least,
+            max_replicas=most,
+            demand=scaled.scaler.forecast.present(self._clock()),
+            expected=scaled.scaler.expected.replicas,
+            reason=scaled.scaler.expected.reason,
+            refusal=scaled.scaler.refusal,
+            changes=list(reversed(scaled.changes)),
+        )
+
+    def _rules_of(self, settings: ModelSettings) -> ScalingRules:
+        rules, (least, most) = self._rules(), settings.replica_range()
+        return ScalingRules(least, most, settings.ttft_target_s, rules.cooldown_s, rules.idle_s)
+
+    def _load(self, unit: str, scaled: _Scaled, traffic: ModelTraffic, now: float) -> ModelLoad:
+        replicas = self._models.of(unit)
+        times = [replica.ready_after_s for replica in replicas if replica.ready_after_s is not None]
+        scaled.load_s = max(times, default=scaled.load_s)
+        return ModelLoad(
+            replicas=scaled.replicas,
+            ready=sum(replica.answers for replica in replicas if not replica.retiring),
+            demand=traffic.demand(),
+            wait_s=traffic.replica_wait_s(now),
+            ttft_s=traffic.ttft.p99_s(now),
+            load_s=scaled.load_s,
+        )
+
+    async def _change(self, unit: str, settings: ModelSettings, scaled: _Scaled, decision: Decision) -> None:
+        try:
+            former = scaled.replicas
+            wanted, why_not = await self._that_fit(unit, settings, former, decision.replicas)
+            if why_not and why_not != scaled.scaler.refusal:
+                self._note(unit, f"no further replica, although {decision.reason}: {why_not}")
+            if wanted != former:
+                scaled.scaler.changed(self._clock())
+                scaled.changes.append(
+                    ScalingChange(at=time.time(), former=former, replicas=wanted, reason=decision.reason)
+                )
+                log.info("model %s: %d → %d replicas: %s", unit, former, wanted, decision.reason)
+                scaled.replicas = wanted
+                self._models.begin_change(unit)
+            if why_not:
+                scaled.scaler.refuse(self._clock(), why_not)
+        finally:
+            scaled.is_changing = False
+
+    async def _that_fit(
+        self, unit: str, settings: ModelSettings, former: int, wanted: int
+    ) -> tuple[int, str]:
+        """Return the number of replicas, at most `wanted`, for which the memory is sufficient, and the reason
+        why it is not more."""
+        why_not = ""
+        # Replicas that are starting have not taken all of their memory yet.
+        ready = sum(replica.answers for replica in self._models.of(unit))
+        while wanted > former:
+            if not (found := await self._models.why_not_beside(settings, wanted - min(ready, former))):
+                break
+            wanted, why_not = wanted - 1, found
+        return wanted, why_not
