@@ -16,7 +16,8 @@ from appliance.background import Backoff
 from appliance.protocol import BreakerState
 from appliance.settings import RestartSettings
 
-_RETRY_FIRST_S, _RETRY_MAX_S = 5.0, 300.0
+_RETRY_FIRST_S = 5.0
+_RETRY_MAX_S = 300.0
 """The first and the maximum delay before a replica is started again after its load failed for an expected
 reason, such as a damaged file or a missing mount. Another start can succeed only after the file has been
 replaced or the mount is available again."""

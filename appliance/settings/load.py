@@ -208,16 +208,10 @@ def _check(settings: Settings, converter: Converter) -> None:
 
 def _check_replicas(path: faults.Path, model: ModelSettings, converter: Converter) -> None:
     least, most = model.min_replicas, model.max_replicas
-    if least is None:
-        return
-    field = f"{faults.dotted((*path, 'min_replicas'))} = {least}"
-    if most is None:
-        what, remedy = "has no effect without max_replicas", "set max_replicas"
-    elif least > most:
-        what, remedy = f"exceeds max_replicas = {most}", f"use at most {most}"
-    else:
-        return
-    converter.add((*path, "min_replicas"), f"{field} {what}", remedy)
+    if least is not None and most is not None and least > most:
+        field = (*path, "min_replicas")
+        what = f"{faults.dotted(field)} = {least} exceeds max_replicas = {most}"
+        converter.add(field, what, f"use at most {most}")
 
 
 def _check_alerts(alerts: AlertSettings, converter: Converter) -> None:
