@@ -264,7 +264,7 @@ class Kills:
 
         def look() -> int:
             found = self._unit(unit)
-            return found["replicas"][0]["pids"][0] if found and found["replicas"][0]["pids"] else 0
+            return next((pid for one in found["replicas"] for pid in one["pids"]), 0) if found else 0
 
         pid: int = self.running.wait_until(look, WITHIN_S, f"the process of {unit}")
         return pid
