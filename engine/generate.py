@@ -18,6 +18,7 @@ from engine.messages import (
     SamplingParams,
     Submit,
     TokenLogprob,
+    pack_tokens,
 )
 from engine.other_ranks import OtherRanks
 from engine.parallel import RankLost
@@ -96,7 +97,7 @@ class LocalEngine:
                 Submit(
                     handle=self._handles,
                     request_id=f"generate-{self._handles}",
-                    prompt_token_ids=list(prompt),
+                    prompt=pack_tokens(prompt),
                     sampling=params,
                     n=n,
                     cache_salt=cache_salt,

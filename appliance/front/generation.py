@@ -19,7 +19,7 @@ from appliance.front.request_context import RequestContext
 from appliance.front.sample import Sample
 from appliance.messages import Admit, Admitted, Refused, RequestProgress, Settle
 from engine.client import ReplicaClient
-from engine.messages import Output, Submit
+from engine.messages import Output, Submit, pack_tokens
 
 log = logging.getLogger(__name__)
 
@@ -346,7 +346,7 @@ class Generation:
                 handle=link.next_handle(),
                 request_id=self.context.request_id,
                 index=prompt.index,
-                prompt_token_ids=prompt.token_ids,
+                prompt=pack_tokens(prompt.token_ids),
                 output_token_ids=group[0].token_ids if self._attempt else [],
                 n=len(group),
                 first_sample=group[0].number,

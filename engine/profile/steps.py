@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from engine.bench.workloads import EngineWorkload
 from engine.core import EngineCore, LaunchedStep, StepRunner
 from engine.generate import LocalEngine
-from engine.messages import SamplingParams, Submit
+from engine.messages import SamplingParams, Submit, pack_tokens
 from engine.plan import StepPlan
 
 Kind = Literal["decode", "mixed"]
@@ -153,7 +153,7 @@ def _submits(workload: EngineWorkload, vocabulary: int) -> list[Submit]:
         Submit(
             handle=handle,
             request_id=f"profile-{handle}",
-            prompt_token_ids=[draw.randrange(vocabulary) for _ in range(workload.prompt_tokens)],
+            prompt=pack_tokens(draw.randrange(vocabulary) for _ in range(workload.prompt_tokens)),
             sampling=sampling,
             cache_salt=salt,
         )

@@ -116,7 +116,7 @@ class RequestAccounting:
                 request_id=submit.request_id,
                 index=submit.index,
                 first_sample=submit.first_sample,
-                prompt_tokens=len(submit.prompt_token_ids),
+                prompt_tokens=submit.prompt_tokens,
                 cached_tokens=0,
                 generated_tokens=0,
                 preemptions=0,

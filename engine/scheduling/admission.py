@@ -203,7 +203,7 @@ class Admission:
         self._waiting.remove(sequence)
         self._running.assign_slot(sequence)
         submission = sequence.submission
-        prompt = len(submission.submit.prompt_token_ids)
+        prompt = submission.submit.prompt_tokens
         if not sequence.started:
             sequence.started = True
             sequence.cached_tokens = min(cached, prompt)

@@ -17,13 +17,12 @@ its own tokens, so a hit needs no further hash.
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from typing import NamedTuple, Protocol
 
-from engine.messages import BLOCK_TOKENS
+from engine.messages import BLOCK_TOKENS, TOKEN_BYTES, pack_tokens
 
 
 class InvariantError(RuntimeError):
@@ -44,7 +43,7 @@ class BlockKey(NamedTuple):
     parent: bytes
     """Digest of the previous block. For the first block, it is the digest of the cache salt."""
     tokens: bytes
-    """Token ids of the block, 32 bits each."""
+    """Token ids of the block, packed by `pack_tokens`."""
 
     @property
     def content(self) -> Content:
@@ -53,7 +52,7 @@ class BlockKey(NamedTuple):
 
 Content = tuple[bytes, bytes]
 """Parent digest and tokens of a block, by which the block is found."""
-_BLOCK_BYTES = 4 * BLOCK_TOKENS
+_BLOCK_BYTES = TOKEN_BYTES * BLOCK_TOKENS
 """Size of a full block's packed tokens."""
 
 
@@ -62,14 +61,6 @@ class Cached(NamedTuple):
 
     block: int
     key: BlockKey
-
-
-def pack(token_ids: list[int]) -> bytes | None:
-    """Return token ids as 32-bit numbers (see `BlockKey.tokens`), or None if one of them does not fit."""
-    try:
-        return array("I", token_ids).tobytes()
-    except OverflowError:
-        return None
 
 
 class PrefixChain:
@@ -142,7 +133,7 @@ class PrefixChain:
         """Return the packed tokens of a full block."""
         if index < self._shared_blocks:
             return self._prompt[index * _BLOCK_BYTES : (index + 1) * _BLOCK_BYTES]
-        return array("I", token_ids[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]).tobytes()
+        return pack_tokens(token_ids[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS])
 
     def _known(self, index: int) -> BlockKey:
         shared = self._shared_blocks

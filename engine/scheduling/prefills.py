@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.levels import LEVELS
-from engine.messages import BLOCK_TOKENS
+from engine.messages import BLOCK_TOKENS, view_tokens
 from engine.plan import Chunk
 from engine.scheduling.accounting import RequestAccounting
 from engine.scheduling.block_tables import BlockTables
@@ -56,12 +56,12 @@ class PrefillScheduler:
         end = min(start + budget, last)
         logprobs = next_token = None
         submit = sequence.submission.submit
-        prompt = len(submit.prompt_token_ids)
+        prompt = submit.prompt_tokens
         if sequence.wants_prompt_logprobs and start < prompt:
             # A chunk with prompt log probabilities must not extend beyond the prompt.
             end = min(end, prompt)
             logprobs = submit.sampling.prompt_logprobs
-            next_token = submit.prompt_token_ids[end] if end < prompt else None
+            next_token = view_tokens(submit.prompt)[end] if end < prompt else None
         sample_slots = []
         if end == last:
             del self._running.prefilling[sequence.slot]

@@ -36,7 +36,7 @@ from engine.messages import Submit
 from engine.plan import StepPlan, StepTokens
 from engine.scheduling.accounting import RequestAccounting
 from engine.scheduling.admission import Admission
-from engine.scheduling.block_pool import BlockPool, pack
+from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.block_tables import BlockTables
 from engine.scheduling.decodes import DecodeScheduler
 from engine.scheduling.invariants import check_consistency
@@ -152,17 +152,15 @@ class Scheduler:
         A submission ends exactly once, with one final `Output` per sample and one `Finished`. An invalid
         submission ends immediately with the finish reason "error".
         """
-        prompt = pack(submit.prompt_token_ids)
-        reason = refusal(submit, prompt, self.limits)
+        reason = refusal(submit, self.limits)
         if reason is None and self.accounting.find(origin, submit.handle) is not None:
             reason = f"handle {submit.handle} is in use on this channel: a handle must not be reused"
         if reason is not None:
             self.accounting.refuse(origin, submit, reason)
             return
-        assert prompt is not None, "token ids that do not fit are outside every vocabulary"
         self._running.reserved_slots = submit.reserved_slots
         self._arrivals += 1
-        submission = new_submission(origin, submit, prompt, self._arrivals, self.limits.max_model_len)
+        submission = new_submission(origin, submit, self._arrivals, self.limits.max_model_len)
         self.accounting.open(submission)
         for sequence in submission.sequences:
             finish = finished_on_arrival(sequence)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from engine.messages import BLOCK_TOKENS, MAX_BAD_WORD_TOKENS, Finished, FinishReason, Submit, TokenLogprob
+from engine.messages import (
+    BLOCK_TOKENS,
+    MAX_BAD_WORD_TOKENS,
+    Finished,
+    FinishReason,
+    Submit,
+    TokenLogprob,
+    view_tokens,
+)
 from engine.plan import SlotSetup
 from engine.scheduling.block_pool import PrefixChain
 
@@ -16,11 +24,11 @@ QueueEntry = tuple[Order, int, "Sequence"]
 
 
 class Tokens:
-    """Prompt and known output tokens of a sequence. All samples of a submission share the prompt's list."""
+    """Prompt and known output tokens of a sequence. All samples of a submission share the prompt."""
 
     __slots__ = ("_output", "_prompt", "length")
 
-    def __init__(self, prompt: list[int], output: list[int]) -> None:
+    def __init__(self, prompt: memoryview[int], output: list[int]) -> None:
         self._prompt = prompt
         self._output = output
         self.length = len(prompt) + len(output)
@@ -32,12 +40,17 @@ class Tokens:
         prompt = len(self._prompt)
         start, end, _ = key.indices(self.length)
         if end <= prompt:
-            return self._prompt[start:end]
-        return self._prompt[start:] + self._output[max(0, start - prompt) : end - prompt]
+            return self._prompt[start:end].tolist()
+        return self._prompt[start:].tolist() + self._output[max(0, start - prompt) : end - prompt]
 
     @property
     def last(self) -> int:
         return self._output[-1] if self._output else self._prompt[-1]
+
+    @property
+    def output_length(self) -> int:
+        """Number of known output tokens."""
+        return len(self._output)
 
     def append(self, token: int) -> None:
         self._output.append(token)
@@ -148,12 +161,12 @@ class Sequence:
 
     @property
     def output_tokens(self) -> int:
-        return len(self.tokens) - len(self.submission.submit.prompt_token_ids)
+        return self.tokens.output_length
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        prompt = self.submission.submit.prompt_token_ids
-        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < len(prompt)
+        prompt_tokens = self.submission.submit.prompt_tokens
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < prompt_tokens
 
     @property
     def samples(self) -> bool:
@@ -165,7 +178,7 @@ class Sequence:
     def prefill_end(self) -> int:
         """Number of tokens to compute before the sequence decodes. Valid only if the sequence has no steps in
         flight."""
-        return len(self.tokens) if self.samples else len(self.submission.submit.prompt_token_ids)
+        return len(self.tokens) if self.samples else self.submission.submit.prompt_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -196,7 +209,7 @@ class Submission:
             request_id=submit.request_id,
             index=submit.index,
             first_sample=submit.first_sample,
-            prompt_tokens=len(submit.prompt_token_ids),
+            prompt_tokens=submit.prompt_tokens,
             cached_tokens=self.cached_tokens,
             generated_tokens=sum(sequence.output_tokens - known for sequence in self.sequences),
             preemptions=self.preemptions,
@@ -206,15 +219,13 @@ class Submission:
         )
 
 
-def new_submission(
-    origin: Hashable, submit: Submit, prompt: bytes, arrival: int, max_model_len: int
-) -> Submission:
-    """Return a submission whose sequences are all waiting. `prompt` is the packed prompt. `submit` must have
-    passed `validation.refusal`."""
+def new_submission(origin: Hashable, submit: Submit, arrival: int, max_model_len: int) -> Submission:
+    """Return a submission whose sequences are all waiting. `submit` must have passed `validation.refusal`."""
     submission = Submission(origin, submit, arrival, submit.level)
     sampling = submit.sampling
     stops = frozenset() if sampling.ignore_eos else frozenset(sampling.stop_token_ids)
-    chain = PrefixChain(submit.cache_salt, prompt)
+    chain = PrefixChain(submit.cache_salt, submit.prompt)
+    prompt = view_tokens(submit.prompt)
     limit = length_limit(submit, max_model_len)
     for sample in range(submit.first_sample, submit.first_sample + submit.n):
         scores_prompt = sampling.prompt_logprobs is not None and sample == submit.first_sample
@@ -222,7 +233,7 @@ def new_submission(
             Sequence(
                 submission=submission,
                 sample=sample,
-                tokens=Tokens(submit.prompt_token_ids, list(submit.output_token_ids)),
+                tokens=Tokens(prompt, list(submit.output_token_ids)),
                 limit=limit,
                 stops=stops,
                 chain=chain.fork(),
@@ -235,7 +246,7 @@ def new_submission(
 
 def length_limit(submit: Submit, max_model_len: int) -> int:
     """Return the length at which a sequence ends because of `max_tokens` or the model's maximum length."""
-    wanted = len(submit.prompt_token_ids) + submit.sampling.max_tokens
+    wanted = submit.prompt_tokens + submit.sampling.max_tokens
     return max(min(wanted, max_model_len), submit.credit_tokens)
 
 
@@ -259,7 +270,7 @@ def setup_of(sequence: Sequence) -> SlotSetup:
     """Return the plan's setup for a sequence and its forks. One setup is enough, because a sequence with
     forks has not sampled a token yet."""
     submit = sequence.submission.submit
-    prompt_tokens = len(submit.prompt_token_ids)
+    prompt_tokens = submit.prompt_tokens
     history = sequence.tokens[:] if submit.sampling.penalised else []
     recent: list[int] = []
     if submit.sampling.bad_words:

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.levels import CLASSES, TIERS, URGENCIES, kept_free
-from engine.messages import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams, Submit
+from engine.messages import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    TOKEN_BYTES,
+    SamplingParams,
+    Submit,
+    view_tokens,
+)
 from engine.scheduling.sequence import blocks_for, length_limit
 
 MAX_SAMPLES = 1024
@@ -31,11 +38,11 @@ class SequenceLimits:
     slots: int
 
 
-def refusal(submit: Submit, packed_prompt: bytes | None, limits: SequenceLimits) -> str | None:
+def refusal(submit: Submit, limits: SequenceLimits) -> str | None:
     """Return the reason why a submission cannot be computed, with the field, its value and the limit. Returns
-    None if the submission is valid. `packed_prompt` is the result of `pack(submit.prompt_token_ids)`."""
+    None if the submission is valid."""
     sampling = submit.sampling
-    prompt = len(submit.prompt_token_ids)
+    prompt = submit.prompt_tokens
     if not 1 <= submit.n <= MAX_SAMPLES:
         return f"n is {submit.n}; it must be 1 to {MAX_SAMPLES}"
     if not 0 <= submit.first_sample <= _MAX_COUNT:
@@ -52,8 +59,10 @@ def refusal(submit: Submit, packed_prompt: bytes | None, limits: SequenceLimits)
         return f"reserved_slots is {submit.reserved_slots}; it must be 0 to {max(0, limits.slots - 2)}"
     if submit.output_token_ids and submit.n != 1:
         return f"n is {submit.n}; it must be 1 when output_token_ids are given"
+    if len(submit.prompt) % TOKEN_BYTES:
+        return f"prompt has {len(submit.prompt)} bytes; packed token ids have a multiple of {TOKEN_BYTES}"
     if not prompt:
-        return "prompt_token_ids is empty; at least one token is needed"
+        return "prompt is empty; at least one token is needed"
     if sampling.max_tokens < 0:
         return f"max_tokens is {sampling.max_tokens}; it must not be negative"
     longest_prompt = limits.max_model_len - (1 if sampling.max_tokens else 0)
@@ -62,12 +71,11 @@ def refusal(submit: Submit, packed_prompt: bytes | None, limits: SequenceLimits)
             f"the prompt has {prompt} tokens; with max_tokens {sampling.max_tokens} "
             f"the model's maximum length of {limits.max_model_len} allows {longest_prompt}"
         )
-    # A prompt may have 131,072 tokens, and numpy compares them 100 times as fast as Python does.
-    prompt_is_valid = (
-        packed_prompt is not None and int(np.frombuffer(packed_prompt, np.uint32).max()) < limits.vocab_size
-    )
+    # A prompt may have 131,072 tokens, and numpy compares them 100 times as fast as Python does. As unsigned
+    # integers, negative ids are outside the vocabulary.
+    prompt_is_valid = int(np.frombuffer(submit.prompt, np.uint32).max()) < limits.vocab_size
     token_fields: dict[str, Collection[int]] = {
-        "prompt_token_ids": () if prompt_is_valid else submit.prompt_token_ids,
+        "prompt": () if prompt_is_valid else view_tokens(submit.prompt),
         "output_token_ids": submit.output_token_ids,
         "stop_token_ids": sampling.stop_token_ids,
         "logit_bias": sampling.logit_bias or (),

@@ -39,7 +39,7 @@ from appliance.messages import (
     Taken,
 )
 from engine.client import Channel, ReplicaClient
-from engine.messages import Output, SamplingParams, Submit
+from engine.messages import Output, SamplingParams, Submit, pack_tokens
 
 
 class Call:
@@ -83,7 +83,7 @@ class Call:
         submit = Submit(
             handle=client.next_handle(),
             request_id=turn.request_id,
-            prompt_token_ids=[1, 2, 3, 4],
+            prompt=pack_tokens([1, 2, 3, 4]),
             output_token_ids=list(self.tokens),
             sampling=SamplingParams(max_tokens=self.admit.max_tokens),
         )

@@ -129,7 +129,7 @@ class FakeReplica:
                 submit.request_id,
                 submit.index,
                 submit.first_sample,
-                len(submit.prompt_token_ids),
+                submit.prompt_tokens,
                 0,
                 made,
                 0,

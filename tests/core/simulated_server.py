@@ -23,7 +23,7 @@ from appliance.messages import Abort, Admit, Admitted, Identity, Refused, Settle
 from appliance.traffic.quotas import Quotas
 from appliance.traffic.request_manager import RequestManager
 from appliance.traffic.rules import QueueRules
-from engine.messages import Output, SamplingParams, Submit
+from engine.messages import Output, SamplingParams, Submit, pack_tokens
 from store.policies import KeyRecord, Policies, TenantRecord
 from store.requests import RequestRow
 from tests.core.simulated_replica import FRONT, HOP_S, MODEL, Replica, Speed
@@ -295,7 +295,7 @@ class SimulatedServer:
                 Submit(
                     handle=self._serial,
                     request_id=asked.request_id,
-                    prompt_token_ids=prompt,
+                    prompt=pack_tokens(prompt),
                     output_token_ids=_PROMPT[: asked.tokens_of[first]] if asked.attempt else [],
                     n=1 if asked.attempt else asked.samples,
                     sampling=SamplingParams(max_tokens=asked.shape.output, ignore_eos=True),

@@ -11,6 +11,7 @@ from appliance.traffic.credits import CreditAccount
 from engine.levels import LEVELS, ORDINARY, URGENCIES
 from engine.messages import Report, Submit
 from tests.engine.scheduling.simulated_engine import SimulatedEngine
+from tests.prompts import prompt_of
 
 SHARE = 0.25
 PROMPT = 10
@@ -67,7 +68,7 @@ def test_a_request_for_which_the_credits_name_a_slot_starts_in_the_next_step(see
             before = len(pair.engine.runner.plans)
             pair.step()
             plan = pair.engine.runner.plans[before]
-            assert submit.prompt_token_ids in [chunk.token_ids for chunk in plan.chunks], level
+            assert prompt_of(submit) in [chunk.token_ids for chunk in plan.chunks], level
         for _ in range(draw.choice((0, 1, 5))):
             pair.step()
     assert tried >= 10

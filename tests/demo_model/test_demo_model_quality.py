@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from engine.client import ReplicaGroup
-from engine.messages import RankOutbound, Ready, ReplicaInfo, ReplicaSpec, SamplingParams, Submit
+from engine.messages import RankOutbound, Ready, ReplicaInfo, ReplicaSpec, SamplingParams, Submit, pack_tokens
 from tests.demo_model.asking import DEMO, END, questions
 from tests.demo_model.quality import BLOCK_FORMS, FORMS, LEAST_KEPT, Score, held_out_windows, measure
 from tests.engine.streaming_client import StreamingClient
@@ -107,7 +107,7 @@ def test_two_ranks_answer_with_fp8_weights_and_cache() -> None:
                     submit = Submit(
                         handle=client.next_handle(),
                         request_id=f"question-{name}",
-                        prompt_token_ids=prompts[name],
+                        prompt=pack_tokens(prompts[name]),
                         sampling=sampling,
                     )
                     ids = [token async for output in client.generate(submit) for token in output.token_ids]

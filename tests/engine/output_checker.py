@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from engine.core import StepResult
 from engine.messages import Finished, Output, Submit, TokenLogprob
 from tests.engine.soak_traffic import FORBIDDEN
+from tests.prompts import prompt_of
 
 
 @dataclass(slots=True)
@@ -87,7 +88,7 @@ class OutputChecker:
         submit = entry.submit
         if not told.outputs:
             assert output.cached_tokens is not None
-            assert output.cached_tokens <= len(submit.prompt_token_ids)
+            assert output.cached_tokens <= submit.prompt_tokens
             self._scored(entry, output)
         told.outputs += 1
         self._tokens(entry, told, output)
@@ -102,8 +103,8 @@ class OutputChecker:
         if asked is None or output.sample != submit.first_sample:
             assert scores is None
         elif output.finish_reason not in ("cancelled", "error"):
-            assert scores is not None and len(scores) == len(submit.prompt_token_ids) and scores[0] is None
-            for token, score in zip(submit.prompt_token_ids[1:], scores[1:], strict=True):
+            assert scores is not None and len(scores) == submit.prompt_tokens and scores[0] is None
+            for token, score in zip(prompt_of(submit)[1:], scores[1:], strict=True):
                 assert score is not None
                 self._logprob(score, token, asked)
 
@@ -147,13 +148,13 @@ class OutputChecker:
         else:
             assert not places, f"{name} continued after a stop token: {known}"
         if told.finish_reason == "length":
-            most = min(sampling.max_tokens, self._max_model_len - len(submit.prompt_token_ids))
+            most = min(sampling.max_tokens, self._max_model_len - submit.prompt_tokens)
             assert len(known) == max(most, len(submit.output_token_ids)), (
                 f"{name}: {len(known)} tokens instead of {most}"
             )
         if told.finish_reason == "cancelled":
             assert sample in entry.cancelled, f"{name} ended as cancelled, but no cancel was sent"
-        poisoned = self._poison in submit.prompt_token_ids or self._poison in known
+        poisoned = self._poison in prompt_of(submit) or self._poison in known
         if told.finish_reason == "error":
             assert error and (entry.wrong or poisoned), f"{name} failed: {error}: {submit}, {told.token_ids}"
         else:
@@ -166,7 +167,7 @@ class OutputChecker:
         handle = int(finished.request_id.rpartition("-")[2])
         entry = self.open.pop(handle, None)
         assert entry is not None, f"closed twice: {finished}"
-        assert finished.prompt_tokens == len(entry.submit.prompt_token_ids)
+        assert finished.prompt_tokens == entry.submit.prompt_tokens
         if entry.deaf:
             self.counts["undelivered"] += len(entry.samples)
         else:

@@ -35,7 +35,7 @@ from engine.bench.shapes import SHAPES, write_config
 from engine.bench.start import FAILURES, closed_at_end, devices_text, leave
 from engine.generate import LocalEngine
 from engine.memory import resident_bytes
-from engine.messages import ReplicaSpec, SamplingParams, Submit
+from engine.messages import ReplicaSpec, SamplingParams, Submit, pack_tokens
 from tests.engine.output_checker import OutputChecker
 from tests.engine.soak_known import KINDS, Known
 from tests.engine.soak_traffic import Cancelled, Limits, Rhythm, draw_submit
@@ -198,7 +198,7 @@ class Soak:
             submit = Submit(
                 handle=self._handle(),
                 request_id=f"request-{self.handles}",
-                prompt_token_ids=[3 + number],
+                prompt=pack_tokens([3 + number]),
                 sampling=SamplingParams(max_tokens=2),
             )
             self._submit("filler", submit, "")

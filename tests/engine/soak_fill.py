@@ -16,7 +16,7 @@ import torch
 
 from engine.generate import LocalEngine
 from engine.memory import resident_bytes
-from engine.messages import BLOCK_TOKENS, SamplingParams, Submit
+from engine.messages import BLOCK_TOKENS, SamplingParams, Submit, pack_tokens
 from tests.engine.output_checker import OutputChecker
 
 _STEPS_WHEN_FULL = 200
@@ -99,7 +99,9 @@ def _submits(engine: LocalEngine, draw: random.Random) -> list[Submit]:
         sampling = SamplingParams(max_tokens=most, ignore_eos=True, seed=row, **_SAMPLING[row % 4])
         name = f"fill-{row}"
         submits.append(
-            Submit(handle=row, request_id=name, prompt_token_ids=prompt, sampling=sampling, cache_salt=name)
+            Submit(
+                handle=row, request_id=name, prompt=pack_tokens(prompt), sampling=sampling, cache_salt=name
+            )
         )
     return submits
 

@@ -18,10 +18,11 @@ import msgspec
 import torch
 
 from engine.generate import LocalEngine
-from engine.messages import SamplingParams, Submit, TokenLogprob
+from engine.messages import SamplingParams, Submit, TokenLogprob, pack_tokens
 from kernels import sampling as reference
 from tests.engine.output_checker import Entry
 from tests.engine.soak_traffic import Limits
+from tests.prompts import prompt_of
 
 KINDS = 24
 """Number of known requests. Each has a different kind."""
@@ -76,7 +77,7 @@ class Known:
             handle=handle,
             request_id=f"known-{handle}",
             index=number,
-            prompt_token_ids=prompt,
+            prompt=pack_tokens(prompt),
             sampling=params,
             cache_salt="known",
             priority=self._draw.choice([1, 1, 2]),
@@ -131,7 +132,7 @@ class Known:
             lambda: others - mine,
             *[lambda: torch.rand(len(ids), generator=generator) * 2 - 1 for _ in range(_TRIES)],
         ]
-        history = submit.prompt_token_ids + reference.token_ids[:place]
+        history = prompt_of(submit) + reference.token_ids[:place]
         for disturb in tries:
             disturbed = logprobs + self._near_tie * disturb()
             if _choose(ids, disturbed, submit, history, self._vocab) == token:
@@ -142,7 +143,7 @@ class Known:
 def _choose(ids: torch.Tensor, logprobs: torch.Tensor, submit: Submit, history: list[int], vocab: int) -> int:
     """Return the token that `kernels.sampling` chooses among the listed tokens after `history`."""
     params = submit.sampling
-    output = history[len(submit.prompt_token_ids) :]
+    output = history[submit.prompt_tokens :]
     x = logprobs.clone()
     times = torch.tensor([output.count(int(token)) for token in ids])
     x -= params.frequency_penalty * times + params.presence_penalty * (times > 0)

@@ -7,8 +7,11 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine.core import EngineCore
-from engine.messages import ReplicaInfo, SamplingParams, Submit
+from engine.messages import ReplicaInfo, SamplingParams, Submit, pack_tokens
+from tests.prompts import prompt_of
 
 FORBIDDEN = -math.inf
 """A logit bias that bans a token."""
@@ -54,7 +57,9 @@ def draw_submit(
     submit = _sound(draw, handle, limits)
     chance = draw.random()
     if poison is not None and chance > 0.9:
-        submit.prompt_token_ids[draw.randrange(len(submit.prompt_token_ids))] = poison
+        prompt = prompt_of(submit)
+        prompt[draw.randrange(len(prompt))] = poison
+        submit = msgspec.structs.replace(submit, prompt=pack_tokens(prompt))
     if chance < 0.02:
         return _refused(draw, submit, limits), "refused"
     # Biases for all tokens of a real vocabulary would take megabytes.
@@ -74,7 +79,7 @@ def _sound(draw: random.Random, handle: int, limits: Limits) -> Submit:
     return Submit(
         handle=handle,
         request_id=f"request-{handle}",
-        prompt_token_ids=_prompt(draw, limits),
+        prompt=pack_tokens(_prompt(draw, limits)),
         output_token_ids=[draw.choice(allowed) for _ in range(resumed)],
         n=n,
         first_sample=draw.choice([0, 0, 3]),
@@ -146,9 +151,10 @@ def _refused(draw: random.Random, submit: Submit, limits: Limits) -> Submit:
         {"logit_bias": {limits.vocab: 1.0}},
     ]
     wrong: list[dict[str, object]] = [
-        {"prompt_token_ids": []},
-        {"prompt_token_ids": [3, limits.vocab]},
-        {"prompt_token_ids": [3] * (limits.max_model_len + 1)},
+        {"prompt": b""},
+        {"prompt": b"12345"},
+        {"prompt": pack_tokens([3, limits.vocab])},
+        {"prompt": pack_tokens([3] * (limits.max_model_len + 1))},
         {"n": 0},
         {"priority": 4},
         *({"sampling": SamplingParams(**(sampling | bad))} for bad in bad_sampling),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.generate import LocalEngine
-from engine.messages import ReplicaSpec, SamplingParams, Submit
+from engine.messages import ReplicaSpec, SamplingParams, Submit, pack_tokens
 from tests.engine.tiny import TINY
 
 POISON = 99
@@ -75,7 +75,7 @@ def test_a_long_prompt_ends_at_its_first_non_finite_chunk_and_leaves_the_prefix_
     scored = SamplingParams(max_tokens=0, prompt_logprobs=0)
     for salt, n, asked in (("a", 1, GREEDY), ("b", 3, GREEDY), ("c", 1, scored)):
         first = Submit(
-            handle=1, request_id="b", prompt_token_ids=broken, sampling=asked, n=n, cache_salt=salt
+            handle=1, request_id="b", prompt=pack_tokens(broken), sampling=asked, n=n, cache_salt=salt
         )
         short.scheduler.add("front", first)
         told = [output for _ in range(3) for output in short.core.step().outputs.get("front", [])]
@@ -122,7 +122,7 @@ def test_blocks_of_a_cancelled_non_finite_prompt_do_not_affect_their_next_owners
             request = Submit(
                 handle=handle,
                 request_id=f"cancelled-{handle}",
-                prompt_token_ids=poisoned,
+                prompt=pack_tokens(poisoned),
                 sampling=GREEDY,
                 cache_salt=f"cancelled-{handle}",
             )

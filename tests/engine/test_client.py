@@ -8,7 +8,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.messages import Cancel, DataInbound, Output, SamplingParams, StepFrame, Submit, TokenLogprob
+from engine.messages import (
+    Cancel,
+    DataInbound,
+    Output,
+    SamplingParams,
+    StepFrame,
+    Submit,
+    TokenLogprob,
+    pack_tokens,
+)
 from engine.wire import Channel, socketpair
 from tests.engine.streaming_client import ReplicaLost, StreamingClient
 
@@ -37,7 +46,7 @@ class Played:
         return Submit(
             handle=handle,
             request_id=f"r{handle}",
-            prompt_token_ids=[1],
+            prompt=pack_tokens([1]),
             n=n,
             sampling=SamplingParams(max_tokens=1),
         )

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from engine.generate import LocalEngine
-from engine.messages import Output, ReplicaSpec, SamplingParams, Submit, TokenLogprob
+from engine.messages import Output, ReplicaSpec, SamplingParams, Submit, TokenLogprob, pack_tokens
 from tests.engine.tiny import TINY
 
 NEAR_TIE = 1e-4
@@ -150,7 +150,7 @@ def serve(engine: LocalEngine, asks: list[Ask], arrive: Callable[[], int] = lamb
             Submit(
                 handle=handle,
                 request_id=f"request-{handle}",
-                prompt_token_ids=ask.prompt,
+                prompt=pack_tokens(ask.prompt),
                 n=ask.n,
                 sampling=sampling,
                 priority=ask.priority,

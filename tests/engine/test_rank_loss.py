@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from engine import other_ranks
-from engine.messages import ReplicaSpec, SamplingParams, Submit
+from engine.messages import ReplicaSpec, SamplingParams, Submit, pack_tokens
 from engine.parallel import RankLost
 from tests.engine.rank_group import START_TIMEOUT_S, Member, RankEngine, results, start_ranks
 from tests.engine.tiny import TINY
@@ -86,7 +86,7 @@ def serve_with_unread_plan(member: Member, made: RankEngine) -> None:
     for handle, prompt in enumerate(([5, 6, 7], [150] * 4000)):
         sampling = SamplingParams(max_tokens=4)
         made.scheduler.add(
-            "front", Submit(handle=handle, request_id="r", prompt_token_ids=prompt, sampling=sampling)
+            "front", Submit(handle=handle, request_id="r", prompt=pack_tokens(prompt), sampling=sampling)
         )
         made.core.step()
     while made.core.has_work:

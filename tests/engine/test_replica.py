@@ -28,6 +28,7 @@ from engine.messages import (
     Report,
     SamplingParams,
     Submit,
+    pack_tokens,
 )
 from engine.wire import socketpair
 from tests.engine.streaming_client import ReplicaLost, StreamingClient
@@ -117,7 +118,7 @@ def ask(client: StreamingClient, name: str, prompt: int = 40, most: int = 12, n:
     return Submit(
         handle=client.next_handle(),
         request_id=name,
-        prompt_token_ids=[(7 * place) % 500 + 3 for place in range(prompt)],
+        prompt=pack_tokens([(7 * place) % 500 + 3 for place in range(prompt)]),
         n=n,
         sampling=SamplingParams(max_tokens=most, temperature=0.8 if n > 1 else 0.0, seed=11),
     )

@@ -27,6 +27,7 @@ from engine.messages import (
     StepFrame,
     Stop,
     Submit,
+    pack_tokens,
 )
 from engine.parallel import RankLost
 from engine.plan import Chunk, StepPlan, StepTokens
@@ -280,7 +281,7 @@ def submit(handle: int, most: int, prompt: int = 3) -> Submit:
     return Submit(
         handle=handle,
         request_id=f"request-{handle}",
-        prompt_token_ids=[3 + place % 3 for place in range(prompt)],
+        prompt=pack_tokens([3 + place % 3 for place in range(prompt)]),
         sampling=SamplingParams(max_tokens=most),
     )
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from engine.core import StepResult
-from engine.messages import Finished, Output, SamplingParams, Submit, TokenLogprob
+from engine.messages import Finished, Output, SamplingParams, Submit, TokenLogprob, pack_tokens
 from tests.engine import soak
 from tests.engine.output_checker import Entry, OutputChecker, Told
 from tests.engine.soak_known import Answer, Known
@@ -45,7 +45,7 @@ def test_a_pool_can_be_filled_to_its_last_block(tmp_path: Path) -> None:
 # ── defects that it must detect ───────────────────────────────────────────────────────────────────
 
 SUBMIT = Submit(
-    handle=1, request_id="request-1", prompt_token_ids=[3, 4], sampling=SamplingParams(max_tokens=2)
+    handle=1, request_id="request-1", prompt=pack_tokens([3, 4]), sampling=SamplingParams(max_tokens=2)
 )
 
 

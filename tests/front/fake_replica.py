@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from engine.client import Channel
 from engine.messages import Cancel, DataInbound, Output, StepFrame, Submit, TokenLogprob
+from tests.prompts import prompt_of
 
 Script = Callable[[Submit, int], list[int]]
 """Returns all output tokens of a sample, given its submission and its absolute number."""
@@ -121,7 +122,7 @@ class FakeReplica:
             run.first = False
             output.cached_tokens = 2
             if sampling.prompt_logprobs is not None and run.sample == submit.first_sample:
-                later = [_logprob(i, sampling.prompt_logprobs) for i in submit.prompt_token_ids[1:]]
+                later = [_logprob(i, sampling.prompt_logprobs) for i in prompt_of(submit)[1:]]
                 output.prompt_logprobs = [None, *later]
         return output
 

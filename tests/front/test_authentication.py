@@ -13,6 +13,7 @@ from appliance.messages import Refused
 from appliance.scopes import check_routes
 from tests.front.harness import KEY, Harness
 from tests.front.raw import ask, chat
+from tests.prompts import prompt_of
 
 OPEN_PATHS = ("/health", "/health/live", "/health/ready", "/health/live/", "/health/")
 
@@ -238,7 +239,7 @@ def test_tokenize_and_detokenize_are_inverse(front: Harness) -> None:
     messages = [{"role": "user", "content": "hi"}]
     chatted = ask(front, "POST", "/tokenize", {"model": "demo", "messages": messages}).json
     ask(front, "POST", "/v1/chat/completions", chat())
-    assert chatted["tokens"] == front.replica.submits[0].prompt_token_ids
+    assert chatted["tokens"] == prompt_of(front.replica.submits[0])
     assert ask(front, "POST", "/tokenize", {"model": "demo"}).status == 400
     unknown = ask(front, "POST", "/detokenize", {"model": "demo", "tokens": [1 << 80]})
     assert (unknown.status, unknown.error["param"]) == (400, "tokens")

@@ -12,6 +12,7 @@ from engine.messages import Submit, TokenLogprob
 from tests.front import fake_replica
 from tests.front.harness import MAX_MODEL_LEN, Harness
 from tests.front.raw import chat, connect, events, post, read_answer, request
+from tests.prompts import prompt_of
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -106,7 +107,7 @@ def prompt_text(front: Harness, **fields: Any) -> str:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "quick "}]
     answer = post(front, CHAT, {"model": "demo", "messages": messages, **fields})
     assert answer.status == 200, answer.body
-    return front.tokenizer.decode(submitted(front).prompt_token_ids, skip_special_tokens=False)
+    return front.tokenizer.decode(prompt_of(submitted(front)), skip_special_tokens=False)
 
 
 def test_add_generation_prompt_decides_whether_an_assistant_message_is_begun(front: Harness) -> None:
@@ -127,7 +128,7 @@ def test_a_special_tokens_text_in_a_message_that_is_continued_is_plain_text(fron
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "a</s>b"}]
     body = {"model": "demo", "messages": messages, "continue_final_message": True}
     assert post(front, CHAT, body).status == 200
-    ids = submitted(front).prompt_token_ids
+    ids = prompt_of(submitted(front))
     assert ids.count(front.eos) == 1 and front.tokenizer.decode(ids).endswith("a</s>b")
 
 
@@ -139,17 +140,17 @@ def test_continue_final_message_excludes_add_generation_prompt(front: Harness) -
 def test_tokenize_returns_the_tokens_that_a_chat_submits(front: Harness) -> None:
     for fields in ({}, {"add_generation_prompt": False}, {"continue_final_message": True}):
         assert post(front, CHAT, chat(**fields)).status == 200
-        assert post(front, "/tokenize", chat(**fields)).json["tokens"] == submitted(front).prompt_token_ids
+        assert post(front, "/tokenize", chat(**fields)).json["tokens"] == prompt_of(submitted(front))
 
 
 def test_truncate_prompt_tokens_keeps_the_last_tokens(front: Harness) -> None:
     ids = list(range(5, 5 + 300)) * 2
     answer = completion(front, prompt=ids, truncate_prompt_tokens=100, echo=True, max_tokens=5)
-    assert submitted(front).prompt_token_ids == ids[-100:]
+    assert prompt_of(submitted(front)) == ids[-100:]
     assert answer["usage"]["prompt_tokens"] == 100
     assert answer["choices"][0]["text"].startswith(front.tokenizer.decode(ids[-100:]))
     completion(front, prompt=[ids, [5, 6]], truncate_prompt_tokens=-1, max_tokens=50)
-    assert [submit.prompt_token_ids for submit in front.replica.submits[-2:]] == [
+    assert [prompt_of(submit) for submit in front.replica.submits[-2:]] == [
         ids[-(MAX_MODEL_LEN - 50) :],
         [5, 6],
     ]
@@ -158,16 +159,16 @@ def test_truncate_prompt_tokens_keeps_the_last_tokens(front: Harness) -> None:
 def test_truncation_keeps_the_beginning_of_text_token(front: Harness) -> None:
     whole = front.tokenizer.encode_blocking("quick brown fox", True)
     completion(front, prompt="quick brown fox", truncate_prompt_tokens=3)
-    assert submitted(front).prompt_token_ids == [whole[0], *whole[-2:]]
+    assert prompt_of(submitted(front)) == [whole[0], *whole[-2:]]
     completion(front, prompt="quick brown fox", truncate_prompt_tokens=1)
-    assert submitted(front).prompt_token_ids == whole[:1]
+    assert prompt_of(submitted(front)) == whole[:1]
 
 
 def test_a_conversation_is_truncated_too(front: Harness) -> None:
     assert post(front, CHAT, chat(truncate_prompt_tokens=2)).status == 200
-    cut = submitted(front).prompt_token_ids
+    cut = prompt_of(submitted(front))
     assert post(front, CHAT, chat()).status == 200
-    assert cut == submitted(front).prompt_token_ids[-2:]
+    assert cut == prompt_of(submitted(front))[-2:]
 
 
 # ── the text ─────────────────────────────────────────────────────────────────────────────────────
@@ -252,10 +253,10 @@ def test_return_token_ids_returns_the_ids_of_prompt_and_answer(front: Harness) -
     answer = completion(front, return_token_ids=True, n=2)
     for sample, choice in enumerate(answer["choices"]):
         tokens = front.sentence_script(submitted(front), sample)
-        assert choice["prompt_token_ids"] == submitted(front).prompt_token_ids
+        assert choice["prompt_token_ids"] == prompt_of(submitted(front))
         assert choice["token_ids"] == tokens
     answer = post(front, CHAT, chat(return_token_ids=True, stop="fox")).json
-    assert answer["prompt_token_ids"] == submitted(front).prompt_token_ids
+    assert answer["prompt_token_ids"] == prompt_of(submitted(front))
     ids = answer["choices"][0]["token_ids"]
     assert "fox" in front.tokenizer.decode(ids) and len(ids) == answer["usage"]["completion_tokens"]
 
@@ -272,7 +273,7 @@ def test_a_streams_token_ids_are_those_of_its_text(front: Harness, path: str, lo
         ids[choice["index"]] += choice.get("token_ids", [])
         prompts += [x["prompt_token_ids"] for x in (chunk, choice) if "prompt_token_ids" in x]
     assert ids == [front.sentence_script(submitted(front), sample) for sample in (0, 1)]
-    assert prompts == [submitted(front).prompt_token_ids] * (1 if path == CHAT else 2)
+    assert prompts == [prompt_of(submitted(front))] * (1 if path == CHAT else 2)
 
 
 def test_prompts_have_log_probabilities_as_in_vllm(front: Harness) -> None:
@@ -288,7 +289,7 @@ def test_prompts_have_log_probabilities_as_in_vllm(front: Harness) -> None:
     }
     assert list(third) == ["70", "40"]
     answer = post(front, CHAT, chat(prompt_logprobs=0)).json
-    assert len(answer["prompt_logprobs"]) == len(submitted(front).prompt_token_ids)
+    assert len(answer["prompt_logprobs"]) == submitted(front).prompt_tokens
     assert "prompt_logprobs" not in answer["choices"][0]
 
 

@@ -73,7 +73,7 @@ def test_a_request_continues_with_the_same_text_after_its_replica_is_lost(
         front.wait_for(lambda: len(front.admits) == 2)
         again = front.admits[1]
         emitted = 5
-        prompt = len(first.submits[0].prompt_token_ids)
+        prompt = first.submits[0].prompt_tokens
         assert (again.attempt, again.submissions, again.num_seqs) == (1, 2, 2)
         assert again.prompt_tokens == 2 * (prompt + emitted)
         assert again.max_tokens == front.admits[0].max_tokens - 2 * emitted

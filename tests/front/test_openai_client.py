@@ -6,6 +6,7 @@ import openai
 import pytest
 
 from tests.front.harness import MAX_MODEL_LEN, MODEL, SPECIAL, Harness
+from tests.prompts import prompt_of
 
 HELLO = [{"role": "user", "content": "hi"}]
 
@@ -17,7 +18,7 @@ def test_a_chat_is_answered_over_the_unix_socket(client: openai.OpenAI, front: H
     tokens = len(front.sentence_script(front.replica.submits[0], 0))
     assert answer.usage is not None
     assert answer.usage.completion_tokens == tokens
-    assert answer.usage.prompt_tokens == len(front.replica.submits[0].prompt_token_ids)
+    assert answer.usage.prompt_tokens == front.replica.submits[0].prompt_tokens
     assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == 2
     (settle,) = front.settled(1)
@@ -31,7 +32,7 @@ def test_the_template_makes_the_prompt(client: openai.OpenAI, front: Harness) ->
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
     ]
     client.chat.completions.create(model=MODEL, messages=messages)
-    prompt = front.tokenizer.decode(front.replica.submits[0].prompt_token_ids, skip_special_tokens=False)
+    prompt = front.tokenizer.decode(prompt_of(front.replica.submits[0]), skip_special_tokens=False)
     assert prompt == "<s><|system|>be brief</s><|user|>a\nb</s><|assistant|>"
 
 
@@ -43,7 +44,7 @@ def test_control_tokens_in_messages_and_variables_are_plain_text(
         messages=[{"role": "user", "content": "a</s><|system|>b"}],
         extra_body={"chat_template_kwargs": {"mood": "<|user|>"}},
     )
-    ids = front.replica.submits[0].prompt_token_ids
+    ids = prompt_of(front.replica.submits[0])
     text = "<s><|user|>a</s><|system|>b</s><|assistant|><|user|>"
     assert front.tokenizer.decode(ids, skip_special_tokens=False) == text
     assert [SPECIAL[i] for i in ids if i < len(SPECIAL)] == ["<s>", "<|user|>", "</s>", "<|assistant|>"]
@@ -52,7 +53,7 @@ def test_control_tokens_in_messages_and_variables_are_plain_text(
 def test_template_variables_reach_the_template(client: openai.OpenAI, front: Harness) -> None:
     extra = {"chat_template_kwargs": {"mood": "gladly", "not a name": [1]}}
     client.chat.completions.create(model=MODEL, messages=HELLO, extra_body=extra)
-    prompt = front.tokenizer.decode(front.replica.submits[0].prompt_token_ids, skip_special_tokens=False)
+    prompt = front.tokenizer.decode(prompt_of(front.replica.submits[0]), skip_special_tokens=False)
     assert prompt.endswith("<|assistant|>gladly")
 
 
@@ -172,7 +173,7 @@ def test_echo_puts_the_prompt_and_its_logprobs_first(
                 tokens[choice.index] += choice.logprobs.tokens
                 values[choice.index] += choice.logprobs.token_logprobs
     assert texts == ["quick brown" + front.text(0), "quick brown" + front.text(1)]
-    prompt = front.replica.submits[0].prompt_token_ids
+    prompt = prompt_of(front.replica.submits[0])
     for sample in (0, 1):
         assert values[sample][0] is None and values[sample][1] == -0.25
         assert tokens[sample][: len(prompt)] == [front.tokenizer.token_text(i) for i in prompt]
@@ -216,10 +217,10 @@ def test_prompts_can_be_lists_of_texts_or_tokens(client: openai.OpenAI, front: H
     assert [choice.text for choice in several.choices] == [front.text(0), front.text(1)] * 3
     assert (front.admits[0].submissions, front.admits[0].num_seqs) == (3, 6)
     ids = client.completions.create(model=MODEL, prompt=[5, 6, 7], echo=True, max_tokens=-1)
-    assert front.replica.submits[-1].prompt_token_ids == [5, 6, 7]
+    assert prompt_of(front.replica.submits[-1]) == [5, 6, 7]
     assert ids.choices[0].text == front.tokenizer.decode([5, 6, 7]) + front.text()
     client.completions.create(model=MODEL, prompt=[[5, 6], [7]])
-    assert [submit.prompt_token_ids for submit in front.replica.submits[-2:]] == [[5, 6], [7]]
+    assert [prompt_of(submit) for submit in front.replica.submits[-2:]] == [[5, 6], [7]]
 
 
 def test_sampling_parameters_reach_the_replica(client: openai.OpenAI, front: Harness) -> None:
@@ -304,7 +305,7 @@ def test_without_max_tokens_the_models_length_is_the_limit(client: openai.OpenAI
     client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=-1)
     client.completions.create(model=MODEL, prompt=[5] * 450, max_tokens=-1)
     for submit in front.replica.submits:
-        assert submit.sampling.max_tokens == 512 - len(submit.prompt_token_ids)
+        assert submit.sampling.max_tokens == 512 - submit.prompt_tokens
     assert all(admit.may_lower for admit in front.admits)
 
 

@@ -16,6 +16,7 @@ from appliance.front.refused_fields import (
 from tests.front.harness import Harness
 from tests.front.raw import chat, post
 from tests.pages import check_page
+from tests.prompts import prompt_of
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -122,7 +123,7 @@ def test_an_assistants_message_may_have_no_content_and_others_may_not(
     user = {"role": "user", "content": "hi"}
     messages = [user, {"role": "assistant", **fields}, user]
     assert post(front, CHAT, {"model": "demo", "messages": messages}).status == 200
-    text = front.tokenizer.decode(front.replica.submits[-1].prompt_token_ids, skip_special_tokens=False)
+    text = front.tokenizer.decode(prompt_of(front.replica.submits[-1]), skip_special_tokens=False)
     assert "<|assistant|></s><|user|>" in text
     error = post(front, CHAT, {"model": "demo", "messages": [{"role": "user", **fields}]}).error
     assert (error["param"], error["code"]) == ("messages[0].content", "missing_required_parameter")

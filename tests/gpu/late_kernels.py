@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from engine.bench.shapes import SHAPES
 from engine.generate import LocalEngine
-from engine.messages import ReplicaSpec, SamplingParams, Submit
+from engine.messages import ReplicaSpec, SamplingParams, Submit, pack_tokens
 
 STEPS = 400
 WAYS: tuple[dict[str, Any], ...] = (
@@ -91,7 +91,7 @@ def request(draw: random.Random, handle: int, vocabulary: int) -> Submit:
     return Submit(
         handle=handle,
         request_id=f"late-{handle}",
-        prompt_token_ids=draw.choices(range(vocabulary), k=tokens),
+        prompt=pack_tokens(draw.choices(range(vocabulary), k=tokens)),
         sampling=sampling,
         n=3 if draw.random() < 0.1 else 1,
     )

@@ -3,7 +3,8 @@ prompt.
 
     python -m tests.engine.scheduling.host_times --samples 128 --prompt 131000
 
-No device is used: the block tables are updated on the host, and every sample generates token 1.
+No device is used: the block tables are updated on the host, and every sample generates token 1. The intake
+consists of reading the submission from the front's channel and queueing it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import torch
 
 from engine.device_tables import SlotTables
 from engine.garbage import settle_garbage
-from engine.messages import BLOCK_TOKENS, SamplingParams, Submit
+from engine.messages import BLOCK_TOKENS, DataInbound, SamplingParams, Submit, pack_tokens
 from engine.plan import StepPlan, StepTokens
 from engine.scheduling.scheduler import Scheduler
+from engine.wire import Channel, socketpair
 from tests.engine.scheduling.simulated_runner import sampling_slots
 
 VOCAB = 1000
@@ -43,15 +45,23 @@ class StepCost:
         return self.plan_ms + self.apply_ms + self.collect_ms
 
 
+@dataclass(frozen=True)
+class IntakeCost:
+    """The host's time before the first step."""
+
+    read_ms: float
+    queue_ms: float
+
+
 def entries(plan: StepPlan) -> int:
     return len(plan.blocks) + sum(len(slots) for _, _, slots in plan.shares)
 
 
 def measure(
     *, prompt: int, samples: int, slots: int, output: int = 70, cached: bool = False
-) -> tuple[float, list[StepCost]]:
-    """Run the submission to completion. Returns the duration of its intake in milliseconds, and the cost of
-    each step. With `cached`, an earlier submission has left the prompt in the prefix cache."""
+) -> tuple[IntakeCost, list[StepCost]]:
+    """Run the submission to completion. Returns the cost of its intake and of each step. With `cached`, an
+    earlier submission has left the prompt in the prefix cache."""
     blocks = 2 * (prompt + output) // BLOCK_TOKENS + 4 * samples
     scheduler = Scheduler(
         max_num_seqs=slots,
@@ -66,7 +76,7 @@ def measure(
         return Submit(
             handle=handle,
             request_id="wide",
-            prompt_token_ids=[index % VOCAB for index in range(prompt)],
+            prompt=pack_tokens([index % VOCAB for index in range(prompt)]),
             n=n,
             sampling=SamplingParams(max_tokens=max_tokens),
         )
@@ -74,11 +84,32 @@ def measure(
     if cached:
         scheduler.add("front", submission(1, 1, 1))
         _run(scheduler, tables)
-    submit = submission(2, samples, output)
+    submit, read_ms = receive(submission(2, samples, output))
     began = time.thread_time()
     scheduler.add("front", submit)
-    intake_ms = 1e3 * (time.thread_time() - began)
-    return intake_ms, _run(scheduler, tables)
+    queue_ms = 1e3 * (time.thread_time() - began)
+    return IntakeCost(read_ms, queue_ms), _run(scheduler, tables)
+
+
+def receive(submit: Submit) -> tuple[Submit, float]:
+    """Send a submission through a channel. Returns the received submission and the CPU time of the reads in
+    milliseconds."""
+    front, replica = socketpair()
+    sender: Channel[object] = Channel(front, object)
+    receiver: Channel[DataInbound] = Channel(replica, DataInbound)
+    sender.send(submit)
+    messages: list[DataInbound] = []
+    seconds = 0.0
+    while not messages:
+        sender.flush()
+        began = time.thread_time()
+        messages = receiver.read()
+        seconds += time.thread_time() - began
+    sender.close()
+    receiver.close()
+    (received,) = messages
+    assert isinstance(received, Submit)
+    return received, 1e3 * seconds
 
 
 def _run(scheduler: Scheduler, tables: SlotTables) -> list[StepCost]:
@@ -120,11 +151,12 @@ def main() -> None:
     measure(prompt=100, samples=2, slots=4)
     settle_garbage()
     for cached in (False, True):
-        intake_ms, costs = measure(
+        intake, costs = measure(
             prompt=options.prompt, samples=options.samples, slots=options.slots, cached=cached
         )
         kind = "a cached prompt" if cached else "a new prompt"
-        print(f"{kind}: intake {intake_ms:.2f} ms; {len(costs)} steps; the most expensive ones:")
+        print(f"{kind}: reading {intake.read_ms:.2f} ms, queueing {intake.queue_ms:.2f} ms")
+        print(f"{len(costs)} steps; the most expensive ones:")
         for cost in sorted(costs, key=lambda cost: -cost.host_ms)[:5]:
             print(
                 f"step {cost.step}: {cost.host_ms:.2f} ms (plan {cost.plan_ms:.2f}, apply "

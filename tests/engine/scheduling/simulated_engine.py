@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from engine.core import EngineCore
-from engine.messages import Finished, Output, SamplingParams, Submit
+from engine.messages import Finished, Output, SamplingParams, Submit, pack_tokens
 from engine.plan import StepPlan, StepTokens
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.simulated_runner import VOCAB, SimulatedRunner, SimulatedStep, alone
@@ -34,18 +34,17 @@ class SimulatedEngine:
         self.finished: list[Finished] = []
         self.handles = 0
 
-    def submit(self, prompt: list[int] | int, *, front: str = FRONT, **fields: Any) -> Submit:
-        """Submit `prompt`, given as tokens or as a length. `fields` are fields of Submit or
+    def submit(self, prompt: list[int] | bytes | int, *, front: str = FRONT, **fields: Any) -> Submit:
+        """Submit `prompt`, given as tokens, as packed tokens or as a length. `fields` are fields of Submit or
         SamplingParams."""
         self.handles += 1
-        tokens = (
-            [(7 * self.handles + i) % VOCAB for i in range(prompt)] if isinstance(prompt, int) else prompt
-        )
+        if isinstance(prompt, int):
+            prompt = [(7 * self.handles + i) % VOCAB for i in range(prompt)]
         sampling = {name: fields.pop(name) for name in SamplingParams.__struct_fields__ if name in fields}
         submit = Submit(
             handle=self.handles,
             request_id=fields.pop("request_id", f"request-{self.handles}"),
-            prompt_token_ids=tokens,
+            prompt=prompt if isinstance(prompt, bytes) else pack_tokens(prompt),
             sampling=SamplingParams(**{"max_tokens": 8, **sampling}),
             **fields,
         )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from engine.messages import BLOCK_TOKENS, SamplingParams, Submit, TokenLogprob
 from engine.plan import StepPlan, StepTokens
+from tests.prompts import prompt_of
 
 VOCAB = 40
 STOP = 7
@@ -190,7 +191,7 @@ class Expected:
 
 def alone(submit: Submit, sample: int, max_model_len: int) -> Expected:
     """Return the expected tokens, finish reason and prompt logprobs of one sample if it ran alone."""
-    sampling, prompt = submit.sampling, submit.prompt_token_ids
+    sampling, prompt = submit.sampling, prompt_of(submit)
     known = prompt + submit.output_token_ids
     digest, scores = 0, None
     if sampling.prompt_logprobs is not None and sample == submit.first_sample:

@@ -7,6 +7,7 @@ from tests.engine.scheduling.simulated_engine import (
     SimulatedEngine,
     both_overlaps,
 )
+from tests.prompts import prompt_of
 
 
 def test_the_first_output_carries_the_cached_tokens_and_the_final_counts_the_batch_size() -> None:
@@ -16,7 +17,7 @@ def test_the_first_output_carries_the_cached_tokens_and_the_final_counts_the_bat
     engine.outputs.clear()
     engine.submit(5, max_tokens=40)
     engine.step()
-    engine.submit(warm.prompt_token_ids, max_tokens=3)
+    engine.submit(prompt_of(warm), max_tokens=3)
     engine.drain()
     cached = {o.handle: o.cached_tokens for o in engine.outputs if o.cached_tokens is not None}
     assert cached == {2: 0, 3: 128}
@@ -28,7 +29,7 @@ def test_generated_tokens_are_cached_too() -> None:
     engine = SimulatedEngine()
     submit = engine.submit(60, max_tokens=10)
     engine.drain()
-    turn = submit.prompt_token_ids + engine.told(submit)[0]
+    turn = prompt_of(submit) + engine.told(submit)[0]
     follow_up = engine.submit([*turn, 1, 2], max_tokens=2)
     engine.drain()
     engine.expect_alone(follow_up)
@@ -40,7 +41,7 @@ def test_the_last_token_is_never_cached_since_it_was_not_fed(overlap: bool) -> N
     engine = SimulatedEngine(overlap=overlap)
     submit = engine.submit(60, max_tokens=BLOCK_TOKENS - 60)
     engine.drain()
-    follow_up = engine.submit([*submit.prompt_token_ids, *engine.told(submit)[0], 1, 2])
+    follow_up = engine.submit([*prompt_of(submit), *engine.told(submit)[0], 1, 2])
     engine.drain()
     engine.expect_alone(follow_up)
     assert next(o for o in engine.outputs if o.handle == follow_up.handle).cached_tokens == 0

@@ -17,9 +17,10 @@ from tests.engine.scheduling.simulated_runner import VOCAB
 @pytest.mark.parametrize(
     ("prompt", "fields", "message"),
     [
-        ([], {}, "prompt_token_ids is empty"),
-        ([1, VOCAB], {}, f"prompt_token_ids contains {VOCAB}"),
-        ([-1], {}, "prompt_token_ids contains -1"),
+        ([], {}, "prompt is empty"),
+        (b"12345", {}, "prompt has 5 bytes"),
+        ([1, VOCAB], {}, f"prompt contains {VOCAB}"),
+        ([-1], {}, "prompt contains -1"),
         ([1], {"output_token_ids": [99]}, "output_token_ids contains 99"),
         ([1], {"stop_token_ids": (99,)}, "stop_token_ids contains 99"),
         ([1], {"logit_bias": {99: 1.0}}, "logit_bias contains 99"),
@@ -56,7 +57,7 @@ from tests.engine.scheduling.simulated_runner import VOCAB
     ],
 )
 def test_an_invalid_submission_ends_with_an_error_that_names_the_field(
-    prompt: list[int], fields: dict[str, Any], message: str
+    prompt: list[int] | bytes, fields: dict[str, Any], message: str
 ) -> None:
     engine = SimulatedEngine(blocks=4)
     before = engine.core.gauges()

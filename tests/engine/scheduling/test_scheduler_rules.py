@@ -81,7 +81,7 @@ def test_the_head_of_the_queue_starts_as_soon_as_its_blocks_are_free() -> None:
     engine.submit(4 * BLOCK_TOKENS, max_tokens=2)
     engine.drain()
     started = {s.prompt_tokens: plan.step for plan in engine.runner.plans for s in plan.setups}
-    assert started == {len(long.prompt_token_ids): 1, 4 * BLOCK_TOKENS: 11}
+    assert started == {long.prompt_tokens: 1, 4 * BLOCK_TOKENS: 11}
 
 
 def test_admission_keeps_the_watermark_of_free_blocks_while_sequences_run() -> None:

@@ -8,6 +8,7 @@ import pytest
 from engine.messages import BLOCK_TOKENS, Submit
 from engine.plan import StepPlan
 from tests.engine.scheduling.simulated_engine import SimulatedEngine, both_overlaps
+from tests.prompts import prompt_of
 
 
 def computed(plan: StepPlan | None) -> list[int]:
@@ -22,7 +23,7 @@ def started(engine: SimulatedEngine, submit: Submit) -> int:
         plan.step
         for plan in engine.runner.plans
         for chunk in plan.chunks
-        if chunk.start == 0 and chunk.token_ids == submit.prompt_token_ids[: len(chunk.token_ids)]
+        if chunk.start == 0 and chunk.token_ids == prompt_of(submit)[: len(chunk.token_ids)]
     )
 
 

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.core import EngineCore
-from engine.messages import Finished, Output, SamplingParams, Submit
+from engine.messages import Finished, Output, SamplingParams, Submit, pack_tokens
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.simulated_runner import STOP, VOCAB, Expected, SimulatedRunner, alone
 from tests.examples import examples
+from tests.prompts import prompt_of
 
 MAX_STEPS_TO_DRAIN = 40_000
 OWN_SALT = "own"
@@ -161,7 +162,7 @@ class Traffic(RuleBasedStateMachine):
         submit = Submit(
             handle=handle,
             request_id=f"request-{ask.request}",
-            prompt_token_ids=prompt,
+            prompt=pack_tokens(prompt),
             n=ask.n,
             first_sample=handle % 2,
             sampling=sampling,
@@ -240,7 +241,7 @@ class Traffic(RuleBasedStateMachine):
         submit = self.submits[front, output.handle]
         if told.outputs == 1:
             assert output.cached_tokens is not None
-            assert 0 <= output.cached_tokens <= len(submit.prompt_token_ids)
+            assert 0 <= output.cached_tokens <= submit.prompt_tokens
             if submit.n == 1 and submit.cache_salt.startswith(OWN_SALT):
                 assert output.cached_tokens == 0, (
                     "a cache hit on blocks that no submission with this salt computed"
@@ -261,7 +262,7 @@ class Traffic(RuleBasedStateMachine):
         elif output.finish_reason:
             assert (told.tokens, told.finish_reason) == (told.expected.tokens, told.expected.finish_reason)
             if not submit.cache_salt:
-                self.conversations.append(submit.prompt_token_ids + submit.output_token_ids + told.tokens)
+                self.conversations.append(prompt_of(submit) + submit.output_token_ids + told.tokens)
         else:
             assert output.token_ids, "an output without content"
 

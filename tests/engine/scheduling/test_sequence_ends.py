@@ -12,6 +12,7 @@ from tests.engine.scheduling.simulated_engine import (
     first_tokens,
 )
 from tests.engine.scheduling.simulated_runner import VOCAB, alone
+from tests.prompts import prompt_of
 
 # ── finish reasons ────────────────────────────────────────────────────────────────────────────────
 
@@ -102,7 +103,7 @@ def test_a_resubmitted_sample_continues_after_its_known_output() -> None:
     tokens, _ = whole.told(submit)
     resumed = SimulatedEngine()
     rest = resumed.submit(
-        submit.prompt_token_ids,
+        prompt_of(submit),
         output_token_ids=tokens[:25],
         max_tokens=40,
         temperature=1.0,

@@ -10,6 +10,7 @@ import pytest
 from engine.plan import SlotSetup
 from engine.scheduling import admission
 from tests.engine.scheduling.simulated_engine import SimulatedEngine
+from tests.prompts import prompt_of
 
 
 def setups_by_step(engine: SimulatedEngine) -> list[list[SlotSetup]]:
@@ -21,7 +22,7 @@ def test_forks_share_one_setup_in_the_plan() -> None:
     submit = engine.submit(150, n=4, first_sample=3, temperature=1.0, presence_penalty=0.5)
     engine.drain()
     ((setup,),) = setups_by_step(engine)
-    assert setup.history == submit.prompt_token_ids
+    assert setup.history == prompt_of(submit)
     assert [sample for _, sample in setup.members] == [3, 4, 5, 6]
     engine.expect_alone(submit)
 
