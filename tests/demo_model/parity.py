@@ -1,4 +1,5 @@
-"""Compares the demo model's answers on two devices. The tokens must be the same, or diverge at a near tie."""
+"""Compares the demo model's answers on two devices, and with `transformers`. The tokens must be the same, or
+diverge at a near tie."""
 
 from __future__ import annotations
 
@@ -6,9 +7,11 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
+import torch
+
 from engine.generate import GeneratedSample
-from engine.messages import TokenLogprob
-from tests.demo_model.asking import DEMO, engine, generated
+from engine.messages import SamplingParams, TokenLogprob
+from tests.demo_model.asking import DEMO, END, engine, generated, questions
 
 NEAR_TIE = 0.25
 """Gap between the reference's top two tokens below which another device may choose the second. The gap is the
@@ -112,6 +115,31 @@ def compare(
         most_moved=max(moved, default=0.0),
         divergences=divergences,
     )
+
+
+def transformers_parity(model: Path, asked: int | None = None) -> float:
+    """Compare the engine's answers in float32 on the CPU with `transformers`. Returns the largest difference
+    between the log probabilities of a token of an answer. `asked` is the number of questions (all if None).
+    Raises AssertionError if a token is not the best one of `transformers`."""
+    from transformers import AutoModelForCausalLM
+
+    sampling = SamplingParams(max_tokens=100, stop_token_ids=(END,), logprobs=1)
+    prompts = questions()[0][:asked]
+    started = engine("cpu", "float32", model=model)
+    answers = [sample for (sample,) in started.generate(prompts, sampling)]
+    started.close()
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    largest = 0.0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        # `generate` would exclude the begin token from attention if it equalled the padding token.
+        tokens = torch.tensor([prompt + answer.token_ids])
+        with torch.inference_mode():
+            scores = reference(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        assert scores.argmax(-1).tolist() == answer.token_ids, f"prompt {prompt}"
+        found = torch.tensor([known.logprob for known in answer.logprobs])
+        wanted = scores[torch.arange(len(found)), answer.token_ids]
+        largest = max(largest, (found - wanted).abs().max().item())
+    return largest
 
 
 def _divergence(question: int, place: int, mine: GeneratedSample, theirs: GeneratedSample) -> Divergence:

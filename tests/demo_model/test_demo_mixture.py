@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 
 from engine.messages import SamplingParams
 from tests.demo_model.asking import DEMO, END, engine, questions
+from tests.demo_model.parity import transformers_parity
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED = 1
@@ -50,15 +51,29 @@ def test_experts_that_are_copies_give_the_answers_of_the_demo_model(
         assert _answers(tmp_path, weights) == _answers(DEMO, weights)
 
 
-def test_training_changes_only_experts_and_routers(
-    mixture: Any, dense: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+def test_a_trained_mixture_gives_the_answers_of_transformers(
+    mixture: Any, dense: LlamaForCausalLM, tmp_path: Path
 ) -> None:
-    for name, value in (("CHAT_ROWS", 2), ("TEXT_ROWS", 1), ("TEXT_LENGTH", 32)):
-        monkeypatch.setattr(mixture, name, value)
-    monkeypatch.setattr(mixture, "_text", lambda tokenizer: torch.arange(200) % 100 + 10)
+    student = mixture.upcycle(dense, mixture.NOISE, SEED)
+    _train(mixture, student, dense)
+    mixture.export(student, DEMO, tmp_path)
+    assert transformers_parity(tmp_path, asked=8) < 1e-4
+
+
+def test_training_changes_only_experts_and_routers(mixture: Any, dense: LlamaForCausalLM) -> None:
     student = mixture.upcycle(dense, mixture.NOISE, SEED)
     before = {name: value.clone() for name, value in student.state_dict().items()}
-    divergences = mixture.train(student, dense, DEMO, 2, SEED)
+    divergences = _train(mixture, student, dense)
     assert all(0 < divergence < 10 for divergence in divergences)
     changed = {name for name, value in student.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {name for name in before if ".mlp." in name}
+
+
+def _train(mixture: Any, student: Any, dense: LlamaForCausalLM) -> list[float]:
+    """Train for two steps with few tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("CHAT_ROWS", 2), ("TEXT_ROWS", 1), ("TEXT_LENGTH", 32)):
+            patch.setattr(mixture, name, value)
+        patch.setattr(mixture, "_text", lambda tokenizer: torch.arange(200) % 100 + 10)
+        divergences: list[float] = mixture.train(student, dense, DEMO, 2, SEED)
+    return divergences
