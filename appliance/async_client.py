@@ -14,7 +14,7 @@ from typing import TypeVar
 import httptools
 
 from appliance import calls
-from appliance.calls import Call
+from appliance.calls import READ_ONLY_HEADER, Call
 from appliance.client import (
     STREAM_TIMEOUT_S,
     ServiceNotRunningError,
@@ -39,11 +39,20 @@ class AsyncAdminClient:
     The calls raise the same errors as those of `appliance.client.AdminClient`.
     """
 
-    def __init__(self, run_dir: str | Path, timeout_s: float = 10.0, key: str | None = None) -> None:
-        """`key` needs the `read` or `admin` scope. Only users who are not operators need a key."""
+    def __init__(
+        self,
+        run_dir: str | Path,
+        timeout_s: float = 10.0,
+        key: str | None = None,
+        *,
+        read_only: bool = False,
+    ) -> None:
+        """`key` needs the `read` or `admin` scope. Only users who are not operators need a key. If
+        `read_only` is true, the service refuses actions of this client."""
         self.socket = Path(run_dir) / "admin.sock"
         self._timeout_s = timeout_s
         self._key = key
+        self._read_only = read_only
 
     async def call(self, call: Call[Answer]) -> Answer:
         """Perform a call and return its answer."""
@@ -113,6 +122,8 @@ class AsyncAdminClient:
         lines = [f"{call.method} {call.path} HTTP/1.1", "host: appliance", "connection: close"]
         if self._key is not None:
             lines.append(f"authorization: Bearer {self._key}")
+        if self._read_only:
+            lines.append(f"{READ_ONLY_HEADER}: true")
         if call.body is not None:
             lines += ["content-type: application/json", f"content-length: {len(call.body)}"]
         return "\r\n".join([*lines, "", ""]).encode("latin-1") + (call.body or b"")

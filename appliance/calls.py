@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 
+READ_ONLY_HEADER = "x-appliance-read-only"
+"""Header of a session that may read but not act, whatever rights its caller has. Its only value is "true"."""
+
 
 class AdminError(Exception):
     """Raised if the service refuses the call. `status` is the HTTP status code."""

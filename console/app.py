@@ -14,6 +14,7 @@ import msgspec
 from textual import events, on, work
 from textual.app import App, ComposeResult
 from textual.widgets import Input
+from textual.worker import WorkerError
 
 from appliance.actions import Action, action_named
 from appliance.protocol import Done
@@ -72,7 +73,7 @@ class ConsoleApp(App[int]):
         self.frame_widget.focus()
         self._handle_signals()
         self.redraw()
-        self.feed()
+        self._feeding = self.feed()
         self.set_interval(1.0, self._tick)
 
     # ── drawing ──────────────────────────────────────────────────────────────────────────────
@@ -336,5 +337,8 @@ class ConsoleApp(App[int]):
                 loop.add_signal_handler(number, self.exit, 128 + number)
 
     async def on_unmount(self) -> None:
-        """Release the connections of the source."""
+        """Release the connections of the source, once nothing reads from it any more."""
+        self._feeding.cancel()
+        with contextlib.suppress(WorkerError):
+            await self._feeding.wait()
         await self.source.close()

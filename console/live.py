@@ -33,11 +33,14 @@ class LiveSource:
 
     kind: Literal["live"] = "live"
 
-    def __init__(self, run_dir: Path, *, key: str | None = None, interval_s: float = 0.5) -> None:
-        """`key` is needed only by users who are not operators."""
+    def __init__(
+        self, run_dir: Path, *, write: bool = False, key: str | None = None, interval_s: float = 0.5
+    ) -> None:
+        """Unless `write` is true, the service refuses actions. `key` is needed only by users who are not
+        operators."""
         self.label = str(run_dir)
         self.interval_s = interval_s
-        self._client = AsyncAdminClient(run_dir, key=key)
+        self._client = AsyncAdminClient(run_dir, key=key, read_only=not write)
         self._stream: AsyncGenerator[Snapshot, None] | None = None
         self._hz = 0
 

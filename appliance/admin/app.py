@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from appliance.actions import ACTIONS, Action
 from appliance.admin.auditing import ActionError
 from appliance.admin.callers import Authenticator, Caller, DeniedError
+from appliance.calls import READ_ONLY_HEADER
 from appliance.http import Connection
 from appliance.http.openapi import Operation, openapi_document
 from appliance.monitoring.metrics.exposition import CONTENT_TYPE
@@ -37,6 +38,10 @@ from store.audit import Actor
 log = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 64 << 10
+_READ_ONLY = (
+    "this session is read-only: to act on the service, start the console with --write, or send the request "
+    f"without the header {READ_ONLY_HEADER}"
+)
 _ERRORS = dict.fromkeys((400, 401, 403), ErrorBody)
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -74,6 +79,8 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
 
     async def refuse(request: Request, error: Exception) -> Response:
         caller: Caller = request.scope["state"]["caller"]
+        if caller.read_only:
+            error = PermissionError(_READ_ONLY)
         log.warning("%s denied %s: %s", caller.actor.name, _asked(request.scope), error)
         action = next((one for one in ACTIONS if request.scope["path"] == f"/actions/{one.name}"), None)
         if action is not None and request.method == "POST":

@@ -2,6 +2,8 @@
 with the `admin` or `read` scope. If a request carries a key, only the key determines the caller's rights, so
 that an operator can test a key's permissions.
 
+A request with the header `x-appliance-read-only: true` has read access only, whatever rights its caller has.
+
 Every action is audited with the peer's uid, the key and the host.
 """
 
@@ -14,6 +16,7 @@ import socket
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from appliance.calls import READ_ONLY_HEADER
 from appliance.http import Peer, bearer
 from appliance.scopes import granted
 from appliance.settings import AdminSettings
@@ -41,6 +44,8 @@ class Caller(NamedTuple):
     scopes: frozenset[str]
     host: str
     key_id: str = ""
+    read_only: bool = False
+    """Whether the session declares itself read-only. `scopes` then contains only `read`."""
 
     @property
     def actor(self) -> Actor:
@@ -73,6 +78,11 @@ class Authenticator:
 
     def identify(self, headers: Iterable[tuple[bytes, bytes]], peer: Peer | None) -> Caller:
         """Return the caller, who has at least read access. Raises DeniedError."""
+        fields = list(headers)
+        caller = self._caller(fields, peer)
+        return caller._replace(scopes=_READ, read_only=True) if _is_read_only(fields) else caller
+
+    def _caller(self, headers: Iterable[tuple[bytes, bytes]], peer: Peer | None) -> Caller:
         if peer is None or peer.kind != "unix":
             raise DeniedError(403, "this API is available only over a Unix socket")
         scheme, credentials = bearer(headers)
@@ -104,6 +114,24 @@ class Authenticator:
                 403, f"key {key.id} has neither scope 'admin' nor scope 'read'; use a key with one of them"
             )
         return Caller(peer.uid, scopes, self._host, key.id)
+
+
+_READ = granted(("read",))
+
+
+def _is_read_only(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Return whether the session is read-only. Raises DeniedError for a value other than "true", so that a
+    mistyped value does not permit actions."""
+    name = READ_ONLY_HEADER.encode()
+    values = [value for field, value in headers if field == name]
+    for value in values:
+        if value != b"true":
+            raise DeniedError(
+                400,
+                f"{READ_ONLY_HEADER} = {value[:40].decode('latin-1')!r} is not valid: use 'true', or omit "
+                "the header",
+            )
+    return bool(values)
 
 
 def operator_gids(settings: AdminSettings) -> list[int]:

@@ -27,7 +27,7 @@ def open_console(run_dir: str | None, *, demo: bool, write: bool, theme: str | N
     from console.run import run
 
     chosen = theme or ("mono" if os.environ.get("NO_COLOR") else "dark")
-    return run(_source(run_dir, demo=demo), write=write, theme=chosen)
+    return run(_source(run_dir, demo=demo, write=write), write=write, theme=chosen)
 
 
 def print_frame(run_dir: str | None, *, screen: str, demo: bool, as_json: bool) -> None:
@@ -35,7 +35,7 @@ def print_frame(run_dir: str | None, *, screen: str, demo: bool, as_json: bool) 
     from console.source import SourceError
     from console.top import top_json, top_lines
 
-    source = _source(run_dir, demo=demo)
+    source = _source(run_dir, demo=demo, write=False)
     with as_failure(SourceError):
         if as_json:
             print(top_json(source).decode())
@@ -45,11 +45,11 @@ def print_frame(run_dir: str | None, *, screen: str, demo: bool, as_json: bool) 
             print(line)
 
 
-def _source(run_dir: str | None, *, demo: bool) -> SnapshotSource:
+def _source(run_dir: str | None, *, demo: bool, write: bool) -> SnapshotSource:
     if demo:
         from console.fake import FakeSource
 
         return FakeSource()
     from console.live import LiveSource
 
-    return LiveSource(find_run_dir(run_dir), key=admin_key())
+    return LiveSource(find_run_dir(run_dir), write=write, key=admin_key())

@@ -1,0 +1,239 @@
+"""Tests that a read-only console cannot change a service. Every action, key, palette entry and command
+line is tried against a real core with its admin API."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Button
+
+from appliance import calls
+from appliance.actions import ACTIONS, CreateKey, CreateTenant, MapPeer, SuspendTenant, action_of
+from appliance.calls import READ_ONLY_HEADER
+from appliance.pages import AuditQuery
+from console.app import ConsoleApp
+from console.commands import WORDS, build, equivalent
+from console.dialogs import TextDialog
+from console.keys import KEYS, offered
+from console.live import LiveSource
+from console.palette import ConsoleCommands
+from console.source import SourceError
+from tests.console.test_app import opened, shown, until
+from tests.core.conftest import Service, wait_until
+
+pytestmark = pytest.mark.system
+
+
+class Target:
+    """A core with one object for each action to change."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.run_dir = service.run_dir
+        for name in ("acme", "unused"):
+            service.admin.act(CreateTenant(name=name))
+        created: Any = service.admin.act(CreateKey(name="k", tenant="acme"))
+        self.key = created.id
+        service.admin.act(MapPeer(peer="uid:4242", tenant="acme"))
+        self.clients: list[socket.socket] = [service.connect("m 1000000")]
+        wait_until(lambda: bool(service.admin.in_flight()), what="a running request")
+        self.request = service.admin.in_flight()[0].request_id
+
+    def values(self) -> dict[str, dict[str, Any]]:
+        """Return the parameters of each action, as texts of the command line."""
+        return {
+            "tenants.create": {"name": "new"},
+            "tenants.set": {"name": "acme", "weight": "3"},
+            "tenants.suspend": {"name": "acme"},
+            "tenants.resume": {"name": "acme"},
+            "tenants.delete": {"name": "unused"},
+            "keys.create": {"name": "new", "tenant": "acme"},
+            "keys.rotate": {"id": self.key},
+            "keys.set": {"id": self.key, "tokens_per_day": "5"},
+            "keys.revoke": {"id": self.key},
+            "peers.map": {"peer": "uid:4243", "tenant": "acme"},
+            "peers.unmap": {"peer": "uid:4242"},
+            "drain": {},
+            "resume": {},
+            "models.add": {"name": "new", "folder": str(self.service.folder / "m")},
+            "models.load": {"model": "m"},
+            "models.unload": {"model": "m"},
+            "models.default": {"model": "m@1"},
+            "models.rollback": {"name": "m"},
+            "models.alias": {"name": "other", "target": "m"},
+            "models.remove": {"model": "m"},
+            "models.prune": {},
+            "config.reload": {},
+            "requests.cancel": {"request_id": self.request},
+            "requests.show": {"request_id": self.request},
+            "alerts.ack": {"id": "1"},
+            "alerts.silence": {"rule": "*"},
+            "alerts.unsilence": {"id": "1"},
+            "backup.begin": {"path": "/backup"},
+            "backup.end": {"path": "/backup", "error": "x"},
+        }
+
+    def actions(self) -> list[msgspec.Struct]:
+        """Return the parameters of every action of the registry."""
+        values = self.values()
+        assert set(values) == {action.name for action in ACTIONS}, "add the parameters of the new action"
+        return [build(action, values[action.name]) for action in ACTIONS]
+
+    def state(self) -> bytes:
+        """Return all that actions can change, with the actions that were not refused."""
+        client = self.service.admin
+        tenants = [msgspec.structs.replace(one, usage=[]) for one in client.tenants()]
+        keys = [msgspec.structs.replace(one, usage=[]) for one in client.call(calls.KEYS)]
+        performed = [
+            (one.seq, one.action, one.result)
+            for one in client.call(calls.audit(AuditQuery(limit=1000))).rows
+            if not (one.result or "").startswith("refused")
+        ]
+        parts = (
+            *(tenants, keys, client.peers(), client.models(), client.configuration(), performed),
+            *(client.call(calls.SILENCES), [one.request_id for one in client.in_flight()]),
+            [(one.model, one.state) for one in client.status().drains],
+        )
+        return msgspec.json.encode(parts)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    service = Service(tmp_path_factory.mktemp("core"))
+    service.start()
+    assert service.process is not None
+    try:
+        service.wait_ready()
+        yield Target(service)
+    finally:
+        service.process.kill()
+        service.process.wait()
+
+
+def read_only(target: Target) -> ConsoleApp:
+    return ConsoleApp(LiveSource(target.run_dir), write=False)
+
+
+def run(app: ConsoleApp, steps: Any) -> None:
+    """Run steps in a console that has shown its first figures."""
+
+    async def session() -> None:
+        async with app.run_test(size=(120, 40)) as pilot:
+            await until(pilot, lambda: app.session.context.snapshot and "Latency" in shown(app))
+            await steps(pilot)
+
+    asyncio.run(session())
+
+
+def test_the_service_refuses_every_action_of_a_read_only_session(target: Target) -> None:
+    before = target.state()
+    source = LiveSource(target.run_dir)
+
+    async def attempts() -> None:
+        for parameters in target.actions():
+            with pytest.raises(SourceError, match=r"read-only.*--write"):
+                await source.act(parameters)
+
+    asyncio.run(attempts())
+    assert target.state() == before
+    refused = target.service.admin.call(calls.audit(AuditQuery(limit=1000))).rows
+    assert any("read-only" in (one.result or "") for one in refused)
+
+
+def test_no_key_changes_anything(target: Target) -> None:
+    before, app = target.state(), read_only(target)
+
+    async def steps(pilot: Pilot[int]) -> None:
+        for view in "4678":  # the screens whose rows are targets of actions
+            for one in KEYS:
+                for key in one.keys:
+                    if one.command == "quit":
+                        continue
+                    await pilot.press(view, key)
+                    assert not opened(app), one
+                    await pilot.press("enter", "escape")
+
+    run(app, steps)
+    assert target.state() == before
+
+
+def test_no_palette_entry_changes_anything(target: Target) -> None:
+    before, app = target.state(), read_only(target)
+
+    async def steps(pilot: Pilot[int]) -> None:
+        entries = ConsoleCommands(app.screen)._entries()
+        assert len(entries) > 20
+        for view in "4678":
+            for _, _, command in entries:
+                if command == "quit":
+                    continue
+                await pilot.press(view)
+                app.action_run(command)
+                await pilot.pause()
+                assert not opened(app), command
+                await pilot.press("enter", "escape", "escape")
+
+    run(app, steps)
+    assert target.state() == before
+
+
+def test_no_command_line_changes_anything(target: Target, tmp_path: Path) -> None:
+    before, app, values = target.state(), read_only(target), target.values()
+
+    async def steps(pilot: Pilot[int]) -> None:
+        for action in offered():
+            command = equivalent(action, values[action.name]).removeprefix("appliance ")
+            app.run_line(command.removesuffix(" --yes"))
+            await pilot.pause()
+            assert not opened(app), command
+            assert "--write" in shown(app), command
+        for word in WORDS:
+            if word != "quit":
+                app.run_line(f"export csv {tmp_path}/x" if word == "export" else word)
+                await pilot.pause()
+                assert not opened(app), word
+
+    run(app, steps)
+    assert target.state() == before
+
+
+def test_the_service_refuses_even_if_the_console_offers_the_action(target: Target) -> None:
+    before, app = target.state(), read_only(target)
+
+    async def steps(pilot: Pilot[int]) -> None:
+        app.session.context.write = True
+        app.run_line("tenants suspend acme")
+        await until(pilot, lambda: opened(app))
+        app.screen.query_one("#confirm", Button).press()
+        await until(pilot, lambda: isinstance(app.screen, TextDialog))
+        assert "--write" in "\n".join(str(one.render()) for one in app.screen.query("Static"))
+
+    run(app, steps)
+    assert target.state() == before
+
+
+def test_a_console_with_write_changes_the_service(target: Target) -> None:
+    """Prove that the tests above would notice a change."""
+    before = target.state()
+    source = LiveSource(target.run_dir, write=True)
+    parameters = SuspendTenant(name="acme")
+    assert action_of(parameters).name == "tenants.suspend"
+    asyncio.run(source.act(parameters))
+    assert target.state() != before
+
+
+@pytest.mark.parametrize("value", ["false", "TRUE", ""])
+def test_a_mistyped_header_does_not_permit_actions(target: Target, value: str) -> None:
+    transport = httpx.HTTPTransport(uds=str(target.run_dir / "admin.sock"), verify=False)
+    with httpx.Client(transport=transport, base_url="http://appliance", timeout=60) as client:
+        response = client.post("/actions/drain", json={}, headers={READ_ONLY_HEADER: value})
+    assert response.status_code == 400
+    assert f"{READ_ONLY_HEADER} = {value!r} is not valid" in response.json()["message"]
