@@ -1,0 +1,71 @@
+"""A console in a real terminal (tmux)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+SANE = {"icanon", "echo", "isig", "icrnl", "opost"}
+"""Modes of a terminal that a program has left as it found it."""
+
+
+class Tmux:
+    """A tmux server of its own, with one terminal."""
+
+    def __init__(self, folder: Path, command: str, size: tuple[int, int] = (100, 30)) -> None:
+        self._socket = str(folder / "tmux")
+        self.marker = folder / "ended"
+        script = folder / "run.sh"
+        script.write_text(f"{command}\necho $? > {self.marker}\nstty -a > {folder}/stty\nsleep 600\n")
+        self.folder = folder
+        width, height = size
+        self.tmux("new-session", "-d", "-x", str(width), "-y", str(height), f"sh {script}")
+
+    def tmux(self, *words: str) -> str:
+        done = subprocess.run(
+            ["tmux", "-f", "/dev/null", "-S", self._socket, *words],
+            capture_output=True,
+            text=True,
+            check=True,
+            # With these variables, Textual would not ask the terminal for its size.
+            env={name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")},
+        )
+        return done.stdout
+
+    def screen(self) -> str:
+        return self.tmux("capture-pane", "-p")
+
+    def wait(self, condition: Callable[[], object], what: str) -> None:
+        for _ in range(600):
+            if condition():
+                return
+            time.sleep(0.2)
+        raise AssertionError(f"timed out waiting for {what}:\n{self.screen()}")
+
+    def keys(self, *keys: str) -> None:
+        """Press keys, by tmux's names."""
+        self.tmux("send-keys", *keys)
+
+    def type(self, text: str) -> None:
+        """Type a text."""
+        self.tmux("send-keys", "-l", text)
+
+    def wait_for(self, text: str) -> None:
+        """Wait until the screen shows a text."""
+        self.wait(lambda: text in self.screen(), repr(text))
+
+    def modes(self) -> set[str]:
+        """Wait until the console has ended, and return the modes of the terminal then."""
+        self.wait(self.marker.exists, "the console to end")
+        path = self.folder / "stty"
+        self.wait(lambda: path.exists() and path.read_text(), "stty")
+        return {mode.rstrip(";") for mode in path.read_text().split()}
+
+    def pid(self) -> int:
+        """Return the process id of the console."""
+        shell = self.tmux("list-panes", "-F", "#{pane_pid}").strip()
+        found = subprocess.run(["pgrep", "-P", shell], capture_output=True, text=True, check=True).stdout
+        return int(found.split()[0])

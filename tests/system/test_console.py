@@ -1,0 +1,174 @@
+"""Tests of the console in a real terminal (tmux) on a real service: actions and their effect, lost
+connections, and the terminal after every exit."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from appliance import calls
+from appliance.client import AdminClient
+from appliance.pages import AuditQuery
+from tests.checkpoints import write_constant_checkpoint
+from tests.console.tmux import SANE, Tmux
+from tests.system.service import APPLIANCE, Service, service
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed"),
+]
+
+SMALL = ("--set", "kv_blocks=100", "--set", "threads=1", "--set", "max_num_seqs=64")
+RECONNECT_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Return a service with a model in its registry that is not loaded."""
+    config = tmp_path_factory.mktemp("settings") / "appliance.toml"
+    config.write_text("[models]\n")
+    checkpoint = write_constant_checkpoint(tmp_path_factory.mktemp("checkpoints") / "chat", 100)
+    with service("--config", str(config)) as started:
+        started.command("models", "add", f"chat={checkpoint}", *SMALL)
+        yield started
+
+
+@pytest.fixture
+def terminal(running: Service, tmp_path: Path) -> Iterator[Tmux]:
+    """Return a terminal in which a console has connected to the service."""
+    opened = Tmux(tmp_path, f"{APPLIANCE} console --write --run-dir {running.run_dir}", (120, 40))
+    try:
+        opened.wait_for("Tokens per second")
+        yield opened
+    finally:
+        opened.tmux("kill-server")
+
+
+def perform(terminal: Tmux, command: str) -> None:
+    """Enter an action on the command line of the console and confirm its dialog."""
+    terminal.keys(":")
+    terminal.wait_for("command, tab completes")
+    terminal.type(command)
+    terminal.wait_for(command)
+    terminal.keys("Enter")
+    confirm(terminal)
+
+
+def confirm(terminal: Tmux) -> None:
+    """Confirm the dialog of an action. The focus is on Cancel at first."""
+    terminal.wait_for("$ appliance")
+    terminal.keys("Tab", "Enter")
+    terminal.wait(lambda: "$ appliance" not in terminal.screen(), "the dialog to close")
+
+
+def audited(running: Service, action: str) -> list[str | None]:
+    """Return the results of an action in the audit trail, the newest first."""
+    with AdminClient(running.run_dir) as client:
+        rows = client.call(calls.audit(AuditQuery(action=action))).rows
+    return [row.result for row in rows]
+
+
+def test_an_operator_loads_limits_drains_and_cancels_in_the_console(running: Service, terminal: Tmux) -> None:
+    with AdminClient(running.run_dir) as client:
+        perform(terminal, "models load chat")
+        running.wait_until(lambda: client.status().models, 90, "the model in the status")
+        running.wait_until(lambda: client.status().models[0].state == "ready", 90, "the model to be ready")
+        terminal.wait_for("esc closes")
+        terminal.keys("Escape")
+        terminal.wait(lambda: "esc closes" not in terminal.screen(), "the result to close")
+
+        perform(terminal, "tenants set default --tokens-per-minute 60000")
+        [tenant] = [one for one in client.tenants() if one.name == "default"]
+        assert tenant.quota.tokens_per_minute == 60000
+
+        perform(terminal, "drain --grace 60s --queue")
+        terminal.wait_for("SERVICE DRAIN")
+        assert [(one.grace_s, one.queue) for one in client.status().drains] == [(60.0, True)]
+
+        answers: list[httpx.Response] = []
+
+        def ask() -> None:
+            body = {"model": "chat", "prompt": "import ", "max_tokens": 4}
+            with running.http() as http:
+                answers.append(http.post("/v1/completions", json=body))
+
+        client_thread = threading.Thread(target=ask)
+        client_thread.start()
+        running.wait_until(client.in_flight, 60, "the held request")
+        request_id = client.in_flight()[0].request_id
+        terminal.keys("4")
+        terminal.wait_for(request_id[:12])
+        terminal.keys("X")
+        terminal.wait_for(f"requests cancel {request_id}")
+        confirm(terminal)
+        client_thread.join(60)
+        assert answers[0].status_code >= 400 and client.in_flight() == []
+
+        terminal.keys("R")
+        confirm(terminal)
+        running.wait_until(lambda: not client.status().drains, 60, "the end of the drain")
+    for action in ("models.load", "tenants.set", "drain", "requests.cancel", "resume"):
+        assert audited(running, action)[0] == "ok", action
+    assert running.command("audit", "verify")["ok"]
+    terminal.keys("q")
+    assert terminal.modes() >= SANE
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_terminal_is_sane_after_a_signal(terminal: Tmux, number: signal.Signals) -> None:
+    subprocess.run(["kill", f"-{number.value}", str(terminal.pid())], check=True)
+    assert terminal.modes() >= SANE
+    assert terminal.marker.read_text().strip() == str(128 + number)
+
+
+def test_the_console_stays_reconnects_and_leaves_a_sane_terminal(running: Service, terminal: Tmux) -> None:
+    waits = []
+    for _ in range(3):  # a busy machine may delay one of the reconnections
+        running.process.kill()
+        running.process.wait()
+        terminal.wait_for("STALE")
+        waits.append(_reconnected_after(running, terminal))
+        if waits[-1] <= RECONNECT_S:
+            break
+    assert min(waits) <= RECONNECT_S, waits
+    terminal.wait_for("RESTARTED")
+    running.wait_until(running.ready, 90, "the service to be ready")
+    running.process.kill()
+    running.process.wait()
+    terminal.wait_for("STALE")
+    terminal.keys("q")
+    assert terminal.modes() >= SANE
+
+
+def _reconnected_after(running: Service, terminal: Tmux) -> float:
+    """Start the service, and return the time from its first answer until the console shows it."""
+    answered: list[float] = []
+
+    def wait_for_answer() -> None:
+        with AdminClient(running.run_dir) as client:
+            while not answered:
+                try:
+                    client.status()
+                except Exception:
+                    time.sleep(0.02)
+                else:
+                    answered.append(time.monotonic())
+
+    thread = threading.Thread(target=wait_for_answer)
+    thread.start()
+    running.start()
+    thread.join(90)
+    end: Any = time.monotonic() + 60
+    while "STALE" in terminal.screen():
+        assert time.monotonic() < end, terminal.screen()
+        time.sleep(0.02)
+    return time.monotonic() - answered[0]
