@@ -50,9 +50,18 @@ class PastReader:
 
     def snapshot(self, query: SnapshotQuery) -> PastSnapshot:
         """Return the service at a time. Raises NotRecordedError."""
-        recorded, span = self._telemetry.snapshot(query.at), self._telemetry.span()
-        if recorded is None or span is None:
-            raise NotRecordedError(_not_recorded(query.at, span))
+        span = self._telemetry.span()
+        if span is None:
+            raise NotRecordedError(
+                "nothing has been recorded yet: the service records a sample every second while it runs"
+            )
+        at = span[1] if query.at is None else query.at
+        recorded = self._telemetry.snapshot(at)
+        if recorded is None:
+            raise NotRecordedError(
+                f"nothing was recorded at {_local(at)}, because the service was not running then, or the "
+                f"sample has been removed: choose a time from {_local(span[0])} to {_local(span[1])}"
+            )
         sample, fine = recorded.sample, recorded.resolution_s == 1
         details = decode_details(self._telemetry.details(sample.at)) if fine else None
         try:
@@ -189,15 +198,6 @@ def _resolution(seconds: int) -> Resolution:
 def _highest(recorded: RecordedSample, figure: str) -> float | None:
     position = recorded.sample.layout.figures.get(figure)
     return None if position is None else recorded.high[position]
-
-
-def _not_recorded(at: float, span: tuple[float, float] | None) -> str:
-    if span is None:
-        return "nothing has been recorded yet: the service records a sample every second while it runs"
-    return (
-        f"nothing was recorded at {_local(at)}, because the service was not running then, or the sample has "
-        f"been removed: choose a time from {_local(span[0])} to {_local(span[1])}"
-    )
 
 
 def _local(at: float) -> str:

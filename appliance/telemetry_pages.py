@@ -25,8 +25,8 @@ Seconds = Literal[1, 10, 60]
 class SnapshotQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Parameters of `GET /telemetry/snapshot`."""
 
-    at: Time
-    """Time in unix seconds."""
+    at: Time | None = None
+    """Time in unix seconds. Default: the newest sample."""
 
 
 class PastSnapshot(msgspec.Struct, kw_only=True):

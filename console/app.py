@@ -14,7 +14,7 @@ import msgspec
 from textual import events, on, work
 from textual.app import App, ComposeResult
 from textual.widgets import Input
-from textual.worker import WorkerError
+from textual.worker import Worker, WorkerError
 
 from appliance.actions import Action, action_named
 from appliance.protocol import Done
@@ -24,11 +24,13 @@ from console.impact import impact, result_lines, watch
 from console.keys import SCREENS, offered
 from console.palette import ConsoleCommands
 from console.prompt import PromptLine
+from console.replay import PAST_IS_FIXED
 from console.screens.table import TableView
 from console.session import ConsoleSession
 from console.source import ListName, SnapshotSource, SourceError
 from console.textual_themes import textual_theme
 from console.themes import THEMES
+from console.travel import TimeTravel
 from console.widget import FrameWidget
 
 _RETRY_S = 0.5
@@ -57,6 +59,8 @@ class ConsoleApp(App[int]):
         self.session.theme = theme
         self.frame_widget = FrameWidget()
         self.prompt = PromptLine()
+        self.travel = TimeTravel(self)
+        self._feeding: Worker[None] | None = None
         self._reading: set[ListName] = set()
         self._fed = 0
 
@@ -73,7 +77,10 @@ class ConsoleApp(App[int]):
         self.frame_widget.focus()
         self._handle_signals()
         self.redraw()
-        self._feeding = self.feed()
+        if self.source.kind == "replay":
+            self.travel.open(None)
+        else:
+            self._feeding = self.feed()
         self.set_interval(1.0, self._tick)
 
     # ── drawing ──────────────────────────────────────────────────────────────────────────────
@@ -113,6 +120,8 @@ class ConsoleApp(App[int]):
             self.redraw()
 
     def _read_lists(self) -> None:
+        if self.session.past is not None:
+            return
         for name in self.session.view.lists():
             if name not in self._reading:
                 self._reading.add(name)
@@ -134,11 +143,15 @@ class ConsoleApp(App[int]):
     def action_run(self, command: str) -> None:
         """Run a command of the key table."""
         word, _, rest = command.partition(" ")
-        if self.session.run(command):
+        if self.travel.run(command):
+            pass
+        elif self.session.run(command):
             if word == "theme":
                 self.theme = f"console-{self.session.theme}"
             if word in ("screen", "history", "variant"):
                 self._read_lists()
+                if self.session.past is not None:
+                    self.travel.read_lists()
         elif word == "quit":
             self.exit(0)
             return
@@ -174,11 +187,13 @@ class ConsoleApp(App[int]):
                 self.action_run(f"screen {names[word]}")
             elif word in ("q", "quit", "exit"):
                 self.exit(0)
+            elif word in ("time", "compare", "incident", "live"):
+                self.travel.run_line(word, rest.strip())
             elif word in ("theme", "glyphs", "interval", "sort", "help", "pause", "export", "filter"):
                 self.action_run(f"{word} {rest}".strip())
             else:
                 raise CommandError(f"unknown command {word!r}: press tab for the commands")
-        except CommandError as error:
+        except ValueError as error:
             self.session.say(str(error), "bad")
         self.redraw()
 
@@ -251,6 +266,9 @@ class ConsoleApp(App[int]):
 
     def choose_action(self) -> None:
         """Offer the actions for the objects of this screen."""
+        if self.session.past is not None:
+            self.session.say(PAST_IS_FIXED, "warn")
+            return
         view = self.session.view
         names = view.selected(self.session.context)
         choices = [
@@ -273,7 +291,7 @@ class ConsoleApp(App[int]):
         """Open the dialog of an action. Unless the command line gives the target, the action concerns the
         marked rows or the row under the cursor."""
         if not self.session.context.write:
-            self.session.say(_READ_ONLY, "warn")
+            self.session.say(_READ_ONLY if self.session.past is None else PAST_IS_FIXED, "warn")
             return
         names = [] if given else self._targets_on_screen(action)
         if not given and not names and action.target in _ROW_TARGETS and action.name not in _CREATING:
@@ -338,7 +356,8 @@ class ConsoleApp(App[int]):
 
     async def on_unmount(self) -> None:
         """Release the connections of the source, once nothing reads from it any more."""
-        self._feeding.cancel()
-        with contextlib.suppress(WorkerError):
-            await self._feeding.wait()
+        if self._feeding is not None:
+            self._feeding.cancel()
+            with contextlib.suppress(WorkerError):
+                await self._feeding.wait()
         await self.source.close()

@@ -22,6 +22,10 @@ WORDS: dict[str, str] = {
     "export": "export csv|json [FILE]: write the rows of this table to a file",
     "help": "help: explain the keys and figures of this screen",
     "pause": "pause: freeze the screen, or continue",
+    "time": "time TIME: open a time of the past, such as 14:03, -20m or 2026-11-20T14:03",
+    "compare": "compare TIME: compare the figures on screen with those of another time",
+    "incident": "incident: export a part of the past as a file",
+    "live": "live: return to the present",
     "quit": "quit",
 }
 """Commands of the console itself, with their usage."""

@@ -4,11 +4,24 @@ screens."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from appliance.snapshot import Snapshot
 from console.glyphs import GlyphSet
 from console.history import History
 from console.source import ListName, ListRow
+
+
+class Compared(NamedTuple):
+    """An instant to compare with."""
+
+    snapshot: Snapshot
+    resolution_s: int
+
+    @property
+    def at(self) -> float:
+        """Its time in unix seconds."""
+        return self.snapshot.at
 
 
 @dataclass
@@ -23,5 +36,7 @@ class Context:
     """Lists that have been read."""
     row_errors: dict[ListName, str] = field(default_factory=dict)
     """Reasons why a list could not be read."""
+    compared: Compared | None = None
+    """The first instant of a comparison."""
     write: bool = False
     """Whether actions are permitted."""

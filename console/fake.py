@@ -44,6 +44,7 @@ from appliance.snapshot import (
     UnfinishedRequest,
 )
 from console.fake_machine import alerts_of, gpus_of
+from console.fake_recording import FakeRecording
 from console.fake_rows import FakeRows
 from console.simulation import BLOCK_TOKENS, WINDOW_S, Ended, SimReplica, SimRequest, SimTenant, Simulation
 from console.source import ListName, ListRow, SourceError
@@ -91,6 +92,7 @@ class FakeSource:
         )
         self._past: deque[_Counters] = deque()
         self._rows = FakeRows(self.simulation)
+        self._recording = FakeRecording(self._rows)
         self._first = True
 
     async def next(self) -> Snapshot:
@@ -108,7 +110,9 @@ class FakeSource:
         self._past.append(_Counters(sim.now, self._totals(), tokens))
         while len(self._past) > 2 and self._past[0].at < sim.now - _RATE_WINDOW_S:
             self._past.popleft()
-        return self._snapshot()
+        snapshot = self._snapshot()
+        self._recording.add(snapshot)
+        return snapshot
 
     async def rows(self, name: ListName) -> list[ListRow]:
         """Return a list of the simulated service."""
@@ -142,6 +146,10 @@ class FakeSource:
                 raise SourceError(f"the demo does not simulate {action.name}: connect to a running service")
         self._rows.record(action.name, action.target_name(parameters))
         return Done(message=message)
+
+    def recording(self) -> FakeRecording:
+        """Return the minutes since the start of the demo."""
+        return self._recording
 
     async def close(self) -> None:
         """Do nothing."""

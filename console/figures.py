@@ -417,6 +417,31 @@ FIGURES: dict[str, Figure] = {
     "at": Figure("TIME", "", "", "When the line was written.", "logs: at"),
     "level": Figure("LEVEL", "", "", "Level of the line or finding.", "logs: level"),
     "process": Figure("PROCESS", "", "", "The process that wrote the line.", "logs: process"),
+    "figure": Figure("FIGURE", "", "", "Name of the figure, as in the admin API.", "GET /telemetry: figures"),
+    "first": Figure(
+        "FIRST",
+        "of the figure",
+        "the first instant",
+        "The figure at the instant chosen with c.",
+        "GET /telemetry",
+    ),
+    "second": Figure(
+        "SECOND",
+        "of the figure",
+        "the instant on screen",
+        "The figure at the instant on screen.",
+        "GET /telemetry",
+    ),
+    "difference": Figure(
+        "DIFFERENCE", "of the figure", "both instants", "The second value minus the first.", "GET /telemetry"
+    ),
+    "change": Figure(
+        "CHANGE",
+        "% of the first value",
+        "both instants",
+        "The difference in relation to the first value.",
+        "GET /telemetry",
+    ),
     "setting_source": Figure(
         "SOURCE", "", _NOW, "FILE:LINE, a command-line flag, or default.", "config: places"
     ),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 Cell = str | float | int | None
 Getters = Mapping[str, Callable[[Any], Cell]]
@@ -67,5 +67,6 @@ def sort_rows(rows: Sequence[Any], get: Callable[[Any], Cell], *, reverse: bool)
     """Return rows sorted by a column. Rows with an unknown value come last in both directions."""
     known = [row for row in rows if get(row) is not None]
     unknown = [row for row in rows if get(row) is None]
-    known.sort(key=cast(Callable[[Any], Any], get), reverse=reverse)
+    # A column may contain numbers and texts. Numbers come first.
+    known.sort(key=lambda row: (isinstance(value := get(row), str), value), reverse=reverse)
     return [*known, *unknown]

@@ -14,6 +14,7 @@ from console.keys import KEYS, shown_name
 from console.lines import BLANK, Line, Span, clip, line, span, spread, width_of, wrap
 from console.screens.base import MIN_HEIGHT, MIN_WIDTH, View
 from console.screens.panels import STATE_ROLES
+from console.timeline import PastState, badge_text, timeline_lines
 
 _RESTARTED_S = 60.0
 """How long the badge RESTARTED stays."""
@@ -36,6 +37,8 @@ class FrameState:
     """Reason why the source does not deliver."""
     restarted_at: float | None = None
     paused: bool = False
+    past: PastState | None = None
+    """The instant that is shown; None for the present."""
     help: bool = False
     help_scroll: int = 0
     message: str = ""
@@ -50,6 +53,8 @@ def frame(state: FrameState, width: int, height: int) -> list[Line]:
     top = [_header(state, width)]
     if not small:
         top.append(_tabs(state, width))
+        if state.past is not None and state.footer:
+            top += timeline_lines(state.past, width, state.context.glyphs)
     top += _banners(state, width)
     bottom = [_footer(state, width)] if state.footer else []
     room = max(0, height - len(top) - len(bottom))
@@ -84,8 +89,9 @@ def _header(state: FrameState, width: int) -> Line:
             span(f" · {snapshot.version}", "dim"),
         ]
     right = _badges(state)
-    at = state.now if snapshot is None else snapshot.at
-    right += [span(f" {units.clock(at)} ", "bold" if state.stale_s is None else "bad")]
+    if state.past is None:
+        at = state.now if snapshot is None else snapshot.at
+        right += [span(f" {units.clock(at)} ", "bold" if state.stale_s is None else "bad")]
     if width_of(left) + width_of(right) < width - 4:
         left.append(span(f" · {state.label}", "dim"))
     return spread(left, right, width)
@@ -99,11 +105,15 @@ def _badges(state: FrameState) -> Line:
         badges.append(span(f" {text} ", role, action))
         badges.append(Span(" "))
 
-    if state.paused:
+    past = state.past
+    if past is not None and past.playing:
+        add(f"PLAY x{past.speed}", "badge_good", "pause")
+    if past is None and state.paused:
         add("PAUSED", "badge", "pause")
     if state.stale_s is not None:
         add(f"STALE {units.seconds(state.stale_s)}", "badge_bad")
-    if state.restarted_at is not None and state.now - state.restarted_at < _RESTARTED_S:
+    seen = state.restarted_at is not None and state.now - state.restarted_at < _RESTARTED_S
+    if seen if past is None else past.restarted:
         add("RESTARTED", "badge")
     if snapshot is not None:
         firing = sum(one.state == "firing" for one in snapshot.alerts)
@@ -113,7 +123,9 @@ def _badges(state: FrameState) -> Line:
         add(badge, "badge")
     if state.demo:
         add("DEMO", "badge")
-    if state.context.write:
+    if past is not None:
+        add(badge_text(past), "badge_bad", "time")
+    elif state.context.write:
         add("WRITE", "badge_bad")
     else:
         badges.append(span("read-only ", "dim"))
@@ -121,9 +133,11 @@ def _badges(state: FrameState) -> Line:
 
 
 def _tabs(state: FrameState, width: int) -> Line:
+    views = state.views if state.view in state.views else [*state.views, state.view]
+
     def tabs(title: str) -> Line:
         spans: Line = [Span(" ")]
-        for view in state.views:
+        for view in views:
             action, text = f"screen {view.key}", getattr(view, title)
             if view is state.view:
                 spans.append(span(f" {view.key} {text} ", "tab", action))
@@ -136,7 +150,7 @@ def _tabs(state: FrameState, width: int) -> Line:
         return wide
     # In a narrow terminal, the spaces around the titles are left out.
     spans: Line = []
-    for view in state.views:
+    for view in views:
         action = f"screen {view.key}"
         if view is state.view:
             spans.append(span(f"{view.key} {view.short}", "tab", action))
@@ -149,14 +163,14 @@ def _tabs(state: FrameState, width: int) -> Line:
 def _banners(state: FrameState, width: int) -> list[Line]:
     lines: list[Line] = []
     snapshot = state.context.snapshot
-    if state.error and snapshot is not None:
+    if state.error and snapshot is not None and state.past is None:
         lines.append(clip([span(f" {state.error} ", "badge_bad")], width))
     if snapshot is not None:
-        lines += _drains(snapshot, width)
+        lines += _drains(snapshot, width, past=state.past is not None)
     return lines
 
 
-def _drains(snapshot: Snapshot, width: int) -> list[Line]:
+def _drains(snapshot: Snapshot, width: int, *, past: bool) -> list[Line]:
     lines = []
     for one in snapshot.drains:
         name = "SERVICE" if one.model is None else f"MODEL {one.model}"
@@ -174,7 +188,7 @@ def _drains(snapshot: Snapshot, width: int) -> list[Line]:
         if one.queue:
             facts.append(f"{one.held:,} held")
         facts.append("new requests wait" if one.queue else "new requests are refused")
-        text = f" {name} {one.state.upper()}: {', '.join(facts)}; R resumes"
+        text = f" {name} {one.state.upper()}: {', '.join(facts)}" + ("" if past else "; R resumes")
         lines.append([span(clip([span(text)], width)[0].text.ljust(width), "badge")])
     return lines
 
@@ -184,7 +198,9 @@ def _footer(state: FrameState, width: int) -> Line:
         return [span(f" {state.message}", state.message_role)]
     spans: Line = [Span(" ")]
     keys = [("esc", "close help", "back")] if state.help else []
-    keys += [(shown_name(key.keys[0]), key.footer, key.command) for key in KEYS if key.footer]
+    for key in KEYS:
+        if text := key.footer if state.past is None else key.past:
+            keys.append((shown_name(key.keys[0]), text, key.command))
     if state.view.variants and not state.help:
         keys.insert(3, ("v", f"view: {state.view.variant}", "variant"))
     for name, text, command in keys:

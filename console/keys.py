@@ -18,6 +18,8 @@ class KeyBinding(NamedTuple):
     group: str
     footer: str = ""
     """Short text for the footer; empty if the footer does not show the key."""
+    past: str = ""
+    """Short text for the footer while the console shows the past."""
 
 
 SCREENS = (
@@ -40,7 +42,12 @@ KEYS: tuple[KeyBinding, ...] = (
     KeyBinding("history back", ("backspace", "alt+left"), "Return to the screen shown before", "Screens"),
     KeyBinding("history forward", ("alt+right",), "Undo a return", "Screens"),
     KeyBinding(
-        "help", ("question_mark", "f1"), "Explain the keys and figures of this screen", "Console", "help"
+        "help",
+        ("question_mark", "f1"),
+        "Explain the keys and figures of this screen",
+        "Console",
+        "help",
+        "help",
     ),
     KeyBinding(
         "command",
@@ -50,13 +57,47 @@ KEYS: tuple[KeyBinding, ...] = (
         "command",
     ),
     KeyBinding("palette", ("ctrl+p",), "Search all commands", "Console", "palette"),
-    KeyBinding("pause", ("p",), "Freeze the screen, or continue", "Console", "pause"),
+    KeyBinding(
+        "pause",
+        ("p",),
+        "Freeze the screen, or continue; in the past, play or pause",
+        "Console",
+        "pause",
+        "play",
+    ),
     KeyBinding("faster", ("plus", "equals_sign"), "Refresh more often", "Console"),
     KeyBinding("slower", ("minus",), "Refresh less often", "Console"),
     KeyBinding("theme", ("t",), "Change the theme", "Console"),
     KeyBinding("glyphs", ("b",), "Change the characters of charts: braille, block, ascii", "Console"),
     KeyBinding("redraw", ("ctrl+l",), "Draw the whole screen again", "Console"),
     KeyBinding("quit", ("q", "ctrl+c", "ctrl+q"), "Quit", "Console", "quit"),
+    KeyBinding("live", ("N",), "Return to the present", "Past", "", "live"),
+    KeyBinding("time", ("T",), "Open a time of the past: 14:03, -20m or a date", "Past", "past", "time"),
+    KeyBinding("past back", ("left_square_bracket",), "Go back by one recorded instant", "Past", "", "back"),
+    KeyBinding("past forward", ("right_square_bracket",), "Go on by one recorded instant", "Past", "", "on"),
+    KeyBinding(
+        "past previous-event", ("left_curly_bracket",), "Go back to an operator action or alert", "Past"
+    ),
+    KeyBinding(
+        "past next-event",
+        ("right_curly_bracket",),
+        "Go on to an operator action or alert",
+        "Past",
+        "",
+        "next event",
+    ),
+    KeyBinding("past slower", ("less_than_sign",), "Play more slowly", "Past"),
+    KeyBinding("past faster", ("greater_than_sign",), "Play faster", "Past", "", "faster"),
+    KeyBinding(
+        "compare",
+        ("c",),
+        "Compare two instants: choose the first, then show the figures of both",
+        "Past",
+        "",
+        "compare",
+    ),
+    KeyBinding("compare pin", ("C",), "Choose the shown instant as the first of the comparison", "Past"),
+    KeyBinding("incident", ("E",), "Export a part of the past as an incident file", "Past", "", "export"),
     KeyBinding("move up", ("up", "k"), "Move up", "Rows"),
     KeyBinding("move down", ("down", "j"), "Move down", "Rows"),
     KeyBinding("move left", ("left", "h"), "Move left", "Rows"),
@@ -71,7 +112,7 @@ KEYS: tuple[KeyBinding, ...] = (
     KeyBinding("sort next", ("s",), "Sort by the next column", "Rows", "sort"),
     KeyBinding("sort previous", ("S",), "Sort by the previous column", "Rows"),
     KeyBinding("sort reverse", ("r",), "Reverse the order", "Rows"),
-    KeyBinding("mark", ("space",), "Mark the row", "Rows"),
+    KeyBinding("mark", ("space",), "Mark the row; in the past, play or pause", "Rows"),
     KeyBinding("variant", ("v",), "Show the next variant of this screen", "Rows"),
     KeyBinding(
         "copy", ("y",), "Copy the marked rows, or the row under the cursor, to the clipboard (OSC 52)", "Rows"
@@ -104,6 +145,12 @@ def shown_name(key: str) -> str:
         "slash": "/",
         "plus": "+",
         "equals_sign": "=",
+        "left_square_bracket": "[",
+        "right_square_bracket": "]",
+        "left_curly_bracket": "{",
+        "right_curly_bracket": "}",
+        "less_than_sign": "<",
+        "greater_than_sign": ">",
         "minus": "-",
         "escape": "esc",
         "pageup": "pgup",

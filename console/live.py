@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import AsyncGenerator, Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
@@ -16,10 +15,12 @@ from appliance.async_client import AsyncAdminClient
 from appliance.calls import AdminError
 from appliance.client import ServiceNotRunningError
 from appliance.ownership import UntrustedError
-from appliance.pages import AuditAction, AuditQuery, LogQuery
+from appliance.pages import AuditQuery, LogQuery
 from appliance.protocol import Configuration
 from appliance.snapshot import Snapshot
 from appliance.snapshot_stream import FrameLostError
+from console.list_rows import audit_row, log_row
+from console.recordings import RecordedPast, service_recording
 from console.source import ListName, ListRow, SourceError, UnsupportedListError
 
 _MAX_HZ = 4
@@ -40,6 +41,7 @@ class LiveSource:
         operators."""
         self.label = str(run_dir)
         self.interval_s = interval_s
+        self._run_dir, self._key = run_dir, key
         self._client = AsyncAdminClient(run_dir, key=key, read_only=not write)
         self._stream: AsyncGenerator[Snapshot, None] | None = None
         self._hz = 0
@@ -70,15 +72,10 @@ class LiveSource:
             match name:
                 case "audit":
                     page = await self._client.call(calls.audit(AuditQuery(limit=_ROWS)))
-                    return [_audit_row(action) for action in page.rows]
+                    return [audit_row(action) for action in page.rows]
                 case "logs":
                     lines = (await self._client.call(calls.log_lines(LogQuery(limit=_ROWS)))).lines
-                    return [
-                        ListRow(
-                            id=str(one.number), at=one.at, level=one.level, actor=one.area, text=one.message
-                        )
-                        for one in reversed(lines)
-                    ]
+                    return [log_row(one) for one in reversed(lines)]
                 case "settings":
                     return _settings(await self._client.call(calls.CONFIGURATION))
         raise UnsupportedListError(
@@ -90,6 +87,10 @@ class LiveSource:
         with _explained():
             result: msgspec.Struct = await self._client.call(calls.act(parameters))
             return result
+
+    def recording(self) -> RecordedPast:
+        """Return the history that the service records."""
+        return service_recording(self._run_dir, self._key)
 
     async def close(self) -> None:
         """Close the stream."""
@@ -105,35 +106,6 @@ def _explained() -> Iterator[None]:
         yield
     except (ServiceNotRunningError, AdminError, UntrustedError, FrameLostError) as error:
         raise SourceError(str(error)) from error
-
-
-def _audit_row(action: AuditAction) -> ListRow:
-    """Return an action as a row. An action that has no row in the chain yet has no number."""
-    params = action.params if isinstance(action.params, dict) else {}
-    target = next(
-        (str(params[name]) for name in ("name", "id", "request_id", "model", "peer") if params.get(name)), ""
-    )
-    detail = {
-        "host": action.host or "",
-        "parameters": _json(action.params),
-        "before": _json(action.before),
-        "after": _json(action.after),
-        "note": action.note or "",
-        "ended": action.ended_at or "",
-    }
-    return ListRow(
-        id="spooled" if action.seq is None else str(action.seq),
-        at=datetime.fromisoformat(action.at).timestamp(),
-        actor=action.actor,
-        subject=action.action,
-        target=target,
-        text=action.result or "no result recorded",
-        detail=detail,
-    )
-
-
-def _json(value: object) -> str:
-    return "" if value is None else msgspec.json.encode(value).decode()
 
 
 def _settings(configuration: Configuration) -> list[ListRow]:

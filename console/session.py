@@ -12,16 +12,19 @@ from typing import Any, get_args
 import msgspec
 
 from appliance.snapshot import Snapshot
-from console.context import Context
+from console.context import Compared, Context
 from console.filters import Cell
 from console.frame import FrameState, frame
 from console.glyphs import GLYPH_SETS, GlyphSet
+from console.history import History
 from console.lines import Line
 from console.screens.base import View
+from console.screens.compare import CompareView
 from console.screens.registry import all_views
 from console.screens.table import TableView
 from console.source import ListName, ListRow, SnapshotSource
 from console.themes import THEMES
+from console.timeline import PastState
 
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.25, 60.0
 _MIN_STALE_S = 2.5
@@ -50,6 +53,9 @@ class ConsoleSession:
             label=source.label,
             demo=source.kind == "demo",
         )
+        self.comparison = CompareView()
+        self._live = self.state.context
+        """The input of the screens while they show the present."""
         self._received: float | None = None
         """Monotonic time of the newest snapshot."""
         self._newest: Snapshot | None = None
@@ -80,32 +86,77 @@ class ConsoleSession:
             self.state.restarted_at = snapshot.at
         self._newest, self._received = snapshot, time.monotonic()
         self.state.error = ""
-        self.context.history.add(snapshot)
+        self._live.history.add(snapshot)
         if not self.state.paused:
-            self.context.snapshot = snapshot
+            self._live.snapshot = snapshot
 
     def fail(self, reason: str) -> None:
         """Note that the source does not deliver. The newest snapshot stays on screen, marked as stale."""
         self.state.error = reason
 
-    def take_rows(self, name: ListName, rows: list[ListRow], error: str = "") -> None:
-        """Take a list that was read, or the reason why it could not be read."""
+    def take_rows(
+        self, name: ListName, rows: list[ListRow], error: str = "", *, context: Context | None = None
+    ) -> None:
+        """Take a list that was read, or the reason why it could not be read. `context` is the input of the
+        screens to which it belongs, by default that of the present."""
+        target = self._live if context is None else context
         if error:
-            self.context.row_errors[name] = error
+            target.row_errors[name] = error
         else:
-            self.context.row_errors.pop(name, None)
-            self.context.rows[name] = rows
+            target.row_errors.pop(name, None)
+            target.rows[name] = rows
+
+    # ── the past ─────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def past(self) -> PastState | None:
+        """The instant of the past that is shown; None while the present is shown."""
+        return self.state.past
+
+    @property
+    def compared(self) -> Compared | None:
+        """The first instant of a comparison."""
+        return self.context.compared
+
+    def show_past(self, past: PastState, history: History) -> None:
+        """Show an instant of the past in all screens. Nothing can be acted upon there."""
+        if self.state.past is None:
+            live = self._live
+            self.state.context = Context(glyphs=live.glyphs, compared=live.compared)
+        self.state.past = past
+        self.context.snapshot, self.context.history = past.instant.snapshot, history
+
+    def leave_past(self) -> None:
+        """Show the present again."""
+        if self.state.past is not None:
+            self._live.glyphs, self._live.compared = self.context.glyphs, self.context.compared
+            self.state.context, self.state.past = self._live, None
+            self._live.snapshot = self._newest
+
+    def shown_instant(self) -> Compared | None:
+        """Return what the screens show, for a comparison."""
+        snapshot, past = self.context.snapshot, self.state.past
+        if snapshot is None:
+            return None
+        return Compared(snapshot, 1 if past is None else past.instant.resolution_s)
+
+    def pin(self, instant: Compared) -> None:
+        """Choose the first instant of a comparison."""
+        self.context.compared = instant
 
     @property
     def needs_tick(self) -> bool:
         """Whether the frame changes without a new snapshot, because it shows the age of the newest."""
+        if self.state.past is not None:
+            return False
         return self.state.stale_s is not None or self._age_s() > self._stale_after_s()
 
     def _tick(self) -> None:
         age = self._age_s()
         if self._newest is not None:
             self.state.now = self._newest.at + age
-        stale = self._received is not None and not self.state.paused and age > self._stale_after_s()
+        shown = not self.state.paused and self.state.past is None
+        stale = self._received is not None and shown and age > self._stale_after_s()
         self.state.stale_s = age if stale else None
 
     def _age_s(self) -> float:
@@ -196,11 +247,12 @@ class ConsoleSession:
             self.view.move(_MOVES[where])
 
     def _screen(self, name: str) -> None:
-        index = self.views.index(self.view)
+        index = self.views.index(self.view) if self.view in self.views else 0
         if name in ("next", "previous"):
             chosen = self.views[(index + (1 if name == "next" else -1)) % len(self.views)]
         else:
-            chosen = next(view for view in self.views if name in (view.key, view.name))
+            every = [*self.views, self.comparison]
+            chosen = next(view for view in every if name in (view.key, view.name))
         if chosen is not self.view:
             self._back.append(self.view)
             self._forward.clear()

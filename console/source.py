@@ -1,13 +1,16 @@
-"""Where snapshots come from. The console has one protocol with several implementations: a running service
-(`console.live`) and a seeded load generator (`console.fake`)."""
+"""Where snapshots come from. The console has one protocol with three implementations: a running service
+(`console.live`), the recorded past (`console.replay`) and a seeded load generator (`console.fake`)."""
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
 from appliance.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from console.recordings import RecordedPast
 
 ListName = Literal["audit", "logs", "settings", "findings"]
 """Lists that are read when their screen is shown, because they are not part of a snapshot."""
@@ -47,7 +50,7 @@ class SnapshotSource(Protocol):
     """Time between two snapshots."""
 
     @property
-    def kind(self) -> Literal["live", "demo"]:
+    def kind(self) -> Literal["live", "demo", "replay"]:
         """What the source is."""
         ...
 
@@ -62,6 +65,10 @@ class SnapshotSource(Protocol):
 
     async def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
         """Perform an action of the registry (`appliance.actions`). Raises SourceError."""
+        ...
+
+    def recording(self) -> RecordedPast:
+        """Return the past of the source."""
         ...
 
     async def close(self) -> None:

@@ -12,17 +12,21 @@ from console.context import Context
 from console.frame import FrameState, frame
 from console.history import History
 from console.lines import plain
+from console.replay import ReplaySource
 from console.screens.registry import all_views
 from console.source import SnapshotSource
+from console.timeline import PastState
 
 
 def read(source: SnapshotSource) -> tuple[Snapshot, History]:
-    """Return the second of two snapshots, because rates are differences, and the history of both. Raises
-    SourceError."""
+    """Return the second of two snapshots, because rates are differences, and the history of both; of the
+    past, the recorded instant and its history. Raises SourceError."""
 
     async def both() -> tuple[Snapshot, History]:
         history = History()
         try:
+            if isinstance(source, ReplaySource):
+                return await source.next(), source.history
             for _ in range(2):
                 snapshot = await source.next()
                 history.add(snapshot)
@@ -43,6 +47,7 @@ def top_lines(source: SnapshotSource, screen: str, width: int, height: int) -> l
     """Return the lines of a screen, without trailing empty lines."""
     snapshot, history = read(source)
     views = all_views()
+    instant = source.instant if isinstance(source, ReplaySource) else None
     state = FrameState(
         context=Context(snapshot=snapshot, history=history),
         view=next(view for view in views if view.name == screen),
@@ -50,6 +55,7 @@ def top_lines(source: SnapshotSource, screen: str, width: int, height: int) -> l
         label=source.label,
         demo=source.kind == "demo",
         now=snapshot.at,
+        past=None if instant is None else PastState(instant),
         footer=False,
     )
     lines = [plain(line) for line in frame(state, width, height)]

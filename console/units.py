@@ -79,6 +79,11 @@ def clock(at: float | None) -> str:
     return UNKNOWN if at is None else time.strftime("%H:%M:%S", time.localtime(at))
 
 
+def date(at: float | None) -> str:
+    """Format a time with its date."""
+    return UNKNOWN if at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
 def moment(at: float | None, now: float) -> str:
     """Format a time, with its date unless it is less than 12 hours away."""
     if at is None:

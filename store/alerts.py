@@ -49,7 +49,9 @@ class AlertRow(msgspec.Struct, frozen=True, kw_only=True):
 
 _COLUMNS = AlertRow.__struct_fields__
 _SILENCE_COLUMNS = Silence.__struct_fields__
-_SAVE = f"INSERT OR REPLACE INTO alerts ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
+SAVE_ALERT = (
+    f"INSERT OR REPLACE INTO alerts ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
+)
 _SAVE_SILENCE = (
     f"INSERT OR REPLACE INTO silences ({', '.join(_SILENCE_COLUMNS)}) "
     f"VALUES ({', '.join('?' * len(_SILENCE_COLUMNS))})"
@@ -64,7 +66,7 @@ class AlertLog:
 
     def save(self, alert: AlertRow) -> bool:
         """Write the current state of an alert. Returns False if it was dropped."""
-        return self._writer.submit(partial(_execute, _SAVE, msgspec.structs.astuple(alert)))
+        return self._writer.submit(partial(_execute, SAVE_ALERT, msgspec.structs.astuple(alert)))
 
     def save_silence(self, silence: Silence) -> bool:
         """Write a silence. Returns False if it was dropped."""

@@ -92,6 +92,10 @@ class LoggedRequest(RequestRow, frozen=True, kw_only=True):
     """Number of times that the request was closed again after its row had been closed. A value above 0
     indicates a defect in the service."""
 
+    def stored(self, sequence: int) -> tuple[object, ...]:
+        """Return the values that `INSERT_LOGGED` stores, with another sequence number."""
+        return (*(_storable(getattr(self, name)) for name in RequestRow.__struct_fields__), sequence)
+
 
 _COLUMNS = RequestRow.__struct_encode_fields__
 _LOGGED_COLUMNS = ", ".join(LoggedRequest.__struct_encode_fields__)
@@ -99,7 +103,7 @@ _INSERT = (
     f"INSERT INTO requests ({', '.join(_COLUMNS)}, sequence) VALUES ({', '.join('?' * (len(_COLUMNS) + 1))}) "
     f"ON CONFLICT (request_id) "
 )
-_OPEN = _INSERT + "DO NOTHING"
+_OPEN = INSERT_LOGGED = _INSERT + "DO NOTHING"
 # Only the first closing counts. Closing a row again changes no row, so the number of changed rows is 0.
 _END = (
     _INSERT

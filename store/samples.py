@@ -59,7 +59,7 @@ class TelemetryLayout:
 
     @cached_property
     def _leaves(self) -> list[tuple[str, Any]]:
-        return list(_leaves(msgspec.json.decode(self.document), ""))
+        return list(leaves(msgspec.json.decode(self.document)))
 
     @cached_property
     def figures(self) -> dict[str, int]:
@@ -227,7 +227,7 @@ def _keyed(items: Sequence[Any]) -> Iterator[tuple[str, str, Any]]:
         yield key, field, item
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every value that is neither a struct nor a list, with its name, in the order of
     `Splitter.split`."""
     if type(value) is dict:
@@ -235,10 +235,10 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             return
         prefix = f"{path}." if path else ""
         for name, item in value.items():
-            yield from _leaves(item, prefix + name)
+            yield from leaves(item, prefix + name)
     elif type(value) is list:
         for key, _, item in _keyed(value):
-            yield from _leaves(item, f"{path}[{key}]")
+            yield from leaves(item, f"{path}[{key}]")
     else:
         yield path, value
 

@@ -112,7 +112,7 @@ class TelemetryReader:
                 row = connection.execute(
                     f"SELECT at, layout, numbers FROM {resolution.table} "
                     "WHERE at <= ? AND at > ? ORDER BY at DESC LIMIT 1",
-                    (at * 1000, (at - max(_VALID_S, resolution.seconds)) * 1000),
+                    (round(at * 1000), round((at - max(_VALID_S, resolution.seconds)) * 1000)),
                 ).fetchone()
                 if row is not None:
                     return self._recorded(connection, resolution, row)

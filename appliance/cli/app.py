@@ -9,7 +9,7 @@ import typer
 from appliance.cli.alert_commands import alerts
 from appliance.cli.audit_commands import audit, backup
 from appliance.cli.client_commands import BENCH_EPILOG, bench, chat
-from appliance.cli.console_commands import console, top
+from appliance.cli.console_commands import console, history, top
 from appliance.cli.model_commands import models
 from appliance.cli.operating_commands import config, drain, resume
 from appliance.cli.request_commands import requests, usage
@@ -36,6 +36,7 @@ for name, commands in (
     ("requests", requests),
     ("audit", audit),
     ("alerts", alerts),
+    ("history", history),
 ):
     app.add_typer(commands, name=name, rich_help_panel=None)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from appliance.cli.failure import CommandLineError, as_failure
 from appliance.cli.output import is_terminal
 from appliance.cli.service import admin_key, find_run_dir
+from appliance.cli.times import moment
 
 if TYPE_CHECKING:
     from console.source import SnapshotSource
@@ -18,7 +20,9 @@ _UNLIMITED = (120, 200)
 """Columns and lines of a frame that is not printed to a terminal."""
 
 
-def open_console(run_dir: str | None, *, demo: bool, write: bool, theme: str | None) -> int:
+def open_console(
+    run_dir: str | None, *, demo: bool, replay: str | None, write: bool, theme: str | None
+) -> int:
     """Run the console until the operator quits. Returns the exit code."""
     if not (is_terminal(sys.stdin) and is_terminal(sys.stdout)):
         raise CommandLineError(
@@ -27,15 +31,17 @@ def open_console(run_dir: str | None, *, demo: bool, write: bool, theme: str | N
     from console.run import run
 
     chosen = theme or ("mono" if os.environ.get("NO_COLOR") else "dark")
-    return run(_source(run_dir, demo=demo, write=write), write=write, theme=chosen)
+    return run(_source(run_dir, demo=demo, replay=replay, at=None, write=write), write=write, theme=chosen)
 
 
-def print_frame(run_dir: str | None, *, screen: str, demo: bool, as_json: bool) -> None:
+def print_frame(
+    run_dir: str | None, *, screen: str, demo: bool, replay: str | None, at: str | None, as_json: bool
+) -> None:
     """Print one frame. Raises Failure if the service does not answer."""
     from console.source import SourceError
     from console.top import top_json, top_lines
 
-    source = _source(run_dir, demo=demo, write=False)
+    source = _source(run_dir, demo=demo, replay=replay, at=at, write=False)
     with as_failure(SourceError):
         if as_json:
             print(top_json(source).decode())
@@ -45,11 +51,33 @@ def print_frame(run_dir: str | None, *, screen: str, demo: bool, as_json: bool) 
             print(line)
 
 
-def _source(run_dir: str | None, *, demo: bool, write: bool) -> SnapshotSource:
+def _source(
+    run_dir: str | None, *, demo: bool, replay: str | None, at: str | None, write: bool
+) -> SnapshotSource:
+    past = replay is not None or at is not None
+    if demo and past:
+        raise CommandLineError("the demo has no recorded past: leave out --demo, or --replay and --at")
     if demo:
         from console.fake import FakeSource
 
         return FakeSource()
+    if past:
+        return _past(run_dir, replay, at)
     from console.live import LiveSource
 
     return LiveSource(find_run_dir(run_dir), write=write, key=admin_key())
+
+
+def _past(run_dir: str | None, replay: str | None, at: str | None) -> SnapshotSource:
+    from console.recordings import file_recording, service_recording
+    from console.replay import ReplaySource
+    from console.source import SourceError
+
+    begin = None if at is None else moment(at, "--at", ahead=False)
+    with as_failure(SourceError):
+        recording = (
+            file_recording(Path(replay).absolute())
+            if replay is not None
+            else service_recording(find_run_dir(run_dir), admin_key())
+        )
+    return ReplaySource(recording, begin)

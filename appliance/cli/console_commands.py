@@ -1,5 +1,5 @@
-"""The commands of the operator console, and their options. They are implemented in `appliance.cli.console`,
-which is loaded on demand."""
+"""The commands of the operator console and of the recorded history, and their options. They are implemented
+in `appliance.cli.console` and `appliance.cli.history`, which are loaded on demand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from appliance.cli.options import Json, RunDir
+from appliance.cli.options import Json, RunDir, StateDir
 
 Theme = Literal["dark", "light", "ansi", "mono", "high-contrast"]
 Screen = Literal[
@@ -16,8 +16,20 @@ Screen = Literal[
 Demo = Annotated[bool, typer.Option("--demo", help="Show a simulated service instead of a running one.")]
 
 
+Replay = Annotated[
+    str | None,
+    typer.Option(
+        "--replay",
+        metavar="FILE",
+        help="Show the past in an incident file or a history.db instead of a running service.",
+        show_default=False,
+    ),
+]
+
+
 def console(
     demo: Demo = False,
+    replay: Replay = None,
     write: Annotated[
         bool, typer.Option("--write", help="Permit actions. Without this option, the console is read-only.")
     ] = False,
@@ -33,12 +45,22 @@ def console(
     """Open the operator console, which shows the service live. Press ? for help."""
     from appliance.cli.console import open_console
 
-    raise typer.Exit(open_console(run_dir, demo=demo, write=write, theme=theme))
+    raise typer.Exit(open_console(run_dir, demo=demo, replay=replay, write=write, theme=theme))
 
 
 def top(
     screen: Annotated[Screen, typer.Option(help="The screen to print.")] = "overview",
     demo: Demo = False,
+    replay: Replay = None,
+    at: Annotated[
+        str | None,
+        typer.Option(
+            "--at",
+            metavar="TIME",
+            help="Print the past: a time of day (14:03), a time span before now (20m), or a date.",
+            show_default=False,
+        ),
+    ] = None,
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
@@ -48,4 +70,37 @@ def top(
     gpus, models, tenants and alerts."""
     from appliance.cli.console import print_frame
 
-    print_frame(run_dir, screen=screen, demo=demo, as_json=json)
+    print_frame(run_dir, screen=screen, demo=demo, replay=replay, at=at, as_json=json)
+
+
+history = typer.Typer(help="Export the recorded history of the service.", no_args_is_help=True)
+
+
+@history.command("export")
+def history_export(
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="The file to write. It must not exist.", show_default=False)
+    ],
+    since: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="Begin: a time of day (14:03), a time span before now (20m), or a date (2026-11-20T14:03).",
+        ),
+    ] = "15m",
+    until: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="End, in the same forms. Default: now.", show_default=False),
+    ] = None,
+    run_dir: RunDir = None,
+    state_dir: StateDir = None,
+    json: Json = False,
+) -> None:
+    """Write a slice of the history to an incident file: figures, requests, alerts, operators' actions and log
+    lines.
+
+    `appliance console --replay FILE` shows the file on any machine. It contains no prompts and no answers.
+    Asks the running service. If none is running, or with --state-dir, the files are read."""
+    from appliance.cli.history import export_history
+
+    export_history(run_dir, state_dir, file, since=since, until=until, as_json=json)

@@ -122,7 +122,8 @@ def _parsed(field: Declared, text: str) -> Any:
 
 def shown(field: Declared, value: Any) -> str:
     """Format a value for people. None is shown as the text that describes its meaning."""
-    from appliance.cli.times import local, of_span
+    from appliance.cli.times import local
+    from appliance.moments import span_text
 
     if value is None:
         return field.field.none
@@ -132,7 +133,7 @@ def shown(field: Declared, value: Any) -> str:
         case "class":
             return f"P{value}"
         case "span":
-            return of_span(value)
+            return span_text(value)
         case "time":
             return local(value)
         case "list":

@@ -1,28 +1,29 @@
-"""Parses and formats times for people: durations (90s, 30m, 12h, 7d) and dates in local time."""
+"""Parses and formats times for people: durations (90s, 30m, 7d), times of day, and dates in local time."""
 
 from __future__ import annotations
 
-import re
 import time
 from datetime import datetime
 
 from appliance.cli.failure import CommandLineError
+from appliance.moments import clock_time, span_seconds, span_text
 
 MAX_SPAN_S = 36525 * 86400.0
 """One hundred years. Times at most this far from now can be stored and displayed."""
 _FIRST_YEAR, _LAST_YEAR = 1971, 2999
-_SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
-_SPAN = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*(s|m|min|h|d|w)")
 
 
 def moment(text: str, option: str, *, ahead: bool, now: float | None = None) -> float:
     """Parse a date or a duration, and return unix seconds. A duration counts back from `now`, or forward if
-    `ahead` is set. Raises CommandLineError, whose message names `option`.
+    `ahead` is set. Without `ahead`, a time of day such as 14:03 is the last before `now`. Raises
+    CommandLineError, whose message names `option`.
     """
     now = time.time() if now is None else now
-    if _SPAN.fullmatch(text.strip()):
+    if span_seconds(text) is not None:
         seconds = span_s(text, option)
         return now + seconds if ahead else now - seconds
+    if not ahead and (at := clock_time(text, now)) is not None:
+        return at
     try:
         date = datetime.fromisoformat(text.strip())
         if not _FIRST_YEAR <= date.year <= _LAST_YEAR:
@@ -44,23 +45,14 @@ def moment(text: str, option: str, *, ahead: bool, now: float | None = None) -> 
 
 def span_s(text: str, option: str, max_s: float = MAX_SPAN_S) -> float:
     """Parse a duration and return it in seconds. Raises CommandLineError, whose message names `option`."""
-    span = _SPAN.fullmatch(text.strip())
-    if span is None:
+    seconds = span_seconds(text)
+    if seconds is None:
         raise CommandLineError(
             f"{option} {_shown(text)} is not a time span: use a value such as 90s, 30m, 12h or 7d"
         )
-    seconds = float(span[1]) * _SECONDS[span[2]]
     if seconds > max_s:
-        raise CommandLineError(f"{option} {_shown(text)} is too long: use at most {of_span(max_s)}")
+        raise CommandLineError(f"{option} {_shown(text)} is too long: use at most {span_text(max_s)}")
     return seconds
-
-
-def of_span(seconds: float) -> str:
-    """Format a duration so that `span_s` can parse it, in the largest unit that divides it."""
-    for unit in ("w", "d", "h", "m"):
-        if seconds and seconds % _SECONDS[unit] == 0:
-            return f"{seconds / _SECONDS[unit]:g}{unit}"
-    return f"{seconds:g}s"
 
 
 def local(seconds: float | None) -> str:

@@ -56,7 +56,9 @@ class KvView(View):
             lines += [
                 BLANK,
                 *wrap(
-                    "This service does not report single blocks; the bar shows their numbers.", width, "dim"
+                    "Single blocks are not reported or not recorded; the bar shows their numbers.",
+                    width,
+                    "dim",
                 ),
             ]
             return [*lines, BLANK, *_largest(context, one, width, height - len(lines) - 1)][:height]

@@ -25,6 +25,7 @@ from console.impact import impact, watch
 from console.keys import KEYS, offered
 from console.lines import plain
 from console.session import ConsoleSession
+from console.travel import COMMANDS
 from tests.console.frames import session, source
 
 
@@ -103,7 +104,7 @@ def test_back_returns_to_the_screen_before() -> None:
 
 
 def test_every_command_of_the_key_table_is_known() -> None:
-    app_commands = {"command", "palette", "redraw", "quit", "filter", "copy", "actions", "act"}
+    app_commands = {"command", "palette", "redraw", "quit", "filter", "copy", "actions", "act", *COMMANDS}
     shown = session(steps=1)
     for key in KEYS:
         if key.command.split()[0] not in app_commands:

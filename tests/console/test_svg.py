@@ -3,6 +3,7 @@ After an intended change, write them again with UPDATE_SNAPSHOTS=1 and look at e
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import time
@@ -13,33 +14,47 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
+from console.app import ConsoleApp
+from console.fake import FIXED_TIME
 from console.lines import Line
+from console.past_dialogs import SliceDialog, TimeDialog
+from console.recordings import file_recording
+from console.replay import ReplaySource
 from console.screens.registry import all_views
 from console.session import ConsoleSession
 from console.themes import style
 from console.widget import merged
 from tests.console.frames import SIZES, session
+from tests.console.recorded import fake_seconds, record
+from tests.console.test_app import shown as shown_text
+from tests.console.test_app import until
 
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "console"
 _WITH_HELP = ("overview", "requests")
 NAMES = [view.name for view in all_views()] + [f"{name}-help" for name in _WITH_HELP]
 
 
-@pytest.fixture(scope="module")
-def shown() -> Iterator[ConsoleSession]:
-    """Return a session whose times of day do not depend on the machine."""
+@pytest.fixture(scope="module", autouse=True)
+def utc() -> Iterator[None]:
+    """Make times of day independent of the machine."""
     before = os.environ.get("TZ")
     os.environ["TZ"] = "UTC"
     time.tzset()
-    made = session()
-    made.accept = lambda snapshot: None  # type: ignore[method-assign]
-    made._received = None
-    yield made
+    yield
     if before is None:
         del os.environ["TZ"]
     else:
         os.environ["TZ"] = before
     time.tzset()
+
+
+@pytest.fixture(scope="module")
+def shown(utc: None) -> ConsoleSession:
+    """Return a session that shows a fixed instant."""
+    made = session()
+    made.accept = lambda snapshot: None  # type: ignore[method-assign]
+    made._received = None
+    return made
 
 
 def picture(lines: list[Line], theme: str, width: int) -> str:
@@ -68,9 +83,46 @@ def test_a_screen_looks_like_its_picture(shown: ConsoleSession, name: str, size:
     screen, _, helped = name.partition("-")
     shown.run(f"screen {screen}")
     shown.state.help = bool(helped)
-    path = PICTURES / f"{name}-{width}x{height}.svg"
-    drawn = picture(shown.lines(width, height), "dark", width)
+    compare(f"{name}-{width}x{height}.svg", picture(shown.lines(width, height), "dark", width))
+
+
+def compare(name: str, drawn: str) -> None:
+    """Compare a picture with its file, or write the file."""
+    path = PICTURES / name
     if os.environ.get("UPDATE_SNAPSHOTS"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(drawn)
-    assert path.read_text() == drawn, f"{path.name} differs: look at it, then set UPDATE_SNAPSHOTS=1"
+    assert path.read_text() == drawn, f"{name} differs: look at it, then set UPDATE_SNAPSHOTS=1"
+
+
+@pytest.fixture(scope="module")
+def history(utc: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(tmp_path_factory.mktemp("past") / "history.db", fake_seconds(60))
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+@pytest.mark.parametrize("name", ["past", "past-compare", "past-time", "past-export"])
+def test_the_past_looks_like_its_picture(history: Path, name: str, size: tuple[int, int]) -> None:
+    app = ConsoleApp(ReplaySource(file_recording(history), FIXED_TIME + 30))
+    dialogs = {"past-time": ("T", TimeDialog), "past-export": ("E", SliceDialog)}
+
+    async def drawn() -> str:
+        async with app.run_test(size=size) as pilot:
+            app.travel.open(FIXED_TIME + 30)
+            await until(pilot, lambda: "operator actions" in shown_text(app))
+            if name == "past-compare":
+                app.action_run("compare")
+                app.travel.open(FIXED_TIME + 45)
+                await until(pilot, lambda: app.session.past.instant.at == FIXED_TIME + 45)  # type: ignore[union-attr]
+                app.action_run("compare")
+                await until(pilot, lambda: "totals.ended" in shown_text(app))
+            if name in dialogs:
+                key, kind = dialogs[name]
+                await pilot.press(key)
+                await until(pilot, lambda: isinstance(app.screen, kind) and app.screen.focused is not None)
+                await pilot.pause()
+                return app.export_screenshot(title="appliance console")
+            width, height = size
+            return picture(app.session.lines(width, height), "dark", width)
+
+    compare(f"{name}-{size[0]}x{size[1]}.svg", asyncio.run(drawn()))

@@ -118,6 +118,13 @@ def test_figures_over_time_are_selected_by_patterns(running: Service) -> None:
     assert coarse.resolution_s == 60
 
 
+def test_without_a_time_the_newest_sample_is_returned(running: Service) -> None:
+    wait_until(lambda: len(_seconds(running)) >= 2)
+    before = _seconds(running)[-1]
+    found = running.admin.call(calls.past_snapshot(SnapshotQuery()))
+    assert found.at == found.last > before and found.next is None
+
+
 def test_a_time_that_was_not_recorded_is_refused_with_the_recorded_times(running: Service) -> None:
     with pytest.raises(AdminError, match=r"nothing was recorded at 2001-.*choose a time from 20") as refused:
         running.admin.call(_snapshot(1_000_000_000.0))
@@ -144,7 +151,7 @@ def test_a_read_key_may_read_the_past_and_others_may_not(running: Service) -> No
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("/telemetry/snapshot", "missing required field at"),
+        ("/telemetry", "missing required field figures"),
         ("/telemetry/snapshot?at=nan", "at='nan' is not valid"),
         ("/telemetry?figures=&since=0&until=9", "figures='' is not valid"),
         ("/telemetry?figures=x&since=0&until=9&resolution_s=5", "resolution_s='5' is not valid"),

@@ -1,0 +1,240 @@
+"""Where the recorded past is read: from a running service, or from `history.db` or an incident file on this
+machine. Both deliver the same types. The functions block, so an event loop calls them in threads."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from appliance import calls
+from appliance.calls import AdminError, Call
+from appliance.client import AdminClient, ServiceNotRunningError
+from appliance.ownership import UntrustedError
+from appliance.pages import (
+    AuditAction,
+    AuditPage,
+    AuditQuery,
+    LogLine,
+    LogPage,
+    LogQuery,
+    NamedRequest,
+    RequestLogQuery,
+    RequestPage,
+    audit_action,
+)
+from appliance.past import NotRecordedError, PastReader, TooManyValuesError
+from appliance.telemetry_pages import (
+    AlertLogPage,
+    AlertLogQuery,
+    PastSnapshot,
+    SnapshotQuery,
+    StoredPage,
+    StoredQuery,
+    TelemetryColumns,
+    TelemetryQuery,
+)
+from store.errors import StoreError
+from store.evidence import read_actions
+from store.incidents import IncidentReader, readable_copy
+from store.requests import RequestPosition, RequestReader
+
+Answer = TypeVar("Answer")
+
+
+class PastError(Exception):
+    """Raised if the past cannot be read. The message gives the reason and the remedy."""
+
+
+class PastSource(Protocol):
+    """Reads the recorded past. All methods raise PastError."""
+
+    label: str
+    """Description for the header, such as the run directory or the name of the file."""
+
+    def snapshot(self, query: SnapshotQuery) -> PastSnapshot:
+        """Return the service at a time."""
+
+    def columns(self, query: TelemetryQuery) -> TelemetryColumns:
+        """Return figures over time."""
+
+    def stored(self, query: StoredQuery) -> StoredPage:
+        """Return a page of samples as they are stored."""
+
+    def alert_log(self, query: AlertLogQuery) -> AlertLogPage:
+        """Return alerts, the newest first."""
+
+    def request_log(self, query: RequestLogQuery) -> RequestPage:
+        """Return a page of the request log, the newest requests first."""
+
+    def audit(self, query: AuditQuery) -> AuditPage:
+        """Return a page of operators' actions, the newest first."""
+
+    def log_lines(self, query: LogQuery) -> LogPage:
+        """Return the newest lines of the core's log that match, the oldest first."""
+
+    def close(self) -> None:
+        """Release files."""
+
+
+class ServicePast:
+    """Reads the past of a running service through the admin API. Threads may use it at the same time."""
+
+    def __init__(self, run_dir: Path, key: str | None = None) -> None:
+        """`key` is needed only by users who are not operators."""
+        self.label = str(run_dir)
+        self._run_dir = run_dir
+        self._key = key
+
+    def snapshot(self, query: SnapshotQuery) -> PastSnapshot:
+        """Return the service at a time."""
+        return self._call(calls.past_snapshot(query))
+
+    def columns(self, query: TelemetryQuery) -> TelemetryColumns:
+        """Return figures over time."""
+        return self._call(calls.telemetry(query))
+
+    def stored(self, query: StoredQuery) -> StoredPage:
+        """Return a page of samples as they are stored."""
+        return self._call(calls.stored_telemetry(query))
+
+    def alert_log(self, query: AlertLogQuery) -> AlertLogPage:
+        """Return alerts, the newest first."""
+        return self._call(calls.alert_log(query))
+
+    def request_log(self, query: RequestLogQuery) -> RequestPage:
+        """Return a page of the request log, the newest requests first."""
+        return self._call(calls.request_log(query))
+
+    def audit(self, query: AuditQuery) -> AuditPage:
+        """Return a page of operators' actions, the newest first."""
+        return self._call(calls.audit(query))
+
+    def log_lines(self, query: LogQuery) -> LogPage:
+        """Return the newest lines of the core's log that match, the oldest first."""
+        return self._call(calls.log_lines(query))
+
+    def close(self) -> None:
+        """Do nothing, because no connection stays open."""
+
+    def _call(self, call: Call[Answer]) -> Answer:
+        try:
+            return AdminClient(self._run_dir, key=self._key).call(call)
+        except (AdminError, ServiceNotRunningError, UntrustedError) as error:
+            raise PastError(str(error)) from error
+
+
+class FilePast:
+    """Reads the past from `history.db` or an incident file. With `history.db`, operators' actions are read
+    from `control.db` in the same folder. Threads may use it at the same time."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises PastError if the file cannot be read."""
+        self.label = path.name
+        self._control = path.with_name("control.db")
+        self._folder = tempfile.TemporaryDirectory(prefix="appliance-replay-")
+        try:
+            with _explained():
+                readable = readable_copy(path, Path(self._folder.name))
+                self._incident = IncidentReader(readable)
+                self.facts = self._incident.facts()
+                """Facts about an incident file; None for `history.db`."""
+        except BaseException:
+            self._folder.cleanup()
+            raise
+        self._past = PastReader(readable)
+        self._requests = RequestReader(readable)
+
+    def snapshot(self, query: SnapshotQuery) -> PastSnapshot:
+        """Return the service at a time."""
+        with _explained():
+            return self._past.snapshot(query)
+
+    def columns(self, query: TelemetryQuery) -> TelemetryColumns:
+        """Return figures over time."""
+        with _explained():
+            return self._past.columns(query)
+
+    def stored(self, query: StoredQuery) -> StoredPage:
+        """Return a page of samples as they are stored."""
+        with _explained():
+            return self._past.stored(query)
+
+    def alert_log(self, query: AlertLogQuery) -> AlertLogPage:
+        """Return alerts, the newest first."""
+        with _explained():
+            return self._past.alert_log(query)
+
+    def request_log(self, query: RequestLogQuery) -> RequestPage:
+        """Return a page of the request log, the newest requests first. The file does not contain the names of
+        keys."""
+        before = None
+        if query.before is not None:
+            at, _, request_id = query.before.partition(":")
+            before = RequestPosition(float(at), request_id)
+        with _explained():
+            rows = self._requests.query(query.filter, query.limit + 1, before)[::-1]
+        shown = rows[: query.limit]
+        return RequestPage(
+            rows=[NamedRequest(**msgspec.structs.asdict(row)) for row in shown],
+            next=f"{shown[-1].created_at!r}:{shown[-1].request_id}" if len(rows) > query.limit else None,
+            sequence=0,
+        )
+
+    def audit(self, query: AuditQuery) -> AuditPage:
+        """Return a page of operators' actions, the newest first."""
+        with _explained():
+            rows = self._actions(query)
+        shown = rows[: query.limit]
+        return AuditPage(rows=shown, next=shown[-1].seq if len(rows) > query.limit else None, sequence=0)
+
+    def log_lines(self, query: LogQuery) -> LogPage:
+        """Return the newest lines of the core's log that match, the oldest first."""
+        if self.facts is None:
+            raise PastError(
+                "history.db contains no log lines: read the journal, or open an incident file, which "
+                "appliance history export writes"
+            )
+        until = _END if query.until is None else query.until
+        with _explained():
+            documents = self._incident.lines(until, query.limit)
+        lines = [msgspec.json.decode(document, type=LogLine) for document in documents]
+        return LogPage(lines=lines, first=0, number=lines[-1].number if lines else 0)
+
+    def close(self) -> None:
+        """Remove the temporary copy, if there is one."""
+        self._folder.cleanup()
+
+    def _actions(self, query: AuditQuery) -> list[AuditAction]:
+        """Return one action more than the query's limit, if there is one."""
+        if self.facts is None:
+            if not self._control.exists():
+                raise PastError(
+                    f"{self._control} does not exist, and history.db contains no actions: open an incident "
+                    "file, which appliance history export writes"
+                )
+            found = read_actions(self._control, query.filter, query.limit + 1, before=query.before)
+            return [audit_action(record) for record in reversed(found)]
+        documents = self._incident.actions(
+            0.0 if query.since is None else query.since,
+            _END if query.until is None else query.until,
+            query.before,
+            query.limit + 1,
+        )
+        return [msgspec.json.decode(document, type=AuditAction) for document in documents]
+
+
+_END = 1e11
+"""A time after all others, in unix seconds."""
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except (StoreError, NotRecordedError, TooManyValuesError) as error:
+        raise PastError(str(error)) from error

@@ -1,0 +1,44 @@
+"""Rows of the audit trail and of the log, as the console shows them."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import msgspec
+
+from appliance.pages import AuditAction, LogLine
+from console.source import ListRow
+
+
+def audit_row(action: AuditAction) -> ListRow:
+    """Return an action as a row. An action that has no row in the chain yet has no number."""
+    params = action.params if isinstance(action.params, dict) else {}
+    target = next(
+        (str(params[name]) for name in ("name", "id", "request_id", "model", "peer") if params.get(name)), ""
+    )
+    detail = {
+        "host": action.host or "",
+        "parameters": _json(action.params),
+        "before": _json(action.before),
+        "after": _json(action.after),
+        "note": action.note or "",
+        "ended": action.ended_at or "",
+    }
+    return ListRow(
+        id="spooled" if action.seq is None else str(action.seq),
+        at=datetime.fromisoformat(action.at).timestamp(),
+        actor=action.actor,
+        subject=action.action,
+        target=target,
+        text=action.result or "no result recorded",
+        detail=detail,
+    )
+
+
+def log_row(line: LogLine) -> ListRow:
+    """Return a log line as a row."""
+    return ListRow(id=str(line.number), at=line.at, level=line.level, actor=line.area, text=line.message)
+
+
+def _json(value: object) -> str:
+    return "" if value is None else msgspec.json.encode(value).decode()

@@ -1,0 +1,150 @@
+"""The dialogs of time travel: the time to open, and the slice to export."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+from textual import on
+from textual.app import ComposeResult
+from textual.containers import Horizontal, Vertical
+from textual.screen import ModalScreen
+from textual.widgets import Button, Input, Label, Static
+
+from appliance.moments import past_time
+from console import units
+from console.dialogs import text
+
+_CSS = """
+    {0} {{ align: center middle; background: transparent; }}
+    {0} #dialog {{ width: 72; max-width: 96%; height: auto; max-height: 94%; border: round $primary;
+        padding: 0 1; background: $surface; }}
+    {0} #title {{ text-style: bold; color: $primary; }}
+    {0} #note {{ color: $text-muted; height: auto; }}
+    {0} .field {{ height: 1; }}
+    {0} .field Label {{ width: 10; }}
+    {0} Input {{ width: 1fr; background: $panel; }}
+    {0} #error {{ color: $error; height: auto; }}
+    {0} #buttons {{ height: 1; align-horizontal: right; margin-top: 1; }}
+    {0} Button {{ min-width: 12; margin-left: 2; }}
+    {0} Button:focus {{ text-style: bold reverse; }}
+"""
+
+
+class Slice(NamedTuple):
+    """A part of the past to export, and the file."""
+
+    since: float
+    until: float
+    path: Path
+
+
+class TimeDialog(ModalScreen[float | None]):
+    """Asks for a time of the past. Its result is None if the operator cancels."""
+
+    BINDINGS: ClassVar = [("escape", "cancel", "Cancel")]
+    DEFAULT_CSS = _CSS.format("TimeDialog")
+
+    def __init__(self, *, now: float, note: str) -> None:
+        """Times count back from `now` (unix seconds). `note` tells what is recorded."""
+        super().__init__()
+        self._now = now
+        self._note = note
+
+    def compose(self) -> ComposeResult:
+        """Build the dialog."""
+        with Vertical(id="dialog"):
+            yield Static(text("Open a time of the past"), id="title")
+            yield Static(
+                text("14:03 or 14:03:20 (the last before now), -20m, or 2026-11-20T14:03"), id="note"
+            )
+            yield Static(text(self._note), id="recorded")
+            with Horizontal(classes="field"):
+                yield Label("time")
+                yield Input(id="time", placeholder="-20m", compact=True)
+            yield Static("", id="error")
+
+    def on_mount(self) -> None:
+        """Focus the field."""
+        self.query_one(Input).cursor_blink = False
+        self.query_one(Input).focus()
+
+    @on(Input.Submitted)
+    def _open(self) -> None:
+        try:
+            self.dismiss(past_time(self.query_one(Input).value, self._now))
+        except ValueError as error:
+            self.query_one("#error", Static).update(text(str(error)))
+
+    def action_cancel(self) -> None:
+        """Close the dialog."""
+        self.dismiss(None)
+
+
+class SliceDialog(ModalScreen[Slice | None]):
+    """Asks for the slice to export. Its result is None if the operator cancels."""
+
+    BINDINGS: ClassVar = [("escape", "cancel", "Cancel")]
+    DEFAULT_CSS = _CSS.format("SliceDialog")
+
+    def __init__(self, since: float, until: float) -> None:
+        """The proposed slice, in unix seconds."""
+        super().__init__()
+        self._since, self._until = since, until
+
+    def compose(self) -> ComposeResult:
+        """Build the dialog."""
+        name = time.strftime("incident-%Y%m%d-%H%M%S.db", time.localtime(self._since))
+        with Vertical(id="dialog"):
+            yield Static(text("Export an incident file"), id="title")
+            yield Static(
+                text(
+                    "Figures, requests, alerts, operators' actions and log lines of a time span, without "
+                    "prompts and answers. Open it on any machine with: appliance console --replay FILE"
+                ),
+                id="note",
+            )
+            for label, value in (
+                ("from", units.date(self._since)),
+                ("to", units.date(self._until)),
+                ("file", name),
+            ):
+                with Horizontal(classes="field"):
+                    yield Label(label)
+                    yield Input(value=value, id=label, compact=True)
+            yield Static("", id="error")
+            with Horizontal(id="buttons"):
+                yield Button("Cancel", id="cancel", compact=True)
+                yield Button("Export", id="export", variant="primary", compact=True)
+
+    def on_mount(self) -> None:
+        """Focus the name of the file."""
+        for one in self.query(Input):
+            one.cursor_blink = False
+        self.query_one("#file", Input).focus()
+
+    @on(Button.Pressed, "#export")
+    @on(Input.Submitted, "#file")
+    def _export(self) -> None:
+        now = time.time()
+        try:
+            since, until = (past_time(self.query_one(name, Input).value, now) for name in ("#from", "#to"))
+        except ValueError as error:
+            self.query_one("#error", Static).update(text(str(error)))
+            return
+        name = self.query_one("#file", Input).value.strip()
+        if not name or since >= until:
+            problem = "give the name of a file" if not name else "the slice ends before it begins"
+            self.query_one("#error", Static).update(text(problem))
+            return
+        self.dismiss(Slice(since, until, Path(name).expanduser().absolute()))
+
+    @on(Input.Submitted, "#from,#to")
+    def _next_field(self) -> None:
+        self.focus_next()
+
+    @on(Button.Pressed, "#cancel")
+    def action_cancel(self) -> None:
+        """Close the dialog."""
+        self.dismiss(None)

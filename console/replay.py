@@ -1,0 +1,116 @@
+"""A source that shows the recorded past: it stands at an instant, moves to others, and plays."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Literal
+
+import msgspec
+
+from appliance.snapshot import Snapshot
+from appliance.telemetry_pages import PastSnapshot
+from console.history import History
+from console.recordings import RecordedPast
+from console.source import ListName, ListRow, SourceError
+
+SPEEDS = (1, 2, 5, 10, 30, 60, 300)
+_HALF_MS = 0.0005
+_GAP_S = 2.5
+"""A longer time without a recorded second is a gap."""
+PAST_IS_FIXED = "the past cannot be changed: press N to return to the live service"
+
+
+class ReplaySource:
+    """Delivers the instants of a recording."""
+
+    kind: Literal["replay"] = "replay"
+
+    def __init__(self, recording: RecordedPast, at: float | None = None, *, interval_s: float = 1.0) -> None:
+        """`at` is the first instant in unix seconds, by default as in `begin`. `interval_s` is the
+        time between two instants while it plays."""
+        self.label = recording.label
+        self.interval_s = interval_s
+        self.speed = SPEEDS[0]
+        self.instant: PastSnapshot | None = None
+        self.history = History()
+        self._recording = recording
+        self._start = at
+        self._clock = 0.0
+        """The time up to which the recording was played."""
+
+    async def next(self) -> Snapshot:
+        """Return the first instant, and then the instants as they are played. Raises SourceError at the end
+        of the recording."""
+        if self.instant is None:
+            return await (self.begin() if self._start is None else self.seek(self._start))
+        return await self.play()
+
+    async def seek(self, at: float | None) -> Snapshot:
+        """Move to a time, by default to the newest instant. Raises SourceError if nothing was recorded at
+        this time."""
+        instant = await self._recording.instant(at)
+        # Times are stored in milliseconds.
+        await self._recording.extend(self.history, instant.at + _HALF_MS, instant.resolution_s)
+        self.history.complete(instant.snapshot.batches)
+        self.instant, self._clock = instant, max(at or 0.0, instant.at)
+        return instant.snapshot
+
+    async def begin(self) -> Snapshot:
+        """Move to the first instant: of the incident in a file, or of a history."""
+        if self._recording.begin is not None:
+            with contextlib.suppress(SourceError):
+                return await self.seek(self._recording.begin)
+        await self.seek(None)
+        assert self.instant is not None
+        return self.instant.snapshot if self._recording.begin is None else await self.seek(self.instant.first)
+
+    async def step(self, count: int) -> Snapshot:
+        """Move by one instant: to the next if `count` is positive, otherwise to the one before. Raises
+        SourceError at the ends of the recording."""
+        current = self.instant
+        if current is None:
+            return await self.begin()
+        # The service may have recorded further instants since.
+        if count > 0 and current.next is None:
+            current = await self._recording.instant(current.at + _HALF_MS)
+        at = current.next if count > 0 else current.previous
+        if at is None:
+            raise SourceError(
+                "this is the newest recorded instant" if count > 0 else "this is the oldest recorded instant"
+            )
+        return await self.seek(at + _HALF_MS)
+
+    async def play(self) -> Snapshot:
+        """Move on by the time between two instants, times the speed. A gap in the recording is skipped."""
+        assert self.instant is not None
+        following = self.instant.next
+        if following is None:
+            return await self.step(1)
+        clock = self._clock + self.interval_s * self.speed
+        if clock < following:
+            if clock > self.instant.at + max(_GAP_S, self.instant.resolution_s):
+                return await self.seek(following + _HALF_MS)
+            self._clock = clock
+            return self.instant.snapshot
+        try:
+            return await self.seek(clock)
+        except SourceError:
+            return await self.seek(following + _HALF_MS)
+
+    async def rows(self, name: ListName) -> list[ListRow]:
+        """Return a list as it was at the instant."""
+        if self.instant is None:
+            raise SourceError("the recording has not been read yet")
+        return await self._recording.rows(name, self.instant.snapshot.at)
+
+    async def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
+        """Refuse the action."""
+        raise SourceError(PAST_IS_FIXED)
+
+    def recording(self) -> RecordedPast:
+        """Return the recording."""
+        return self._recording
+
+    async def close(self) -> None:
+        """Release the recording."""
+        await self._recording.close()

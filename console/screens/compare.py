@@ -1,0 +1,137 @@
+"""Compare: the figures of two instants side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from appliance.snapshot import Snapshot
+from appliance.snapshot_figures import Value, named_values
+from console import units
+from console.context import Context
+from console.lines import BLANK, Line, heading, span, wrap
+from console.screens.table import TableColumn, TableView
+
+
+class Difference(NamedTuple):
+    """A figure or text at two instants. None is an unknown value, or that of an entry that did not exist."""
+
+    name: str
+    first: Value
+    second: Value
+
+    @property
+    def difference(self) -> float | None:
+        """The second value minus the first, of numbers."""
+        first, second = self.first, self.second
+        if not isinstance(first, int | float) or not isinstance(second, int | float):
+            return None
+        return None if isinstance(first, bool) else second - first
+
+    @property
+    def change(self) -> float | None:
+        """The difference as a fraction of the first value."""
+        difference = self.difference
+        if difference is None or not isinstance(self.first, int | float) or not self.first:
+            return None
+        return difference / abs(self.first)
+
+
+def differences(first: Snapshot, second: Snapshot, *, every: bool) -> list[Difference]:
+    """Return the figures and texts of two instants: those that differ, or all."""
+    one, other = named_values(first), named_values(second)
+    names = [*one, *(name for name in other if name not in one)]
+    rows = [Difference(name, one.get(name), other.get(name)) for name in names if name != "at"]
+    return rows if every else [row for row in rows if row.first != row.second]
+
+
+class CompareView(TableView[Difference]):
+    """Two instants."""
+
+    name = "compare"
+    key = "c"
+    title = "Compare"
+    short = "Compare"
+    help_text = (
+        "The figures of two instants: the first was chosen with c, the second is on screen. Names are those "
+        "of the admin API. v shows all figures instead of those that differ."
+    )
+    variants = ("changed", "all")
+    sorted_by = ""
+    empty = "the two instants have equal figures"
+    columns = (
+        TableColumn(
+            "figure", "FIGURE", 30, lambda r: r.name, right=False, flexible=True, role=lambda r: "bold"
+        ),
+        TableColumn("first", "FIRST", 14, lambda r: r.first, lambda r: _text(r.first)),
+        TableColumn("second", "SECOND", 14, lambda r: r.second, lambda r: _text(r.second)),
+        TableColumn(
+            "difference",
+            "DIFFERENCE",
+            12,
+            lambda r: r.difference,
+            lambda r: _signed(r.difference),
+            drop=2,
+            role=lambda r: "accent",
+        ),
+        TableColumn(
+            "change",
+            "CHANGE",
+            8,
+            lambda r: r.change,
+            lambda r: units.UNKNOWN if r.change is None else f"{r.change:+.0%}",
+            drop=1,
+        ),
+    )
+    figures = tuple(column.name for column in columns)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: tuple[object, ...] = ()
+        self._rows: list[Difference] = []
+
+    def rows(self, context: Context) -> Sequence[Difference]:
+        first, second = context.compared, context.snapshot
+        if first is None or second is None:
+            return []
+        known = (id(first.snapshot), id(second), self.variant)
+        if known != self._known:
+            self._rows = differences(first.snapshot, second, every=self.variant == "all")
+            self._known = known
+        return self._rows
+
+    def id_of(self, row: Difference) -> str:
+        return row.name
+
+    def note(self, context: Context) -> str:
+        if context.compared is None or context.snapshot is None:
+            return ""
+        return f"{units.date(context.compared.at)} and {units.date(context.snapshot.at)}"
+
+    def render(self, context: Context, width: int, height: int) -> list[Line]:
+        if context.compared is None:
+            text = "Go to an instant and press c, then go to another and press c again."
+            return [heading(self.title, width), BLANK, *wrap(text, width, "dim")]
+        return super().render(context, width, height)
+
+    def describe(self, row: Difference, context: Context, width: int) -> list[Line]:
+        facts = (
+            ("first", _text(row.first)),
+            ("second", _text(row.second)),
+            ("difference", _signed(row.difference)),
+        )
+        return [BLANK, *([span(f"{name:<16}", "dim"), span(text)] for name, text in facts)]
+
+
+def _text(value: Value) -> str:
+    if value is None:
+        return units.UNKNOWN
+    if isinstance(value, bool | str):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
+
+
+def _signed(value: float | None) -> str:
+    if value is None:
+        return units.UNKNOWN
+    return f"{value:+,}" if isinstance(value, int) else f"{value:+,.6g}"

@@ -1,0 +1,127 @@
+"""The timeline above the screens while the console shows the past: output tokens per second as a chart of one
+line, the events in it, and the instant that is shown."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+
+from appliance.telemetry_pages import PastSnapshot
+from console import units
+from console.glyphs import GlyphSet
+from console.lines import Line, Span, clip, line, span, spread
+from console.recordings import Mark, PastTimeline
+
+WINDOW_POINTS = 600
+"""The timeline covers this many times the resolution: 10 minutes of seconds."""
+_BARS: dict[GlyphSet, str] = {"braille": "▁▂▃▄▅▆▇█", "block": "▁▂▃▄▅▆▇█", "ascii": "_.:-=+*#"}
+
+
+@dataclass
+class PastState:
+    """The instant that is shown."""
+
+    instant: PastSnapshot
+    timeline: PastTimeline | None = None
+    playing: bool = False
+    speed: int = 1
+
+    @property
+    def restarted(self) -> bool:
+        """Whether the service had been restarted within the minute before."""
+        snapshot = self.instant.snapshot
+        return snapshot.uptime_s < 60.0 and self.instant.first < snapshot.started_at - 1.0
+
+
+def resolution_text(seconds: int) -> str:
+    """Return the name of a resolution."""
+    return "1 s" if seconds == 1 else f"mean of {seconds} s"
+
+
+def badge_text(past: PastState) -> str:
+    """Return the text that says which instant is shown."""
+    at = past.instant.snapshot.at
+    return f"PAST {units.date(at)} · {resolution_text(past.instant.resolution_s)}"
+
+
+def timeline_lines(past: PastState, width: int, glyphs: GlyphSet) -> list[Line]:
+    """Return the timeline in two lines."""
+    timeline = past.timeline
+    if timeline is None:
+        return [clip([span(" reading the timeline…", "dim")], width), clip([], width)]
+    left, right = (f" {units.clock(at)[:5]} " for at in (timeline.since, timeline.until))
+    size = max(1, width - len(left) - len(right))
+    chart = _chart(timeline, past.instant.at, size, glyphs)
+    first = clip([span(left, "dim"), *chart, span(right, "dim")], width)
+    return [first, _legend(past, timeline, size, width, glyphs)]
+
+
+def event_at(past: PastState, size: int = 100) -> Mark | None:
+    """Return the newest event at the instant, in a timeline of `size` columns."""
+    if past.timeline is None:
+        return None
+    begin = past.instant.at
+    column_s = (past.timeline.until - past.timeline.since) / size
+    reach = max(past.instant.resolution_s, column_s / 2)
+    near = [mark for mark in past.timeline.marks if begin - reach <= mark.at < begin + reach]
+    return min(near, key=lambda mark: abs(mark.at - begin), default=None)
+
+
+def _chart(timeline: PastTimeline, at: float, size: int, glyphs: GlyphSet) -> Line:
+    column_s = (timeline.until - timeline.since) / size
+    values = _values(timeline, size, column_s)
+    peak = max((value for value in values if value is not None), default=0.0)
+    bars = _BARS[glyphs]
+    cells = [
+        (" " if value is None else bars[round(value / peak * (len(bars) - 1)) if peak else 0], "output")
+        for value in values
+    ]
+    for mark in timeline.marks:
+        column = min(size - 1, int((mark.at - timeline.since) / column_s))
+        letter = "!" if mark.is_alert else "^" if glyphs == "ascii" else "▲"
+        cells[column] = (letter, "bad" if mark.is_alert else "accent")
+    cursor = max(0, min(size - 1, int((at - timeline.since) / column_s)))
+    letter = cells[cursor][0]
+    cells[cursor] = ("|" if letter == " " else letter, "tab")
+    row: Line = []
+    for letter, role in cells:
+        if row and row[-1].role == role:
+            row[-1] = Span(row[-1].text + letter, role)
+        else:
+            row.append(Span(letter, role))
+    return row
+
+
+def _values(timeline: PastTimeline, size: int, column_s: float) -> list[float | None]:
+    """Return the largest value of each column. Columns between two samples get the value of the sample
+    before."""
+    times = [at for at, _ in timeline.values]
+    gaps = sorted(after - before for before, after in pairwise(times))
+    step = gaps[len(gaps) // 2] if gaps else column_s
+    found: list[float | None] = []
+    for column in range(size):
+        begin = timeline.since + column * column_s
+        first, last = bisect_right(times, begin), bisect_right(times, begin + column_s)
+        if first == last and first and times[first - 1] > begin - 1.5 * step:
+            first -= 1
+        known = [value for _, value in timeline.values[first:last] if value is not None]
+        found.append(max(known, default=None))
+    return found
+
+
+def _legend(past: PastState, timeline: PastTimeline, size: int, width: int, glyphs: GlyphSet) -> Line:
+    peak = max((value for _, value in timeline.values if value is not None), default=None)
+    right = line(span(f" output peak {units.rate(peak)}/s ", "dim"))
+    action = "^" if glyphs == "ascii" else "▲"
+    event = event_at(past, size)
+    if event is not None:
+        letter, role = ("!", "bad") if event.is_alert else (action, "accent")
+        left = line(span(f" {letter} ", role), span(f"{units.clock(event.at)} ", "bold"), span(event.text))
+    else:
+        actions = sum(not mark.is_alert for mark in timeline.marks)
+        alerts = len(timeline.marks) - actions
+        known = units.UNKNOWN if timeline.note else actions
+        left = line(span(f" {action} ", "accent"), span(f"operator actions: {known}  ", "dim"))
+        left += line(span("! ", "bad"), span(f"alerts raised: {alerts}", "dim"))
+    return spread(left, right, width)

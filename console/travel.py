@@ -1,0 +1,305 @@
+"""Time travel: opens instants of the past in the same screens, steps and plays through them, compares two of
+them and exports a slice."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+from appliance.moments import past_time
+from console import units
+from console.context import Compared
+from console.past_dialogs import Slice, SliceDialog, TimeDialog
+from console.recordings import PastTimeline
+from console.replay import SPEEDS, ReplaySource
+from console.source import ListName, SourceError
+from console.timeline import WINDOW_POINTS, PastState
+
+if TYPE_CHECKING:
+    from console.app import ConsoleApp
+
+COMMANDS = ("time", "past", "compare", "incident", "live", "mark", "pause")
+_NO_LIVE = "this console shows a recording: there is no live service to return to"
+_AROUND_S = 300.0
+_MIN_SPAN_S = 60.0
+_EDGE = 0.05
+"""Part of the timeline at each end in which the timeline moves on."""
+
+
+class TimeTravel:
+    """Moves a console through the past."""
+
+    def __init__(self, app: ConsoleApp) -> None:
+        self._app = app
+        self._source: ReplaySource | None = app.source if isinstance(app.source, ReplaySource) else None
+        self._timeline: PastTimeline | None = None
+        self._window: tuple[int, float] = (0, 0.0)
+        """Resolution of the timeline, and the newest instant when it was read."""
+        self._playing = False
+
+    @property
+    def source(self) -> ReplaySource:
+        """The instants of the console's source."""
+        if self._source is None:
+            self._source = ReplaySource(self._app.source.recording())
+        return self._source
+
+    def run(self, command: str) -> bool:
+        """Run a command of the key table. Returns False for commands that do not concern the past."""
+        word, _, rest = command.partition(" ")
+        past = self._app.session.past
+        if word in ("mark", "pause"):
+            if past is None:
+                return False
+            self._toggle_play()
+        elif word == "time":
+            self._ask_for_time()
+        elif word == "past":
+            self._move(rest)
+        elif word == "compare":
+            self._compare(rest)
+        elif word == "incident":
+            self._ask_for_slice()
+        elif word == "live":
+            self.leave()
+        else:
+            return False
+        return True
+
+    def run_line(self, word: str, rest: str) -> None:
+        """Run a typed command: time TIME, compare TIME, live or incident. Raises ValueError for a wrong
+        time."""
+        if word == "time" and rest:
+            self.open(past_time(rest, time.time()))
+        elif word == "compare" and rest:
+            self._start(self._compare_with(past_time(rest, time.time())))
+        else:
+            self.run(word)
+
+    # ── moving ───────────────────────────────────────────────────────────────────────────────
+
+    def open(self, at: float | None) -> None:
+        """Show an instant; the first of a file if `at` is None."""
+        self._start(self._moved(self.source.begin() if at is None else self.source.seek(at)))
+
+    def leave(self) -> None:
+        """Return to the live service."""
+        if self._app.source is self._source:
+            self._app.session.say(_NO_LIVE, "warn")
+            return
+        self._playing = False
+        self._app.workers.cancel_group(self._app, "past")
+        self._app.session.leave_past()
+
+    def read_lists(self) -> None:
+        """Read the lists of the screen."""
+        self._app.run_worker(self._read_lists(), group="past-lists", exclusive=True)
+
+    def _move(self, how: str) -> None:
+        source = self.source
+        if how in ("back", "forward"):
+            if self._app.session.past is None:
+                # From the live service, a step back leads to the newest recorded instant.
+                self._start(self._moved(source.seek(None)))
+            else:
+                self._start(self._moved(source.step(1 if how == "forward" else -1)))
+        elif how in ("slower", "faster"):
+            place = SPEEDS.index(source.speed) + (1 if how == "faster" else -1)
+            source.speed = SPEEDS[max(0, min(len(SPEEDS) - 1, place))]
+            self._app.session.say(f"plays {source.speed} s of the past in a second", "dim")
+            if (past := self._app.session.past) is not None:
+                past.speed = source.speed
+        else:
+            self._start(self._to_event(forward=how == "next-event"))
+
+    def _toggle_play(self) -> None:
+        if self._playing:
+            self._playing = False
+            self._app.workers.cancel_group(self._app, "past")
+            self._show()
+        else:
+            self._start(self._play())
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Begin a movement. It ends the one before."""
+        self._playing = False
+        self._app.run_worker(work, group="past", exclusive=True, exit_on_error=True)
+
+    async def _moved(self, movement: Coroutine[Any, Any, object]) -> None:
+        try:
+            await movement
+        except SourceError as error:
+            self._app.session.say(str(error), "warn")
+            self._app.redraw()
+            return
+        await self._arrived()
+
+    async def _play(self) -> None:
+        self._playing = True
+        self._show()
+        while True:
+            await asyncio.sleep(self.source.interval_s)
+            before = self.source.instant
+            try:
+                await self.source.play()
+            except SourceError as error:
+                self._playing = False
+                self._app.session.say(f"the end of the recording: {error}", "dim")
+                self._show()
+                return
+            if self.source.instant is not before:
+                await self._arrived()
+
+    async def _to_event(self, *, forward: bool) -> None:
+        if self._app.session.past is None:
+            await self._moved(self.source.seek(None))
+        instant = self.source.instant
+        if instant is None:
+            return
+        span_s = self._span_s()
+        since, until = (instant.at, instant.at + span_s) if forward else (instant.at - span_s, instant.at)
+        try:
+            marks = (await self.source.recording().timeline(since, until)).marks
+        except SourceError as error:
+            self._app.session.say(str(error), "warn")
+            self._app.redraw()
+            return
+        step = instant.resolution_s
+        found = [mark for mark in marks if mark.at >= instant.at + step] if forward else marks
+        found = found if forward else [mark for mark in found if mark.at < instant.at]
+        if not found:
+            side = "after" if forward else "before"
+            self._app.session.say(
+                f"no operator action and no alert in the {units.seconds(span_s)} {side}", "warn"
+            )
+            self._app.redraw()
+            return
+        await self._moved(self.source.seek(found[0].at if forward else found[-1].at))
+
+    async def _arrived(self) -> None:
+        """Show the instant at once, and then the timeline and lists."""
+        self._show()
+        await self._read_timeline()
+        await self._read_lists()
+        self._show()
+
+    def _show(self) -> None:
+        instant = self.source.instant
+        if instant is None:
+            return
+        past = PastState(instant, self._timeline, self._playing, self.source.speed)
+        self._app.session.show_past(past, self.source.history)
+        self._app.redraw()
+
+    # ── what belongs to an instant ───────────────────────────────────────────────────────────
+
+    def _span_s(self) -> float:
+        instant = self.source.instant
+        return float(WINDOW_POINTS * (1 if instant is None else instant.resolution_s))
+
+    async def _read_timeline(self) -> None:
+        instant = self.source.instant
+        assert instant is not None
+        span_s, known = self._span_s(), self._timeline
+        if known is not None and self._window[0] == instant.resolution_s:
+            edge = _EDGE * span_s
+            has_later = instant.last > self._window[1] + edge
+            inside = known.since + (edge if instant.first < known.since else 0) <= instant.at
+            inside = inside and instant.at <= known.until - (edge if has_later else -edge)
+            if inside:
+                return
+        until = min(instant.at + span_s / 2, instant.last)
+        try:
+            since = max(until - span_s, min(instant.first, until - _MIN_SPAN_S))
+            self._timeline = await self.source.recording().timeline(since, until)
+            self._window = instant.resolution_s, until
+        except SourceError as error:
+            self._app.session.say(str(error), "warn")
+
+    async def _read_lists(self) -> None:
+        session = self._app.session
+        for name in session.view.lists():
+            await self._read_list(name)
+        self._app.redraw()
+
+    async def _read_list(self, name: ListName) -> None:
+        session, context = self._app.session, self._app.session.context
+        try:
+            session.take_rows(name, await self.source.rows(name), context=context)
+        except SourceError as error:
+            context.rows.pop(name, None)
+            session.take_rows(name, [], str(error), context=context)
+
+    # ── comparing and exporting ──────────────────────────────────────────────────────────────
+
+    def _compare(self, rest: str) -> None:
+        session = self._app.session
+        shown = session.shown_instant()
+        if shown is None:
+            session.say("nothing has been read yet", "warn")
+        elif rest == "pin" or session.compared is None:
+            session.pin(shown)
+            session.say(
+                f"the first instant of the comparison is {units.date(shown.at)}: go to another instant, and "
+                "press c"
+            )
+        elif session.view.name == "compare":
+            session.run("history back")
+        else:
+            session.run("screen compare")
+
+    async def _compare_with(self, at: float) -> None:
+        session = self._app.session
+        try:
+            instant = await self.source.recording().instant(at)
+        except SourceError as error:
+            session.say(str(error), "warn")
+        else:
+            session.pin(Compared(instant.snapshot, instant.resolution_s))
+            session.run("screen compare")
+        self._app.redraw()
+
+    def _ask_for_time(self) -> None:
+        self._app.run_worker(self._time_dialog(), group="past-dialog", exclusive=True)
+
+    async def _time_dialog(self) -> None:
+        try:
+            newest = await self.source.recording().instant(None)
+        except SourceError as error:
+            self._app.session.say(str(error), "warn")
+            self._app.redraw()
+            return
+        note = f"recorded from {units.date(newest.first)} to {units.date(newest.last)}"
+        now = newest.last if self._app.source is self._source else time.time()
+        at = await self._app.push_screen_wait(TimeDialog(now=now, note=note))
+        if at is not None:
+            self.open(at)
+
+    def _ask_for_slice(self) -> None:
+        self._app.run_worker(self._slice_dialog(), group="past-dialog", exclusive=True)
+
+    async def _slice_dialog(self) -> None:
+        session = self._app.session
+        shown, compared = session.shown_instant(), session.compared
+        at = time.time() if session.past is None or shown is None else shown.at
+        since, until = at - _AROUND_S, at + (0.0 if session.past is None else _AROUND_S)
+        if session.past is not None:
+            until = min(until, session.past.instant.last)
+            since = max(since, session.past.instant.first)
+        if compared is not None and compared.at != at:
+            since, until = sorted((compared.at, at))
+        chosen = await self._app.push_screen_wait(SliceDialog(since, until))
+        if chosen is not None:
+            await self._export(chosen)
+
+    async def _export(self, chosen: Slice) -> None:
+        session = self._app.session
+        session.say(f"writing {chosen.path}…", "dim")
+        self._app.redraw()
+        try:
+            session.say(await self.source.recording().export(*chosen), "good")
+        except SourceError as error:
+            session.say(str(error), "bad")
+        self._app.redraw()

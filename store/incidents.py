@@ -1,0 +1,236 @@
+"""Incident files: a slice of the recorded past in one SQLite file, which is read on another machine without
+the service.
+
+An incident file has the tables of `history.db` with the rows of the slice, so the readers of `history.db`
+read it. Further tables have what other files contain: operators' actions and log lines, as JSON documents
+that only the caller understands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sqlite3
+import zlib
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from store.alerts import SAVE_ALERT, AlertRow
+from store.database import open_readonly
+from store.errors import MissingDatabaseError, StoreError, explain, explain_os
+from store.migrations import migrate, schema_version
+from store.requests import INSERT_LOGGED, LoggedRequest
+from store.schemas import HISTORY
+from store.telemetry import DETAILS, RESOLUTIONS
+
+_TABLES = """
+CREATE TABLE incident (name TEXT PRIMARY KEY NOT NULL, value TEXT NOT NULL);
+CREATE TABLE incident_actions (at REAL NOT NULL, seq INTEGER, document TEXT NOT NULL);
+CREATE TABLE incident_lines (at REAL NOT NULL, number INTEGER NOT NULL, document TEXT NOT NULL);
+CREATE INDEX incident_actions_at ON incident_actions (at);
+CREATE INDEX incident_lines_at ON incident_lines (at);
+"""
+_MODE = 0o600
+
+
+class IncidentTooLargeError(StoreError):
+    """Raised if the slice does not fit into an incident file. The message gives the remedy."""
+
+
+class IncidentWriter:
+    """Writes an incident file. Use as a context manager: the file gets its name only if the block ends
+    without an error. Raises a `StoreError`."""
+
+    def __init__(self, path: Path, limit_bytes: int) -> None:
+        """Raises a `StoreError` if `path` exists or cannot be written. The file has at most `limit_bytes`."""
+        self.path = path
+        self._limit_bytes = limit_bytes
+        self._partial = path.with_name(f".{path.name}.partial")
+        self._layouts: dict[bytes, int] = {}
+        self._sequence = 0
+        if path.exists():
+            raise StoreError(f"{path} exists already: choose another name, or remove the file")
+        try:
+            self._partial.unlink(missing_ok=True)
+            os.close(os.open(self._partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, _MODE))
+        except OSError as error:
+            raise explain_os(path, error) from error
+        self._connection = sqlite3.connect(self._partial, isolation_level=None, check_same_thread=False)
+        try:
+            # The file is complete or does not exist, so it needs no journal.
+            self._connection.execute("PRAGMA journal_mode=OFF").fetchone()
+            self._connection.execute("PRAGMA synchronous=OFF")
+            migrate(self._connection, path, HISTORY)
+            self._connection.executescript(_TABLES)
+        except BaseException as error:
+            self._abandon()
+            if isinstance(error, sqlite3.Error):
+                raise explain(path, error) from error
+            raise
+
+    def __enter__(self) -> IncidentWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give the file its name, or remove it after an error."""
+        if error is not None:
+            self._abandon()
+            if isinstance(error, sqlite3.Error):
+                raise explain(self.path, error) from error
+            return
+        try:
+            self._connection.close()
+            with open(self._partial, "rb") as file:
+                os.fsync(file.fileno())
+            self._partial.rename(self.path)
+        except OSError as failure:
+            self._partial.unlink(missing_ok=True)
+            raise explain_os(self.path, failure) from failure
+
+    def describe(self, facts: Mapping[str, str]) -> None:
+        """Add facts about the slice."""
+        self._insert("INSERT INTO incident (name, value) VALUES (?, ?)", list(facts.items()))
+
+    def samples(
+        self, resolution_s: int, rows: Iterable[tuple[int, int, int, bytes]], layouts: Mapping[int, bytes]
+    ) -> None:
+        """Add stored samples: time in milliseconds, layout, number of samples and numbers. `layouts` contains
+        the documents of their layouts."""
+        table = next(one.table for one in RESOLUTIONS if one.seconds == resolution_s)
+        ids = {one: self._layout(document) for one, document in layouts.items()}
+        self._insert(
+            f"INSERT OR IGNORE INTO {table} (at, layout, samples, numbers) VALUES (?, ?, ?, ?)",
+            [(at, ids[layout], samples, numbers) for at, layout, samples, numbers in rows],
+        )
+
+    def details(self, rows: Iterable[tuple[int, bool, bytes]]) -> None:
+        """Add stored details: time in milliseconds, whether the document is whole, and the document."""
+        self._insert(f"INSERT OR IGNORE INTO {DETAILS} (at, whole, document) VALUES (?, ?, ?)", list(rows))
+
+    def requests(self, rows: Iterable[LoggedRequest]) -> None:
+        """Add rows of the request log."""
+        values = []
+        for row in rows:
+            self._sequence += 1
+            values.append(row.stored(self._sequence))
+        self._insert(INSERT_LOGGED, values)
+
+    def alerts(self, rows: Iterable[AlertRow]) -> None:
+        """Add alerts."""
+        self._insert(SAVE_ALERT, [msgspec.structs.astuple(row) for row in rows])
+
+    def actions(self, rows: Iterable[tuple[float, int | None, str]]) -> None:
+        """Add operators' actions: time in unix seconds, number, and document."""
+        self._insert("INSERT INTO incident_actions (at, seq, document) VALUES (?, ?, ?)", list(rows))
+
+    def lines(self, rows: Iterable[tuple[float, int, str]]) -> None:
+        """Add log lines: time in unix seconds, number, and document."""
+        self._insert("INSERT INTO incident_lines (at, number, document) VALUES (?, ?, ?)", list(rows))
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file so far."""
+        pages, page = (
+            int(self._connection.execute(f"PRAGMA {name}").fetchone()[0])
+            for name in ("page_count", "page_size")
+        )
+        return pages * page
+
+    def _layout(self, document: bytes) -> int:
+        known = self._layouts.get(document)
+        if known is None:
+            known = self._layouts[document] = len(self._layouts) + 1
+            self._insert(
+                "INSERT INTO telemetry_layouts (id, sha256, document) VALUES (?, ?, ?)",
+                [(known, hashlib.sha256(document).digest(), zlib.compress(document, 6))],
+            )
+        return known
+
+    def _insert(self, sql: str, rows: list[tuple[object, ...]]) -> None:
+        self._connection.execute("BEGIN")
+        self._connection.executemany(sql, rows)
+        self._connection.execute("COMMIT")
+        if self.size > self._limit_bytes:
+            raise IncidentTooLargeError(
+                f"the slice needs more than {self._limit_bytes >> 20} MiB: select a shorter time span"
+            )
+
+    def _abandon(self) -> None:
+        self._connection.close()
+        self._partial.unlink(missing_ok=True)
+
+
+class IncidentReader:
+    """Reads the tables that only incident files have. Raises a `StoreError`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def facts(self) -> dict[str, str] | None:
+        """Return the facts about the slice; None if the file is not an incident file."""
+        with closing(open_readonly(self.path)) as connection:
+            if not _is_incident(connection):
+                return None
+            return dict(connection.execute("SELECT name, value FROM incident").fetchall())
+
+    def actions(self, since: float, until: float, before: int | None, limit: int) -> list[str]:
+        """Return the newest `limit` documents of actions between two times, the newest first. If `before` is
+        given, only those with a smaller number are returned."""
+        return self._documents(
+            "SELECT document FROM incident_actions WHERE at >= ? AND at <= ? AND (? IS NULL OR seq < ?) "
+            "ORDER BY at DESC, seq DESC LIMIT ?",
+            (since, until, before, before, limit),
+        )
+
+    def lines(self, until: float, limit: int) -> list[str]:
+        """Return the newest `limit` documents of log lines until a time, the oldest first."""
+        return self._documents(
+            "SELECT document FROM incident_lines WHERE at <= ? ORDER BY number DESC LIMIT ?", (until, limit)
+        )[::-1]
+
+    def _documents(self, sql: str, values: tuple[object, ...]) -> list[str]:
+        with closing(open_readonly(self.path)) as connection:
+            try:
+                return [str(row[0]) for row in connection.execute(sql, values)]
+            except sqlite3.Error as error:
+                raise explain(self.path, error) from error
+
+
+def readable_copy(path: Path, folder: Path) -> Path:
+    """Return the path of a file that the readers of `history.db` can read: `path` itself, or, if an earlier
+    version of the product wrote it, an upgraded copy in `folder`. Raises a `StoreError`."""
+    if not path.is_file():
+        raise MissingDatabaseError(
+            f"{path} is not a file: give the path of history.db or of an incident file"
+        )
+    with closing(open_readonly(path)) as connection:
+        try:
+            tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master")}
+        except sqlite3.Error as error:
+            raise explain(path, error) from error
+        if "telemetry_1s" not in tables and "requests" not in tables:
+            raise StoreError(
+                f"{path} contains no recorded history: open history.db of a service, or a file that "
+                "appliance history export wrote"
+            )
+        if schema_version(connection) >= len(HISTORY.migrations):
+            return path  # Readers refuse a file of a newer version.
+        copy = folder / path.name
+        with closing(sqlite3.connect(copy, isolation_level=None)) as target:
+            try:
+                connection.backup(target)
+                migrate(target, copy, HISTORY)
+            except sqlite3.Error as error:
+                raise explain(path, error) from error
+    return copy
+
+
+def _is_incident(connection: sqlite3.Connection) -> bool:
+    found = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'incident'").fetchone()
+    return found is not None

@@ -1,0 +1,35 @@
+"""A recorded past for the tests of the console: snapshots written as the service writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from appliance.core.recording import sampled_tree
+from appliance.recorded_details import DetailEncoder
+from appliance.snapshot import Snapshot
+from console.fake import FIXED_TIME, FakeSource
+from store.samples import Splitter
+from store.schemas import HISTORY
+from store.telemetry import TelemetryLog
+from store.writer import Writer
+
+
+def fake_seconds(count: int, *, seed: int = 7) -> list[Snapshot]:
+    """Return successive seconds of a small simulated service."""
+    fake = FakeSource(seed=seed, requests=60, blocks=2048, gpus=4, tenants=8, interval_s=1.0, now=FIXED_TIME)
+    return [msgspec.msgpack.decode(msgspec.msgpack.encode(fake.step()), type=Snapshot) for _ in range(count)]
+
+
+def record(path: Path, snapshots: Sequence[Snapshot]) -> Path:
+    """Write snapshots to a new `history.db`."""
+    writer = Writer(path, HISTORY, synchronous="NORMAL")
+    writer.start()
+    telemetry, splitter, encoder = TelemetryLog(writer), Splitter(), DetailEncoder()
+    for one in snapshots:
+        telemetry.record(splitter.split(one.at, sampled_tree(one)), encoder.encode(one))
+    telemetry.close()
+    writer.close()
+    return path

@@ -1,0 +1,245 @@
+"""Tests of time travel in the console, with keys as an operator presses them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import Button, Input
+
+from appliance.actions import DrainService
+from appliance.snapshot import Snapshot
+from console.app import ConsoleApp
+from console.dialogs import ActionDialog, ChoiceDialog
+from console.fake import FIXED_TIME, FakeSource
+from console.keys import KEYS, offered
+from console.palette import ConsoleCommands
+from console.past_dialogs import SliceDialog, TimeDialog
+from console.recordings import file_recording
+from console.replay import ReplaySource
+from tests.console.recorded import fake_seconds, record
+from tests.console.test_app import run, shown, until
+
+
+class SecondsSource(FakeSource):
+    """A simulated service that delivers a second of its clock twenty times a second."""
+
+    async def next(self) -> Snapshot:
+        await asyncio.sleep(0.05)
+        return self.step()
+
+
+def console(*, write: bool = False) -> ConsoleApp:
+    source = SecondsSource(requests=60, blocks=2048, gpus=4, tenants=8, interval_s=1.0, now=FIXED_TIME)
+    for _ in range(30):
+        source.step()
+    return ConsoleApp(source, write=write)
+
+
+def past_at(app: ConsoleApp) -> float:
+    """Return the seconds of the instant that is shown, since the start of the clock."""
+    assert app.session.past is not None
+    return app.session.past.instant.at - FIXED_TIME
+
+
+async def enter_past(pilot: Pilot[int], app: ConsoleApp, seconds: float = 20.0) -> None:
+    app.travel.open(FIXED_TIME + seconds)
+    await until(pilot, lambda: "PAST" in shown(app) and "operator actions" in shown(app))
+
+
+def test_a_step_back_shows_the_past_and_n_returns_to_a_live_console_that_went_on() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("left_square_bracket")
+        await until(pilot, lambda: "PAST 2026-" in shown(app))
+        entered = past_at(app)
+        await pilot.press("left_square_bracket")
+        await until(pilot, lambda: past_at(app) < entered)
+        await pilot.press("right_square_bracket")
+        await until(pilot, lambda: past_at(app) == entered)
+        await pilot.press("N")
+        await until(pilot, lambda: "PAST" not in shown(app))
+        assert app.session.context.snapshot is not None
+        assert app.session.context.snapshot.at > FIXED_TIME + entered
+        times = [point.at for point in app.session.context.history.points]
+        assert times == [times[0] + number for number in range(len(times))]
+
+    run(steps, console())
+
+
+def test_t_opens_a_time_and_names_a_wrong_one() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("T")
+        await until(pilot, lambda: isinstance(app.screen, TimeDialog) and app.screen.focused is not None)
+        dialog = app.screen
+        assert "recorded from 2026-" in str(dialog.query_one("#recorded").render())
+        await pilot.press(*"soon", "enter")
+        await until(pilot, lambda: "'soon' is not a time" in str(dialog.query_one("#error").render()))
+        dialog.query_one(Input).value = _local(FIXED_TIME + 15)
+        await pilot.press("enter")
+        await until(pilot, lambda: app.session.past is not None)
+        assert past_at(app) == 15
+        await pilot.press("colon", *f"time {_local(FIXED_TIME + 12)}", "enter")
+        await until(pilot, lambda: past_at(app) == 12)
+        await pilot.press("colon", *"time 1999-01-01", "enter")
+        await until(pilot, lambda: "nothing was recorded" in shown(app))
+        assert past_at(app) == 12
+
+    run(steps, console())
+
+
+def _local(at: float) -> str:
+    from console import units
+
+    return units.date(at).replace(" ", "T")
+
+
+def test_space_plays_and_pauses() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await enter_past(pilot, app, 15.0)
+        await pilot.press("greater_than_sign", "space")
+        await until(pilot, lambda: "PLAY x2" in shown(app))
+        await until(pilot, lambda: past_at(app) >= 17)
+        await pilot.press("space")
+        await until(pilot, lambda: "PLAY" not in shown(app))
+        stopped = past_at(app)
+        await asyncio.sleep(1.5)
+        assert past_at(app) == stopped
+
+    run(steps, console())
+
+
+def test_the_past_accepts_no_action_through_any_key_command_or_palette_entry() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        acted: list[object] = []
+
+        async def act(parameters: object) -> object:
+            acted.append(parameters)
+            raise AssertionError("the past was changed")
+
+        app.source.act = act  # type: ignore[method-assign,assignment]
+        await enter_past(pilot, app)
+        for key in "467":
+            await pilot.press(key)
+            for one in KEYS:
+                if one.group == "Actions":
+                    await pilot.press(one.keys[0])
+                    await pilot.pause()
+                    assert not isinstance(app.screen, ActionDialog | ChoiceDialog), one
+        for action in offered():
+            app.run_line(f"{action.name.replace('.', ' ')} {'x' if action.named_by else ''}")
+            app.action_run(f"act {action.name}")
+            await pilot.pause()
+            assert not isinstance(app.screen, ActionDialog), action.name
+        entries = ConsoleCommands(app.screen)._entries()
+        assert not [command for _, _, command in entries if command.startswith("act ")]
+        await pilot.press("X")
+        await until(pilot, lambda: "the past cannot be changed" in shown(app))
+        assert not acted
+
+    run(steps, console(write=True))
+
+
+def test_braces_jump_to_operator_actions_which_are_marks_on_the_timeline() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await app.source.act(DrainService(model="qwen3-8b"))
+        assert app.session.context.snapshot is not None
+        acted_at = app.source.simulation.now - FIXED_TIME  # type: ignore[attr-defined]
+        await until(pilot, lambda: app.session.context.snapshot.at > FIXED_TIME + acted_at + 5)  # type: ignore[union-attr]
+        await pilot.press("left_square_bracket")
+        await until(pilot, lambda: "PAST" in shown(app))
+        await pilot.press("left_curly_bracket")
+        await until(pilot, lambda: "uid:1000 (demo): drain qwen3-8b: ok" in shown(app))
+        assert past_at(app) == pytest.approx(acted_at, abs=1.0)
+        assert "▲" in shown(app)
+        await enter_past(pilot, app, acted_at - 5)
+        await pilot.press("right_curly_bracket")
+        await until(pilot, lambda: past_at(app) == pytest.approx(acted_at, abs=1.0))
+
+    run(steps, console(write=True))
+
+
+def test_two_instants_are_compared_figure_by_figure() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await enter_past(pilot, app, 14.0)
+        await pilot.press("c")
+        await until(pilot, lambda: "the first instant of the comparison" in shown(app))
+        first = app.session.context.snapshot
+        await enter_past(pilot, app, 25.0)
+        second = app.session.context.snapshot
+        await pilot.press("c")
+        await until(pilot, lambda: "Compare" in shown(app) and "totals.ended" in shown(app))
+        assert first is not None and second is not None
+        rows = {row.name: row for row in app.session.comparison.ordered(app.session.context)}
+        ended = rows["totals.ended"]
+        assert (ended.first, ended.second) == (first.totals.ended, second.totals.ended)
+        assert ended.difference == (second.totals.ended or 0) - (first.totals.ended or 0) != 0
+        assert not any(row.first == row.second for row in rows.values())
+        await pilot.press("v")
+        await until(
+            pilot, lambda: "queue.limit" in shown(app) or len(app.session.comparison._rows) > len(rows)
+        )
+        await pilot.press("c")
+        await until(pilot, lambda: app.session.view.name == "overview")
+        await pilot.press("N")
+        await until(pilot, lambda: "PAST" not in shown(app))
+        # The present can be compared with the chosen instant too.
+        await pilot.press("c")
+        await until(pilot, lambda: "Compare" in shown(app))
+
+    run(steps, console())
+
+
+@pytest.mark.parametrize("size", [(120, 40), (80, 24), (40, 10)])
+def test_the_badge_is_visible_at_every_size(size: tuple[int, int]) -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        app.travel.open(FIXED_TIME + 20)
+        await until(pilot, lambda: "PAST 2026-" in shown(app))
+        for key in "1234567890":
+            await pilot.press(key)
+            await until(pilot, lambda: "PAST 2026-" in shown(app).splitlines()[0])
+
+    run(steps, console(), size)
+
+
+def test_a_recording_opens_without_a_service_and_has_no_present(tmp_path: Path) -> None:
+    path = record(tmp_path / "history.db", fake_seconds(20))
+    app = ConsoleApp(ReplaySource(file_recording(path)))
+
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await until(pilot, lambda: "PAST 2026-" in shown(app))
+        assert past_at(app) == 20
+        await pilot.press("left_square_bracket")
+        await until(pilot, lambda: past_at(app) == 19)
+        await pilot.press("N")
+        await until(pilot, lambda: "there is no live service" in shown(app))
+        await pilot.press("9")
+        await until(pilot, lambda: "control.db" in shown(app))
+
+    run(steps, app)
+
+
+def test_a_slice_is_exported_from_the_console(tmp_path: Path) -> None:
+    path = record(tmp_path / "history.db", fake_seconds(30))
+    app = ConsoleApp(ReplaySource(file_recording(path)))
+    target = tmp_path / "incident.db"
+
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await until(pilot, lambda: "PAST 2026-" in shown(app))
+        await pilot.press("E")
+        await until(pilot, lambda: isinstance(app.screen, SliceDialog) and app.screen.focused is not None)
+        dialog = app.screen
+        dialog.query_one("#from", Input).value = _local(FIXED_TIME + 10)
+        dialog.query_one("#to", Input).value = "never"
+        dialog.query_one("#file", Input).value = str(target)
+        dialog.query_one("#export", Button).press()
+        await until(pilot, lambda: "'never' is not a time" in str(dialog.query_one("#error").render()))
+        dialog.query_one("#to", Input).value = _local(FIXED_TIME + 20)
+        dialog.query_one("#export", Button).press()
+        await until(pilot, lambda: "wrote" in shown(app))
+        assert target.exists()
+
+    run(steps, app)
+    replay = ReplaySource(file_recording(target))
+    assert asyncio.run(replay.next()).at == FIXED_TIME + 10
