@@ -118,6 +118,11 @@ def test_no_value_ends_in_a_traceback(
 DANGEROUS = [action for action in ACTIONS if action.danger != "none"]
 
 
+def test_actions_that_end_requests_or_rights_are_dangerous() -> None:
+    names = {action.name for action in DANGEROUS}
+    assert {"drain", "keys.revoke", "tenants.delete", "tenants.suspend", "requests.cancel"} <= names
+
+
 @pytest.mark.parametrize("action", DANGEROUS, ids=lambda action: action.name)
 def test_without_a_terminal_a_dangerous_action_needs_yes(
     cli: Run, admin: AdminService, run_dir: Path, action: Action

@@ -196,6 +196,10 @@ def test_a_front_that_hangs_gets_no_connections_until_it_reports_again(make_serv
     pid = service.wait_ready().fronts[0].pid or 0
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: "silent" in service.admin.status().fronts[0].detail)
+    status = service.admin.status()
+    assert [problem.where for problem in status.current_problems] == ["front-0"]
+    found = examine(Path(status.run_dir), Path(status.state_dir), "not read").findings
+    assert any("front-0: silent" in one.text for one in found if one.level == "problem")
     answers = [read_answer(service.connect("m 2"))[-1] for _ in range(4)]
     assert answers == ["front-1 length"] * 4
     os.kill(pid, signal.SIGCONT)

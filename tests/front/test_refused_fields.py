@@ -24,6 +24,16 @@ WRONG: dict[str, Any] = {"do_sample": 0, "suffix": "secret end", "add_special_to
 """For some fields, a value that must be refused. These are the fields for which 3 is accepted or would not be
 a clear example."""
 
+FIELDS_OF_OTHER_SERVERS = """
+guided_json guided_regex guided_choice guided_grammar structured_outputs json_schema regex grammar ebnf
+typical_p top_a tfs_z mirostat mirostat_tau mirostat_eta xtc_probability xtc_threshold
+dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
+repeat_penalty no_repeat_ngram_size min_new_tokens max_new_tokens n_predict
+use_beam_search num_beams length_penalty stop_regex logits_processors
+"""
+"""Fields of vLLM, SGLang, TGI and llama.cpp that change the answer. The list stands here too, so that a field
+that is removed from the product's list is noticed."""
+
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
 def test_every_field_that_would_change_the_answer_is_refused_with_value_and_remedy(
@@ -41,6 +51,39 @@ def test_every_field_that_would_change_the_answer_is_refused_with_value_and_reme
             == answer.error["message"]
         )
     assert not front.admits
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        (CHAT, "best_of echo chat_template documents tools functions"),
+        (COMPLETION, "suffix"),
+        *((path, FIELDS_OF_OTHER_SERVERS) for path in (CHAT, COMPLETION)),
+    ],
+)
+def test_fields_with_which_other_servers_would_answer_differently_are_refused(
+    front: Harness, path: str, names: str
+) -> None:
+    for name in names.split():
+        body = chat() if path == CHAT else {"model": "demo", "prompt": "x"}
+        answer = post(front, path, body | {name: 3})
+        assert (answer.status, answer.error["param"]) == (400, name)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_fields_that_change_no_answer_are_ignored(front: Harness, path: str) -> None:
+    body = chat(max_tokens=2) if path == CHAT else {"model": "demo", "prompt": "x"}
+    expected = post(front, path, body).body
+    ignored = {
+        "prediction": {"type": "content", "content": "x"},
+        "store": True,
+        "metadata": {"a": "b"},
+        "user": "somebody",
+        "something_new": [1],
+    }
+    answer = post(front, path, body | ignored)
+    assert answer.status == 200
+    assert json.loads(answer.body)["choices"] == json.loads(expected)["choices"]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])

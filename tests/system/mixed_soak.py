@@ -194,10 +194,14 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--sample-seconds", type=float, default=2.0)
     parser.add_argument(
+        "--kv-blocks", type=int, default=KV_BLOCKS, help="0: the default size of a CPU replica's KV cache"
+    )
+    parser.add_argument(
         "--json", type=Path, metavar="FILE", help="where to keep the result, with all samples"
     )
     options = parser.parse_args()
-    with attacked_service("--kv-blocks", str(KV_BLOCKS)) as (attacked, key):
+    flags = ("--kv-blocks", str(options.kv_blocks)) if options.kv_blocks else ()
+    with attacked_service(*flags) as (attacked, key):
         result = run(attacked, key, 60 * options.minutes, options.clients, options.sample_seconds)
     print(f"{result['requests']} requests of clients: {result['outcomes']}\nattackers: {result['attackers']}")
     print(f"{'process':18} {'measurement':12} {'first':>8} {'last':>8}  a minute, 95% confidence interval")

@@ -11,15 +11,18 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
+from appliance.settings import demo_model_folder
 from tests.system.machine import ROOT, BootError, Machine, machine, why_not
+from tests.system.memory_limit import memory_limit
 
 pytestmark = pytest.mark.system
 
@@ -67,12 +70,15 @@ class Box:
         ranks = [pid for model in status["models"] for one in model["replicas"] for pid in one["pids"]]
         return ranks + [front["pid"] for front in status["fronts"]]
 
-    def rows(self, state: str, **wanted: str) -> int:
-        """Return the number of rows in the request log that have this state and these values."""
-        rows = self.inside.appliance("requests", "--limit", "100")
-        return sum(
-            all(row[name] == value for name, value in (("state", state), *wanted.items())) for row in rows
-        )
+    def rows(self, **wanted: Any) -> dict[str, Any]:
+        """Return the rows of the request log that have these values, by request id."""
+        rows = self.inside.appliance("requests", "--limit", "1000")
+        assert len(rows) == len({row["request_id"] for row in rows}), "a request has two rows"
+        return {
+            row["request_id"]: row
+            for row in rows
+            if all(row[name] == value for name, value in wanted.items())
+        }
 
     def write(self, text: str) -> None:
         """Write settings in addition to those in the main file."""
@@ -237,13 +243,37 @@ def test_a_reload_touches_no_model_and_a_bad_file_fails_it(box: Box) -> None:
     assert box.children() == children
 
 
-def test_a_killed_core_is_back_and_who_connected_meanwhile_is_served(box: Box) -> None:
-    before = box.unit()
+@pytest.fixture(params=["by a signal", "for lack of memory"])
+def kill_core(request: pytest.FixtureRequest, box: Box) -> Iterator[Callable[[], None]]:
+    """Yield a function that kills the core."""
+
+    def send_signal() -> None:
+        box.inside.systemctl("kill", "--signal=KILL", "--kill-whom=main", SERVICE)
+
+    if request.param == "by a signal":
+        yield send_signal
+        return
+    with memory_limit() as group:
+
+        def take_its_memory() -> None:
+            (core,) = (one for one in box.inside.processes("appliance") if one.ppid() == box.inside.init)
+            group.add(core.pid)
+            group.kill(core.pid)
+            assert not core.is_running() or core.status() == psutil.STATUS_ZOMBIE
+
+        yield take_its_memory
+
+
+def test_a_killed_core_is_back_and_who_connected_meanwhile_is_served(
+    box: Box, kill_core: Callable[[], None]
+) -> None:
+    before, ended = box.unit(), box.rows()
     under_way = [Stream(box, max_tokens=1900) for _ in range(8)]
     assert all(stream.begun.wait(60) for stream in under_way)
-    box.inside.wait_until(lambda: box.rows("open") == 8, 60, "their rows to be on the disk")
+    box.inside.wait_until(lambda: len(box.rows(state="open")) == 8, 60, "their rows to be on the disk")
+    interrupted = box.rows(state="open").keys()
     killed = box.inside.processes("appliance")
-    box.inside.systemctl("kill", "--signal=KILL", "--kill-whom=main", SERVICE)
+    kill_core()
     with ThreadPoolExecutor(8) as pool:
         meanwhile = [pool.submit(box.complete) for _ in range(8)]
         assert [answer.result() for answer in meanwhile] == [200] * 8
@@ -254,7 +284,12 @@ def test_a_killed_core_is_back_and_who_connected_meanwhile_is_served(box: Box) -
     box.wait_active(but=before["MainPID"])
     assert int(box.unit()["NRestarts"]) == int(before["NRestarts"]) + 1
     assert not any(process.is_running() for process in killed)
-    assert box.rows("ended", finish_reason="interrupted") == 8
+    box.inside.wait_until(lambda: not box.rows(state="open"), 60, "the rows to end")
+    after = box.rows()
+    assert ended.keys() <= after.keys()
+    assert {after[one]["finish_reason"] for one in interrupted} == {"interrupted"}
+    served = [row for name, row in after.items() if name not in ended.keys() | interrupted]
+    assert [row["status"] for row in served] == [200] * 8
 
 
 def test_a_stalled_rank_is_the_cores_to_kill(box: Box) -> None:
@@ -308,6 +343,39 @@ def test_commands_find_the_units_service_and_nothing_in_tmp(box: Box) -> None:
     assert stopped.returncode == 1
     assert stopped.stderr.endswith("start the service with: systemctl start appliance\n")
     shutil.rmtree(trap)
+
+
+def test_models_in_srv_are_served_and_in_home_with_the_drop_in(box: Box) -> None:
+    inside, example = box.inside, UNITS / "examples/appliance.service.d/models-in-home.conf"
+    for parent in ("srv", "home"):
+        folder = inside.root / parent / "models/demo"
+        shutil.copytree(demo_model_folder(), folder)
+        inside.run("chmod", "-R", "a+rX", f"/{parent}/models")
+    box.write(
+        "kv_blocks = 50\n"
+        + "".join(f'[models.in-{name}]\nfolder = "/{name}/models/demo"\n' for name in ("srv", "home"))
+    )
+    drop_in = inside.root / "etc/systemd/system/appliance.service.d" / example.name
+    try:
+        refused = inside.systemctl("reload", SERVICE, check=False)
+        assert refused.returncode != 0
+        journal = inside.journal("--unit", SERVICE, "--lines", "20")
+        assert "/home/models/demo" in journal and "/srv/models/demo" not in journal
+
+        drop_in.write_text(example.read_text())
+        inside.systemctl("daemon-reload")
+        inside.systemctl("restart", SERVICE)
+        assert [box.complete(model=f"in-{name}") for name in ("srv", "home")] == [200, 200]
+        # Nothing else below /home is visible, and the models cannot be changed.
+        core = box.unit()["MainPID"]
+        (inside.root / "home/other").mkdir()
+        shown = ("nsenter", f"--target={core}", "--mount", "find", "/home", "-maxdepth", "2")
+        assert set(inside.run(*shown).stdout.split()) == {"/home", "/home/models", "/home/models/demo"}
+    finally:
+        drop_in.unlink(missing_ok=True)
+        box.forget()
+        inside.systemctl("daemon-reload")
+        inside.systemctl("restart", SERVICE)
 
 
 def test_stop_drains_and_leaves_nothing(box: Box) -> None:

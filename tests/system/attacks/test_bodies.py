@@ -1,5 +1,5 @@
-"""Tests of the memory limits for request bodies that are being received. There is a limit per connection, per
-tenant and per front."""
+"""Tests of the memory limits for heads and bodies of requests that are being received, and for answers that
+are not read. For bodies, there is a limit per connection, per tenant and per front."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from appliance.http.request_memory import MAX_REQUEST_MEMORY_BYTES
+from appliance.http.server import MAX_UNSENT_BYTES
 from tests.system.attacks.conftest import Target, target
 from tests.system.attacks.wire import (
     MEGABYTE,
@@ -54,6 +56,16 @@ def unfinished(bounded: Target, count: int, *headers: str) -> Iterator[list[sock
         yield sockets
 
 
+def reported(bounded: Target, text: str) -> None:
+    """Check that `status` and `doctor` report a problem with this text."""
+    bounded.running.wait_until(
+        lambda: any(text in one["what"] for one in bounded.running.status()["problems"]),
+        60,
+        f"the problem: {text}",
+    )
+    assert any(text in finding for finding in bounded.doctor())
+
+
 def test_the_unfinished_bodies_of_a_tenant_are_bounded(bounded: Target) -> None:
     memory = Memory(bounded.running)
     with unfinished(bounded, 30, bounded.authorization) as sockets:
@@ -70,14 +82,7 @@ def test_the_unfinished_bodies_of_a_tenant_are_bounded(bounded: Target) -> None:
         assert answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in answer
         assert b"too_many_body_bytes" in answer
 
-    def problems() -> list[str]:
-        return [problem["what"] for problem in bounded.running.status()["problems"]]
-
-    wanted = "the bodies of unfinished requests use too much memory"
-    bounded.running.wait_until(
-        lambda: any(wanted in what for what in problems()), 60, f"the problem: {wanted}"
-    )
-    assert any(wanted in finding for finding in bounded.doctor())
+    reported(bounded, "the bodies of unfinished requests use too much memory")
     wait_for(lambda: memory.growth() < 30 * MEGABYTE, "the memory to be returned")
 
 
@@ -150,3 +155,37 @@ def test_the_body_of_an_action_is_bounded(bounded: Target) -> None:
     assert exchange(
         bounded.admin, post("/actions/tenants.create", {"name": "y"}, "Connection: close")
     ).startswith(b"HTTP/1.1 200 ")
+
+
+def test_the_unfinished_heads_of_a_user_are_bounded_and_reported(bounded: Target) -> None:
+    size = 60_000
+    count = MAX_REQUEST_MEMORY_BYTES // size + 100
+    memory = Memory(bounded.running)
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(connect(bounded.unix)) for _ in range(count)]
+        for sock in sockets:
+            sock.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Filling: " + b"x" * size)
+        refused, _, _ = select.select(sockets, [], [], 60)
+        answer = read_all(refused[0])
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"too_many_header_bytes" in answer
+        reported(bounded, "the headers of unfinished requests use too much memory")
+        assert memory.growth() < 2 * MAX_REQUEST_MEMORY_BYTES
+    assert bounded.answers_local_users()
+
+
+def test_clients_that_read_no_answers_are_cut_off_and_reported(bounded: Target) -> None:
+    # The prompt is returned with each of the 128 samples, so the answer has about 4 MB. The first request
+    # generates and records it, and the others get the recorded answer.
+    body = {"model": "demo", "prompt": [100] * 8000, "n": 128, "max_tokens": 1, "return_token_ids": True}
+    request = post("/v1/completions", body, "Idempotency-Key: large", "Connection: close")
+    size = len(exchange(bounded.unix, request))
+    assert size > 2 * MEGABYTE
+    memory = Memory(bounded.running)
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(connect(bounded.unix)) for _ in range(MAX_UNSENT_BYTES // size + 10)]
+        for sock in sockets:
+            sock.sendall(request)
+        reported(bounded, "their clients did not read the answers")
+        assert memory.growth() < 2 * MAX_UNSENT_BYTES
+        received = [len(read_all(sock)) for sock in sockets]
+        assert min(received) < size and max(received) == size

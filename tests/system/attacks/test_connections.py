@@ -4,11 +4,12 @@ and other clients keep their connections."""
 from __future__ import annotations
 
 import resource
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -235,6 +236,35 @@ def test_a_full_front_refuses_with_503_and_says_so(small: Target) -> None:
         for sock in streams:
             sock.close()
     wait_for(small.answers_local_users, "connections to be accepted again")
+
+
+def test_a_local_user_gets_in_while_any_front_has_a_free_place(tmp_path: Path) -> None:
+    """One tenant may have 7 of the 8 connections of a front."""
+    with target(tmp_path, "max_connections = 8", fronts=2) as made, ExitStack() as stack:
+
+        def busy() -> list[int]:
+            return sorted(front["busy_connections"] for front in made.running.status()["fronts"])
+
+        def fill(count: int, *headers: str) -> list[socket.socket]:
+            request = post(
+                "/v1/chat/completions", chat(max_tokens=1900, ignore_eos=True, stream=True), *headers
+            )
+            sockets = [stack.enter_context(connect(made.unix)) for _ in range(count)]
+            for sock in sockets:
+                sock.sendall(request)
+            return sockets
+
+        # The fronts get connections in turn.
+        streams = [*fill(14), *fill(2, made.authorization)]
+        wait_for(lambda: busy() == [8, 8], "two full fronts")
+        for _ in range(4):
+            refused = exchange(made.unix, GET)
+            assert refused.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in refused
+        for sock in streams[::2]:
+            sock.close()
+        wait_for(lambda: busy() == [0, 8], "one full front")
+        for _ in range(20):
+            assert made.answers_local_users()
 
 
 def test_a_front_with_few_descriptors_left_holds_fewer_connections(small: Target) -> None:

@@ -1,11 +1,8 @@
 """Tests of a service in a control group with a memory limit, where the kernel kills one of the service's
-processes."""
+processes. That the core is started again after this is tested in `tests/system/test_systemd.py`."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,75 +10,18 @@ import pytest
 
 import tests.system.service
 from engine.memory_kills import count_memory_kills
-from tests.system.attacks.reading import no_problem
+from tests.system.attacks.reading import doctor, no_problem
+from tests.system.memory_limit import Group, memory_limit
 from tests.system.service import Service, service
 from tests.system.test_deaths import answer
 
 pytestmark = pytest.mark.system
 
-V1, V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
-TAKES_MEMORY = """
-import pathlib, sys, time
-counters, taken = pathlib.Path(sys.argv[1]), []
-before = counters.read_text()
-while counters.read_text() == before and len(taken) < 300:
-    taken.append(bytearray(b"x") * (2 << 20))
-    time.sleep(0.05)
-pathlib.Path(sys.argv[2]).write_text(sys.argv[3])
-"""
-"""A program that allocates memory until the control group's counters show that a process has been killed. It
-then lifts the limit."""
-
-
-class Group:
-    """A control group (cgroup v1 or v2)."""
-
-    def __init__(self) -> None:
-        v1 = V1.exists()
-        self.folder = (V1 if v1 else V2) / f"appliance-test-{os.getpid()}"
-        self.folder.mkdir()
-        self.limit = self.folder / ("memory.limit_in_bytes" if v1 else "memory.max")
-        self.usage = self.folder / ("memory.usage_in_bytes" if v1 else "memory.current")
-        self.counters = self.folder / ("memory.oom_control" if v1 else "memory.events")
-        self.unlimited = "-1" if v1 else "max"
-        if not (self.limit.exists() and "oom_kill " in self.counters.read_text()):
-            self.folder.rmdir()
-            raise OSError(f"{self.folder.parent} offers no memory limits")
-
-    def kill(self, pid: int, spared: list[int]) -> None:
-        """Make the kernel kill this process, by allocating memory in another process. The processes in
-        `spared` are moved out of the group first, so that the kernel cannot choose them."""
-        for one in spared:
-            (self.folder.parent / "cgroup.procs").write_text(str(one))
-        Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
-        enter = f"echo $$ >{self.folder}/cgroup.procs; echo 900 >/proc/self/oom_score_adj; exec "
-        words = [
-            sys.executable,
-            "-I",
-            "-c",
-            TAKES_MEMORY,
-            str(self.counters),
-            str(self.limit),
-            self.unlimited,
-        ]
-        # If memory runs out again before the killed process has exited, the kernel kills the process that
-        # allocates memory.
-        self.limit.write_text(str(int(self.usage.read_text()) + (20 << 20)))
-        try:
-            subprocess.run(["sh", "-c", enter + '"$@"', "sh", *words], check=False, timeout=120)
-        finally:
-            self.limit.write_text(self.unlimited)
-
 
 @pytest.fixture
 def group() -> Iterator[Group]:
-    try:
-        made = Group()
-        made.limit.write_text(made.unlimited)
-    except OSError as error:
-        pytest.skip(f"needs a control group with a memory limit that this user can set: {error}")
-    yield made
-    made.folder.rmdir()
+    with memory_limit() as made:
+        yield made
 
 
 @pytest.fixture
@@ -112,12 +52,15 @@ def test_a_rank_and_a_front_that_are_killed_for_memory_are_replaced_and_the_caus
     assert "was killed by SIGKILL; since it started, the kernel has killed" in said
     no_problem(limited)
     front = limited.status()["fronts"][0]
-    (group.folder / "cgroup.procs").write_text(str(front["pid"]))
+    group.add(front["pid"])
     group.kill(front["pid"], spared=limited.replica()["pids"])
     limited.wait_until(lambda: limited.status()["fronts"][0]["restarts"] > 0, 60, "the front's end")
     assert "since it started, the kernel has killed" in limited.status()["fronts"][0]["last_error"]
     no_problem(limited)
     assert answer(limited)
+    found = doctor(limited, "warning")
+    for process in ("demo-0", "front-0"):
+        assert any(process in text and "the kernel has killed" in text for text in found), found
     assert limited.log_path.read_text().count("for lack of memory (oom_kill)") >= 2
 
 
