@@ -352,8 +352,10 @@ def test_models_in_srv_are_served_and_in_home_with_the_drop_in(box: Box) -> None
         shutil.copytree(demo_model_folder(), folder)
         inside.run("chmod", "-R", "a+rX", f"/{parent}/models")
     box.write(
-        "kv_blocks = 50\n"
-        + "".join(f'[models.in-{name}]\nfolder = "/{name}/models/demo"\n' for name in ("srv", "home"))
+        "".join(
+            f'[models.in-{name}]\nfolder = "/{name}/models/demo"\nkv_blocks = 50\n'
+            for name in ("srv", "home")
+        )
     )
     drop_in = inside.root / "etc/systemd/system/appliance.service.d" / example.name
     try:

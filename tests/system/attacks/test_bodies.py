@@ -174,18 +174,20 @@ def test_the_unfinished_heads_of_a_user_are_bounded_and_reported(bounded: Target
 
 
 def test_clients_that_read_no_answers_are_cut_off_and_reported(bounded: Target) -> None:
-    # The prompt is returned with each of the 128 samples, so the answer has about 4 MB. The first request
+    # The prompt is returned with each of the 128 samples, so the answer has more than 1 MB. The first request
     # generates and records it, and the others get the recorded answer.
-    body = {"model": "demo", "prompt": [100] * 8000, "n": 128, "max_tokens": 1, "return_token_ids": True}
+    body = {"model": "demo", "prompt": [1000] * 2000, "n": 128, "max_tokens": 1, "return_token_ids": True}
     request = post("/v1/completions", body, "Idempotency-Key: large", "Connection: close")
     size = len(exchange(bounded.unix, request))
-    assert size > 2 * MEGABYTE
+    assert size > MEGABYTE
     memory = Memory(bounded.running)
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(connect(bounded.unix)) for _ in range(MAX_UNSENT_BYTES // size + 10)]
+        # The kernel's buffers take a part of each answer.
+        count = 2 * MAX_UNSENT_BYTES // size
+        sockets = [stack.enter_context(connect(bounded.unix)) for _ in range(count)]
         for sock in sockets:
             sock.sendall(request)
         reported(bounded, "their clients did not read the answers")
         assert memory.growth() < 2 * MAX_UNSENT_BYTES
         received = [len(read_all(sock)) for sock in sockets]
-        assert min(received) < size and max(received) == size
+        assert min(received) < size <= max(received)
