@@ -109,6 +109,13 @@ class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Estimated time until the stage ends, or None if it is not known."""
 
 
+class Degradation(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that a replica lacks although its settings ask for it, such as a GPU or its limits."""
+
+    what: str
+    remedy: str
+
+
 class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     """One running copy of a model."""
 
@@ -161,6 +168,7 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     last_error: str = ""
     remedy: str = ""
     """What an operator can do if the circuit breaker is open."""
+    degraded: list[Degradation] = msgspec.field(default_factory=list)
 
 
 ModelState = Literal["ready", "loading", "silent", "restarting", "failed", "draining", "drained", "stopped"]

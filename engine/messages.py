@@ -83,6 +83,12 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """UUIDs of the GPUs in rank order. If empty, the first visible GPUs are used."""
     threads: int | None = None
     """Number of torch CPU threads per rank. None divides the CPU cores equally among the ranks."""
+    cpus: tuple[int, ...] = ()
+    """Numbers of the CPUs that the ranks may use. If empty, the ranks use the CPUs of the process that starts
+    them."""
+    share_reads: bool = False
+    """Whether other replicas may read the same weights at the same time. The files are then read through the
+    page cache, so that they are read from disk only once."""
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -64,6 +64,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control: Channel[RankInbound] = Channel(socket.socket(fileno=arguments.channel), RankInbound)
     start = _await_start(control)
+    if start.spec.cpus:
+        # Threads that are started later, and memory that they allocate, stay near these CPUs.
+        os.sched_setaffinity(0, start.spec.cpus)
     ranks = start.spec.tensor_parallel_size
     name = start.spec.replica + (f" rank {start.rank}" if ranks > 1 else "")
     log_to_stderr(UtcFormatter(name.replace("%", "%%")))

@@ -204,7 +204,13 @@ class ModelRunner:
         else:
             exchange = self.device.type == "cuda" and self.ranks.size > 1
             began = time.monotonic()
-            read = load(self.decoder, self.spec.model_path, progress, exchange=exchange)
+            read = load(
+                self.decoder,
+                self.spec.model_path,
+                progress,
+                exchange=exchange,
+                share_reads=self.spec.share_reads,
+            )
             seconds = time.monotonic() - began
             log.info(
                 "read %.2f GB of weights in %.2f s: %.1f GB/s", read / 1e9, seconds, read / seconds / 1e9

@@ -56,6 +56,8 @@ def _model(model: ModelStatus) -> Iterator[CurrentProblem]:
 
 
 def _replica(replica: ReplicaStatus) -> Iterator[CurrentProblem]:
+    for one in replica.degraded:
+        yield CurrentProblem(where=replica.name, what=one.what, remedy=one.remedy)
     if replica.state == "silent":
         yield CurrentProblem(
             where=replica.name,

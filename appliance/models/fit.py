@@ -119,7 +119,9 @@ def fit(model: ModelSettings, memory: MachineMemory, chosen: Sequence[int] = ())
         )
     gpus = _gpus(memory.gpus, ranks, chosen) if on_gpu else []
     fullest = min(gpus, key=_free, default=None)
-    total = memory.available_bytes // ranks if fullest is None else fullest.memory_bytes
+    limit_gb, available = model.memory_limit_gb, memory.available_bytes
+    host_bytes = available if limit_gb is None else min(available, int(limit_gb * 1e9))
+    total = host_bytes // ranks if fullest is None else fullest.memory_bytes
     used = 0 if fullest is None else fullest.used_bytes
     usable = max(0, int(total * model.gpu_memory_utilization) - used)
     try:

@@ -1,13 +1,17 @@
-"""Finds NVIDIA GPUs through NVML. NVML creates no CUDA context, so it uses no GPU memory."""
+"""Finds NVIDIA GPUs through NVML. NVML creates no CUDA context, so it uses no GPU memory.
+
+A GPU that is split into MIG instances is replaced by its instances, each of which can run a rank as a GPU of
+its own. GPUs and instances are numbered together, in the order of the machine's GPUs."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 
 class DetectedGpu(NamedTuple):
-    """A GPU as currently reported by NVML."""
+    """A GPU or a MIG instance as currently reported by NVML."""
 
     number: int
     name: str
@@ -40,7 +44,7 @@ def find_gpus() -> GpuReport:
     try:
         version = pynvml.nvmlSystemGetCudaDriverVersion_v2()
         return GpuReport(
-            [_gpu(index) for index in range(pynvml.nvmlDeviceGetCount())],
+            [_gpu(number, device) for number, device in enumerate(devices())],
             driver=_text(pynvml.nvmlSystemGetDriverVersion()),
             cuda=f"{version // 1000}.{version % 1000 // 10}",
         )
@@ -51,16 +55,43 @@ def find_gpus() -> GpuReport:
             pynvml.nvmlShutdown()
 
 
-def _gpu(index: int) -> DetectedGpu:
+class NvmlDevice(NamedTuple):
+    """A GPU or a MIG instance, as NVML's functions take it."""
+
+    handle: Any
+    gpu: Any
+    """The GPU itself. It is the same as `handle` unless the device is a MIG instance."""
+    is_instance: bool
+
+
+def devices() -> Iterator[NvmlDevice]:
+    """Yield the machine's GPUs and MIG instances. NVML must be initialised. Raises pynvml.NVMLError."""
     import pynvml
 
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
+        split = False
+        with contextlib.suppress(pynvml.NVMLError):  # GPUs without MIG raise an error
+            split = pynvml.nvmlDeviceGetMigMode(gpu)[0] == pynvml.NVML_DEVICE_MIG_ENABLE
+        if not split:
+            yield NvmlDevice(gpu, gpu, False)
+            continue
+        for instance in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
+            with contextlib.suppress(pynvml.NVMLError):  # this place is not used by an instance
+                handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, instance)
+                yield NvmlDevice(handle, gpu, True)
+
+
+def _gpu(number: int, device: NvmlDevice) -> DetectedGpu:
+    import pynvml
+
+    memory = pynvml.nvmlDeviceGetMemoryInfo(device.handle)
     capability = ""
     with contextlib.suppress(pynvml.NVMLError):
-        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+        major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(device.gpu)
         capability = f"{major}.{minor}"
-    return DetectedGpu(index, _text(pynvml.nvmlDeviceGetName(handle)), memory.total, memory.used, capability)
+    name = _text(pynvml.nvmlDeviceGetName(device.handle))
+    return DetectedGpu(number, name, memory.total, memory.used, capability)
 
 
 def _text(value: str | bytes) -> str:

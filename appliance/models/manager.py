@@ -26,6 +26,7 @@ from pathlib import Path
 import msgspec
 
 from appliance.messages import ServedModel
+from appliance.models.cgroups import ReplicaCgroups, descendants
 from appliance.models.changes import describe_change
 from appliance.models.fit import why_not_beside
 from appliance.models.placement import GpuPlacement, machine_topology
@@ -88,6 +89,7 @@ class ModelManager:
         self._preflight = preflight
         self._broken = broken
         self._placement = GpuPlacement(machine_topology())
+        self._cgroups = ReplicaCgroups(descendants)
         self._numbers: dict[str, int] = {}
         self._changes: dict[str, asyncio.Task[None]] = {}
         self._retirements: dict[Replica, asyncio.Task[None]] = {}
@@ -396,6 +398,7 @@ class ModelManager:
             load_timeout_s=service.load_timeout_s,
             placement=self._placement,
             preflight=self._preflight,
+            cgroups=self._cgroups,
             restarts=Restarts(lambda: self._settings().restarts),
             launch=self._launch,
         )

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from appliance.models.gpus import find_gpus
+from appliance.models.numa import cpus_near
 from appliance.models.topology import NO_TOPOLOGY, Topology, choose_gpus, describe_links, read_topology
 
 
 class GpuPlacement:
     """Assigns GPUs to replicas. A replica keeps its GPUs until it is stopped, even when it is restarted."""
 
-    def __init__(self, topology: Topology) -> None:
-        """If `topology` is empty, GPUs are not chosen, and every replica uses the first visible GPUs."""
+    def __init__(self, topology: Topology, free_bytes: Callable[[], Sequence[int]] | None = None) -> None:
+        """If `topology` is empty, GPUs are not chosen, and every replica uses the first visible GPUs.
+        `free_bytes` returns the free memory of each GPU; by default, NVML is asked."""
         self._topology = topology
+        self._free_bytes = free_bytes or _free_bytes
         self._of: dict[str, list[int]] = {}
 
     def take(self, replica: str, device: str, count: int) -> list[int]:
@@ -29,11 +33,19 @@ class GpuPlacement:
         """Return the numbers of the GPUs that another replica would get. Empty if GPUs are not chosen."""
         used = [gpu for gpus in self._of.values() for gpu in gpus]
         replicas = [used.count(gpu) for gpu in range(len(self._topology.uuids))]
-        return choose_gpus(self._topology, count, replicas)
+        if not replicas:
+            return []
+        return choose_gpus(self._topology, count, replicas, self._free_bytes())
 
     def release(self, replica: str) -> None:
         """Release the GPUs of a replica that has been stopped."""
         self._of.pop(replica, None)
+
+    def cpus(self, gpus: Sequence[int]) -> tuple[int, ...]:
+        """Return the CPUs of the NUMA nodes of these GPUs. Empty if the machine has only one node, or if the
+        nodes are not known."""
+        nodes = self._topology.nodes
+        return cpus_near({nodes[gpu] for gpu in gpus}) if gpus and nodes else ()
 
     def uuids(self, gpus: Sequence[int]) -> tuple[str, ...]:
         """Return the UUIDs of these GPUs."""
@@ -58,3 +70,7 @@ def numbered(devices: Sequence[str], gpus: Sequence[int]) -> list[str]:
     if len(devices) != len(gpus) or not all(device.startswith("cuda:") for device in devices):
         return list(devices)
     return [f"cuda:{gpu} {device.partition(' ')[2]}" for device, gpu in zip(devices, gpus, strict=True)]
+
+
+def _free_bytes() -> list[int]:
+    return [gpu.memory_bytes - gpu.used_bytes for gpu in find_gpus().gpus]

@@ -87,7 +87,14 @@ def _check(
         in_whole_machine = fit(model, memory.idle())
         now = fit(model, memory)
     except UnfitError as error:
-        yield _problem(str(error), error.remedy)
+        if not model.cpu_fallback or model.device == "cpu":
+            yield _problem(str(error), error.remedy)
+            return
+        yield ModelFinding(
+            level="warning", text=f"the model will run on the CPU: {error}", remedy=error.remedy
+        )
+        on_cpu = msgspec.structs.replace(model, device="cpu")
+        yield from _check(on_cpu, memory, reader, chat_template, compile_text)
         return
     yield from _check_text(folder, chat_template, compile_text)
     yield from _check_memory(model, in_whole_machine, now)

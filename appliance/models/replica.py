@@ -11,16 +11,19 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from appliance.background import Background
 from appliance.messages import ServedModel
+from appliance.models.cgroups import LIMITS_REMEDY, ReplicaCgroups, limits_of
 from appliance.models.load_progress import LoadProgress, load_text
 from appliance.models.placement import GpuPlacement, numbered
-from appliance.models.restarts import Exit, Restarts, StartTimer, Watch
-from appliance.protocol import BreakerState, LoadStatus, ReplicaState, ReplicaStatus, precision
+from appliance.models.replica_status import reported_fields
+from appliance.models.restarts import Exit, Restart, Restarts, StartTimer, Watch
+from appliance.models.step_totals import StepTotals
+from appliance.protocol import BreakerState, Degradation, LoadStatus, ReplicaState, ReplicaStatus, precision
 from appliance.rundir import new_rendezvous
 from appliance.settings import ModelSettings
 from appliance.traffic.credits import CreditAccount
@@ -33,7 +36,6 @@ from engine.messages import (
     Ready,
     ReplicaInfo,
     ReplicaSpec,
-    ReplicaStats,
     Report,
 )
 
@@ -55,34 +57,6 @@ Launch = Callable[
     [ReplicaSpec, Callable[[int, RankOutbound], None], Callable[[str], None]],
     ReplicaGroup,
 ]
-
-
-class StepTotal:
-    """Totals for one kind of step, over all incarnations of a replica."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.seconds = 0.0
-        self.idle_s = 0.0
-        """Time that the device spent waiting for the host before these steps."""
-
-    def add(self, steps: int, mean_ms: float, mean_idle_us: float) -> None:
-        """Add steps, given their mean durations."""
-        self.steps += steps
-        self.seconds += steps * mean_ms / 1e3
-        self.idle_s += steps * mean_idle_us / 1e6
-
-
-class StepTotals:
-    """Totals for decode steps and for steps that computed prompts."""
-
-    def __init__(self) -> None:
-        self.decode, self.mixed = StepTotal(), StepTotal()
-
-    def add(self, report: Report) -> None:
-        """Add the steps of a report, which counts the steps since the previous report."""
-        self.decode.add(report.decode_steps, report.step_ms, report.idle_us)
-        self.mixed.add(report.mixed_steps, report.mixed_step_ms, report.mixed_idle_us)
 
 
 class ReplicaEvents(Protocol):
@@ -136,6 +110,7 @@ class Replica:
         placement: GpuPlacement,
         preflight: Preflight,
         restarts: Restarts,
+        cgroups: ReplicaCgroups,
         launch: Launch = ReplicaGroup.launch,
     ) -> None:
         self.model = model
@@ -151,6 +126,8 @@ class Replica:
         "failed". It is cleared when the replica becomes ready or exits for another reason."""
         self.bad_checkpoint = False
         """Whether `failure` is a problem of the model's files or settings."""
+        self.fallback = ""
+        """Reason why the replica runs on the CPU instead of a GPU."""
         self.incarnation = 0
         """Number of starts so far."""
         self.steps = StepTotals()
@@ -173,6 +150,10 @@ class Replica:
         self._preflight = preflight
         self._background = Background()
         self._restarts = restarts
+        self._cgroups = cgroups
+        self._without_limits = ""
+        """Reason why the limits of the settings have no effect."""
+        self._memory_kills = 0
         self._next_start = StartTimer()
         self._load = LoadProgress(time.monotonic())
         self._report: Report | None = None
@@ -237,16 +218,31 @@ class Replica:
         self._expected_s = 0.0
         self._events.replica_starting(self)
         try:
-            spec = self.spec
-            self._gpus = self._placement.take(self.name, spec.device, spec.tensor_parallel_size)
-            spec = msgspec.structs.replace(spec, gpus=self._placement.uuids(self._gpus))
+            device = "cpu" if self.fallback else self.spec.device
+            self._gpus = self._placement.take(self.name, device, self.spec.tensor_parallel_size)
+            spec = msgspec.structs.replace(
+                self.spec,
+                device=device,
+                gpus=self._placement.uuids(self._gpus),
+                cpus=self._placement.cpus(self._gpus),
+                share_reads=self.settings.replica_range()[1] > 1,
+            )
             if spec.tensor_parallel_size > 1:
                 spec = msgspec.structs.replace(spec, rendezvous=new_rendezvous(self._run_dir))
             self.group = self._launch(spec, self._message, self._ended)
         except OSError as error:
             self._ended(f"the replica could not be started: {error}")
             return
+        self._limit(self.group.pids)
         log.info("%s is starting (%s, pid %s)", self.name, self.spec.model_path, _join(self.group.pids))
+
+    def _limit(self, pids: list[int]) -> None:
+        """Apply the limits of the settings to the ranks."""
+        self._memory_kills = self._cgroups.memory_kills(self.name)
+        problem = self._cgroups.limit(self.name, pids, limits_of(self.settings))
+        if problem and problem != self._without_limits:
+            self._events.replica_problem(self, problem)
+        self._without_limits = problem
 
     async def stop(self, grace_s: float) -> None:
         """Stop the replica permanently. A replica that is not ready is killed, because it has no requests and
@@ -256,6 +252,7 @@ class Replica:
         if self.group is not None:
             await self.group.stop(grace_s if self.account is not None else 0.0)
         self._placement.release(self.name)
+        self._cgroups.remove(self.name)
         self.state = "stopped"
 
     def refuse(self, problem: str) -> None:
@@ -271,10 +268,15 @@ class Replica:
         self._events.replica_changed(self)
 
     def retry(self) -> bool:
-        """Start the replica now if it waits for its next start, and close its circuit breaker. Return whether
-        it was waiting."""
+        """Start the replica now if it waits for its next start, and close its circuit breaker. A replica that
+        runs on the CPU instead of a GPU is restarted on a GPU. Return whether there was something to do."""
+        if self.fallback and self.state == "ready" and not self.retiring:
+            self.fallback = ""
+            self.kill("it is restarted to run on a GPU")
+            return True
         if self.state not in ("restarting", "failed") or self._stopping or self.retiring:
             return False
+        self.fallback = ""
         self._restarts.reset()
         self._next_start.stop()
         self._check_files()
@@ -375,10 +377,16 @@ class Replica:
         if self._stopping or self.retiring:
             self.state = "stopped"
             return
+        if self._cgroups.memory_kills(self.name) > self._memory_kills:
+            reason += f"; it reached memory_limit_gb = {self.settings.memory_limit_gb:g}"
         self.last_error = self._fatal.message if self._fatal else reason
         served_s = None if self._ready_at is None else time.monotonic() - self._ready_at
         kind = self._fatal.kind if self._fatal else ""
         again = self._restarts.exited(Exit(self.last_error, kind, served_s))
+        if again.failure and kind in ("memory", "device") and self._may_fall_back:
+            self._placement.release(self.name)
+            self._restarts.reset()
+            self.fallback, again = self.last_error, Restart(0.0)
         self._events.replica_problem(self, again.failure or self.last_error)
         self.failure, self.bad_checkpoint = again.failure, again.bad_checkpoint
         self.restarts += 1
@@ -390,6 +398,10 @@ class Replica:
             self.state = "restarting"
             self._next_start.start(again.delay_s, self.start)
         self._events.replica_changed(self)
+
+    @property
+    def _may_fall_back(self) -> bool:
+        return self.settings.cpu_fallback and self.spec.device != "cpu" and not self.fallback
 
     def _check_files(self) -> None:
         """Check the files of a failed replica's model, and start the replica if no problem is found."""
@@ -421,6 +433,17 @@ class Replica:
             f"in {self._next_start.left_s:.0f} s, or when the model's files change"
         )
 
+    def _degradations(self) -> list[Degradation]:
+        found = []
+        if self.fallback:
+            remedy = f"correct the cause, then run: appliance models retry {self.model}"
+            found.append(
+                Degradation(what=f"runs on the CPU instead of a GPU: {self.fallback}", remedy=remedy)
+            )
+        if self._without_limits:
+            found.append(Degradation(what=self._without_limits, remedy=LIMITS_REMEDY))
+        return found
+
     @property
     def _serving_s(self) -> float:
         """Time in seconds since the replica became ready; 0 if it is not ready."""
@@ -429,9 +452,8 @@ class Replica:
 
     def status(self) -> ReplicaStatus:
         """Return the replica's status for operators."""
-        known = _fields(self.info, ReplicaInfo) | _fields(self._report, ReplicaStats)
-        # A report contains total credits, but operators need the currently available credits.
-        credit, load = self.account, self._load_status()
+        load = self._load_status()
+        known = reported_fields(self.info, self._report, self.account)
         known |= {
             "name": self.name,
             "state": self.operator_state,
@@ -441,14 +463,12 @@ class Replica:
             "pids": self.group.pids if self.group else [],
             "tensor_parallel_size": self.spec.tensor_parallel_size,
             "links": self._placement.links(self._gpus),
-            "prefix_cache_hit_rate": _hit_rate(self._report),
-            "credit_seqs": credit.available_slots if credit else 0,
-            "credit_tokens": credit.available_tokens if credit else 0,
             "last_report_s": self.silent_s if self.group is not None else None,
             "restarts": self.restarts,
             "deaths": self._restarts.deaths(self._serving_s),
             "breaker": self.breaker,
             "remedy": self.remedy,
+            "degraded": self._degradations(),
             "last_error": self.last_error,
         }
         return ReplicaStatus(**known)
@@ -464,22 +484,6 @@ class Replica:
             left_s = max(0.0, self.hang_limit_s - self.silent_s)
             return f"no report for {self.silent_s:.0f} s; will be killed and restarted in {left_s:.0f} s"
         return ""
-
-
-def _fields(source: msgspec.Struct | None, kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the values that `source` has for the fields that `kind` and `ReplicaStatus` have in common.
-    Empty if `source` is None."""
-    if source is None:
-        return {}
-    names = set(kind.__struct_fields__) & set(ReplicaStatus.__struct_fields__)
-    return {name: getattr(source, name) for name in names}
-
-
-def _hit_rate(report: Report | None) -> float | None:
-    """Return the share of prompt tokens found in the prefix cache; None before the first prompt."""
-    if report is None or not report.prompt_tokens:
-        return None
-    return report.cached_tokens / report.prompt_tokens
 
 
 def _join(pids: list[int]) -> str:

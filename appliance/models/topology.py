@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import NamedTuple
 
+from appliance.models.gpus import devices
+from appliance.models.numa import node_of_bus
+
 
 class Path(enum.IntEnum):
     """The PCIe path between two GPUs, ordered from fastest to slowest, as in `nvidia-smi topo`."""
@@ -55,39 +58,57 @@ class GpuLink(NamedTuple):
 
 
 class Topology(NamedTuple):
-    """The GPUs of a machine, in the order of their numbers."""
+    """The GPUs of a machine, in the order of their numbers. A GPU that is split into MIG instances is
+    replaced by its instances."""
 
     uuids: list[str]
     links: dict[tuple[int, int], GpuLink]
-    """Links by the numbers of their two GPUs, lower number first."""
+    """Links by the numbers of their two GPUs, lower number first. MIG instances have no links."""
+    nodes: tuple[int, ...] = ()
+    """NUMA node of each GPU, or -1 if it is unknown. Empty if no node is known."""
+    instances: frozenset[int] = frozenset()
+    """Numbers of the MIG instances. A process can use only one instance, so they run replicas with one
+    rank."""
 
     def between(self, gpus: Sequence[int]) -> list[GpuLink]:
-        """Return the links between every pair of these GPUs."""
-        return [self.links[pair] for pair in combinations(sorted(gpus), 2)]
+        """Return the links between every pair of these GPUs that has one."""
+        return [self.links[pair] for pair in combinations(sorted(gpus), 2) if pair in self.links]
 
 
 NO_TOPOLOGY = Topology([], {})
+_SIMILAR_FREE = 0.9
+"""GPUs whose free memory differs by less than this factor count as equal, because the free memory of idle
+GPUs varies."""
 
 
-def choose_gpus(topology: Topology, count: int, replicas: Sequence[int]) -> list[int]:
+def choose_gpus(
+    topology: Topology, count: int, replicas: Sequence[int], free: Sequence[int] = ()
+) -> list[int]:
     """Return the numbers of `count` GPUs for one replica, in ascending order. Empty if there are fewer GPUs.
 
-    `replicas` holds the number of replicas that each GPU already has. GPUs with the fewest replicas are
-    chosen. Ties are broken by these criteria, in this order: the lowest cost of the slowest link, the lowest
-    cost over all links, the most NVLinks, and the lowest numbers.
-    """
-    if not 0 < count <= len(topology.uuids):
-        return []
+    `replicas` holds the number of replicas that each GPU already has, and `free` its free memory in bytes
+    (empty if it is not known). GPUs with less than 90% of the free memory that other GPUs would offer are
+    left out. Of the rest, GPUs with the fewest replicas are chosen. Ties are broken by these criteria, in
+    this order: the lowest cost of the slowest link, the lowest cost over all links, the most NVLinks, and the
+    lowest numbers."""
+    numbers = range(len(topology.uuids))
+    usable = [gpu for gpu in numbers if count == 1 or gpu not in topology.instances]
+    groups: list[tuple[int, ...]] = list(combinations(usable, count)) if count > 0 else []
+    if len(free) == len(numbers):
+        # The GPU with the least free memory determines the size of every rank.
+        most = max((min(free[gpu] for gpu in group) for group in groups), default=0)
+        groups = [group for group in groups if min(free[gpu] for gpu in group) >= _SIMILAR_FREE * most]
 
-    best: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    for gpus in combinations(range(len(topology.uuids)), count):
-        links = topology.between(gpus)
+    def key(group: tuple[int, ...]) -> tuple[int, ...]:
+        links = topology.between(group)
         costs = [link._cost for link in links]
         nvlinks = sum(link.nvlinks for link in links)
-        key = (sum(replicas[gpu] for gpu in gpus), max(costs, default=0), sum(costs), -nvlinks)
-        if best is None or (key, gpus) < best:
-            best = key, gpus
-    return [] if best is None else list(best[1])
+        return (sum(replicas[gpu] for gpu in group), max(costs, default=0), sum(costs), -nvlinks, *group)
+
+    if not groups:
+        return []
+    best = min(groups, key=key)
+    return list(best)
 
 
 def describe_links(topology: Topology, gpus: Sequence[int]) -> str:
@@ -101,8 +122,8 @@ def describe_links(topology: Topology, gpus: Sequence[int]) -> str:
 
 
 def read_topology() -> Topology:
-    """Return this machine's topology, or `NO_TOPOLOGY` if there is no GPU, NVML cannot determine the links,
-    or a GPU is split into MIG instances."""
+    """Return this machine's topology, or `NO_TOPOLOGY` if there is no GPU or NVML cannot determine the
+    links."""
     import pynvml
 
     try:
@@ -121,24 +142,25 @@ def read_topology() -> Topology:
 def _read() -> Topology:
     import pynvml
 
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    for handle in handles:
-        with contextlib.suppress(pynvml.NVMLError):  # GPUs without MIG raise an error.
-            if pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE:
-                return NO_TOPOLOGY
-    uuids = [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-    remotes = [_remotes(handle) for handle in handles]
-    buses = [_bus(pynvml.nvmlDeviceGetPciInfo(handle)) for handle in handles]
+    found = list(devices())
+    whole = {number: device.handle for number, device in enumerate(found) if not device.is_instance}
+    remotes = {number: _remotes(handle) for number, handle in whole.items()}
+    buses = [_bus(pynvml.nvmlDeviceGetPciInfo(device.gpu)) for device in found]
     links = {}
-    for a, b in combinations(range(len(handles)), 2):
+    for a, b in combinations(whole, 2):
         nvlinks = remotes[a].count(buses[b])
-        if not nvlinks and _p2p(handles[a], handles[b], pynvml.NVML_P2P_CAPS_INDEX_NVLINK):
+        if not nvlinks and _p2p(whole[a], whole[b], pynvml.NVML_P2P_CAPS_INDEX_NVLINK):
             # The links of both GPUs all lead to NVSwitches.
             nvlinks = min(len(remotes[a]), len(remotes[b]))
         both = (pynvml.NVML_P2P_CAPS_INDEX_READ, pynvml.NVML_P2P_CAPS_INDEX_WRITE)
-        peer_access = all(_p2p(handles[a], handles[b], index) for index in both)
-        links[a, b] = GpuLink(nvlinks, _path(handles[a], handles[b]), peer_access)
-    return Topology(uuids, links)
+        peer_access = all(_p2p(whole[a], whole[b], index) for index in both)
+        links[a, b] = GpuLink(nvlinks, _path(whole[a], whole[b]), peer_access)
+    return Topology(
+        [_text(pynvml.nvmlDeviceGetUUID(device.handle)) for device in found],
+        links,
+        tuple(node_of_bus(bus) for bus in buses),
+        frozenset(range(len(found))) - whole.keys(),
+    )
 
 
 def _remotes(handle: object) -> list[str]:

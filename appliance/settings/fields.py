@@ -26,6 +26,8 @@ Days = Annotated[float, msgspec.Meta(ge=0, le=36_525)]
 Price = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 TelemetryDays = Annotated[float, msgspec.Meta(gt=0, le=3650)]
 UserId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 2)]
+Cpus = Annotated[float, msgspec.Meta(ge=0.1, le=4096)]
+Gigabytes = Annotated[float, msgspec.Meta(ge=0.1, le=1e6)]
 Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 SocketMode = Annotated[
     str, msgspec.Meta(pattern="^0?[0-7]{3}$", description='an octal file mode such as "0660"')
@@ -90,7 +92,17 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prefix_cache: bool = True
     """Whether prompts with a common prefix share cached KV blocks."""
     threads: Processes | None = None
-    """Number of CPU threads per rank. Default: the number of cores divided by the number of ranks."""
+    """Number of CPU threads per rank. Default: the number of usable cores, or `cpu_limit`, divided by the
+    number of ranks."""
+    cpu_limit: Cpus | None = None
+    """Maximum CPU time of a replica, in CPUs. It needs a cgroup that systemd delegates to the service
+    ([models.md](models.md#limits-of-replicas)). Default: no limit."""
+    memory_limit_gb: Gigabytes | None = None
+    """Maximum host memory of a replica in GB (1,000,000,000 bytes). It needs a delegated cgroup, as
+    `cpu_limit` does. Default: no limit."""
+    cpu_fallback: bool = False
+    """Whether a replica runs on the CPU if it cannot run on a GPU because the GPU or its memory is missing.
+    The model is then slower, and `status` shows the reason."""
 
     def replica_range(self) -> tuple[int, int]:
         """Return the minimum and the maximum number of replicas."""
@@ -103,6 +115,8 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """Return the specification of a replica of this model."""
         shared = set(ReplicaSpec.__struct_fields__) & set(self.__struct_fields__)
         fields = {name: getattr(self, name) for name in shared}
+        if self.threads is None and self.cpu_limit is not None:
+            fields["threads"] = max(1, int(self.cpu_limit / self.tensor_parallel_size))
         return ReplicaSpec(replica=replica, model_path=self.folder, **fields)
 
 

@@ -25,7 +25,7 @@ from engine.model.expert_names import split_experts, with_names_of
 from engine.model.layers import WeightShard
 from engine.model.slices import TensorSlice
 from engine.model.streaming import stream
-from engine.model.weight_file import keep_cached
+from engine.model.weight_file import fits_page_cache, keep_cached
 from engine.progress import ProgressCallback, no_progress
 
 _LOADABLE = ("F32", "BF16", "F16")
@@ -42,13 +42,21 @@ _PROGRESS_S = 0.1
 """Minimum time, in seconds, between progress reports within a file."""
 
 
-def load(decoder: Decoder, folder: str | Path, progress: ProgressCallback, *, exchange: bool = False) -> int:
+def load(
+    decoder: Decoder,
+    folder: str | Path,
+    progress: ProgressCallback,
+    *,
+    exchange: bool = False,
+    share_reads: bool = False,
+) -> int:
     """Fill every weight of `decoder` from the checkpoint in `folder`, and return the number of bytes read.
 
     With `exchange`, each rank reads only a part of the rows of tensors that are split by columns, and
     exchanges columns with the other ranks (`engine.model.exchange`). All ranks must call this function.
     Without `exchange`, every rank reads all rows. This is faster on CPUs, whose ranks exchange data more
-    slowly than they read the page cache.
+    slowly than they read the page cache. With `share_reads`, files that fit into the page cache are read
+    through it, because other replicas may read them at the same time.
 
     Raises CheckpointError, before any weight is read, if a file is truncated, or if a tensor is missing,
     unknown, of the wrong shape or of an unsupported dtype. Raises WeightsTooLarge if a GPU runs out of
@@ -59,11 +67,13 @@ def load(decoder: Decoder, folder: str | Path, progress: ProgressCallback, *, ex
     shards = {shard.name: shard for shard in with_names_of(entries, decoder.weight_shards())}
     config = decoder.config
     _check(entries, shards, folder, tied=config.tie_word_embeddings, blocks=config.fp8_blocks)
+    files = sorted({entries[name].file for name in shards})
+    share_reads = share_reads and fits_page_cache(files)
     with decoder.fit.explained():
-        done = _fill(shards, entries, decoder, progress, exchange)
+        done = _fill(shards, entries, decoder, progress, exchange, share_reads)
         _finish(decoder, progress)
     if decoder.ranks.rank == 0:
-        keep_cached(sorted({entries[name].file for name in shards}))
+        keep_cached(files)
     return done
 
 
@@ -177,6 +187,7 @@ def _fill(
     decoder: Decoder,
     progress: ProgressCallback,
     exchange: bool,
+    share_reads: bool,
 ) -> int:
     """Stream the checkpoint into all shards, and return the number of bytes read.
 
@@ -202,6 +213,8 @@ def _fill(
         for shard in shards.values()
         if shard.target is not None
     ]
+    if share_reads:
+        wanted = [replace(part, shared=True) for part in wanted]
     # Every rank uses the same order, because the ranks exchange the columns of one tensor at a time.
     wanted.sort(key=lambda part: (part.entry.file, part.entry.offset))
     total = sum(part.nbytes for part in wanted)

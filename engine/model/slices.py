@@ -30,7 +30,7 @@ class TensorSlice:
     first_row: int
     rows: int
     shared: bool = False
-    """Whether other ranks also read these rows."""
+    """Whether other ranks or other replicas also read these rows."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -2,9 +2,9 @@
 
 Direct reads (O_DIRECT) bypass the page cache. They reach the disk's full rate and use almost no processor
 time. When data is read through the page cache, the kernel allocates a page for every 4 KiB and copies the
-data once more. Rows that several ranks need are always read through the page cache, so that they are read
-from disk only once. After loading, `keep_cached` reads the files into the page cache for the next start.
-"""
+data once more. Rows that several ranks or replicas need at the same time are always read through the page
+cache, so that they are read from disk only once. After loading, `keep_cached` reads the files into the page
+cache for the next start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE = mmap.PAGESIZE
 """Alignment of direct reads, in bytes, in the file and in memory. It is sufficient for every disk."""
 _FETCH_BYTES = 16 << 20
 _MEMORY_SHARE = 0.5
-"""Maximum size of the files that `keep_cached` caches, as a fraction of the free memory."""
+"""Maximum size of the files that are kept in the page cache, as a fraction of the free memory."""
 
 
 class WeightFile:
@@ -49,7 +49,7 @@ class WeightFile:
     def past_cache(self, first: int, nbytes: int, shared: bool) -> bool:
         """Return whether bytes `[first, first + nbytes)` should be read directly from the disk.
 
-        `shared` is whether other ranks also read these bytes.
+        `shared` is whether other ranks or replicas also read these bytes.
         """
         return self._direct is not None and not shared and self._is_cached(first, nbytes) is False
 
@@ -101,6 +101,15 @@ def buffer_bytes(first: int, nbytes: int) -> int:
     return -(-(first % PAGE + nbytes) // PAGE) * PAGE
 
 
+def fits_page_cache(paths: Iterable[Path]) -> bool:
+    """Return whether the files together use at most half of the free memory. Files that cannot be read count
+    as too large."""
+    try:
+        return sum(path.stat().st_size for path in paths) <= _MEMORY_SHARE * _available_bytes()
+    except OSError:
+        return False
+
+
 def keep_cached(paths: Iterable[Path]) -> threading.Thread:
     """Load files into the page cache in a background thread, unless they would use more than half of the free
     memory.
@@ -114,9 +123,9 @@ def keep_cached(paths: Iterable[Path]) -> threading.Thread:
 
 def _fetch(paths: list[Path]) -> None:
     # Caching is optional, so a deleted file or an unreadable /proc/meminfo must not affect the service.
+    if not fits_page_cache(paths):
+        return
     with suppress(OSError):
-        if sum(path.stat().st_size for path in paths) > _MEMORY_SHARE * _available_bytes():
-            return
         for path in paths:
             with path.open("rb", buffering=0) as file:
                 for first in range(0, os.fstat(file.fileno()).st_size, _FETCH_BYTES):

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from appliance.actions import ReloadConfig
+from appliance.models.gpus import find_gpus
 from appliance.settings import demo_model_folder
+from tests.system.model_swaps import is_rank
 from tests.system.service import APPLIANCE, Service, service
 
 pytestmark = pytest.mark.system
@@ -49,7 +55,7 @@ def models(running: Service, *words: str) -> subprocess.CompletedProcess[str]:
 
 def ranks(running: Service) -> dict[int, psutil.Process]:
     found = psutil.Process(running.process.pid).children()
-    return {rank.pid: rank for rank in found if "engine.replica" in " ".join(rank.cmdline())}
+    return {rank.pid: rank for rank in found if is_rank(rank)}
 
 
 def assert_only_the_demo_runs(running: Service, before: set[int]) -> None:
@@ -79,16 +85,83 @@ def test_a_file_that_changed_after_the_model_was_added_is_named(
     assert_only_the_demo_runs(running, before)
 
 
-def test_a_load_that_hangs_is_cancelled_by_unloading_the_model(running: Service, added: Path) -> None:
-    """The rank is stopped by a signal, so it neither progresses nor reads messages."""
+@pytest.mark.parametrize("hangs", [False, True], ids=["loading", "stopped by a signal"])
+def test_a_load_is_cancelled_by_unloading_the_model(running: Service, added: Path, hangs: bool) -> None:
+    """A rank that is stopped by a signal neither progresses nor reads messages."""
     before = set(ranks(running))
     models(running, "load", "other")
     (pid,) = running.wait_until(lambda: set(ranks(running)) - before, BOUND_S, "the new rank")
-    os.kill(pid, signal.SIGSTOP)
+    if hangs:
+        os.kill(pid, signal.SIGSTOP)
     began = time.monotonic()
     done = models(running, "unload", "other", "--wait", "--yes")
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - began < BOUND_S
+    assert_only_the_demo_runs(running, before)
+
+
+class EveryNewRank(threading.Thread):
+    """Does something to every further rank of a service, until the end of a `with` block."""
+
+    def __init__(self, running: Service, act: Callable[[int], object]) -> None:
+        super().__init__(daemon=True)
+        self.seen = set(ranks(running))
+        self._running, self._act = running, act
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.wait(0.02):
+            for pid in set(ranks(self._running)) - self.seen:
+                self.seen.add(pid)
+                with suppress(ProcessLookupError):
+                    self._act(pid)
+
+    def __enter__(self) -> EveryNewRank:
+        self.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._ended.set()
+        self.join()
+
+
+def test_a_load_whose_rank_hangs_ends_after_load_timeout_s(running: Service, added: Path) -> None:
+    before = set(ranks(running))
+    config = Path(running.flags[1])
+    settings = config.read_text()
+    config.write_text("load_timeout_s = 3\n" + settings)
+    running.act(ReloadConfig())
+    try:
+        with EveryNewRank(running, lambda pid: os.kill(pid, signal.SIGSTOP)):
+            began = time.monotonic()
+            done = models(running, "load", "other", "--wait")
+    finally:
+        config.write_text(settings)
+        running.act(ReloadConfig())
+    assert done.returncode == 1 and "no progress for" in done.stderr, done.stderr
+    assert "raise load_timeout_s" in done.stderr
+    assert time.monotonic() - began < BOUND_S
+    assert_only_the_demo_runs(running, before)
+
+
+def test_a_load_that_finds_the_hosts_memory_full_says_so_and_spares_the_rest(
+    running: Service, added: Path
+) -> None:
+    """Each new rank may use only as much address space as the running rank and a little more, which is too
+    little for a KV cache of 3 GB."""
+    before = set(ranks(running))
+    (demo,) = ranks(running).values()
+    limit = demo.memory_info().vms + (200 << 20)
+
+    def leave_little_memory(pid: int) -> None:
+        resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
+
+    running.command("models", "remove", "other", "--yes")
+    running.command("models", "add", str(added), "--set", "kv_blocks=5000", "--set", "threads=1")
+    with EveryNewRank(running, leave_little_memory):
+        done = models(running, "load", "other", "--wait")
+    assert done.returncode == 1, done.stdout
+    assert "cannot map" in done.stderr and "lower kv_blocks" in done.stderr, done.stderr
     assert_only_the_demo_runs(running, before)
 
 
@@ -111,3 +184,32 @@ def test_a_stopped_rank_of_several_is_killed_while_it_loads() -> None:
         found = replica(running)
         assert found["restarts"] == 1 and found["state"] == "ready"
         assert f"(pid {stopped[0]}) was stopped by a signal" in found["last_error"]
+
+
+@pytest.mark.skipif(bool(find_gpus().gpus), reason="needs a machine without a GPU")
+def test_a_model_without_its_gpu_runs_on_the_cpu_only_if_that_is_configured(tmp_path: Path) -> None:
+    config = tmp_path / "appliance.toml"
+    model = f'[models.demo]\nfolder = "{demo_model_folder()}"\nkv_blocks = 50\ndevice = "cuda"\n'
+    config.write_text(f"{model}cpu_fallback = true\n")
+    with service("--config", str(config)) as running:
+        replica = running.replica()
+        assert replica["state"] == "ready" and replica["devices"] == ["cpu"]
+        [degraded] = replica["degraded"]
+        assert degraded["what"].startswith("runs on the CPU instead of a GPU: ")
+        assert "needs 1 CUDA device" in degraded["what"] and "models retry demo" in degraded["remedy"]
+        status = running.status()
+        assert status["state"] == "degraded"
+        assert [one["where"] for one in status["current_problems"]] == ["demo-0"]
+        assert models(running, "retry", "demo").returncode == 0
+        running.wait_until(
+            lambda: running.replica()["restarts"] > replica["restarts"] and running.ready(), 120, "the return"
+        )
+        assert running.replica()["degraded"]
+        config.write_text(model)
+        refused = subprocess.run(
+            [APPLIANCE, "config", "check", str(config)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert refused.returncode != 0 and "needs one GPU" in refused.stdout + refused.stderr

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from appliance.classes import CLASS_NAMES
-from appliance.models.replica import Replica, StepTotal
+from appliance.models.replica import Replica
+from appliance.models.step_totals import StepTotal
 from appliance.monitoring.metrics.exposition import Family
 from appliance.monitoring.metrics.metric import Group, Metric
 from appliance.protocol import FrontStatus, ReplicaStatus

@@ -26,6 +26,7 @@ from engine.parallel import single
 from engine.progress import no_progress
 from kernels import select_backend
 from kernels.reference import quantise_fp8
+from tests.engine.model.page_cache import drop
 
 from .checkpoints import EXPERTS, QWEN2_EXPERTS, Case, make
 
@@ -427,3 +428,33 @@ def test_ranks_that_exchange_columns_read_every_byte_once(
     check_weights((*pieces[0], *pieces[1]), tensors)
     norms = sum(tensor.nbytes for name, tensor in tensors.items() if tensor.dim() == 1)
     assert sum(read) == sum(tensor.nbytes for tensor in tensors.values()) + norms, "each rank reads all norms"
+
+
+@pytest.mark.parametrize("share_reads", [True, False])
+def test_replicas_that_load_together_read_the_disk_once(folder: Path, share_reads: bool) -> None:
+    """Without `share_reads`, the same loads read the disk twice, which shows that the test can fail."""
+    file, together = folder / SINGLE, threading.Barrier(2)
+    decoders = [_decoder(folder), _decoder(folder)]
+    weights = decoders[1].weight_shards()
+    drop(file)
+    before = disk_reads()
+
+    def run(decoder: Decoder) -> None:
+        together.wait()
+        load(decoder, folder, no_progress, share_reads=share_reads)
+
+    threads = [threading.Thread(target=run, args=(decoder,)) for decoder in decoders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    read = disk_reads() - before
+    check_weights(weights, tensors_of(folder))
+    size = file.stat().st_size
+    assert (read < 1.5 * size) == share_reads, f"{read} bytes were read for a file of {size} bytes"
+
+
+def disk_reads() -> int:
+    """Return the number of bytes that this process has read from disks."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"])

@@ -1,0 +1,140 @@
+"""Limits the CPU time and the memory of replicas with control groups (cgroup v2).
+
+The service's manager must have delegated the service's own cgroup to it, which systemd does with `Delegate=`.
+The service then has this tree below its cgroup:
+
+    service/        the core, the fronts and replicas without limits
+    replica-NAME/   the ranks of one replica
+
+All processes leave the service's own cgroup, because a cgroup whose controllers are passed on to its children
+must not contain processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from appliance.settings import ModelSettings
+
+_ROOT = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
+_PERIOD_US = 100_000
+LIMITS_REMEDY = (
+    "install the drop-in examples/appliance.service.d/replica-limits.conf, which delegates the service's "
+    "cgroup, and restart the service"
+)
+
+
+class ReplicaLimits(NamedTuple):
+    """The limits of one replica, over all of its ranks."""
+
+    cpus: float | None = None
+    """CPU time per second, in CPUs."""
+    memory_bytes: int | None = None
+
+
+def limits_of(settings: ModelSettings) -> ReplicaLimits:
+    """Return the limits that the settings of a model set for each replica."""
+    memory_gb = settings.memory_limit_gb
+    return ReplicaLimits(settings.cpu_limit, None if memory_gb is None else int(memory_gb * 1e9))
+
+
+class ReplicaCgroups:
+    """The control groups of all replicas."""
+
+    def __init__(
+        self,
+        descendants: Callable[[], Iterable[int]],
+        root: Path = _ROOT,
+        own: Path = _OWN,
+    ) -> None:
+        """`descendants` returns the process ids of this process's descendants."""
+        self._descendants = descendants
+        self._root = root
+        self._own = own
+        self._base: Path | None = None
+        """The service's own cgroup, once its controllers have been passed on."""
+
+    def limit(self, replica: str, pids: Iterable[int], limits: ReplicaLimits) -> str:
+        """Apply limits to the processes of a replica. Return the reason if that is not possible; the
+        processes then run without limits."""
+        if limits == ReplicaLimits():
+            return ""
+        try:
+            if self._base is None:
+                self._base = self._pass_on()
+            group = self._base / _name(replica)
+            group.mkdir(exist_ok=True)
+            quota = "max" if limits.cpus is None else str(int(limits.cpus * _PERIOD_US))
+            (group / "cpu.max").write_text(f"{quota} {_PERIOD_US}")
+            memory = "max" if limits.memory_bytes is None else str(limits.memory_bytes)
+            (group / "memory.max").write_text(memory)
+            # If memory runs out, the kernel kills all ranks at once instead of leaving some that wait.
+            (group / "memory.oom.group").write_text("1")
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    (group / "cgroup.procs").write_text(str(pid))
+        except OSError as error:
+            return f"cpu_limit and memory_limit_gb have no effect: {error.filename}: {error.strerror}"
+        except _NotPossibleError as error:
+            return f"cpu_limit and memory_limit_gb have no effect: {error}"
+        return ""
+
+    def memory_kills(self, replica: str) -> int:
+        """Return how many processes of the replica the kernel has killed because of `memory_limit_gb`."""
+        if self._base is None:
+            return 0
+        try:
+            lines = (self._base / _name(replica) / "memory.events").read_text().splitlines()
+        except OSError:
+            return 0
+        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+    def remove(self, replica: str) -> None:
+        """Remove the group of a replica whose processes have exited."""
+        if self._base is not None:
+            with contextlib.suppress(OSError):
+                (self._base / _name(replica)).rmdir()
+
+    def _pass_on(self) -> Path:
+        """Pass the controllers of the service's own cgroup on to its children. Return the cgroup. Raises
+        OSError or _NotPossibleError."""
+        base = self._find()
+        controllers = (base / "cgroup.controllers").read_text().split()
+        if missing := [name for name in ("cpu", "memory") if name not in controllers]:
+            raise _NotPossibleError(f"{base} does not have the controllers {' and '.join(missing)}")
+        service = base / "service"
+        service.mkdir(exist_ok=True)
+        for pid in (os.getpid(), *self._descendants()):
+            with contextlib.suppress(ProcessLookupError):
+                (service / "cgroup.procs").write_text(str(pid))
+        if others := (base / "cgroup.procs").read_text().split():
+            raise _NotPossibleError(f"{base} contains processes of others ({', '.join(others[:3])})")
+        (base / "cgroup.subtree_control").write_text("+cpu +memory")
+        return base
+
+    def _find(self) -> Path:
+        for line in self._own.read_text().splitlines():
+            number, _, path = line.split(":", 2)
+            if number == "0":
+                return self._root / path.lstrip("/")
+        raise _NotPossibleError("this system has no cgroup v2")
+
+
+class _NotPossibleError(Exception):
+    """Raised if the service's cgroup cannot be divided."""
+
+
+def _name(replica: str) -> str:
+    return "replica-" + re.sub(r"[^A-Za-z0-9._-]", "_", replica)
+
+
+def descendants() -> list[int]:
+    """Return the process ids of all descendants of this process."""
+    import psutil
+
+    return [child.pid for child in psutil.Process().children(recursive=True)]

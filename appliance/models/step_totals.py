@@ -1,0 +1,33 @@
+"""Totals of the steps that a replica has executed."""
+
+from __future__ import annotations
+
+from engine.messages import Report
+
+
+class StepTotal:
+    """Totals for one kind of step, over all incarnations of a replica."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.seconds = 0.0
+        self.idle_s = 0.0
+        """Time that the device spent waiting for the host before these steps."""
+
+    def add(self, steps: int, mean_ms: float, mean_idle_us: float) -> None:
+        """Add steps, given their mean durations."""
+        self.steps += steps
+        self.seconds += steps * mean_ms / 1e3
+        self.idle_s += steps * mean_idle_us / 1e6
+
+
+class StepTotals:
+    """Totals for decode steps and for steps that computed prompts."""
+
+    def __init__(self) -> None:
+        self.decode, self.mixed = StepTotal(), StepTotal()
+
+    def add(self, report: Report) -> None:
+        """Add the steps of a report, which counts the steps since the previous report."""
+        self.decode.add(report.decode_steps, report.step_ms, report.idle_us)
+        self.mixed.add(report.mixed_steps, report.mixed_step_ms, report.mixed_idle_us)
