@@ -3,12 +3,11 @@ is page-locked."""
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 
 import torch
 
+from engine.host_pages import lock_pages, map_pages, unlock_pages
 from engine.model.weight_file import PAGE
 
 
@@ -38,17 +37,13 @@ class StagingBuffer:
                 target.copy_(numbers)
             return
         if not self._locked:
-            self._lock()
+            # Reader threads have written the pages by now.
+            lock_pages(self.host)
+            self._locked = True
         with torch.cuda.stream(self._copy_stream):
             for numbers, target in copies:
                 target.copy_(numbers, non_blocking=True)
         self._copied.record(self._copy_stream)
-
-    def _lock(self) -> None:
-        """Page-lock the host memory for GPU access. This is faster after reader threads have faulted in its
-        pages, so it is called late."""
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.host.data_ptr(), len(self.host), 0))
-        self._locked = True
 
     def on_device(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return device copies of parts of `host` for use on the current stream. The parts must be in
@@ -77,20 +72,16 @@ class StagingBuffer:
     def close(self) -> None:
         """Unlock the host memory."""
         if self._locked:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.host.data_ptr()))
+            unlock_pages(self.host)
             self._locked = False
 
 
 class StagingRing:
-    """Staging buffers in one mapping of huge pages. Page-locking these pages takes a fifth of the time of
-    torch's `pin_memory`, and they can be unlocked again."""
+    """Staging buffers in one mapping of huge pages."""
 
     def __init__(self, count: int, buffer_bytes: int, device: torch.device) -> None:
         buffer_bytes = -(-buffer_bytes // PAGE) * PAGE
-        pages = mmap.mmap(-1, count * buffer_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # the kernel may not support huge pages
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        host = torch.frombuffer(pages, dtype=torch.uint8)
+        host = map_pages(count * buffer_bytes)
         self._device = device
         copy_stream = None
         if device.type == "cuda":

@@ -1,0 +1,32 @@
+"""Host memory for large transfers to and from a GPU: huge pages, which can be page-locked."""
+
+from __future__ import annotations
+
+import mmap
+from contextlib import suppress
+
+import torch
+
+
+def map_pages(nbytes: int) -> torch.Tensor:
+    """Return `nbytes` bytes of new host memory, in huge pages if the kernel supports them: [nbytes] uint8.
+
+    Page-locking these pages takes a fifth of the time of torch's `pin_memory`, and they can be unlocked
+    again. Creating the tensor takes no time, because a page is allocated when it is first written. Raises
+    OSError if the process may not map so much memory.
+    """
+    pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # the kernel may not support huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def lock_pages(host: torch.Tensor) -> None:
+    """Page-lock host memory for GPU access. This is faster after its pages have been written. Raises
+    torch.AcceleratorError."""
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
+
+
+def unlock_pages(host: torch.Tensor) -> None:
+    """Unlock host memory. All transfers that use it must have ended."""
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(host.data_ptr()))
