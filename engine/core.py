@@ -15,7 +15,7 @@ from typing import Protocol
 
 from engine.expert_use import expert_use
 from engine.messages import EngineGauges, Finished, LayerExperts, Output
-from engine.plan import StepPlan, StepTokens
+from engine.plan import MemoryPlan, RankPlan, StepPlan, StepTokens
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step import ScheduledStep
 
@@ -39,7 +39,7 @@ class LaunchedStep(Protocol):
 class PlanChannels(Protocol):
     """Sends plans to the other ranks. Implemented by `engine.plan_channel.PlanSender`."""
 
-    def send(self, plan: StepPlan) -> None:
+    def send(self, plan: RankPlan) -> None:
         """Queue a plan for every other rank without blocking. Raises RankLost if a rank is lost."""
 
     def flush(self, step: int) -> None:
@@ -119,6 +119,9 @@ class EngineCore:
         self.plans = plans
         self.before_wait: Callable[[StepPlan], None] | None = None
         """Called with a step's plan before the loop waits for the end of this step."""
+        self.paused = False
+        """Whether no step is planned, because the memory of the model is released. Cancelled sequences are
+        still reported."""
         self._runner = runner
         self._steps_ahead = 1 if overlap else 0
         self._in_flight: deque[_InFlight] = deque()
@@ -130,14 +133,25 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` has work to do: unfinished sequences, steps in flight, or outputs to return."""
-        return bool(self._in_flight) or self.scheduler.has_work or self.scheduler.accounting.has_news
+        plannable = self.scheduler.has_work and not self.paused
+        return bool(self._in_flight) or plannable or self.scheduler.accounting.has_news
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Number of launched steps whose tokens have not been read."""
+        return len(self._in_flight)
+
+    @property
+    def last_step(self) -> int:
+        """Number of the last step whose tokens were read."""
+        return self._collected
 
     def step(self) -> StepResult:
         """Plan and launch the next step, then read the tokens of the oldest step in flight if it is due.
 
         Returns without waiting if no step is due. Exceptions of the runner propagate.
         """
-        scheduled = self.scheduler.schedule()
+        scheduled = None if self.paused else self.scheduler.schedule()
         if scheduled is not None:
             # Measure the duration from the start of the launch. The device starts with the first kernel,
             # while the host needs 15 to 20 ms to launch all kernels of a step with prompts.
@@ -154,6 +168,12 @@ class EngineCore:
         outputs, finished = self.scheduler.accounting.take()
         before, self._credits = self._credits, self._granted()
         return StepResult(self._collected, outputs, finished, self._credits != before, timing)
+
+    def change_memory(self, plan: MemoryPlan) -> None:
+        """Send `plan` to the other ranks. No step may be in flight."""
+        if self.plans is not None:
+            self.plans.send(plan)
+            self.plans.flush(plan.step)
 
     def _send(self, plan: StepPlan) -> float:
         """Send a plan to the other ranks, and return the time taken in microseconds."""

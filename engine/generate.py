@@ -4,6 +4,7 @@ benchmarks."""
 from __future__ import annotations
 
 import os
+import select
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from engine.launch import RANK_ENVIRONMENT
 from engine.messages import (
     Finished,
     FinishReason,
+    MemoryChanged,
     Output,
     ReplicaSpec,
     SamplingParams,
@@ -24,6 +26,7 @@ from engine.other_ranks import OtherRanks
 from engine.parallel import RankLost
 from engine.progress import ProgressCallback, no_progress
 from engine.replica import build_runner
+from engine.sleeping import SleepControl
 
 _ORIGIN = "generate"
 
@@ -70,6 +73,7 @@ class LocalEngine:
                 if cause:
                     raise RankLost(cause) from error
             raise
+        self._sleeping = SleepControl(self.core, self.runner)
         self.scheduler = self.core.scheduler
         self.finished: list[Finished] = []
         """Final token counts of all submissions, over all calls."""
@@ -107,12 +111,20 @@ class LocalEngine:
             self._take(self.core.step(), answers)
         return list(answers.values())
 
+    def change_memory(self, asleep: bool) -> MemoryChanged:
+        """Let the replica sleep (`asleep`), or wake it. All sequences must be finished."""
+        self._sleeping.request(asleep)
+        while (changed := self._sleeping.poll()) is None:
+            select.select([self._sleeping], [], [])
+        return changed
+
     def explain(self, error: Exception) -> str:
         """Return the reason why a rank was lost. `error` is the exception that rank 0 raised as a result."""
         return str(error) if self.others is None else self.others.explain(error)
 
     def close(self) -> None:
         """Stop the other ranks and the runner's thread."""
+        self._sleeping.close()
         if self.others is not None:
             self.others.stop()
             if self.info.backend == "cuda":

@@ -20,7 +20,16 @@ from pathlib import Path
 import msgspec
 
 from engine.memory_kills import count_memory_kills, memory_kill_note
-from engine.messages import Attach, CancelSequences, RankOutbound, ReplicaSpec, Start, Stop
+from engine.messages import (
+    Attach,
+    CancelSequences,
+    RankOutbound,
+    ReplicaSpec,
+    Sleep,
+    Start,
+    Stop,
+    Wake,
+)
 from engine.wire import Channel, socketpair
 
 _EXIT_GRACE_S = 0.5
@@ -115,8 +124,9 @@ class _Rank:
 class ReplicaGroup:
     """The running processes of one replica.
 
-    `on_message(rank, message)` is called on the event loop for each `Progress`, `Ready`, `Report`, `LongStep`
-    and `Fatal` message. `on_end(reason)` is called once, after every rank has exited and been reaped.
+    `on_message(rank, message)` is called on the event loop for each `Progress`, `Ready`, `Report`,
+    `LongStep`, `MemoryChanged` and `Fatal` message. `on_end(reason)` is called once, after every rank has
+    exited and been reaped.
     """
 
     def __init__(
@@ -166,6 +176,10 @@ class ReplicaGroup:
     def cancel_request(self, request_id: str) -> None:
         """Cancel all sequences of a request."""
         self._ranks[0].channel.send(CancelSequences(request_id))
+
+    def change_memory(self, asleep: bool) -> None:
+        """Let the replica sleep (`asleep`), or wake it. Its answer is a `MemoryChanged` message."""
+        self._ranks[0].channel.send(Sleep() if asleep else Wake())
 
     async def stop(self, grace_s: float = 5.0) -> None:
         """Send `Stop` to all ranks, and return when they have been reaped. Ranks that are still running after

@@ -22,11 +22,14 @@ from engine.messages import (
     LongStep,
     RankInbound,
     Report,
+    Sleep,
     StepFrame,
     Stop,
     Submit,
+    Wake,
 )
 from engine.plan import StepPlan
+from engine.sleeping import SleepControl
 from engine.step_forecast import StepForecast
 from engine.wire import Channel
 
@@ -40,8 +43,15 @@ saturated if its cache statistics are older than 200 ms."""
 class LeaderLoop:
     """Runs rank 0's step loop, and handles its channels to the core and to the fronts."""
 
-    def __init__(self, engine: EngineCore, control: Channel[RankInbound], forecast: StepForecast) -> None:
+    def __init__(
+        self,
+        engine: EngineCore,
+        control: Channel[RankInbound],
+        forecast: StepForecast,
+        sleeping: SleepControl,
+    ) -> None:
         self._engine = engine
+        self._sleeping = sleeping
         engine.before_wait = self._announce
         self._forecast = forecast
         self._scheduler = engine.scheduler
@@ -50,6 +60,8 @@ class LeaderLoop:
         self._fronts_gone: list[str] = []
         self._selector = selectors.DefaultSelector()
         self._register(control, self._read_control)
+        # `run` polls after every wait, so the descriptor only has to end the wait.
+        self._selector.register(sleeping, selectors.EVENT_READ)
         self._stopping = False
         self._reported_at = 0.0
         self._decode_steps, self._mixed_steps = _StepMeans(), _StepMeans()
@@ -58,6 +70,8 @@ class LeaderLoop:
         """Serve requests until the core sends Stop or closes its channel."""
         while not (self._stopping or self._control.closed):
             self._read_messages()
+            if (changed := self._sleeping.poll()) is not None:
+                self._control.send(changed)
             if self._engine.has_work:
                 self._emit(self._engine.step())
             elif time.monotonic() - self._reported_at >= HEARTBEAT_S:
@@ -75,6 +89,8 @@ class LeaderLoop:
         if not self._engine.has_work:
             timeout = max(0.0, self._reported_at + HEARTBEAT_S - time.monotonic())
         for key, events in self._selector.select(timeout):
+            if key.fileobj is self._sleeping:
+                continue
             channel, read = key.data
             if events & selectors.EVENT_WRITE:
                 channel.flush()
@@ -88,6 +104,8 @@ class LeaderLoop:
     def _select_backlogs(self) -> None:
         """Wait for writability only on channels that have queued output."""
         for key in list(self._selector.get_map().values()):
+            if key.fileobj is self._sleeping:
+                continue
             channel, _ = key.data
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.backlog_bytes else 0)
             if events != key.events:
@@ -104,6 +122,10 @@ class LeaderLoop:
                     self._register(channel, partial(self._read_front, front))
                 case CancelSequences(request_id):
                     self._scheduler.cancel_request(request_id)
+                case Sleep():
+                    self._sleeping.request(True)
+                case Wake():
+                    self._sleeping.request(False)
                 case Stop():
                     self._stopping = True
 

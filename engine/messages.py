@@ -319,6 +319,30 @@ class CancelSequences(msgspec.Struct, tag="cancel_request", frozen=True):
     request_id: str
 
 
+class Sleep(msgspec.Struct, tag="sleep", frozen=True):
+    """Sent by the core to rank 0 to release the device memory of the weights and the KV cache. The replica
+    must have no unfinished sequences. The answer is `MemoryChanged`."""
+
+
+class Wake(msgspec.Struct, tag="wake", frozen=True):
+    """Sent by the core to rank 0 to restore the memory released by `Sleep`. The answer is `MemoryChanged`."""
+
+
+class MemoryChanged(msgspec.Struct, tag="memory_changed", frozen=True):
+    """Sent by rank 0 to the core after `Sleep` or `Wake`. Byte counts are sums over all ranks."""
+
+    asleep: bool
+    """Whether the replica sleeps now."""
+    problem: str = ""
+    """Reason why the operation failed and changed nothing; empty if it succeeded."""
+    freed_bytes: int = 0
+    """Memory that was released."""
+    host_bytes: int = 0
+    """Host memory that now contains copies of the weights."""
+    seconds: float = 0.0
+    """Duration of the operation."""
+
+
 class Stop(msgspec.Struct, tag="stop", frozen=True):
     """Sent by the core to a rank, which exits immediately. Running sequences are lost."""
 
@@ -475,9 +499,9 @@ class LongStep(msgspec.Struct, tag="long_step", frozen=True):
     (`engine.step_forecast`)."""
 
 
-RankInbound = Start | Attach | CancelSequences | Stop
+RankInbound = Start | Attach | CancelSequences | Sleep | Wake | Stop
 """Messages from the core to ranks."""
-RankOutbound = Progress | Ready | Report | LongStep | Fatal
+RankOutbound = Progress | Ready | Report | LongStep | MemoryChanged | Fatal
 """Messages from ranks to the core."""
 DataInbound = Submit | Cancel
 """Messages from a front to a replica."""

@@ -51,7 +51,7 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
     """The prompt token after the chunk, if there is one and `prompt_logprobs` is set."""
 
 
-class StepPlan(msgspec.Struct, array_like=True, frozen=True):
+class StepPlan(msgspec.Struct, tag="step", array_like=True, frozen=True):
     """The complete plan of one step. Ranks that execute the same plans in the same order have equal device
     tables.
 
@@ -79,6 +79,18 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True):
     slots to which the entries are copied). They are applied after `blocks`, which may contain entries of the
     source slot."""
 
+
+class MemoryPlan(msgspec.Struct, tag="memory", array_like=True, frozen=True):
+    """Tells the other ranks to release the memory of their weights and KV caches, or to restore it."""
+
+    step: int
+    """Number of the last step before the operation."""
+    asleep: bool
+    """Whether the memory is released."""
+
+
+RankPlan = StepPlan | MemoryPlan
+"""Messages from rank 0 to the other ranks."""
 
 LOWEST_LOGPROB = -9999.0
 """Lowest reported log probability. It also replaces log probabilities that are not finite."""

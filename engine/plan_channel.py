@@ -13,7 +13,7 @@ import msgspec
 
 from engine.config import UnsupportedError
 from engine.messages import BLOCK_TOKENS
-from engine.plan import StepPlan
+from engine.plan import RankPlan
 from engine.wire import MAX_BACKLOG_BYTES, MAX_FRAME_BYTES, Channel, encode_frame
 
 PLAN_TIMEOUT_S = 30.0
@@ -35,7 +35,7 @@ _ENTRY_BYTES = 1 + 3 * _NUMBER_BYTES
 
 def plan_channel(descriptor: int) -> Channel[Any]:
     """Return the receiving end of the plan channel from rank 0 to another rank."""
-    return Channel(socket.socket(fileno=descriptor), StepPlan, MAX_PLAN_BYTES)
+    return Channel(socket.socket(fileno=descriptor), RankPlan, MAX_PLAN_BYTES)
 
 
 def largest_plan_bytes(
@@ -96,7 +96,7 @@ class PlanSender:
         self._encoder = msgspec.msgpack.Encoder()
         self._peers = [_Peer(rank, sock, on_lost, timeout_s) for rank, sock in enumerate(sockets, 1)]
 
-    def send(self, plan: StepPlan) -> None:
+    def send(self, plan: RankPlan) -> None:
         """Queue the plan for every peer. Raises RankLost if a peer is lost."""
         frame = encode_frame(self._encoder, plan)
         for peer in self._peers:

@@ -17,20 +17,22 @@ import socket
 import sys
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from engine.core import LaunchedStep, StepRunner
 from engine.garbage import settle_garbage
 from engine.logs import UtcFormatter, log_to_stderr
 from engine.messages import Fatal, Progress, RankInbound, Ready, ReplicaSpec, Start, Stop
 from engine.peer_watch import PeerWatch
+from engine.plan import MemoryPlan
 from engine.plan_channel import plan_channel
 from engine.process_memory import bound_kernel_caches
 from engine.progress import ProgressCallback
+from engine.sleeping import MemoryRunner, SleepControl
 from engine.step_forecast import StepForecast
 from engine.wire import Channel
 
 if TYPE_CHECKING:
-    from engine.core import LaunchedStep, StepRunner
     from engine.parallel import Ranks
     from engine.runner import ModelRunner
 
@@ -145,12 +147,16 @@ def _lead(
     )
     settle_garbage()
     control.send(Ready(info))
-    LeaderLoop(engine, control, forecast).run()
+    LeaderLoop(engine, control, forecast, SleepControl(engine, runner)).run()
 
 
-def follow(control: Channel[RankInbound], plans: Channel[Any], runner: StepRunner) -> None:
+class FollowingRunner(StepRunner, MemoryRunner, Protocol):
+    """Executes all plans of rank 0."""
+
+
+def follow(control: Channel[RankInbound], plans: Channel[Any], runner: FollowingRunner) -> None:
     """Execute the plans of rank 0 until rank 0 or the core closes its channel. Raises the exception of a
-    failed step."""
+    failed step or operation."""
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
     selector.register(plans, selectors.EVENT_READ)
@@ -159,7 +165,13 @@ def follow(control: Channel[RankInbound], plans: Channel[Any], runner: StepRunne
         selector.select(FAILURE_CHECK_S if unread else None)
         if any(isinstance(message, Stop) for message in control.read()):
             return
-        unread.extend(runner.launch(plan) for plan in plans.read())
+        for plan in plans.read():
+            if isinstance(plan, MemoryPlan):
+                while unread:
+                    unread.popleft().wait()
+                runner.change_memory(plan.asleep).result()
+            else:
+                unread.append(runner.launch(plan))
         # Failures are checked even if no plan arrives, because rank 0 may be blocked in a collective of the
         # failed step.
         while unread and unread[0].ready():

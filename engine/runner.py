@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -25,13 +26,14 @@ from engine.families import read_config
 from engine.kernel_build import KernelBuild, check_kernels, start_build
 from engine.kv_memory import allocate_kv
 from engine.launched import StepResults, StreamStep, ThreadStep, read_results, to_host
-from engine.messages import BLOCK_TOKENS, Progress, ReplicaInfo, ReplicaSpec
+from engine.messages import BLOCK_TOKENS, MemoryChanged, Progress, ReplicaInfo, ReplicaSpec
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from engine.model.loader import load, load_dummy
 from engine.parallel import Ranks
 from engine.plan import StepPlan, StepTokens
 from engine.profiling import profile_cuda, steps_fit
 from engine.progress import ProgressCallback
+from engine.rank_memory import open_memory
 from engine.replica_model import ReplicaModel
 from engine.sampler import Sampler
 from engine.sizing import (
@@ -45,6 +47,7 @@ from engine.sizing import (
     predict,
     weights_dtype,
 )
+from engine.sleeping import RankSleep
 from engine.spec_checks import check_spec
 from engine.steps import StepExecutor
 from engine.transfer import reserve_pinned
@@ -102,7 +105,11 @@ class ModelRunner:
         self._ended_at: float | None = None
         self._ended_event: torch.cuda.Event | None = None
         self._stream: ThreadPoolExecutor | None = None
+        self._memory_thread: ThreadPoolExecutor | None = None
         building = self._start_build()
+        self.memory = open_memory(self.device, ranks.size)
+        # Without a reference to the runner, so that its memory is freed as soon as it is deleted.
+        self._sleep = RankSleep(self.memory, ranks.size, partial(_totals, ranks, self.device))
         with torch.inference_mode():
             self.decoder = Decoder(
                 self.config,
@@ -114,6 +121,7 @@ class ModelRunner:
                 fp8=self.weights != self.dtype,
                 fp8_blocks=self.weights == FP8_BLOCKS,
                 kv_fp8=self.kv_cache_dtype == FP8,
+                memory=self.memory,
             )
             # The size of the KV pool is determined later, because the pool uses the remaining memory.
             ranks.prepare_overlap(
@@ -134,14 +142,15 @@ class ModelRunner:
             progress(Progress("build", detail="sizing the KV pool"))
             self.kv_blocks = self._size_pool(progress)
             per_block = self._predict(None).kv_bytes_per_block
-            self.steps = self._executor(allocate_kv(self.decoder, self.kv_blocks, per_block, ranks.size))
+            kv = allocate_kv(self.decoder, self.kv_blocks, per_block, ranks.size, self.memory)
+            self.steps = self._executor(kv)
             if self.decoder.ops.name == "cuda":
                 with steps_fit(spec, self.device):
                     self._warm_up(progress)
                 self.decoder.reset_expert_choices()
             self._used_bytes = self._sum_over_ranks(self._measure(resident))
         if self.device.type == "cpu":
-            self._stream = ThreadPoolExecutor(1, "engine-step", self._enter_thread)
+            self._stream = self._thread("engine-step")
         self._load_seconds = time.monotonic() - began
         progress(Progress("ready"))
 
@@ -163,19 +172,34 @@ class ModelRunner:
         before, self._ended_event = self._ended_event, ended
         return StreamStep(plan, results, began, ended, before, self.ranks.check)
 
+    def change_memory(self, asleep: bool) -> Future[MemoryChanged]:
+        """Release the memory of the weights and the KV cache (`asleep`), or restore it, on another thread.
+        See `engine.sleeping.MemoryRunner`."""
+        if self._stream is not None:
+            return self._stream.submit(self._change_memory, asleep)
+        if self._memory_thread is None:
+            self._memory_thread = self._thread("engine-memory")
+        return self._memory_thread.submit(self._change_memory, asleep)
+
     def close(self) -> None:
         """Wait for the launched steps, and leave the group of ranks."""
         if self._stream is not None:
             self._stream.shutdown()
         else:
             torch.cuda.synchronize(self.device)
+            if self._memory_thread is not None:
+                self._memory_thread.shutdown()
         # The graphs contain NCCL kernels, so they must be deleted before NCCL is shut down.
         self.steps.graphs = self.steps.prompt_graphs = None
         self.ranks.close()
 
-    def _enter_thread(self) -> None:
-        # OpenMP stores the number of threads separately for each calling thread.
-        torch.set_num_threads(self._threads)
+    def _thread(self, name: str) -> ThreadPoolExecutor:
+        # Without a reference to the runner (see `_sleep`).
+        return ThreadPoolExecutor(1, name, partial(_enter_thread, self._threads, self.device))
+
+    def _change_memory(self, asleep: bool) -> MemoryChanged:
+        with torch.inference_mode():
+            return self._sleep.change(asleep)
 
     def _run(self, plan: StepPlan, on_begin: Callable[[], object]) -> StepResults:
         if self._failed is not None:
@@ -342,7 +366,7 @@ class ModelRunner:
         return max(0, memory.resident_bytes() - resident_before) + pool
 
     def _sum_over_ranks(self, value: int) -> int:
-        return int(self.ranks.all_gather_stack(torch.tensor([value], device=self.device)).sum())
+        return _totals(self.ranks, self.device, [value])[0]
 
     def info(self) -> ReplicaInfo:
         """Return the properties of the loaded replica. Byte counts are sums over all ranks."""
@@ -375,6 +399,19 @@ class ModelRunner:
             least_step_s=least.step_s,
             least_prompt_token_s=least.prompt_token_s,
         )
+
+
+def _enter_thread(threads: int, device: torch.device) -> None:
+    # OpenMP stores the number of threads separately for each calling thread, and CUDA the device.
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _totals(ranks: Ranks, device: torch.device, numbers: Sequence[int]) -> list[int]:
+    """Return the sum of each number over all ranks, which must call this function at the same time."""
+    totals: list[int] = ranks.all_gather_stack(torch.tensor(numbers, device=device)).sum(0).tolist()
+    return totals
 
 
 def _dtype_name(requested: str, config: ModelConfig, device: torch.device) -> str:

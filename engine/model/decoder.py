@@ -24,6 +24,7 @@ from engine.model.rotary import rotary_table
 from engine.model.weight_fit import WeightFit
 from engine.parallel import Ranks
 from engine.progress import ProgressCallback
+from engine.rank_memory import RankMemory
 from kernels import KvPool, Ops, Residual
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -39,7 +40,7 @@ class Decoder:
     (`ModelConfig.context_length`). With `fp8`, the layers' matrices are e4m3 with one scale per output, while
     the embeddings and the output matrix are not quantised. With `fp8_blocks`, there is one scale per block
     instead, which only the reference implementation supports. With `kv_fp8`, the KV cache is e4m3 with one
-    scale per token and head.
+    scale per token and head. `memory` allocates the weights; None means that torch allocates them.
 
     Raises UnsupportedError if the model cannot be split across the ranks or does not support this length, and
     WeightsTooLarge if the weights do not fit on the device.
@@ -57,8 +58,9 @@ class Decoder:
         fp8: bool = False,
         fp8_blocks: bool = False,
         kv_fp8: bool = False,
+        memory: RankMemory | None = None,
     ) -> None:
-        factory = ParameterFactory(ops, dtype, device, fp8, fp8_blocks)
+        factory = ParameterFactory(ops, dtype, device, fp8, fp8_blocks, memory)
         self.config = config
         self.ranks = ranks
         self.ops = ops
@@ -68,7 +70,7 @@ class Decoder:
         self.max_model_len = config.resolve_length(max_model_len)
         self.shard = config.shard(ranks.size, ranks.rank)
         name = str(dtype).removeprefix("torch.")
-        self.fit = WeightFit(config, self.shard, name, fp8, device, ranks.size, fp8_blocks)
+        self.fit = WeightFit(config, self.shard, name, fp8, device, ranks.size, fp8_blocks, memory)
         self.fit.check()
         with self.fit.explained():
             self.embedding = factory.empty(self.shard.vocab, config.hidden_size)

@@ -19,6 +19,7 @@ import torch
 
 from engine.config import ModelConfig, Shard, fp8_block
 from engine.parallel import Ranks
+from engine.rank_memory import RankMemory
 from kernels import Activation, Fp8Weight, KvPool, Ops, Residual, Rotation, Weight
 from kernels.reference import quantise_blocks, quantise_fp8
 
@@ -55,9 +56,11 @@ class ParameterFactory:
     """Whether the layers' matrices are quantised."""
     fp8_blocks: bool = False
     """Whether quantised matrices have one scale per block instead of one scale per output."""
+    memory: RankMemory | None = None
+    """Allocates the parameters. None means that torch allocates them."""
 
     def empty(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return self._empty(shape, self.dtype)
 
     def matrix(self, *shape: int, row_part: int = 0, column_part: int = 0) -> Weight:
         """Allocate a layer's weight `[outputs, inputs]`, or `[experts, outputs, inputs]`, with undefined
@@ -69,14 +72,19 @@ class ParameterFactory:
         """
         if not self.fp8:
             return self.empty(*shape)
-        values = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
+        values = self._empty(shape, torch.float8_e4m3fn)
         if not self.fp8_blocks:
-            return Fp8Weight(values, torch.empty(shape[:-1], dtype=torch.float32, device=self.device))
+            return Fp8Weight(values, self._empty(shape[:-1], torch.float32))
         # A block of the checkpoint may be cut by ranks, or by tensors that share a weight. It is then stored
         # as several smaller blocks with equal scales.
         block = fp8_block(row_part), fp8_block(column_part)
         blocks = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
-        return Fp8Weight(values, torch.empty(blocks, dtype=torch.float32, device=self.device), block)
+        return Fp8Weight(values, self._empty(blocks, torch.float32), block)
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if self.memory is not None:
+            return self.memory.empty_weights(shape, dtype)
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import torch
 from engine import memory
 from engine.config import ModelConfig, Shard
 from engine.memory import WeightsTooLarge
+from engine.rank_memory import RankMemory
 from engine.sizing import FP8, FP8_BLOCKS, weight_bytes
 
 _GIB = 2**30
@@ -31,6 +32,8 @@ class WeightFit:
     """Number of ranks. On a CPU, they share the host's memory."""
     fp8_blocks: bool = False
     """Whether quantised matrices have one scale per block."""
+    memory: RankMemory | None = None
+    """Allocates the weights. None means that torch allocates them."""
 
     def check(self) -> None:
         """Raise WeightsTooLarge if the weights cannot fit. Call before any rank allocates weights.
@@ -57,6 +60,8 @@ class WeightFit:
         except torch.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(self.device)
             most = free + torch.cuda.memory_reserved(self.device)
+            if self.memory is not None:
+                most += self.memory.held_bytes
             name = torch.cuda.get_device_name(self.device)
             raise WeightsTooLarge(
                 f"{self._taken()}, and loading them needs more than the {most / _GIB:.1f} GiB that are free "

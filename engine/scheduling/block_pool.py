@@ -247,6 +247,19 @@ class BlockPool:
         taken, self._clears = self._clears, []
         return taken
 
+    def clear(self) -> None:
+        """Forget all cached prefixes, because the content of the blocks is lost and is replaced by zeros.
+        Raises InvariantError if a block is in use."""
+        if self.used:
+            raise InvariantError(f"{self.used} KV blocks are in use and cannot be cleared")
+        for block in self._cached:
+            self._forget_key(block)
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._non_finite.clear()
+        self._may_be_non_finite.clear()
+        self.gains += 1
+
     def is_cached(self, block: int) -> bool:
         """Return whether the prefix cache contains this block. The block may be in use."""
         return self._keys[block] is not None

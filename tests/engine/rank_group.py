@@ -25,6 +25,7 @@ from engine.plan_channel import plan_channel
 from engine.progress import no_progress
 from engine.replica import follow
 from engine.runner import ModelRunner
+from engine.sleeping import SleepControl
 from engine.wire import Channel, socketpair
 
 START_TIMEOUT_S = 180.0
@@ -36,6 +37,7 @@ class RankEngine(LocalEngine):
     def __init__(self, spec: ReplicaSpec, runner: ModelRunner, peers: list[socket.socket]) -> None:
         self.runner, self.info, self.peers, self.others = runner, runner.info(), peers, None
         self.core = build_core(spec, self.info, runner, peers, runner.ranks.abandon)
+        self._sleeping = SleepControl(self.core, runner)
         self.scheduler = self.core.scheduler
         self.finished, self.timings, self._handles = [], [], 0
 

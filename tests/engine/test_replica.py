@@ -96,10 +96,7 @@ async def replica(folder: Path, **fields: object) -> AsyncIterator[Watched]:
         model_path=str(folder),
         load_format="dummy",
         device="cpu",
-        kv_blocks=64,
-        max_num_seqs=16,
-        threads=1,
-        **fields,  # type: ignore[arg-type]
+        **{"kv_blocks": 64, "max_num_seqs": 16, "threads": 1, **fields},  # type: ignore[arg-type]
     )
     watched = Watched()
     watched.group = ReplicaGroup.launch(

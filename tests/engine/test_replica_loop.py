@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -18,25 +19,30 @@ from engine.core import EngineCore
 from engine.leader import LeaderLoop
 from engine.messages import (
     Attach,
+    Cancel,
     LongStep,
+    MemoryChanged,
     Output,
     RankInbound,
     RankOutbound,
     Report,
     SamplingParams,
+    Sleep,
     StepFrame,
     Stop,
     Submit,
+    Wake,
     pack_tokens,
 )
 from engine.parallel import RankLost
-from engine.plan import Chunk, StepPlan, StepTokens
+from engine.plan import Chunk, MemoryPlan, RankPlan, StepPlan, StepTokens
 from engine.plan_channel import PlanSender
 from engine.replica import follow
 from engine.scheduling.scheduler import Scheduler
+from engine.sleeping import SleepControl
 from engine.step_forecast import StepForecast
 from engine.wire import Channel, socketpair
-from tests.engine.scheduling.simulated_runner import VOCAB, SimulatedRunner
+from tests.engine.scheduling.simulated_runner import VOCAB, SimulatedRunner, SimulatedStep
 
 WAIT_S = 60.0
 
@@ -242,13 +248,36 @@ def engine_of_four_slots() -> EngineCore:
     return EngineCore(scheduler, SimulatedRunner(4, 80))
 
 
+class SlowMemory:
+    """A device whose memory changes when the test allows it."""
+
+    def __init__(self) -> None:
+        self.asked: list[bool] = []
+        self.futures: list[Future[MemoryChanged]] = []
+
+    def change_memory(self, asleep: bool) -> Future[MemoryChanged]:
+        self.asked.append(asleep)
+        self.futures.append(Future())
+        return self.futures[-1]
+
+
+def loop_of(
+    control: Channel[Any], forecast: StepForecast | None = None, memory: SlowMemory | None = None
+) -> LeaderLoop:
+    """Return rank 0's loop over a simulated device."""
+    engine = engine_of_four_slots()
+    return LeaderLoop(engine, control, forecast or a_forecast(), SleepControl(engine, memory or SlowMemory()))
+
+
 class Served:
     """Rank 0's loop over a simulated device, with one front."""
 
     def __init__(self) -> None:
         self.core, control = channel_pair(RankOutbound, RankInbound)
         self.reports: list[Report] = []
-        self.replica = LeaderLoop(engine_of_four_slots(), control, a_forecast())
+        self.changes: list[MemoryChanged] = []
+        self.memory = SlowMemory()
+        self.replica = loop_of(control, memory=self.memory)
         self.loop = Outcome(self.replica.run)
 
     def attach(self, name: str, send_buffer: int = 1 << 16) -> socket.socket:
@@ -262,7 +291,7 @@ class Served:
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             assert self.loop.error is None, self.loop.error
-            self.reports += self.core.read()
+            self._read()
             found = [report for report in self.reports if condition(report)]
             if found:
                 return found[0]
@@ -271,10 +300,29 @@ class Served:
             f"none of {len(self.reports)} reports satisfies the condition; the last is {self.reports[-1:]}"
         )
 
+    def wait_for_change(self) -> MemoryChanged:
+        """Return the next answer to Sleep or Wake."""
+        until(lambda: (self._read(), self.changes)[1])
+        return self.changes.pop(0)
+
+    def _read(self) -> None:
+        for message in self.core.read():
+            if isinstance(message, MemoryChanged):
+                self.changes.append(message)
+            else:
+                self.reports.append(message)
+
     def stop(self) -> None:
         self.core.send(Stop())
         self.loop.thread.join(WAIT_S)
         assert not self.loop.thread.is_alive()
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def submit(handle: int, most: int, prompt: int = 3) -> Submit:
@@ -345,7 +393,7 @@ def test_a_backlog_for_a_front_is_sent_while_no_step_runs(
 
 def test_a_new_front_may_reuse_the_descriptor_number_of_a_closed_one() -> None:
     core, control = channel_pair(RankOutbound, RankInbound)
-    loop = LeaderLoop(engine_of_four_slots(), control, a_forecast())
+    loop = loop_of(control)
     (first, theirs), (second, its) = socketpair(), socketpair()
     core.send(Attach("front-0"), (theirs.fileno(),))
     loop._read_messages()
@@ -396,10 +444,124 @@ def test_while_steps_run_reports_are_more_frequent_than_gateways_require(
 def test_a_long_step_is_announced_before_rank_0_waits_for_it() -> None:
     core, control = channel_pair(RankOutbound, RankInbound)
     slow = StepForecast(parameters=10_000_000_000, attention_width=1, on_gpu=False)
-    LeaderLoop(engine_of_four_slots(), control, slow)._announce(
-        StepPlan(1, [], [], [], [], [Chunk(0, 0, list(range(64)), [0])])
-    )
+    loop_of(control, slow)._announce(StepPlan(1, [], [], [], [], [Chunk(0, 0, list(range(64)), [0])]))
     fast = StepForecast(parameters=1000, attention_width=1, on_gpu=False)
-    LeaderLoop(engine_of_four_slots(), control, fast)._announce(StepPlan(2, [], [], [], [0], []))
+    loop_of(control, fast)._announce(StepPlan(2, [], [], [], [0], []))
     (message,) = core.read()
     assert isinstance(message, LongStep) and message.expected_s > 1000
+
+
+def test_reports_continue_during_an_operation_and_while_the_replica_sleeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leader, "HEARTBEAT_S", 0.02)
+    served = Served()
+    served.core.send(Sleep())
+    until(lambda: served.memory.asked == [True])
+    served.reports.clear()
+    served.wait_for(lambda report: len(served.reports) > 3)
+    assert served.changes == []
+    served.memory.futures[0].set_result(MemoryChanged(True, freed_bytes=7))
+    assert served.wait_for_change() == MemoryChanged(True, freed_bytes=7)
+    served.reports.clear()
+    served.wait_for(lambda report: len(served.reports) > 3)
+    served.stop()
+
+
+def test_a_submission_that_arrives_while_the_replica_sleeps_runs_when_it_is_awake() -> None:
+    served = Served()
+    front: Channel[Any] = Channel(served.attach("front-0"), StepFrame)
+    served.core.send(Sleep())
+    until(lambda: served.memory.asked == [True])
+    served.memory.futures[0].set_result(MemoryChanged(True))
+    assert served.wait_for_change().asleep
+    front.send(submit(1, 5))
+    served.wait_for(lambda report: report.waiting == 1)
+    front.send(submit(2, 5))
+    front.send(Cancel(2))
+    # A cancelled submission ends even though no step runs.
+    assert [output.finish_reason for output in receive(front, lambda outputs: bool(outputs))] == ["cancelled"]
+    assert served.wait_for(lambda report: report.finished).running == 0
+    served.core.send(Wake())
+    until(lambda: served.memory.asked == [True, False])
+    served.memory.futures[1].set_result(MemoryChanged(False))
+    assert not served.wait_for_change().asleep
+    outputs = receive(front, lambda outputs: bool(outputs and outputs[-1].finish_reason))
+    assert sum(len(output.token_ids) for output in outputs) == 5
+    served.stop()
+
+
+def test_a_replica_with_unfinished_sequences_refuses_to_sleep_and_continues() -> None:
+    served = Served()
+    front: Channel[Any] = Channel(served.attach("front-0"), StepFrame)
+    front.send(submit(1, 1900))
+    served.wait_for(lambda report: report.running == 1)
+    served.core.send(Sleep())
+    assert served.wait_for_change() == MemoryChanged(False, problem="1 sequences are not finished")
+    assert served.memory.asked == []
+    front.send(submit(2, 5))
+    served.wait_for(lambda report: report.finished)
+    served.stop()
+
+
+def test_the_prefix_cache_is_empty_after_a_sleep_but_not_after_a_failed_one() -> None:
+    served = Served()
+    front: Channel[Any] = Channel(served.attach("front-0"), StepFrame)
+
+    def cached_tokens(handle: int) -> int:
+        front.send(submit(handle, 1, prompt=200))
+        report = served.wait_for(lambda report: report.finished)
+        served.reports.clear()
+        return report.finished[0].cached_tokens
+
+    assert [cached_tokens(1), cached_tokens(2)] == [0, 192]
+    for number, outcome in enumerate(
+        (MemoryChanged(False, problem="no host memory"), MemoryChanged(True), MemoryChanged(False))
+    ):
+        served.core.send(Wake() if number == 2 else Sleep())
+        until(lambda number=number: len(served.memory.futures) > number)
+        served.memory.futures[number].set_result(outcome)
+        assert served.wait_for_change() == outcome
+        if number == 0:
+            assert cached_tokens(3) == 192
+    assert [cached_tokens(4), cached_tokens(5)] == [0, 192]
+    served.stop()
+
+
+def test_an_operation_after_which_the_replica_cannot_continue_ends_the_loop() -> None:
+    served = Served()
+    served.core.send(Sleep())
+    until(lambda: served.memory.futures)
+    served.memory.futures[0].set_exception(RuntimeError("the driver failed"))
+    served.loop.thread.join(WAIT_S)
+    assert str(served.loop.error) == "the driver failed"
+
+
+def test_another_rank_changes_its_memory_between_the_steps_around_the_plan() -> None:
+    core, control = channel_pair(RankOutbound, RankInbound)
+    leader, plans = channel_pair(RankInbound, RankPlan)
+    events: list[object] = []
+
+    class Recording:
+        def launch(self, plan: StepPlan) -> SimulatedStep:
+            events.append(plan.step)
+            return SimulatedStep(StepTokens([], None, {}))
+
+        def change_memory(self, asleep: bool) -> Future[MemoryChanged]:
+            events.append(asleep)
+            future: Future[MemoryChanged] = Future()
+            future.set_result(MemoryChanged(asleep))
+            return future
+
+    following = Outcome(follow, control, plans, Recording())
+    for plan in (step_plan(1), MemoryPlan(1, True), MemoryPlan(1, False), step_plan(2)):
+        leader.send(plan)
+    until(lambda: len(events) == 4)
+    assert events == [1, True, False, 2]
+    core.close()
+    following.thread.join(WAIT_S)
+    assert following.error is None
+
+
+def step_plan(number: int) -> StepPlan:
+    return StepPlan(number, [], [], [], [], [])

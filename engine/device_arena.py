@@ -1,0 +1,124 @@
+"""Device memory that can be released and restored at the same addresses.
+
+CUDA graphs contain the addresses of the weights and of the KV cache. If a replica sleeps, the physical memory
+behind these addresses is released. The addresses stay reserved, so that the graphs are valid again when new
+memory has been mapped there.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+ALIGNMENT = 512
+"""Alignment of every tensor in bytes, as in torch's allocator. The kernels need at most 128 bytes."""
+PIECE_BYTES = 1 << 30
+"""Maximum size of the pieces, in bytes, in which memory is copied and restored. Large pieces are fast, and
+several pieces let copies overlap with the mapping of further memory."""
+
+
+class VirtualMemory(Protocol):
+    """Address ranges of a device, and the physical memory that is mapped in them. Implemented by
+    `engine.cuda_driver.CudaDriver`, which describes the methods."""
+
+    granularity: int
+
+    def reserve(self, nbytes: int) -> int: ...
+    def free_addresses(self, address: int, nbytes: int) -> None: ...
+    def map(self, address: int, nbytes: int) -> int: ...
+    def unmap(self, address: int, nbytes: int, handle: int) -> None: ...
+    def synchronize(self) -> None: ...
+    def tensor(self, address: int, nbytes: int, owner: object) -> torch.Tensor: ...
+
+
+class DeviceArena:
+    """Tensors in one range of addresses. Single tensors are never freed. The memory and the addresses are
+    returned to the driver when the arena and all of its tensors have been deleted.
+
+    `limit_bytes` is the size of the range. It needs no physical memory until `empty` is called.
+    """
+
+    def __init__(self, driver: VirtualMemory, limit_bytes: int) -> None:
+        self._driver = driver
+        self._limit = -(-limit_bytes // driver.granularity) * driver.granularity
+        self._base = driver.reserve(self._limit)
+        self._allocated = 0
+        self._size = 0
+        """Number of bytes at the start of the range that have physical memory, except while released."""
+        self._mapped: list[tuple[int, int, int]] = []
+        """Address, size and handle of each mapped piece."""
+        # The finaliser must not contain a reference to the arena.
+        end = weakref.finalize(self, _free, driver, self._base, self._limit, self._mapped)
+        end.atexit = False
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Physical memory of the arena in bytes."""
+        return sum(nbytes for _, nbytes, _ in self._mapped)
+
+    @property
+    def size_bytes(self) -> int:
+        """Physical memory of the arena in bytes when it is not released."""
+        return self._size
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor with undefined values. Must not be called while the memory is released. Raises
+        torch.OutOfMemoryError."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes == 0:
+            raise ValueError(f"a tensor of shape {shape} has no memory")
+        start = -(-self._allocated // ALIGNMENT) * ALIGNMENT
+        end = start + nbytes
+        if end > self._limit:
+            raise torch.OutOfMemoryError(f"{end} bytes exceed the arena's {self._limit} bytes of addresses")
+        if end > self._size:
+            missing = -(-(end - self._size) // self._driver.granularity) * self._driver.granularity
+            self._map(self._base + self._size, missing)
+            self._size += missing
+        self._allocated = end
+        return self._driver.tensor(self._base + start, nbytes, self).view(dtype).view(shape)
+
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """Yield the memory of the arena in order, in tensors of at most PIECE_BYTES: [bytes] uint8."""
+        for address, nbytes in self._ranges():
+            yield self._driver.tensor(address, nbytes, self)
+
+    def release(self) -> int:
+        """Release the physical memory, and return its size in bytes. The content is lost. The device must not
+        access the arena until `restore` has been called."""
+        freed = self.mapped_bytes
+        _unmap(self._driver, self._mapped)
+        return freed
+
+    def restore(self) -> Iterator[torch.Tensor]:
+        """Map new memory, with undefined content, at the arena's addresses. Yields each piece (see `pieces`)
+        when it has been mapped, so that the caller can fill it while the next piece is mapped.
+
+        Raises torch.OutOfMemoryError. The caller must then call `release`.
+        """
+        for address, nbytes in self._ranges():
+            self._map(address, nbytes)
+            yield self._driver.tensor(address, nbytes, self)
+
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        """Yield the address and the size of each piece."""
+        for start in range(0, self._size, PIECE_BYTES):
+            yield self._base + start, min(PIECE_BYTES, self._size - start)
+
+    def _map(self, address: int, nbytes: int) -> None:
+        self._mapped.append((address, nbytes, self._driver.map(address, nbytes)))
+
+
+def _unmap(driver: VirtualMemory, mapped: list[tuple[int, int, int]]) -> None:
+    driver.synchronize()
+    while mapped:
+        driver.unmap(*mapped.pop())
+
+
+def _free(driver: VirtualMemory, base: int, limit: int, mapped: list[tuple[int, int, int]]) -> None:
+    _unmap(driver, mapped)
+    driver.free_addresses(base, limit)

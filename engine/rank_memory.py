@@ -1,0 +1,255 @@
+"""The memory of one rank that is released while the replica sleeps: its weights and its KV cache.
+
+On a GPU, the weights are copied to host memory, and the memory of both is released and later mapped again at
+the same addresses (`engine.device_arena`). On a CPU, the weights stay where they are, because a copy would
+need as much memory; only the KV cache is released.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import threading
+from typing import Protocol
+
+import torch
+
+from engine import memory
+from engine.cuda_driver import CudaDriver, DriverError
+from engine.device_arena import DeviceArena, VirtualMemory
+from engine.host_pages import lock_pages, map_pages, unlock_pages
+
+log = logging.getLogger(__name__)
+
+HOST_RESERVE_BYTES = 1 << 30
+"""Host memory, in bytes, that stays available when weights are copied to host memory."""
+_GIB = 2**30
+
+
+class SleepError(MemoryError):
+    """The replica cannot sleep or wake. The message gives the reason and the remedy."""
+
+
+class RankMemory(Protocol):
+    """Allocates weights and KV cache, releases their memory, and restores it.
+
+    A replica sleeps with `save` and `release`, and wakes with `restore`. `save` and `restore` raise
+    SleepError. They change nothing if they fail.
+    """
+
+    @property
+    def held_bytes(self) -> int:
+        """Device memory, in bytes, that is not allocated by torch."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that contains copies of the weights, in bytes."""
+
+    def empty_weights(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor with undefined values. Raises torch.OutOfMemoryError."""
+
+    def zeroed_kv(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a zero-filled tensor. Raises torch.OutOfMemoryError, or OSError on a CPU."""
+
+    def check(self, ranks: int) -> None:
+        """Raise SleepError if this rank cannot sleep. `ranks` is the number of ranks on this machine, which
+        all need host memory."""
+
+    def save(self) -> None:
+        """Copy everything to host memory that must survive `release`."""
+
+    def forget(self) -> None:
+        """Delete the copies made by `save`."""
+
+    def release(self) -> int:
+        """Release the memory after `save`, and return its size in bytes."""
+
+    def restore(self) -> None:
+        """Restore the memory after `release`, with the weights as they were and a KV cache of zeros. The
+        copies in host memory are kept until `forget`."""
+
+
+class CpuMemory:
+    """The memory of a rank on a CPU."""
+
+    held_bytes = 0
+    host_bytes = 0
+
+    def __init__(self, device: torch.device, ranks: int) -> None:
+        self._device = device
+        self._ranks = ranks
+        self._pages: list[mmap.mmap] = []
+        """The pages of the KV cache."""
+
+    def empty_weights(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def zeroed_kv(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of lazily allocated zero pages. Creating it takes no time, and a page uses no
+        memory until it is written."""
+        pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._pages.append(pages)
+        return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
+
+    def check(self, ranks: int) -> None:
+        return
+
+    def save(self) -> None:
+        return
+
+    def forget(self) -> None:
+        return
+
+    def release(self) -> int:
+        for pages in self._pages:
+            pages.madvise(mmap.MADV_DONTNEED)
+        return self._kv_bytes
+
+    def restore(self) -> None:
+        # Released pages contain zeros and are allocated when they are written, so that there is nothing to
+        # do. But Linux kills a process for which no page is left.
+        needed, available = self._kv_bytes * self._ranks, memory.available_host_bytes()
+        if needed > available:
+            raise SleepError(
+                f"the KV cache needs {needed / _GIB:.1f} GiB of host memory, but only "
+                f"{available / _GIB:.1f} GiB are available: free memory, or unload another model"
+            )
+
+    @property
+    def _kv_bytes(self) -> int:
+        return sum(len(pages) for pages in self._pages)
+
+
+class TorchMemory:
+    """The memory of a rank on a GPU whose driver has no virtual memory management. The rank cannot sleep."""
+
+    held_bytes = 0
+    host_bytes = 0
+
+    def __init__(self, device: torch.device, problem: str) -> None:
+        self._device = device
+        self._problem = problem
+
+    def empty_weights(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def zeroed_kv(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self._device)
+
+    def check(self, ranks: int) -> None:
+        raise SleepError(f"the memory of {self._device} cannot be released: {self._problem}")
+
+    def save(self) -> None:
+        self.check(1)
+
+    def forget(self) -> None:
+        return
+
+    def release(self) -> int:
+        return 0
+
+    def restore(self) -> None:
+        return
+
+
+class GpuMemory:
+    """The memory of a rank on a GPU."""
+
+    def __init__(self, driver: VirtualMemory, device: torch.device, total_bytes: int) -> None:
+        """`total_bytes` is the size of the GPU's memory."""
+        self._device = device
+        self._weights = DeviceArena(driver, total_bytes)
+        self._kv = DeviceArena(driver, total_bytes)
+        self._copies: list[torch.Tensor] = []
+        """Page-locked copies of the pieces of the weights."""
+        self._freeing: threading.Thread | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        return self._weights.mapped_bytes + self._kv.mapped_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(copy.nbytes for copy in self._copies)
+
+    def empty_weights(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self._weights.empty(shape, dtype)
+
+    def zeroed_kv(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self._kv.empty(shape, dtype).zero_()
+
+    def check(self, ranks: int) -> None:
+        self._wait_until_freed()
+        needed = self._weights.size_bytes * ranks
+        available = max(0, memory.available_host_bytes() - HOST_RESERVE_BYTES)
+        if needed > available:
+            raise SleepError(
+                f"the weights need {needed / _GIB:.1f} GiB of host memory, but only "
+                f"{available / _GIB:.1f} GiB are available: free memory, or unload the model instead"
+            )
+
+    def save(self) -> None:
+        try:
+            for piece in self._weights.pieces():
+                copy = map_pages(piece.nbytes)
+                copy.zero_()  # allocates the pages with all threads; page-locking would use one
+                lock_pages(copy)
+                self._copies.append(copy)
+                copy.copy_(piece, non_blocking=True)
+            torch.cuda.synchronize(self._device)
+        except (OSError, torch.AcceleratorError) as error:
+            self.forget()
+            reason = str(error).splitlines()[0]
+            raise SleepError(f"the weights could not be copied to host memory: {reason}") from error
+
+    def forget(self) -> None:
+        """Delete the copies in the background, because unlocking them takes longer than waking up."""
+        copies, self._copies = self._copies, []
+        if copies:
+            self._freeing = threading.Thread(target=self._free, args=(copies,), name="engine-free-host")
+            self._freeing.start()
+
+    def release(self) -> int:
+        return self._weights.release() + self._kv.release()
+
+    def restore(self) -> None:
+        copying = torch.cuda.Stream(self._device)
+        try:
+            for piece, copy in zip(self._weights.restore(), self._copies, strict=True):
+                with torch.cuda.stream(copying):
+                    piece.copy_(copy, non_blocking=True)
+            for piece in self._kv.restore():
+                piece.zero_()
+        except torch.OutOfMemoryError as error:
+            self.release()
+            free, _ = torch.cuda.mem_get_info(self._device)
+            needed = self._weights.size_bytes + self._kv.size_bytes
+            raise SleepError(
+                f"weights and KV cache need {needed / _GIB:.1f} GiB, but only {free / _GIB:.1f} GiB are free "
+                f"on {self._device}: unload another model, or let it sleep"
+            ) from error
+        torch.cuda.synchronize(self._device)
+
+    def _free(self, copies: list[torch.Tensor]) -> None:
+        torch.cuda.set_device(self._device)
+        torch.cuda.synchronize(self._device)  # no copy may be in progress
+        while copies:
+            unlock_pages(copies.pop())
+
+    def _wait_until_freed(self) -> None:
+        if self._freeing is not None:
+            self._freeing.join()
+            self._freeing = None
+
+
+def open_memory(device: torch.device, ranks: int) -> RankMemory:
+    """Return the memory of a rank on this device. `ranks` is the number of ranks of the replica."""
+    if device.type == "cpu":
+        return CpuMemory(device, ranks)
+    _, total = torch.cuda.mem_get_info(device)
+    try:
+        return GpuMemory(CudaDriver(device), device, total)
+    except (DriverError, torch.OutOfMemoryError) as error:
+        log.warning("this replica cannot sleep: %s", error)
+        return TorchMemory(device, str(error))
