@@ -301,6 +301,29 @@ class RetryModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The name of a model in the settings, NAME@VERSION, or NAME for the default version."""
 
 
+class SleepModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Release the memory of a loaded version after its requests have finished. On GPUs, its weights are
+    copied to host memory, so that waking takes about a second. New requests are refused until the version is
+    woken."""
+
+    model: str
+    """NAME@VERSION, or NAME for the default version."""
+    wait: bool = False
+    """Respond when the version sleeps, or when it is known that it stays awake."""
+    grace_s: _Grace = 120.0
+    """Number of seconds to wait for unfinished requests. If requests are left then, the version stays
+    awake."""
+
+
+class WakeModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Restore the memory of a sleeping version, so that it answers requests again."""
+
+    model: str
+    """NAME@VERSION, or NAME for the default version."""
+    wait: bool = False
+    """Respond when the version is awake, or when it is known that it stays asleep."""
+
+
 class SetDefaultModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Make a version the default of its model. If the model is loaded, the version is loaded first. After the
     response, every new request gets the new version. The former version finishes its requests and is then
@@ -400,6 +423,10 @@ ACTIONS: tuple[Action, ...] = (
         "models.unload", "Unload model", "confirm", "model", UnloadModel, VersionStatus, "model", is_long=True
     ),
     Action("models.retry", "Retry failed model", "none", "model", RetryModel, Done, "model"),
+    Action(
+        "models.sleep", "Let model sleep", "none", "model", SleepModel, VersionStatus, "model", is_long=True
+    ),
+    Action("models.wake", "Wake model", "none", "model", WakeModel, VersionStatus, "model", is_long=True),
     Action(
         "models.default",
         "Change default version",

@@ -78,10 +78,11 @@ class FrontStatus(FrontStats, frozen=True, kw_only=True):
 
 
 ReplicaState = Literal[
-    "starting", "loading", "ready", "silent", "draining", "restarting", "failed", "stopped"
+    "starting", "loading", "ready", "sleeping", "silent", "draining", "restarting", "failed", "stopped"
 ]
-"""A "silent" replica has not reported for 3 seconds and gets no new requests. A "draining" replica finishes
-the requests that it has."""
+"""A "sleeping" replica has released its memory and gets no requests until it is woken. A "silent" replica has
+not reported for 3 seconds and gets no new requests. A "draining" replica finishes the requests that it
+has."""
 
 
 BreakerState = Literal["closed", "open", "half-open"]
@@ -139,6 +140,16 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     kv_cache_dtype: str = ""
     """Dtype of the KV cache: the same as `dtype`, or "fp8"."""
     tensor_parallel_size: int = 1
+    freed_bytes: int = 0
+    """Memory that a sleeping replica has released."""
+    host_bytes: int = 0
+    """Host memory with the weights of a sleeping replica on GPUs."""
+    sleeps: int = 0
+    """Number of times that the replica went to sleep."""
+    wakes: int = 0
+    """Number of times that the replica woke."""
+    wake_s: float = 0.0
+    """Total time that the engine needed to wake, in seconds."""
     links: str = ""
     """Links between the ranks' GPUs, such as "NVLink (18 links)". Empty for one GPU or if the links are not
     known."""
@@ -171,7 +182,9 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     degraded: list[Degradation] = msgspec.field(default_factory=list)
 
 
-ModelState = Literal["ready", "loading", "silent", "restarting", "failed", "draining", "drained", "stopped"]
+ModelState = Literal[
+    "ready", "sleeping", "loading", "silent", "restarting", "failed", "draining", "drained", "stopped"
+]
 """A "ready" model answers requests. Requests for a "failed", "draining" or "drained" model are refused
 immediately."""
 
@@ -225,7 +238,8 @@ class ModelStatus(msgspec.Struct, kw_only=True):
 
 
 VersionState = Literal["available", "loading", "ready", "draining", "failed", "sleeping"]
-"""An "available" version is not loaded. A "draining" version finishes its requests and is then unloaded."""
+"""An "available" version is not loaded. A "draining" version finishes its requests and is then unloaded. A
+"sleeping" version is loaded, but has released its memory."""
 
 
 class AddedVersion(msgspec.Struct, kw_only=True, omit_defaults=True):

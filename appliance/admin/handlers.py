@@ -34,10 +34,12 @@ from appliance.actions import (
     SetTenant,
     ShowContents,
     SilenceAlerts,
+    SleepModel,
     SuspendTenant,
     UnloadModel,
     UnmapPeer,
     UnsilenceAlerts,
+    WakeModel,
 )
 from appliance.admin.alerts import AlertAdmin
 from appliance.admin.drains import DrainAdmin
@@ -85,6 +87,8 @@ def handlers(
         LoadModel: models.load,
         UnloadModel: models.unload,
         RetryModel: models.retry,
+        SleepModel: models.sleep,
+        WakeModel: models.wake,
         SetDefaultModel: models.set_default,
         RollbackModel: models.rollback,
         SetAlias: models.alias,

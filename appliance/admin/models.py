@@ -19,7 +19,9 @@ from appliance.actions import (
     RollbackModel,
     SetAlias,
     SetDefaultModel,
+    SleepModel,
     UnloadModel,
+    WakeModel,
 )
 from appliance.admin.effects import Effect, committed, done
 from appliance.background import Background
@@ -116,7 +118,7 @@ class ModelAdmin:
             detail=detail,
             replicas=len(replicas),
             devices=[device for replica in replicas for device in replica.devices],
-            memory_bytes=sum(replica.weight_bytes + replica.kv_bytes for replica in replicas),
+            memory_bytes=sum(one.weight_bytes + one.kv_bytes - one.freed_bytes for one in replicas),
         )
 
     def _state(self, unit: str) -> tuple[VersionState, str]:
@@ -124,6 +126,8 @@ class ModelAdmin:
         if unit in self.operations.draining:
             return "draining", "finishing its requests"
         replicas = self.manager.of(unit)
+        if unit in self.operations.asleep and not self.operations.is_waking(unit):
+            return "sleeping", next((replica.detail for replica in replicas if replica.detail), "")
         usable = unit in self.routing.usable or self.manager.is_declared(unit)
         if usable and any(replica.answers for replica in replicas):
             return "ready", ""
@@ -230,6 +234,22 @@ class ModelAdmin:
         record = self._record(asked.model, "unload")
         before = self._status(record).state
         await self._perform(self.operations.unload(record, asked.grace_s), wait=asked.wait)
+        status = self._status(record)
+        return Effect(status, {"state": before}, {"state": status.state})
+
+    async def sleep(self, actor: Actor, asked: SleepModel) -> Effect:
+        """Let a version sleep. Raises LoadError if it is not loaded or stays awake."""
+        record = self._record(asked.model, "put to sleep")
+        before = self._status(record).state
+        await self._perform(self.operations.sleep(record, asked.grace_s), wait=asked.wait)
+        status = self._status(record)
+        return Effect(status, {"state": before}, {"state": status.state})
+
+    async def wake(self, actor: Actor, asked: WakeModel) -> Effect:
+        """Wake a version. Raises LoadError if it does not sleep, or stays asleep."""
+        record = self._record(asked.model, "wake")
+        before = self._status(record).state
+        await self._perform(self.operations.wake(record), wait=asked.wait)
         status = self._status(record)
         return Effect(status, {"state": before}, {"state": status.state})
 

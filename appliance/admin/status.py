@@ -42,7 +42,7 @@ from store.trail import AuditTrail, TrailState
 from store.writer import Writer
 
 _BEST_FIRST: tuple[ReplicaState, ...] = (
-    *("ready", "draining", "silent", "loading", "starting", "restarting", "failed", "stopped"),
+    *("ready", "draining", "sleeping", "silent", "loading", "starting", "restarting", "failed", "stopped"),
 )
 
 
@@ -166,7 +166,11 @@ class StatusReader:
             *(replica.client_state for replica in self.models.replicas),
             *(front.state for front in self.fronts.fronts),
         ]
-        return "starting" if reason or any(state != "ready" for state in processes) else "ready"
+        return (
+            "starting"
+            if reason or any(state not in ("ready", "sleeping") for state in processes)
+            else "ready"
+        )
 
     def _model(self, model: ServedModel) -> ModelStatus:
         traffic = self.traffic.models[model.name]

@@ -185,6 +185,37 @@ def models_retry(model: Target, run_dir: RunDir = None, json: Json = False) -> N
     perform(run_dir, RetryModel(model=model), as_json=json)
 
 
+@models.command("sleep", help=about("models.sleep"))
+def models_sleep(
+    model: Target,
+    wait: Wait = False,
+    grace_s: Annotated[
+        str,
+        typer.Option(
+            "--grace",
+            metavar="SPAN",
+            help="Time to wait for unfinished requests. If requests are left then, the version stays awake.",
+        ),
+    ] = "120s",
+    run_dir: RunDir = None,
+    json: Json = False,
+) -> None:
+    from appliance.actions import MAX_GRACE_S, SleepModel
+    from appliance.cli.models import change
+    from appliance.cli.times import span_s
+
+    action = SleepModel(model=model, wait=wait, grace_s=span_s(grace_s, "--grace", MAX_GRACE_S))
+    change(run_dir, action, as_json=json)
+
+
+@models.command("wake", help=about("models.wake"))
+def models_wake(model: Target, wait: Wait = False, run_dir: RunDir = None, json: Json = False) -> None:
+    from appliance.actions import WakeModel
+    from appliance.cli.models import change
+
+    change(run_dir, WakeModel(model=model, wait=wait), as_json=json)
+
+
 @models.command("default", help=about("models.default"))
 def models_default(
     model: Annotated[

@@ -29,7 +29,13 @@ from appliance.settings import named_folder
 
 REGISTRY = "registry"
 """The source of a model that is not declared in the settings."""
-_COLOURS = {"ready": "green", "loading": "yellow", "draining": "yellow", "failed": "red"}
+_COLOURS = {
+    "ready": "green",
+    "loading": "yellow",
+    "draining": "yellow",
+    "sleeping": "yellow",
+    "failed": "red",
+}
 _LIST = (
     Column("NAME", flexible=True),
     Column("VERSION", right=True),

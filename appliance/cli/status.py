@@ -39,6 +39,7 @@ _COLOURS = {
     "waiting": "yellow",
     "stopping": "yellow",
     "draining": "yellow",
+    "sleeping": "yellow",
     "silent": "red",
     "restarting": "red",
     "degraded": "red",

@@ -34,6 +34,7 @@ from appliance.models.replica import Launch, Preflight, Replica
 from appliance.models.replica_connections import FrontChannels, ReplicaConnections
 from appliance.models.restarts import Restarts
 from appliance.models.scaling import ModelScaling
+from appliance.models.unit_sleep import UnitSleep
 from appliance.protocol import ScalingStatus
 from appliance.settings import ModelSettings, Settings
 from appliance.traffic.request_manager import RequestManager
@@ -102,6 +103,8 @@ class ModelManager:
         self._scaling = ModelScaling(
             self, lambda: requests.state.models, lambda: settings().autoscaling, note
         )
+        self.sleeping = UnitSleep(self.of, requests, publish)
+        """Lets the replicas of a unit sleep, and wakes them."""
         for model in served:
             requests.add_model(model.name, model.version)
         for name, wanted in self._wanted.items():
@@ -250,9 +253,12 @@ class ModelManager:
     # ── replicas by load (ScaledModels) ──
 
     def scalable(self) -> dict[str, ModelSettings]:
-        """Return the settings of every unit, except units whose replicas are being changed at the moment."""
+        """Return the settings of every unit, except units that sleep or whose replicas are being changed at
+        the moment."""
         changing = {unit for unit, task in self._changes.items() if not task.done()}
-        return {unit: one for unit, one in self._wanted.items() if unit in self.models.keys() - changing}
+        asleep = {replica.model for replica in self.replicas if replica.sleeping.asleep}
+        units = self.models.keys() - changing - asleep
+        return {unit: one for unit, one in self._wanted.items() if unit in units}
 
     def begin_change(self, unit: str) -> None:
         """Start and stop replicas until the unit has the number that it should have."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -72,7 +72,9 @@ class ModelOperations:
         self.failures: dict[str, str] = {}
         """Units whose latest load failed, each with the reason."""
         self.draining: set[str] = set()
-        """Units that finish their requests and are then unloaded."""
+        """Units that finish their requests, and are then unloaded or put to sleep."""
+        self.asleep: set[str] = set()
+        """Units that are loaded, but have released their memory."""
         self._manager = manager
         self._routing = routing
         self._fronts = fronts
@@ -80,6 +82,8 @@ class ModelOperations:
         self._model_flags = dict(model_flags)
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._unloads: dict[str, asyncio.Task[None]] = {}
+        self._sleeps: dict[str, asyncio.Task[None]] = {}
+        self._wakes: dict[str, asyncio.Task[None]] = {}
         self._ending: set[str] = set()
         """Units without requests whose replicas are being stopped."""
         self._swapping: set[str] = set()
@@ -97,8 +101,9 @@ class ModelOperations:
 
     def stop(self) -> None:
         """Cancel the operations in progress."""
-        for task in (*self._loads.values(), *self._unloads.values()):
-            task.cancel()
+        for tasks in (self._loads, self._unloads, self._sleeps, self._wakes):
+            for task in tasks.values():
+                task.cancel()
 
     async def _restore(self, record: VersionRecord) -> None:
         unit = unit_name(record.model, record.version)
@@ -118,9 +123,12 @@ class ModelOperations:
 
     async def load(self, record: VersionRecord) -> None:
         """Load a version, and return when every front can send requests to it. Meanwhile, requests for a
-        model whose default version it is wait. If the version is already being loaded, wait for that. Raises
-        LoadError."""
+        model whose default version it is wait. If the version is already being loaded, wait for that. A
+        sleeping version is woken. Raises LoadError."""
         unit = unit_name(record.model, record.version)
+        if unit in self.asleep or unit in self._sleeps:
+            await self.wake(record)
+            return
         if (unloading := self._unloads.get(unit)) is not None:
             if unit not in self._ending:
                 await self._keep(unit, record, unloading)
@@ -132,10 +140,24 @@ class ModelOperations:
             # Its replicas have failed since it was loaded. Load it again from the beginning.
             self._routing.usable.discard(unit)
             await self._manager.unload(unit, 0.0)
-        if (task := self._loads.get(unit)) is None:
-            task = asyncio.get_running_loop().create_task(self._load(unit, record))
-            self._loads[unit] = task
-            task.add_done_callback(lambda _: self._loads.pop(unit, None))
+        task = self._shared(self._loads, unit, lambda: self._load(unit, record))
+        await self._hold_until(task, record)
+
+    def _shared(
+        self,
+        tasks: dict[str, asyncio.Task[None]],
+        unit: str,
+        begin: Callable[[], Coroutine[Any, Any, None]],
+    ) -> asyncio.Task[None]:
+        """Return the unit's task in `tasks`. If there is none, create it from `begin()`."""
+        if (task := tasks.get(unit)) is None:
+            task = tasks[unit] = asyncio.get_running_loop().create_task(begin())
+            task.add_done_callback(lambda _: tasks.pop(unit, None))
+        return task
+
+    async def _hold_until(self, task: asyncio.Task[None], record: VersionRecord) -> None:
+        """Wait for a task that makes a version usable. Meanwhile, requests for a model whose default version
+        it is wait. Raises the task's exception, or LoadError if it is cancelled."""
         is_default = self.registry.current.models[record.model].default_version == record.version
         if is_default:
             self._routing.held.add(record.model)
@@ -146,10 +168,7 @@ class ModelOperations:
             if is_default:
                 self._routing.held.discard(record.model)
                 await self._fronts.routed()
-        if task.cancelled():
-            raise LoadError(f"loading {unit} was cancelled")
-        if (error := task.exception()) is not None:
-            raise error
+        await _result(task, unit_name(record.model, record.version))
 
     async def _keep(self, unit: str, record: VersionRecord, unloading: asyncio.Task[None]) -> None:
         """Use a version again that was about to be unloaded."""
@@ -191,10 +210,7 @@ class ModelOperations:
                 "first with: appliance models unload"
             )
         self._manager.load(served, settings)
-        while not self._manager.loaded(unit):
-            if why := self._manager.load_failure(unit):
-                raise LoadError(f"{unit} could not be loaded: {why}")
-            await asyncio.sleep(_POLL_S)
+        await self._until_loaded(unit)
         in_time = await self._fronts.applied(_FRONTS_WITHIN_S)
         if why := self._fronts.problem_with(unit):
             raise LoadError(f"{unit} could not be loaded by {why}")
@@ -211,12 +227,16 @@ class ModelOperations:
 
     async def unload(self, record: VersionRecord, grace_s: float) -> None:
         """Stop routing requests to a version, let its requests finish within `grace_s`, and unload it. A load
-        in progress is cancelled."""
+        or another operation in progress is cancelled."""
         unit = unit_name(record.model, record.version)
         self.failures.pop(unit, None)
-        if (task := self._loads.get(unit)) is not None:
-            task.cancel()
-            await asyncio.wait([task])
+        for tasks in (self._loads, self._sleeps, self._wakes):
+            if (task := tasks.get(unit)) is not None:
+                task.cancel()
+                await asyncio.wait([task])
+        if unit in self.asleep:
+            await self._manager.unload(unit, 0.0)
+            self.asleep.discard(unit)
         if unit in self._routing.usable:
             self._begin_unload(unit, record, grace_s)
         if (unloading := self._unloads.get(unit)) is not None:
@@ -240,13 +260,103 @@ class ModelOperations:
         """Wait until no request uses the unit any more, and unload it."""
         await self._fronts.routed()
         await self._store_loaded(record, False)
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + grace_s
-        while loop.time() < deadline and (self._fronts.prepares(unit) or not self._manager.finished(unit)):
-            await asyncio.sleep(_POLL_S)
+        await self._finish_requests(unit, grace_s)
         self._ending.add(unit)
         await self._manager.unload(unit, 0.0)
         log.info("%s is unloaded", unit)
+
+    async def _finish_requests(self, unit: str, grace_s: float) -> bool:
+        """Wait until no request uses the unit any more, for at most `grace_s`. Return whether that is so."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + grace_s
+        while self._fronts.prepares(unit) or not self._manager.finished(unit):
+            if loop.time() >= deadline:
+                return False
+            await asyncio.sleep(_POLL_S)
+        return True
+
+    # ── sleep and wake ──
+
+    def is_waking(self, unit: str) -> bool:
+        """Return whether the unit is being woken."""
+        return unit in self._wakes
+
+    async def sleep(self, record: VersionRecord, grace_s: float) -> None:
+        """Stop routing requests to a loaded version, let its requests finish within `grace_s`, and release
+        its memory. Raises LoadError if it is not loaded, or stays awake."""
+        unit = unit_name(record.model, record.version)
+        if unit in self.asleep and unit not in self._wakes:
+            return
+        if unit not in self._sleeps and unit not in self._routing.usable:
+            raise LoadError(f"{unit} is not loaded: load it first with: appliance models load {unit}")
+        task = self._shared(self._sleeps, unit, lambda: self._sleep(unit, record, grace_s))
+        await asyncio.wait([task])
+        await _result(task, unit)
+
+    async def _sleep(self, unit: str, record: VersionRecord, grace_s: float) -> None:
+        self._routing.usable.discard(unit)
+        self.draining.add(unit)
+        try:
+            await self._fronts.routed()
+            if not await self._finish_requests(unit, grace_s):
+                raise LoadError(f"{unit} stays awake: its requests did not finish within {grace_s:g} s")
+            if problem := await self._manager.sleeping.sleep(unit):
+                raise LoadError(f"{unit} stays awake: {problem}")
+        except BaseException:
+            self._routing.usable.add(unit)
+            self._fronts.publish_configuration()
+            raise
+        finally:
+            self.draining.discard(unit)
+        self.asleep.add(unit)
+        await self._store_loaded(record, False)
+        log.info("%s sleeps", unit)
+
+    async def wake(self, record: VersionRecord) -> None:
+        """Restore the memory of a sleeping version, and return when every front can send requests to it. A
+        version that is about to sleep stays awake. Raises LoadError: NoRoomError if there is not enough
+        memory; the version then stays asleep."""
+        unit = unit_name(record.model, record.version)
+        if (sleeping := self._sleeps.get(unit)) is not None:
+            await self._stay_awake(unit, sleeping)
+        if unit in self._routing.usable:
+            return
+        if unit not in self.asleep:
+            raise LoadError(f"{unit} does not sleep: load it with: appliance models load {unit}")
+        await self._hold_until(self._shared(self._wakes, unit, lambda: self._wake(unit, record)), record)
+
+    async def _stay_awake(self, unit: str, sleeping: asyncio.Task[None]) -> None:
+        """Cancel an operation that lets a unit sleep, if the unit's requests are still finishing. Otherwise
+        wait for its end."""
+        if not self._manager.finished(unit):
+            sleeping.cancel()
+        await asyncio.wait([sleeping])
+        await self._fronts.routed()
+
+    async def _wake(self, unit: str, record: VersionRecord) -> None:
+        async with self._one_at_a_time:
+            if problem := await self._manager.sleeping.wake(unit):
+                raise NoRoomError(f"{unit} stays asleep: {problem}")
+            try:
+                await self._until_loaded(unit)
+            except BaseException as error:
+                self.asleep.discard(unit)
+                await self._manager.unload(unit, 0.0)
+                if isinstance(error, LoadError):
+                    self.failures[unit] = str(error)
+                raise
+        self.asleep.discard(unit)
+        self._routing.usable.add(unit)
+        await self._store_loaded(record, True)
+        log.info("%s is awake", unit)
+        await self._fronts.routed()
+
+    async def _until_loaded(self, unit: str) -> None:
+        """Wait until all replicas of the unit are ready. Raises LoadError if they cannot become ready."""
+        while not self._manager.loaded(unit):
+            if why := self._manager.load_failure(unit):
+                raise LoadError(f"{unit} could not be loaded: {why}")
+            await asyncio.sleep(_POLL_S)
 
     # ── swap ──
 
@@ -339,3 +449,11 @@ class ModelOperations:
 
 class NoRoomError(LoadError):
     """Raised if a version does not fit beside the models that are loaded."""
+
+
+async def _result(task: asyncio.Task[None], unit: str) -> None:
+    """Raise the exception of a task that has ended, or LoadError if it was cancelled."""
+    if task.cancelled():
+        raise LoadError(f"the operation on {unit} was cancelled")
+    if (error := task.exception()) is not None:
+        raise error

@@ -20,6 +20,7 @@ from appliance.messages import ServedModel
 from appliance.models.cgroups import LIMITS_REMEDY, ReplicaCgroups, limits_of
 from appliance.models.load_progress import LoadProgress, load_text
 from appliance.models.placement import GpuPlacement, numbered
+from appliance.models.replica_sleep import ReplicaSleep
 from appliance.models.replica_status import reported_fields
 from appliance.models.restarts import Exit, Restart, Restarts, StartTimer, Watch
 from appliance.models.step_totals import StepTotals
@@ -31,6 +32,7 @@ from engine.client import ReplicaGroup
 from engine.messages import (
     Fatal,
     LongStep,
+    MemoryChanged,
     Progress,
     RankOutbound,
     Ready,
@@ -91,6 +93,9 @@ class ReplicaEvents(Protocol):
 class Replica:
     """Supervises one replica. All methods must be called on the event loop's thread.
 
+    A ready replica can sleep. Its processes and its account then continue to exist, but it must not get
+    requests. If its processes exit meanwhile, they are started again when the replica is woken.
+
     A replica's state is first "starting", then "loading", then "ready". When its processes exit, it is
     "restarting" and then "starting" again. A replica that was stopped permanently is "stopped". The state is
     "failed" instead of "restarting" if the checkpoint is bad, if the memory or the device that the replica
@@ -133,6 +138,7 @@ class Replica:
         self.steps = StepTotals()
         self.described: ServedModel | None = None
         """The model as its folder described it at the latest start."""
+        self.sleeping = ReplicaSleep()
         self.group: ReplicaGroup | None = None
         self.info: ReplicaInfo | None = None
         self.account: CreditAccount | None = None
@@ -174,7 +180,9 @@ class Replica:
 
     @property
     def operator_state(self) -> ReplicaState:
-        """State for operators. A ready replica can be "silent" or "draining"."""
+        """State for operators. A ready replica can be "sleeping", "silent" or "draining"."""
+        if self.sleeping.asleep:
+            return "sleeping"
         if self.state != "ready":
             return self.state
         return "silent" if self.silent else "draining" if self.retiring else "ready"
@@ -192,7 +200,7 @@ class Replica:
     @property
     def answers(self) -> bool:
         """Whether requests may be sent to the replica."""
-        return self.account is not None and not self.silent
+        return self.account is not None and not self.silent and not self.sleeping.asleep
 
     @property
     def silent_s(self) -> float:
@@ -254,6 +262,24 @@ class Replica:
         self._placement.release(self.name)
         self._cgroups.remove(self.name)
         self.state = "stopped"
+
+    async def sleep(self) -> str:
+        """Release the memory of the weights and the KV cache. The replica must have no requests. Return the
+        reason if it stays awake."""
+        if self.account is None or self.group is None:
+            return f"{self.name} is {self.operator_state}"
+        return await self.sleeping.change(self.group, True, self.load_timeout_s)
+
+    async def wake(self) -> str:
+        """Restore the memory. If the processes have ended, load the model again, without waiting for it.
+        Return the reason if the replica stays asleep."""
+        if not self.sleeping.asleep:
+            return ""
+        if self.group is None:
+            self.sleeping.asleep = False
+            self.start()
+            return ""
+        return await self.sleeping.change(self.group, False, self.load_timeout_s)
 
     def refuse(self, problem: str) -> None:
         """Do not start the replica, because a check of its model's files has found a problem. The files are
@@ -327,6 +353,8 @@ class Replica:
                 self._progress(message)
         elif isinstance(message, Ready):
             self._ready(message.info)
+        elif isinstance(message, MemoryChanged):
+            self.sleeping.changed(message)
         elif self._fatal is None:
             # The first reported error is the cause. The errors of the other ranks are its consequences.
             self._fatal = message
@@ -380,6 +408,10 @@ class Replica:
         if self._cgroups.memory_kills(self.name) > self._memory_kills:
             reason += f"; it reached memory_limit_gb = {self.settings.memory_limit_gb:g}"
         self.last_error = self._fatal.message if self._fatal else reason
+        if self.sleeping.ended(self.last_error):
+            self._events.replica_problem(self, self.last_error)
+            self.state = "stopped"
+            return
         served_s = None if self._ready_at is None else time.monotonic() - self._ready_at
         kind = self._fatal.kind if self._fatal else ""
         again = self._restarts.exited(Exit(self.last_error, kind, served_s))
@@ -464,6 +496,7 @@ class Replica:
             "tensor_parallel_size": self.spec.tensor_parallel_size,
             "links": self._placement.links(self._gpus),
             "last_report_s": self.silent_s if self.group is not None else None,
+            **self.sleeping.figures(),
             "restarts": self.restarts,
             "deaths": self._restarts.deaths(self._serving_s),
             "breaker": self.breaker,
@@ -476,6 +509,8 @@ class Replica:
     @property
     def detail(self) -> str:
         """Explanation of the state for operators."""
+        if self.sleeping.asleep:
+            return self.sleeping.detail
         if (load := self._load_status()) is not None:
             return load_text(load)
         if self.state in ("restarting", "failed"):

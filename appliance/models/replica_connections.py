@@ -91,7 +91,7 @@ class ReplicaConnections:
         self._publish()
 
     def replica_heard(self, replica: Replica) -> None:
-        if replica.account is not None and not replica.retiring:
+        if replica.account is not None and replica.answers and not replica.retiring:
             self._requests.add_replica(replica.account)
         self._publish()
 

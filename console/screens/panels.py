@@ -18,6 +18,7 @@ STATE_ROLES = {
     "loading": "warn",
     "waiting": "warn",
     "draining": "warn",
+    "sleeping": "info",
     "drained": "warn",
     "announced": "warn",
     "silent": "bad",

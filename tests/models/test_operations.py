@@ -33,6 +33,17 @@ class SimulatedManager:
         self.busy: set[str] = set()
         """Units with unfinished requests."""
         self.history: list[str] = []
+        self.sleeping = self
+        self.stuck = ""
+        """Reason why no unit can sleep or wake."""
+
+    async def sleep(self, unit: str) -> str:
+        self.history.append(f"sleep {unit}")
+        return self.stuck
+
+    async def wake(self, unit: str) -> str:
+        self.history.append(f"wake {unit}")
+        return self.stuck
 
     def load(self, unit: ServedModel, settings: ModelSettings) -> None:
         self.models[unit.name] = unit

@@ -1,0 +1,94 @@
+"""The sleep of one replica: whether it sleeps, and the operation in progress."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from appliance.quantities import of_bytes
+from engine.client import ReplicaGroup
+from engine.messages import MemoryChanged
+
+
+class ReplicaSleep:
+    """Puts the processes of a replica to sleep, and wakes them. All methods must be called on the event
+    loop's thread."""
+
+    def __init__(self) -> None:
+        self.asleep = False
+        """Whether the replica has released its memory. It is true until the memory is restored."""
+        self.sleeps = self.wakes = 0
+        """Number of times that the replica went to sleep, and that it woke."""
+        self.wake_s = 0.0
+        """Total time that the engine needed to wake, in seconds."""
+        self._latest = MemoryChanged(False)
+        self._since = 0.0
+        self._pending: asyncio.Future[MemoryChanged] | None = None
+
+    @property
+    def freed_bytes(self) -> int:
+        """Device memory that is released, in bytes."""
+        return self._latest.freed_bytes if self.asleep else 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that contains copies of the weights, in bytes."""
+        return self._latest.host_bytes if self.asleep else 0
+
+    @property
+    def detail(self) -> str:
+        """Explanation for operators of a sleeping replica's state."""
+        if not self._latest.asleep:
+            return "its processes have ended; waking loads the model again"
+        held = f"; weights in host memory: {of_bytes(self.host_bytes)}" if self.host_bytes else ""
+        minutes = (time.monotonic() - self._since) / 60
+        return f"asleep for {minutes:.0f} min, {of_bytes(self.freed_bytes)} released{held}"
+
+    async def change(self, group: ReplicaGroup, asleep: bool, timeout_s: float) -> str:
+        """Let the replica sleep (`asleep`), or wake it. Return the reason if that failed. A replica that does
+        not answer within `timeout_s` is killed."""
+        self._pending = asyncio.get_running_loop().create_future()
+        try:
+            group.change_memory(asleep)
+            async with asyncio.timeout(timeout_s):
+                return (await self._pending).problem
+        except TimeoutError:
+            group.kill(problem := f"it did not {'go to sleep' if asleep else 'wake'} within {timeout_s:g} s")
+            return problem
+        finally:
+            self._pending = None
+
+    def figures(self) -> dict[str, float]:
+        """Return the fields of `ReplicaStatus` that concern sleep."""
+        return {
+            "freed_bytes": self.freed_bytes,
+            "host_bytes": self.host_bytes,
+            "sleeps": self.sleeps,
+            "wakes": self.wakes,
+            "wake_s": self.wake_s,
+        }
+
+    def changed(self, message: MemoryChanged) -> None:
+        """Handle the engine's answer."""
+        if message.asleep and not self.asleep:
+            self.sleeps += 1
+        elif self.asleep and not message.asleep:
+            self.wakes += 1
+            self.wake_s += message.seconds
+        if not message.problem:
+            self._latest, self._since = message, time.monotonic()
+        self.asleep = message.asleep
+        self._answer(message)
+
+    def ended(self, reason: str) -> bool:
+        """Handle the exit of the replica's processes. Return whether the replica stays asleep: then it is
+        started when it is woken, so that it does not use memory that another model may have now."""
+        waking = self._pending is not None
+        self._latest = MemoryChanged(False)
+        self.asleep = self.asleep and not waking
+        self._answer(MemoryChanged(False, problem=reason))
+        return self.asleep
+
+    def _answer(self, message: MemoryChanged) -> None:
+        if self._pending is not None and not self._pending.done():
+            self._pending.set_result(message)

@@ -1,0 +1,174 @@
+"""Tests of sleep and wake on a running service with real engines. `scripts/soak --sleeps` has more rounds."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from appliance.actions import LoadModel, SleepModel, UnloadModel, WakeModel
+from appliance.client import AdminClient
+from tests.system.model_sleeps import TOKEN, Sleeps
+from tests.system.service import APPLIANCE, service
+
+pytestmark = pytest.mark.system
+
+WITHIN_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def sleeps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sleeps]:
+    folder = tmp_path_factory.mktemp("sleeps")
+    config = folder / "appliance.toml"
+    config.write_text("fronts = 2\n[models]\n")
+    with service("--config", str(config)) as running:
+        yield Sleeps(running, folder)
+
+
+@pytest.fixture(autouse=True)
+def awake(sleeps: Sleeps) -> None:
+    """Begin each test with a model that is awake."""
+    sleeps.act(LoadModel(model="chat", wait=True))
+
+
+def test_the_commands_let_a_model_sleep_and_wake_it(sleeps: Sleeps) -> None:
+    running = sleeps.running
+    tokens, awake_bytes = sleeps.tokens(), running.command("models", "ps")[0]["memory_bytes"]
+    slept = running.command("models", "sleep", "chat", "--wait")
+    assert (slept["name"], slept["version"], slept["state"]) == ("chat", 1, "sleeping")
+    [shown] = running.command("models", "ps")
+    assert shown["state"] == "sleeping" and "released" in shown["detail"]
+    assert 0 < shown["memory_bytes"] < awake_bytes
+    [model] = running.status()["models"]
+    assert model["state"] == "sleeping" and model["replicas"][0]["sleeps"] == 1
+    assert running.status()["state"] == "ready" and running.status()["current_problems"] == []
+    woken = running.command("models", "wake", "chat@1", "--wait")
+    assert woken["state"] == "ready"
+    assert sleeps.tokens() == tokens == [TOKEN] * 8
+    found = {(row["action"], row["result"]) for row in running.command("audit", "list")}
+    assert {("models.sleep", "ok"), ("models.wake", "ok")} <= found
+
+
+@pytest.mark.parametrize("verb", ["sleep", "wake"])
+def test_a_version_that_is_not_loaded_can_neither_sleep_nor_wake(sleeps: Sleeps, verb: str) -> None:
+    sleeps.act(UnloadModel(model="chat", wait=True))
+    done = subprocess.run(
+        [APPLIANCE, "models", verb, "chat", "--wait", "--run-dir", str(sleeps.running.run_dir)],
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+        check=False,
+    )
+    assert done.returncode != 0 and "appliance models load chat@1" in done.stderr
+
+
+def test_rounds_of_sleep_leave_no_descriptors_or_threads_behind(sleeps: Sleeps) -> None:
+    sleeps.rounds(2)
+    before = sleeps.usage()
+    sleeps.rounds(3)
+    after = sleeps.usage()
+    assert before.keys() == after.keys()
+    for pid, was in before.items():
+        assert after[pid].descriptors <= was.descriptors + 2
+        assert after[pid].threads <= was.threads + 2
+
+
+def test_running_requests_finish_before_the_model_sleeps(sleeps: Sleeps) -> None:
+    begun, tokens = threading.Event(), list[int]()
+
+    def stream() -> None:
+        with sleeps.running.client(timeout=WITHIN_S) as client:
+            for chunk in client.completions.create(
+                model="chat",
+                prompt="import ",
+                max_tokens=400,
+                temperature=0,
+                stream=True,
+                extra_body={"ignore_eos": True, "return_token_ids": True},
+            ):
+                for choice in chunk.choices:
+                    tokens.extend((choice.model_extra or {}).get("token_ids") or ())
+                begun.set()
+
+    thread = threading.Thread(target=stream)
+    thread.start()
+    assert begun.wait(WITHIN_S)
+    assert sleeps.act(SleepModel(model="chat", wait=True)).state == "sleeping"
+    thread.join(WITHIN_S)
+    assert tokens == [TOKEN] * 400
+
+
+def test_a_model_whose_process_is_killed_while_it_sleeps_is_loaded_again_when_it_wakes(
+    sleeps: Sleeps,
+) -> None:
+    sleeps.act(SleepModel(model="chat", wait=True))
+    rank = sleeps.rank()
+    rank.kill()
+    sleeps.running.wait_until(
+        lambda: "have ended" in detail(sleeps), WITHIN_S, "the service to notice the death"
+    )
+    assert sleeps.state() == "sleeping"
+    assert sleeps.act(WakeModel(model="chat", wait=True)).state == "ready"
+    assert sleeps.rank().pid != rank.pid
+    assert sleeps.tokens() == [TOKEN] * 8
+
+
+def detail(sleeps: Sleeps) -> str:
+    with AdminClient(sleeps.running.run_dir) as client:
+        [model] = client.models()
+    return model.versions[0].detail
+
+
+def test_a_model_whose_process_is_killed_while_it_wakes_answers_afterwards(sleeps: Sleeps) -> None:
+    sleeps.act(SleepModel(model="chat", wait=True))
+    rank = sleeps.rank()
+    rank.suspend()  # it cannot wake before it is killed
+    failures: list[Exception] = []
+
+    def wake() -> None:
+        try:
+            sleeps.act(WakeModel(model="chat", wait=True))
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=wake)
+    thread.start()
+    sleeps.running.wait_until(lambda: sleeps.state() == "loading", WITHIN_S, "the model to be waking")
+    rank.kill()
+    thread.join(WITHIN_S)
+    assert not thread.is_alive() and failures == []
+    assert sleeps.state() == "ready" and sleeps.tokens() == [TOKEN] * 8
+
+
+def test_requests_during_rounds_of_sleep_are_answered_or_refused_and_none_is_lost(sleeps: Sleeps) -> None:
+    stop, answered, failures = threading.Event(), list[int](), list[str]()
+
+    def ask() -> None:
+        with sleeps.running.http() as http:
+            body = {"model": "chat", "prompt": "import ", "max_tokens": 4, "temperature": 0}
+            while not stop.is_set():
+                answer = http.post("/v1/completions", json=body | {"ignore_eos": True})
+                answered.append(answer.status_code)
+                if answer.status_code not in (200, 404, 503):
+                    failures.append(answer.text)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(3):
+        assert sleeps.act(SleepModel(model="chat", wait=True)).state == "sleeping"
+        assert sleeps.act(WakeModel(model="chat", wait=True)).state == "ready"
+    until = len(answered) + 8
+    sleeps.running.wait_until(lambda: len(answered) >= until, WITHIN_S, "answers after the last round")
+    stop.set()
+    for thread in threads:
+        thread.join(WITHIN_S)
+        assert not thread.is_alive()
+    assert failures == [] and answered.count(200) >= 4
+
+    def all_ended() -> bool:
+        return {row["status"] for row in sleeps.running.rows(5000)} <= {200, 404, 503}
+
+    sleeps.running.wait_until(all_ended, WITHIN_S, "every request to be recorded as ended")
