@@ -281,4 +281,6 @@ class RequestLifecycle:
         if (held := request.reservation) is not None:
             state.quotas.settle(held, request.taken_tokens)
             state.quotas.close(held)
-        self._rows.end(row_of(request, self._unix()))
+        now = self._unix()
+        state.recent.add(request, now)
+        self._rows.end(row_of(request, now))

@@ -303,6 +303,15 @@ class Quotas:
         self._asked = False
         return [_levels(account, monotonic, now) for account in changed], gone
 
+    def used_levels(self, now: float) -> list[QuotaLevels]:
+        """Return the levels at unix time `now` of the accounts that have used some of a limit."""
+        monotonic = self._clock()
+        return [
+            _levels(account, monotonic, now)
+            for account in self._accounts.values()
+            if any(bucket.level < bucket.rate.capacity for bucket in account.buckets.values())
+        ]
+
     def remember(self, gone: Iterable[Name] = ()) -> None:
         """Include everything in the next result of `news`, because the last result could not be stored."""
         self._gone |= set(gone) - self._accounts.keys()

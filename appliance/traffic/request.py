@@ -52,6 +52,8 @@ class Request:
         self.first = admit
         self.admit = admit
         """The `Admit` message of the latest attempt."""
+        self.asked_max_tokens = admit.max_tokens
+        """Limit on the output of all samples, before a quota lowers it."""
         self.unit = admit.unit or admit.model
         """The model that answers the request, as the request manager knows it. `first.model` is the requested
         name, which may be an alias or the name of a model with several versions."""

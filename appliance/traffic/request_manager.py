@@ -367,6 +367,7 @@ class RequestManager:
             self._tidy(now)
 
     def _tidy(self, now: float) -> None:
+        self.state.recent.note(self.state.quotas, self._unix())
         self.state.tenants.forget_unseen(now)
         for tenant in self.state.tenants:
             tenant.forget_idle_keys()

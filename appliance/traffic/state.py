@@ -11,6 +11,7 @@ from appliance.traffic.admission_pauses import AdmissionPauses
 from appliance.traffic.credits import CreditAccount
 from appliance.traffic.model import ModelTraffic
 from appliance.traffic.quotas import Quotas
+from appliance.traffic.recent import RecentRequests
 from appliance.traffic.remaining import Remaining
 from appliance.traffic.request import Request
 from appliance.traffic.stats import ModelStats, TenantStats
@@ -27,6 +28,7 @@ class TrafficState:
         self.models: dict[str, ModelTraffic] = {}
         self.in_flight: dict[str, Request] = {}
         """The requests in flight by id."""
+        self.recent = RecentRequests()
         self.pauses = AdmissionPauses()
         self.fronts: set[str] = set()
         """Names of the live fronts."""

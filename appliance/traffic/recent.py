@@ -1,0 +1,107 @@
+"""Remembers the requests of the last minutes, so that they can be replayed with other limits
+(`appliance.traffic.what_if`). The request log has no room for what a replay needs, such as the limit on the
+output that the client asked for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import msgspec
+
+from appliance.traffic.quotas import Quotas
+from appliance.traffic.request import Request
+from store.quotas import QuotaLevels
+
+KEPT_S = 900.0
+"""Requests that ended longer ago than this are forgotten."""
+NOTED_EVERY_S = 60.0
+"""Interval at which the levels of quotas are remembered. A replay begins at such a time."""
+MAX_KEPT = 20_000
+"""Maximum number of remembered requests. Each takes about 300 bytes."""
+
+
+class PastRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A request as its client sent it, and what became of it."""
+
+    arrived_at: float
+    """Unix time of its arrival."""
+    tenant: str
+    key_id: str
+    """Key whose limits apply; empty for none."""
+    unit: str
+    """The model that answers, as the request manager knows it."""
+    request_class: int
+    submissions: int
+    num_seqs: int
+    prompt_tokens: int
+    cached_tokens: int = 0
+    max_tokens: int
+    """Limit on the output of all samples, before a quota lowered it."""
+    may_lower: bool
+    deadline_ms: float | None = None
+    output_tokens: int | None = None
+    """Generated tokens of all samples, or None if the request never ran."""
+    status: int
+    """HTTP status, or 0 while the request is unfinished."""
+    ttft_ms: float | None = None
+    e2e_ms: float | None = None
+
+
+class RecentRequests:
+    """The requests that ended in the last `KEPT_S` seconds, at most `MAX_KEPT`."""
+
+    def __init__(self) -> None:
+        self._ended: deque[tuple[float, PastRequest]] = deque(maxlen=MAX_KEPT)
+        self._levels: deque[tuple[float, list[QuotaLevels]]] = deque(maxlen=int(KEPT_S / NOTED_EVERY_S))
+
+    def add(self, request: Request, now: float) -> None:
+        """Remember a request that has ended at unix time `now`."""
+        ended = self._ended
+        while ended and ended[0][0] < now - KEPT_S:
+            ended.popleft()
+        ended.append((now, past(request)))
+
+    def note(self, quotas: Quotas, now: float) -> None:
+        """Remember the levels of the quotas that are in use at unix time `now`, every `NOTED_EVERY_S`
+        seconds."""
+        if not self._levels or now - self._levels[-1][0] >= NOTED_EVERY_S:
+            self._levels.append((now, quotas.used_levels(now)))
+
+    def start(self, since: float) -> tuple[float, list[QuotaLevels]]:
+        """Return the first time after unix time `since` from which the requests can be replayed, and the
+        levels at that time. If there is none, return the latest such time before. Raises LookupError right
+        after the start of the service."""
+        if len(self._ended) == MAX_KEPT:
+            since = max(since, self._ended[0][0])
+        if not self._levels:
+            raise LookupError("the service has just started: try again in a minute")
+        return next((one for one in self._levels if one[0] >= since), self._levels[-1])
+
+    def requests(self, unfinished: Iterable[Request]) -> list[PastRequest]:
+        """Return the remembered and the unfinished requests in the order of their arrival."""
+        found = [one for _, one in self._ended] + [past(request) for request in unfinished]
+        return sorted(found, key=lambda one: one.arrived_at)
+
+
+def past(request: Request) -> PastRequest:
+    """Return what a replay needs of a request."""
+    first, end = request.first, request.settled
+    return PastRequest(
+        arrived_at=first.arrived_at,
+        tenant=request.tenant,
+        key_id=request.key_id,
+        unit=request.unit,
+        request_class=request.request_class,
+        submissions=first.submissions,
+        num_seqs=first.num_seqs,
+        prompt_tokens=first.prompt_tokens,
+        cached_tokens=request.cached_tokens,
+        max_tokens=request.asked_max_tokens,
+        may_lower=first.may_lower,
+        deadline_ms=first.deadline_ms,
+        output_tokens=request.known_tokens if request.counted else None,
+        status=end.status if end else 0,
+        ttft_ms=end.ttft_ms if end else None,
+        e2e_ms=end.e2e_ms if end else None,
+    )

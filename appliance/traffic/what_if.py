@@ -1,0 +1,419 @@
+"""Replays the requests of the last minutes with other limits, before an operator changes them.
+
+The replay runs the product's own request manager in simulated time, once with the present limits and once
+with the new ones, on replicas with the measured speed (`appliance.traffic.simulated_replica`). The difference
+of the two runs is applied to what really happened. Clients are assumed to send the same requests at the same
+times; a request that was refused is assumed to get an answer as long as another one of its tenant.
+
+The replay runs in a separate process (`python -m appliance.traffic.what_if`), because it takes seconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+
+from appliance.messages import Abort, Admit, Admitted, Identity, Refused, Settle
+from appliance.protocol import Outcome, QuotaForecast, TenantForecast
+from appliance.traffic.buckets import LIMITS, rate_of
+from appliance.traffic.quotas import Quotas
+from appliance.traffic.recent import PastRequest
+from appliance.traffic.request_manager import RequestManager
+from appliance.traffic.rules import QueueRules
+from appliance.traffic.simulated_replica import ReplicaSpeed, SimulatedReplica, Submission
+from engine.client import module_command, module_environment
+from engine.levels import level_of
+from store.policies import KeyRecord, Policies, Quota, TenantRecord
+from store.quotas import QuotaLevels, QuotaState
+from store.requests import RequestRow
+
+MAX_REPLAY_S = 60.0
+"""Time limit for a replay."""
+_TICK_S = 0.25
+"""Interval at which the request manager updates its predictions, as in the service."""
+_REPORT_S = 0.5
+_SETTLE_S = 600.0
+"""Time after the last arrival for which a replay continues, so that its requests can end."""
+_FRONT = "front"
+_OVER_QUOTA = 429
+_NOT_ADMISSION = range(400, 500)
+"""Statuses of invalid requests, apart from 429 (a limit) and 499 (the client left)."""
+
+
+class ReplayInput(msgspec.Struct, kw_only=True):
+    """All that a replay needs."""
+
+    since: float
+    until: float
+    """The replayed time, in unix seconds."""
+    requests: list[PastRequest]
+    replicas: list[ReplicaSpeed]
+    rules: QueueRules
+    tenants: list[TenantRecord]
+    keys: list[KeyRecord]
+    levels: list[QuotaLevels]
+    """Levels of the quotas at `since`. A quota that is not listed was unused."""
+    changed_tenants: list[TenantRecord] = []
+    changed_keys: list[KeyRecord] = []
+
+
+class ReplayError(RuntimeError):
+    """Raised if a replay fails or takes too long."""
+
+
+class _Replayed(msgspec.Struct):
+    """A request in a replay."""
+
+    past: PastRequest
+    at: float
+    output: int
+    status: int = 0
+    submissions: int = 0
+    first_token_at: float | None = None
+    ended_at: float | None = None
+
+
+class _NoLog:
+    """A request log that keeps nothing."""
+
+    def open(self, row: RequestRow) -> bool:
+        return True
+
+    def end(self, row: RequestRow) -> bool:
+        return True
+
+
+class _Replay:
+    """One run of the request manager in simulated time, which is unix time."""
+
+    def __init__(self, given: ReplayInput) -> None:
+        self.now = given.since
+        self._given = given
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = 0
+        self._running: dict[str, _Replayed] = {}
+        self._replicas = {speed.replica: SimulatedReplica(speed) for speed in given.replicas}
+        self._reported = dict.fromkeys(self._replicas, given.since)
+        self._changes = dict.fromkeys(self._replicas, 0)
+        """Number of the newest scheduled change of each replica. Older ones are ignored."""
+        self._manager = RequestManager(
+            send=self._hear,
+            rows=_NoLog(),
+            salt=str,
+            clock=lambda: self.now,
+            unix=lambda: self.now,
+            rules=given.rules,
+            quotas=Quotas(lambda: self.now),
+        )
+        self._manager.add_front(_FRONT)
+
+    def run(self, policies: Policies, requests: Sequence[_Replayed]) -> None:
+        """Replay the requests with these limits. The results are set on the requests."""
+        given, manager = self._given, self._manager
+        manager.set_policies(policies)
+        manager.state.quotas.restore(QuotaState(levels=_levels(given, policies)), given.since)
+        for unit in {speed.unit for speed in given.replicas}:
+            manager.add_model(unit, "")
+        for replica in self._replicas.values():
+            replica.advance(self.now)
+            manager.add_replica(replica.account)
+            manager.report(replica.account, replica.report([]))
+        for number, request in enumerate(requests):
+            self._at(max(given.since, request.at), lambda n=number, r=request: self._arrive(str(n), r))
+        last = requests[-1].at if requests else given.until
+        self._at(self.now, self._tick)
+        while self._events and (self._running or self.now <= last) and self.now < last + _SETTLE_S:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+
+    def _at(self, time: float, event: Callable[[], None]) -> None:
+        self._serial += 1
+        heapq.heappush(self._events, (max(self.now, time), self._serial, event))
+
+    def _tick(self) -> None:
+        self._manager.expire()
+        for name, replica in self._replicas.items():
+            if self.now - self._reported[name] >= _REPORT_S:
+                replica.advance(self.now)
+                self._report(replica, [])
+        self._at(self.now + _TICK_S, self._tick)
+
+    def _arrive(self, request_id: str, request: _Replayed) -> None:
+        past = request.past
+        self._running[request_id] = request
+        self._manager.admit(
+            _FRONT,
+            Admit(
+                request_id=request_id,
+                identity=Identity(tenant=past.tenant, key_id=past.key_id, highest_class=0),
+                peer="",
+                endpoint="",
+                model=past.unit,
+                stream=False,
+                submissions=past.submissions,
+                num_seqs=past.num_seqs,
+                prompt_tokens=past.prompt_tokens,
+                max_tokens=past.max_tokens,
+                may_lower=past.may_lower,
+                arrived_at=self.now,
+                asked_class=f"P{past.request_class}",
+                deadline_ms=past.deadline_ms,
+            ),
+        )
+
+    def _hear(self, front: str, message: Admitted | Refused | Abort) -> None:
+        request = self._running.get(message.request_id)
+        if request is None or isinstance(message, Abort):
+            return
+        if isinstance(message, Refused):
+            request.status = message.status
+            del self._running[message.request_id]
+            return
+        past, replica = request.past, self._replicas[message.replica]
+        samples = max(1, past.num_seqs // past.submissions)
+        most = math.inf if message.most_tokens is None else message.most_tokens
+        each = max(1, min(round(request.output / past.num_seqs), int(min(most, 1 << 30))))
+        request.submissions = past.submissions
+        # The manager sends this message while it changes its own state, so the prompt arrives afterwards.
+        for index in range(past.submissions):
+            submission = Submission(
+                request_id=message.request_id,
+                index=index,
+                level=level_of(message.priority, message.urgency),
+                sequences=samples,
+                prompt_tokens=past.prompt_tokens // past.submissions,
+                cached_tokens=past.cached_tokens // past.submissions,
+                output_each=each,
+            )
+            self._at(self.now, lambda one=submission: self._submit(replica, one))
+
+    def _submit(self, replica: SimulatedReplica, submission: Submission) -> None:
+        replica.submit(submission, self.now)
+        self._schedule(replica)
+
+    def _schedule(self, replica: SimulatedReplica) -> None:
+        name = replica.speed.replica
+        self._changes[name] += 1
+        number = self._changes[name]
+        if (at := replica.next_change()) < math.inf:
+            self._at(at, lambda: self._change(replica, number))
+
+    def _change(self, replica: SimulatedReplica, number: int) -> None:
+        if number != self._changes[replica.speed.replica]:
+            return
+        replica.advance(self.now)
+        started, ended = replica.change()
+        for submission in started:
+            request = self._running[submission.request_id]
+            request.first_token_at = request.first_token_at or self.now
+        self._schedule(replica)
+        if started or ended:
+            self._report(replica, ended)
+        for submission in ended:
+            self._end(submission)
+
+    def _end(self, submission: Submission) -> None:
+        request = self._running[submission.request_id]
+        request.submissions -= 1
+        if request.submissions:
+            return
+        request.ended_at, request.status = self.now, 200
+        del self._running[submission.request_id]
+        self._manager.settle(
+            _FRONT,
+            Settle(
+                request_id=submission.request_id,
+                submitted=True,
+                status=200,
+                finish_reason="length",
+                delivered_tokens=submission.output_each * request.past.num_seqs,
+                e2e_ms=1e3 * (self.now - request.at),
+            ),
+        )
+
+    def _report(self, replica: SimulatedReplica, ended: list[Submission]) -> None:
+        self._reported[replica.speed.replica] = self.now
+        self._manager.report(replica.account, replica.report(ended))
+
+
+def replay(given: ReplayInput) -> QuotaForecast:
+    """Replay the requests with the present and with the new limits, and compare."""
+    units = {speed.unit for speed in given.replicas}
+    chosen = [
+        one
+        for one in given.requests
+        if one.unit in units and _reached_admission(one) and _ended_at(one) >= given.since
+    ]
+    present, changed = _prepared(chosen), _prepared(chosen)
+    _Replay(given).run(Policies(given.tenants, given.keys), present)
+    tenants = {**{one.name: one for one in given.tenants}, **{one.name: one for one in given.changed_tenants}}
+    keys = {**{one.id: one for one in given.keys}, **{one.id: one for one in given.changed_keys}}
+    _Replay(given).run(Policies(tenants.values(), keys.values()), changed)
+    # Requests that ran already when the replay begins only contribute load.
+    counted = [one for one in chosen if one.arrived_at >= given.since]
+    forecasts = []
+    for name in sorted({one.tenant for one in counted}):
+        recorded = _recorded([one for one in counted if one.tenant == name])
+        simulated = _simulated(_of_tenant(present, name, given.since))
+        with_change = _simulated(_of_tenant(changed, name, given.since))
+        forecasts.append(
+            TenantForecast(
+                tenant=name,
+                recorded=recorded,
+                simulated=simulated,
+                predicted=_predicted(recorded, simulated, with_change),
+            )
+        )
+    return QuotaForecast(
+        since=given.since,
+        until=given.until,
+        requests=len(counted),
+        left_out=sum(one.arrived_at >= given.since for one in given.requests) - len(counted),
+        tenants=forecasts,
+    )
+
+
+def replay_apart(given: ReplayInput) -> QuotaForecast:
+    """Run a replay in a separate process, and wait for its result. Raises ReplayError."""
+    try:
+        done = subprocess.run(
+            module_command("appliance.traffic.what_if"),
+            input=msgspec.msgpack.encode(given),
+            capture_output=True,
+            timeout=MAX_REPLAY_S,
+            env=module_environment(),
+            check=True,
+        )
+        return msgspec.msgpack.decode(done.stdout, type=QuotaForecast)
+    except subprocess.TimeoutExpired as error:
+        raise ReplayError(
+            f"the replay of {len(given.requests):,} requests took longer than {MAX_REPLAY_S:g} s: replay "
+            "fewer minutes"
+        ) from error
+    except (OSError, subprocess.CalledProcessError, msgspec.MsgspecError) as error:
+        lines = (getattr(error, "stderr", None) or b"").decode(errors="replace").splitlines()
+        raise ReplayError(f"the replay failed: {error} {lines[-1] if lines else ''}".rstrip()) from error
+
+
+def _reached_admission(one: PastRequest) -> bool:
+    return one.status in (_OVER_QUOTA, 499) or one.status not in _NOT_ADMISSION
+
+
+def _ended_at(one: PastRequest) -> float:
+    return math.inf if not one.status else one.arrived_at + (one.e2e_ms or 0.0) / 1e3
+
+
+def _of_tenant(replayed: Iterable[_Replayed], tenant: str, since: float) -> list[_Replayed]:
+    return [one for one in replayed if one.past.tenant == tenant and one.at >= since]
+
+
+def _prepared(chosen: Sequence[PastRequest]) -> list[_Replayed]:
+    """Return the requests with the lengths of their answers. Requests that never ran get the lengths of other
+    answers of their tenant, in turn."""
+    lengths: dict[str, deque[float]] = {}
+    for one in chosen:
+        if one.output_tokens:
+            lengths.setdefault(one.tenant, deque(maxlen=1000)).append(one.output_tokens / one.num_seqs)
+    prepared = []
+    for one in chosen:
+        output = one.output_tokens or 0
+        if not output:
+            known = lengths.get(one.tenant)
+            each = known[0] if known else one.max_tokens / one.num_seqs
+            if known:
+                known.rotate(-1)
+            output = max(1, min(one.max_tokens, round(each * one.num_seqs)))
+        prepared.append(_Replayed(one, one.arrived_at, output))
+    return prepared
+
+
+def _levels(given: ReplayInput, policies: Policies) -> list[QuotaLevels]:
+    """Return the levels at the start of the replay under some limits. Of a limit that differs from the
+    present one, the same part is left."""
+    found = []
+    present = Policies(given.tenants, given.keys)
+    for levels in given.levels:
+        old, new = (_quota(one, levels.scope, levels.name) for one in (present, policies))
+        values: dict[str, float] = {}
+        for limit in LIMITS:
+            level, before, after = getattr(levels, limit), rate_of(old, limit), rate_of(new, limit)
+            if level is not None and before is not None and after is not None:
+                values[limit] = level * after.capacity / before.capacity
+        found.append(QuotaLevels(scope=levels.scope, name=levels.name, at=given.since, **values))
+    return found
+
+
+def _quota(policies: Policies, scope: str, name: str) -> Quota:
+    known: Mapping[str, TenantRecord | KeyRecord] = policies.tenants if scope == "tenant" else policies.keys
+    return known[name].quota if name in known else Quota()
+
+
+def _recorded(requests: Sequence[PastRequest]) -> Outcome:
+    refused = [one for one in requests if one.status in (_OVER_QUOTA, 503)]
+    over = sum(one.status == _OVER_QUOTA for one in refused)
+    return Outcome(
+        admitted=len(requests) - len(refused),
+        over_quota=over,
+        refused=len(refused) - over,
+        ttft_p99_ms=_p99([one.ttft_ms for one in requests if one.status == 200]),
+        e2e_p99_ms=_p99([one.e2e_ms for one in requests if one.status == 200]),
+    )
+
+
+def _simulated(requests: Sequence[_Replayed]) -> Outcome:
+    refused = [one for one in requests if one.status >= 400]
+    over = sum(one.status == _OVER_QUOTA for one in refused)
+    return Outcome(
+        admitted=len(requests) - len(refused),
+        over_quota=over,
+        refused=len(refused) - over,
+        ttft_p99_ms=_p99(
+            [1e3 * (one.first_token_at - one.at) for one in requests if one.first_token_at is not None]
+        ),
+        e2e_p99_ms=_p99([1e3 * (one.ended_at - one.at) for one in requests if one.ended_at is not None]),
+    )
+
+
+def _predicted(recorded: Outcome, simulated: Outcome, changed: Outcome) -> Outcome:
+    """Apply the difference between two replays to what really happened."""
+    requests = recorded.admitted + recorded.over_quota + recorded.refused
+    over = min(requests, max(0, recorded.over_quota + changed.over_quota - simulated.over_quota))
+    refused = min(requests - over, max(0, recorded.refused + changed.refused - simulated.refused))
+    return Outcome(
+        admitted=requests - over - refused,
+        over_quota=over,
+        refused=refused,
+        ttft_p99_ms=_shifted(recorded.ttft_p99_ms, simulated.ttft_p99_ms, changed.ttft_p99_ms),
+        e2e_p99_ms=_shifted(recorded.e2e_p99_ms, simulated.e2e_p99_ms, changed.e2e_p99_ms),
+    )
+
+
+def _shifted(recorded: float | None, simulated: float | None, changed: float | None) -> float | None:
+    """Apply the change between two replays to a recorded latency: as a difference if the latency grows, and
+    as a ratio if it falls, so that the replay's error stays in proportion to the smaller latency."""
+    if recorded is None or simulated is None or changed is None:
+        return changed
+    if changed >= simulated:
+        return recorded + changed - simulated
+    return recorded * changed / simulated
+
+
+def _p99(values: Iterable[float | None]) -> float | None:
+    known = sorted(value for value in values if value is not None)
+    return known[min(len(known) - 1, int(0.99 * len(known)))] if known else None
+
+
+def main() -> None:
+    """Replay the input on standard input, and print the forecast as msgpack."""
+    given = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=ReplayInput)
+    sys.stdout.buffer.write(msgspec.msgpack.encode(replay(given)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Tests of the quota what-if. Its predictions are compared with the same load under the new limits, on a
+server with the real request manager and the real scheduler in virtual time."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from appliance.traffic.recent import PastRequest
+from appliance.traffic.simulated_replica import speed_of
+from appliance.traffic.what_if import ReplayInput, replay, replay_apart
+from store.policies import Quota, TenantRecord
+from tests.core.simulated_clients import percentile
+from tests.core.simulated_server import Asked, Shape, SimulatedServer
+
+SECONDS = 180.0
+_EPOCH = 1000.0
+
+
+def tenants(limit: float | None) -> list[TenantRecord]:
+    return [
+        TenantRecord(name="limited", created_at=0.0, quota=Quota(tokens_per_minute=limit)),
+        TenantRecord(name="other", created_at=0.0),
+    ]
+
+
+def served(limit: float | None, seconds: float = SECONDS) -> SimulatedServer:
+    """Return a server that has answered the load with this limit. The load does not depend on the limit."""
+    server = SimulatedServer(tenants=tenants(limit))
+    server.add_replica(slots=48)
+    draw, at = random.Random(5), 0.0
+    while at < seconds:
+        at += draw.expovariate(16.0)
+        tenant = "limited" if draw.random() < 0.6 else "other"
+        output = draw.randint(100, 500)
+        shape = Shape(draw.randint(200, 1500), output, 600)
+        server.at(at, lambda t=tenant, s=shape: server.ask(t, s))  # type: ignore[misc]
+    server.run(seconds + 120.0)
+    return server
+
+
+def past(server: SimulatedServer, one: Asked) -> PastRequest:
+    """Return a request as the service remembers it."""
+    refused = one.refused
+    return PastRequest(
+        arrived_at=_EPOCH + one.arrived_at,
+        tenant=one.tenant,
+        key_id="",
+        unit="m",
+        request_class=1,
+        submissions=1,
+        num_seqs=1,
+        prompt_tokens=one.shape.prompt,
+        max_tokens=one.shape.max_tokens,
+        may_lower=False,
+        output_tokens=None if refused else one.tokens,
+        status=refused.status if refused else 200,
+        ttft_ms=None if refused else 1e3 * one.ttft_s,
+        e2e_ms=None if refused or one.ended_at is None else 1e3 * (one.ended_at - one.arrived_at),
+    )
+
+
+def given(server: SimulatedServer, changed: float | None) -> ReplayInput:
+    """Return the input of a replay of what the server has answered."""
+    [account] = [replica.account for replica in server.replicas]
+    speed = speed_of(account)
+    assert speed is not None
+    state = server.requests.state
+    before = list(state.quotas._policies.tenants.values())
+    return ReplayInput(
+        since=_EPOCH,
+        until=_EPOCH + server.now,
+        requests=[past(server, one) for one in server.asked],
+        replicas=[speed],
+        rules=server.rules,
+        tenants=before,
+        keys=[],
+        levels=[],
+        changed_tenants=[one for one in tenants(changed) if one.name == "limited"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(150_000.0, 450_000.0), (450_000.0, 150_000.0), (250_000.0, None)]
+)
+def test_a_forecast_agrees_with_the_same_load_under_the_new_limit(before: float, after: float | None) -> None:
+    forecast = replay(given(served(before), after))
+    real = served(after)
+    assert forecast.requests == len(real.asked)
+    for one in forecast.tenants:
+        mine = [asked for asked in real.asked if asked.tenant == one.tenant]
+        rejected = sum(asked.refused is not None for asked in mine)
+        predicted = one.predicted
+        assert predicted.over_quota + predicted.refused == pytest.approx(rejected, abs=0.02 * len(mine))
+        assert predicted.admitted == pytest.approx(len(mine) - rejected, abs=0.02 * len(mine))
+        answered = [asked for asked in mine if asked.ended_at is not None and asked.refused is None]
+        e2e = 1e3 * percentile((one.ended_at - one.arrived_at for one in answered), 0.99)  # type: ignore[operator]
+        ttft = 1e3 * percentile((asked.ttft_s for asked in answered), 0.99)
+        assert predicted.e2e_p99_ms == pytest.approx(e2e, rel=0.15)
+        assert predicted.ttft_p99_ms == pytest.approx(ttft, rel=0.15)
+    limited = next(one for one in forecast.tenants if one.tenant == "limited")
+    assert limited.predicted.over_quota != limited.recorded.over_quota
+
+
+def test_the_separate_process_gives_the_same_forecast() -> None:
+    asked = given(served(150_000.0, 20.0), 300_000.0)
+    assert replay_apart(asked) == replay(asked)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(asked), type=ReplayInput) == asked
