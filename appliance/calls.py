@@ -14,6 +14,7 @@ from appliance.protocol import (
     ErrorBody,
     Key,
     PeerMapping,
+    QuotaForecast,
     RegisteredModel,
     Status,
     StreamEnd,
@@ -132,6 +133,13 @@ def act(parameters: msgspec.Struct) -> Call[Any]:
             400, f"{action.name}: {error.object!r} is not UTF-8 text: write it in UTF-8"
         ) from error
     return Call("POST", f"/actions/{action.name}", action.result, body, action.is_long)
+
+
+def what_if(parameters: msgspec.Struct) -> Call[QuotaForecast]:
+    """Return the call that forecasts the effect of the parameters of `tenants.set` or `keys.set`."""
+    call = act(parameters)
+    path = call.path.replace("/actions/", "/what-if/", 1)
+    return call._replace(path=path, answer=QuotaForecast, is_long=True)
 
 
 def request_log(query: RequestLogQuery) -> Call[RequestPage]:

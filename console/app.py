@@ -16,11 +16,11 @@ from textual.app import App, ComposeResult
 from textual.widgets import Input
 from textual.worker import Worker, WorkerError
 
-from appliance.actions import Action, action_named
+from appliance.actions import Action, SetTenant, action_named
 from appliance.protocol import Done
 from console.commands import CommandError, parse_action
 from console.dialogs import ActionDialog, ChoiceDialog, TextDialog
-from console.impact import impact, result_lines, watch
+from console.impact import forecast_lines, impact, result_lines, watch
 from console.keys import SCREENS, offered
 from console.palette import ConsoleCommands
 from console.prompt import PromptLine
@@ -38,6 +38,8 @@ _RETRY_S = 0.5
 _ROWS_EVERY_S = 3.0
 _CREATING = ("tenants.create", "keys.create", "peers.map", "models.add", "models.alias")
 """Actions that need no row, because they create something."""
+_WITH_FORECAST = ("tenants.set", "keys.set")
+"""Actions that change limits, whose dialogs can replay the last minutes."""
 _ROW_TARGETS = ("request", "tenant", "key", "peer")
 """Kinds of targets that an action cannot do without. Without a model, an action concerns the service."""
 _READ_ONLY = "this console is read-only: start it with --write to act on the service"
@@ -321,6 +323,7 @@ class ConsoleApp(App[int]):
                 shown,
                 impact=impact(action, target, self.session.context.snapshot),
                 unchanged=watch(action, target, lambda: self.session.context.snapshot),
+                what_if=self._forecast if action.name in _WITH_FORECAST else None,
             )
             parameters = await self.push_screen_wait(dialog)
             if parameters is None:
@@ -328,6 +331,14 @@ class ConsoleApp(App[int]):
                 break
             await self._perform(action, parameters)
         self.redraw()
+
+    async def _forecast(self, parameters: msgspec.Struct) -> list[str]:
+        """Return the forecast of new limits, or the reason why there is none."""
+        try:
+            forecast = await self.source.what_if(parameters)
+        except SourceError as error:
+            return [str(error)]
+        return forecast_lines(forecast, parameters.name if isinstance(parameters, SetTenant) else None)
 
     async def _perform(self, action: Action, parameters: msgspec.Struct) -> None:
         try:

@@ -3,7 +3,7 @@ is derived from the action's entry in the registry. Its default is Cancel."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -46,6 +46,7 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
     ActionDialog Checkbox { background: transparent; }
     ActionDialog #command { height: auto; text-style: italic; }
     ActionDialog #error { color: $error; height: auto; }
+    ActionDialog #forecast { height: auto; color: $secondary; }
     ActionDialog #buttons { height: 1; align-horizontal: right; margin-top: 1; }
     ActionDialog Button { min-width: 12; margin-left: 2; }
     ActionDialog Button:focus { text-style: bold reverse; }
@@ -58,14 +59,17 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
         *,
         impact: Sequence[str],
         unchanged: Callable[[], str],
+        what_if: Callable[[msgspec.Struct], Awaitable[list[str]]] | None = None,
     ) -> None:
         """`impact` states what the action affects. `unchanged` returns a text if the state has changed since
-        the dialog opened, and an empty text otherwise."""
+        the dialog opened, and an empty text otherwise. `what_if` forecasts the effect of the parameters; it
+        is None if the action has no forecast."""
         super().__init__()
         self._action = action
         self._values = values
         self._impact = impact
         self._unchanged = unchanged
+        self._what_if = what_if
 
     def compose(self) -> ComposeResult:
         """Build the dialog."""
@@ -86,8 +90,12 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
                     yield Input(id="typed", placeholder=span(self._target()).text, compact=True)
             yield Static("", id="command")
             yield Static("", id="error")
+            if self._what_if is not None:
+                yield Static("", id="forecast")
             with Horizontal(id="buttons"):
                 yield Button("Cancel", id="cancel", compact=True)
+                if self._what_if is not None:
+                    yield Button("What if", id="what-if", compact=True)
                 yield Button(
                     action.title,
                     id="confirm",
@@ -174,6 +182,21 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
             self.query_one("#error", Static).update(text(problem))
             return
         self.dismiss(parameters)
+
+    @on(Button.Pressed, "#what-if")
+    def _ask_what_if(self) -> None:
+        """Show the forecast for the present values."""
+        try:
+            parameters = build(self._action, self._collected())
+        except CommandError as error:
+            self.query_one("#error", Static).update(text(str(error)))
+            return
+        self.query_one("#forecast", Static).update(text("replaying the last minutes…"))
+        self.run_worker(self._forecast(parameters), exclusive=True, group="forecast")
+
+    async def _forecast(self, parameters: msgspec.Struct) -> None:
+        assert self._what_if is not None
+        self.query_one("#forecast", Static).update(_lines(await self._what_if(parameters)))
 
     @on(Input.Submitted)
     def _next_field(self) -> None:

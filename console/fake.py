@@ -25,6 +25,7 @@ from appliance.protocol import (
     FrontStatus,
     LimitUsage,
     ModelStatus,
+    QuotaForecast,
     ReplicaStatus,
     SocketStatus,
 )
@@ -117,6 +118,10 @@ class FakeSource:
     async def rows(self, name: ListName) -> list[ListRow]:
         """Return a list of the simulated service."""
         return self._rows.of(name)
+
+    async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:
+        """Refuse the question, because the demo has no limits that could change."""
+        raise SourceError("the demo does not replay requests: connect to a running service")
 
     async def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
         """Change the simulated service. Raises SourceError for actions that it does not simulate."""

@@ -8,9 +8,11 @@ from collections.abc import Callable
 import msgspec
 
 from appliance.actions import Action
-from appliance.protocol import ModelStatus
+from appliance.protocol import ModelStatus, QuotaForecast
 from appliance.snapshot import Snapshot, UnfinishedRequest
 from console import units
+
+_SHOWN_TENANTS = 6
 
 
 def impact(action: Action, target: str | None, snapshot: Snapshot | None) -> list[str]:
@@ -99,3 +101,27 @@ def _version(target: str | None, models: list[ModelStatus]) -> str:
 def result_lines(result: msgspec.Struct) -> list[str]:
     """Return the fields of a result as lines."""
     return [f"{name}: {value}" for name, value in msgspec.structs.asdict(result).items() if value is not None]
+
+
+def forecast_lines(forecast: QuotaForecast, concerned: str | None) -> list[str]:
+    """Return what new limits would have changed: the rejections avoided or added, and the latency of other
+    tenants. `concerned` is the tenant whose limits change, if it is known."""
+    minutes = max(1, round((forecast.until - forecast.since) / 60))
+    lines = [
+        f"replay of {forecast.requests:,} requests of the last {minutes} min, recorded → with the change:"
+    ]
+    changed = [one for one in forecast.tenants if one.tenant == concerned or one.predicted != one.recorded]
+    for one in sorted(changed, key=lambda one: one.tenant != concerned)[:_SHOWN_TENANTS]:
+        before, after = one.recorded, one.predicted
+        added = after.over_quota + after.refused - before.over_quota - before.refused
+        rejections = f"{added:,} rejections added" if added > 0 else f"{-added:,} rejections avoided"
+        lines.append(
+            f"{one.tenant}: {rejections}, "
+            f"TTFT p99 {units.ms(before.ttft_p99_ms)} → {units.ms(after.ttft_p99_ms)}, "
+            f"E2E p99 {units.ms(before.e2e_p99_ms)} → {units.ms(after.e2e_p99_ms)}"
+        )
+    if not changed:
+        lines.append("no difference for any tenant")
+    if len(changed) > _SHOWN_TENANTS:
+        lines.append(f"{len(changed) - _SHOWN_TENANTS} more tenants: appliance tenants set NAME … --what-if")
+    return lines

@@ -16,7 +16,7 @@ from appliance.calls import AdminError
 from appliance.client import ServiceNotRunningError
 from appliance.ownership import UntrustedError
 from appliance.pages import AuditQuery, LogQuery
-from appliance.protocol import Configuration
+from appliance.protocol import Configuration, QuotaForecast
 from appliance.snapshot import Snapshot
 from appliance.snapshot_stream import FrameLostError
 from console.list_rows import audit_row, log_row
@@ -81,6 +81,11 @@ class LiveSource:
         raise UnsupportedListError(
             "the service does not check the machine for the console: run appliance doctor on the server"
         )
+
+    async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:
+        """Return the effect of new limits."""
+        with _explained():
+            return await self._client.call(calls.what_if(parameters))
 
     async def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
         """Perform an action."""

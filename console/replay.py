@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from appliance.protocol import QuotaForecast
 from appliance.snapshot import Snapshot
 from appliance.telemetry_pages import PastSnapshot
 from console.history import History
@@ -102,6 +103,10 @@ class ReplaySource:
         if self.instant is None:
             raise SourceError("the recording has not been read yet")
         return await self._recording.rows(name, self.instant.snapshot.at)
+
+    async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:
+        """Refuse the question."""
+        raise SourceError(PAST_IS_FIXED)
 
     async def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
         """Refuse the action."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
+from appliance.protocol import QuotaForecast
 from appliance.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -61,6 +62,11 @@ class SnapshotSource(Protocol):
 
     async def rows(self, name: ListName) -> list[ListRow]:
         """Return a list, newest rows first. Raises SourceError."""
+        ...
+
+    async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:
+        """Return the effect that the limits in the parameters of `tenants.set` or `keys.set` would have.
+        Nothing is changed. Raises SourceError."""
         ...
 
     async def act(self, parameters: msgspec.Struct) -> msgspec.Struct:

@@ -15,6 +15,7 @@ from appliance.cli.output import Column, print_json, print_table, printable
 from appliance.cli.service import admin_client
 from appliance.cli.tables import field_cells, field_columns
 from appliance.cli.times import local, moment, span_s
+from appliance.cli.what_if import print_forecast
 from appliance.protocol import Key, NewKey
 from store.fields import declared
 from store.policies import KeyFields
@@ -57,12 +58,18 @@ def rotate_key(
     perform(run_dir, asked, yes=yes, as_json=as_json, show=_print_new)
 
 
-def set_key(run_dir: str | None, key_id: str, options: Mapping[str, Any], *, as_json: bool) -> None:
-    """Change a key, and print it."""
+def set_key(
+    run_dir: str | None, key_id: str, options: Mapping[str, Any], *, what_if: bool, as_json: bool
+) -> None:
+    """Change a key, and print it. With `what_if`, only forecast the effect."""
     fields = given_fields(options, KeyFields)
     if not fields:
         raise CommandLineError("no changes were given: see appliance keys set --help")
-    perform(run_dir, SetKey(id=key_id, **fields), as_json=as_json, show=lambda key: _print([key]))
+    asked = SetKey(id=key_id, **fields)
+    if what_if:
+        print_forecast(run_dir, asked, as_json=as_json)
+    else:
+        perform(run_dir, asked, as_json=as_json, show=lambda key: _print([key]))
 
 
 def list_keys(run_dir: str | None, tenant: str | None, *, as_json: bool) -> None:

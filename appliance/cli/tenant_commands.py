@@ -37,6 +37,14 @@ PeerName = Annotated[
 ]
 
 
+WhatIf = Annotated[
+    bool,
+    typer.Option(
+        "--what-if",
+        help="Change nothing. Replay the requests of the last 15 minutes with these limits, and show which "
+        "would have been refused.",
+    ),
+]
 Cancel = Annotated[
     bool, typer.Option("--cancel", help="Also cancel the running and queued requests of this tenant or key.")
 ]
@@ -81,10 +89,12 @@ def tenants_create(
 
 @tenants.command("set", help=about("tenants.set") + ' The value "none" removes a limit.')
 @with_fields(TenantRecord)
-def tenants_set(name: Name, run_dir: RunDir = None, json: Json = False, **fields: str | None) -> None:
+def tenants_set(
+    name: Name, what_if: WhatIf = False, run_dir: RunDir = None, json: Json = False, **fields: str | None
+) -> None:
     from appliance.cli.tenants import set_tenant
 
-    set_tenant(run_dir, name, fields, as_json=json)
+    set_tenant(run_dir, name, fields, what_if=what_if, as_json=json)
 
 
 @tenants.command("suspend", help=about("tenants.suspend"))
@@ -153,10 +163,12 @@ def keys_create(
 
 @keys.command("set", help=about("keys.set") + ' The value "none" removes a limit.')
 @with_fields(KeyFields)
-def keys_set(key_id: KeyId, run_dir: RunDir = None, json: Json = False, **fields: str | None) -> None:
+def keys_set(
+    key_id: KeyId, what_if: WhatIf = False, run_dir: RunDir = None, json: Json = False, **fields: str | None
+) -> None:
     from appliance.cli.keys import set_key
 
-    set_key(run_dir, key_id, fields, as_json=json)
+    set_key(run_dir, key_id, fields, what_if=what_if, as_json=json)
 
 
 @keys.command("rotate", help=about("keys.rotate"))

@@ -14,6 +14,7 @@ from appliance.cli.output import Column, of_count, paint, print_json, print_tabl
 from appliance.cli.service import admin_client
 from appliance.cli.tables import field_cells, field_columns
 from appliance.cli.times import local
+from appliance.cli.what_if import print_forecast
 from appliance.protocol import Key, LimitUsage, Tenant
 from appliance.quantities import duration
 from store.fields import declared
@@ -88,12 +89,18 @@ def create_tenant(run_dir: str | None, name: str, options: Mapping[str, Any], *,
     perform(run_dir, asked, as_json=as_json, show=_print)
 
 
-def set_tenant(run_dir: str | None, name: str, options: Mapping[str, Any], *, as_json: bool) -> None:
-    """Change a tenant and print it."""
+def set_tenant(
+    run_dir: str | None, name: str, options: Mapping[str, Any], *, what_if: bool, as_json: bool
+) -> None:
+    """Change a tenant and print it. With `what_if`, only forecast the effect."""
     fields = given_fields(options, TenantRecord)
     if not fields:
         raise CommandLineError("no changes were given: see appliance tenants set --help")
-    perform(run_dir, SetTenant(name=name, **fields), as_json=as_json, show=_print)
+    asked = SetTenant(name=name, **fields)
+    if what_if:
+        print_forecast(run_dir, asked, as_json=as_json)
+    else:
+        perform(run_dir, asked, as_json=as_json, show=_print)
 
 
 def _used(scope: str, usage: LimitUsage) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from appliance.admin.snapshots import SnapshotParts, SnapshotReader
 from appliance.admin.status import StatusReader, service_version
 from appliance.admin.streams import Streams
 from appliance.admin.telemetry_routes import telemetry_routes
+from appliance.admin.what_if import WhatIf, what_if_routes
 from appliance.core.alerting import Alerting
 from appliance.core.clock import ClockGuard
 from appliance.core.contents import ContentKeeper
@@ -231,6 +232,11 @@ class Service:
                 *log_routes(reading, self.streams),
                 *telemetry_routes(state.history.path, reading.threads),
                 event_route(feeds, self.streams),
+                *what_if_routes(
+                    WhatIf(
+                        parts.requests.state, lambda: control.policies, lambda: self.settings.current.queue
+                    )
+                ),
             ],
             publish=self.controller.apply_policies,
         )

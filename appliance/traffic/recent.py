@@ -17,7 +17,7 @@ KEPT_S = 900.0
 """Requests that ended longer ago than this are forgotten."""
 NOTED_EVERY_S = 60.0
 """Interval at which the levels of quotas are remembered. A replay begins at such a time."""
-MAX_KEPT = 20_000
+MAX_RECENT = 20_000
 """Maximum number of remembered requests. Each takes about 300 bytes."""
 
 
@@ -49,10 +49,10 @@ class PastRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class RecentRequests:
-    """The requests that ended in the last `KEPT_S` seconds, at most `MAX_KEPT`."""
+    """The requests that ended in the last `KEPT_S` seconds, at most `MAX_RECENT`."""
 
     def __init__(self) -> None:
-        self._ended: deque[tuple[float, PastRequest]] = deque(maxlen=MAX_KEPT)
+        self._ended: deque[tuple[float, PastRequest]] = deque(maxlen=MAX_RECENT)
         self._levels: deque[tuple[float, list[QuotaLevels]]] = deque(maxlen=int(KEPT_S / NOTED_EVERY_S))
 
     def add(self, request: Request, now: float) -> None:
@@ -72,7 +72,7 @@ class RecentRequests:
         """Return the first time after unix time `since` from which the requests can be replayed, and the
         levels at that time. If there is none, return the latest such time before. Raises LookupError right
         after the start of the service."""
-        if len(self._ended) == MAX_KEPT:
+        if len(self._ended) == MAX_RECENT:
             since = max(since, self._ended[0][0])
         if not self._levels:
             raise LookupError("the service has just started: try again in a minute")

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import msgspec
 
@@ -125,7 +126,7 @@ class _Replay:
             manager.add_replica(replica.account)
             manager.report(replica.account, replica.report([]))
         for number, request in enumerate(requests):
-            self._at(max(given.since, request.at), lambda n=number, r=request: self._arrive(str(n), r))
+            self._at(max(given.since, request.at), partial(self._arrive, str(number), request))
         last = requests[-1].at if requests else given.until
         self._at(self.now, self._tick)
         while self._events and (self._running or self.now <= last) and self.now < last + _SETTLE_S:
@@ -191,7 +192,7 @@ class _Replay:
                 cached_tokens=past.cached_tokens // past.submissions,
                 output_each=each,
             )
-            self._at(self.now, lambda one=submission: self._submit(replica, one))
+            self._at(self.now, partial(self._submit, replica, submission))
 
     def _submit(self, replica: SimulatedReplica, submission: Submission) -> None:
         replica.submit(submission, self.now)
@@ -293,8 +294,8 @@ def replay_apart(given: ReplayInput) -> QuotaForecast:
         return msgspec.msgpack.decode(done.stdout, type=QuotaForecast)
     except subprocess.TimeoutExpired as error:
         raise ReplayError(
-            f"the replay of {len(given.requests):,} requests took longer than {MAX_REPLAY_S:g} s: replay "
-            "fewer minutes"
+            f"the replay of {len(given.requests):,} requests took longer than {MAX_REPLAY_S:g} s: "
+            "try again when the machine is less busy"
         ) from error
     except (OSError, subprocess.CalledProcessError, msgspec.MsgspecError) as error:
         lines = (getattr(error, "stderr", None) or b"").decode(errors="replace").splitlines()

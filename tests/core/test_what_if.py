@@ -4,14 +4,20 @@ server with the real request manager and the real scheduler in virtual time."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import msgspec
 import pytest
 
-from appliance.traffic.recent import PastRequest
+from appliance import calls
+from appliance.actions import CreateKey, CreateTenant, SetTenant
+from appliance.calls import AdminError
+from appliance.client import AdminClient
+from appliance.traffic.recent import KEPT_S, MAX_RECENT, PastRequest
 from appliance.traffic.simulated_replica import speed_of
 from appliance.traffic.what_if import ReplayInput, replay, replay_apart
 from store.policies import Quota, TenantRecord
+from tests.core.conftest import Service, read_answer
 from tests.core.simulated_clients import percentile
 from tests.core.simulated_server import Asked, Shape, SimulatedServer
 
@@ -108,3 +114,43 @@ def test_the_separate_process_gives_the_same_forecast() -> None:
     asked = given(served(150_000.0, 20.0), 300_000.0)
     assert replay_apart(asked) == replay(asked)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(asked), type=ReplayInput) == asked
+
+
+@pytest.mark.system
+def test_the_service_forecasts_from_its_own_traffic_and_changes_nothing(
+    make_service: Callable[..., Service],
+) -> None:
+    service = make_service()
+    service.start()
+    service.wait_ready()
+    service.admin.act(CreateTenant(name="t", tokens_per_minute=60000.0))
+    for _ in range(6):
+        read_answer(service.connect("m 100"))
+    read_key = service.admin.act(CreateKey(name="k", scopes=("read",)))
+    reader = AdminClient(service.run_dir, key=read_key.key)  # type: ignore[attr-defined]
+    forecast = reader.call(calls.what_if(SetTenant(name="t", tokens_per_minute=210.0)))
+    [tenant] = [one for one in forecast.tenants if one.tenant == "t"]
+    assert (tenant.recorded.admitted, tenant.recorded.over_quota) == (6, 0)
+    # Each request takes 104 tokens, so two of them fit into the limit.
+    assert tenant.predicted.admitted == 2 and tenant.predicted.over_quota == 4
+    [unchanged] = [one for one in service.admin.tenants() if one.name == "t"]
+    assert unchanged.quota.tokens_per_minute == 60000.0
+    for asked, message in (
+        (SetTenant(name="nobody", weight=2.0), "there is no tenant 'nobody'"),
+        (SetTenant(name="t", weight=-1.0), "weight"),
+    ):
+        with pytest.raises(AdminError, match=message):
+            reader.call(calls.what_if(asked))
+
+
+def test_requests_are_forgotten_after_a_time_and_beyond_a_number() -> None:
+    server = served(None, 2.0)
+    state = server.requests.state
+    kept = state.recent.requests([])
+    assert len(kept) == len(server.asked) and all(one.output_tokens for one in kept)
+    assert [one.max_tokens for one in kept] == [600] * len(kept)
+    server.run(server.now + KEPT_S)
+    server.ask("other", Shape(10, 2, 2))
+    server.run(server.now + 10.0)
+    assert len(state.recent.requests([])) == 1
+    assert state.recent._ended.maxlen == MAX_RECENT

@@ -1,0 +1,135 @@
+"""Answers what would have happened with other limits, by replaying the last minutes. Nothing is changed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from appliance.actions import SetKey, SetTenant
+from appliance.admin.tenants import changes
+from appliance.http.openapi import Operation
+from appliance.protocol import ErrorBody, QuotaForecast
+from appliance.scopes import ScopedRoute
+from appliance.traffic.recent import KEPT_S
+from appliance.traffic.rules import QueueRules
+from appliance.traffic.simulated_replica import speed_of
+from appliance.traffic.state import TrafficState
+from appliance.traffic.what_if import ReplayError, ReplayInput, replay_apart
+from store.policies import KeyFields, KeyRecord, Policies, TenantRecord
+from store.rules import check_key, check_tenant
+from store.tenants import replaced
+
+_MAX_BODY_BYTES = 64 << 10
+_ERRORS = dict.fromkeys((400, 401, 403, 404, 409, 503), ErrorBody)
+
+
+class WhatIfError(Exception):
+    """Raised if no forecast can be given. `status` is the HTTP status code."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class WhatIf:
+    """Forecasts the effect of new limits. Only one replay runs at a time."""
+
+    def __init__(
+        self, traffic: TrafficState, policies: Callable[[], Policies], rules: Callable[[], QueueRules]
+    ) -> None:
+        self._traffic = traffic
+        self._policies = policies
+        self._rules = rules
+        self._running = False
+
+    async def forecast(self, asked: msgspec.Struct) -> QuotaForecast:
+        """Return the effect of the limits in an action's parameters. Raises WhatIfError."""
+        try:
+            changed = self._changed(asked)
+            given = self._input(changed)
+        except ValueError as error:
+            raise WhatIfError(400, str(error)) from error
+        except LookupError as error:
+            raise WhatIfError(404, str(error.args[0])) from error
+        if self._running:
+            raise WhatIfError(409, "another replay is running: try again when it has ended")
+        self._running = True
+        try:
+            return await asyncio.to_thread(replay_apart, given)
+        except ReplayError as error:
+            raise WhatIfError(503, str(error)) from error
+        finally:
+            self._running = False
+
+    def _changed(self, asked: Any) -> TenantRecord | KeyRecord:
+        policies = self._policies()
+        if isinstance(asked, SetTenant):
+            if (tenant := policies.tenants.get(asked.name)) is None:
+                raise LookupError(
+                    f"there is no tenant {asked.name!r}: list the tenants with: appliance tenants list"
+                )
+            tenant = replaced(tenant, changes(asked, TenantRecord))
+            check_tenant(tenant)
+            return tenant
+        if (key := policies.keys.get(asked.id)) is None:
+            raise LookupError(f"there is no key {asked.id!r}: list the keys with: appliance keys list")
+        key = replaced(key, changes(asked, KeyFields))
+        check_key(key, time.time())
+        return key
+
+    def _input(self, changed: TenantRecord | KeyRecord) -> ReplayInput:
+        now, state, policies = time.time(), self._traffic, self._policies()
+        since, levels = state.recent.start(now - KEPT_S)
+        accounts = [account for model in state.models.values() for account in model.accounts]
+        speeds = [speed for account in accounts if (speed := speed_of(account)) is not None]
+        return ReplayInput(
+            since=since,
+            until=now,
+            requests=state.recent.requests(state.in_flight.values()),
+            replicas=speeds,
+            rules=self._rules(),
+            tenants=list(policies.tenants.values()),
+            keys=list(policies.keys.values()),
+            levels=levels,
+            changed_tenants=[changed] if isinstance(changed, TenantRecord) else [],
+            changed_keys=[changed] if isinstance(changed, KeyRecord) else [],
+        )
+
+
+def what_if_routes(what_if: WhatIf) -> list[ScopedRoute]:
+    """Return the routes that forecast the effect of new limits of a tenant or key."""
+    return [_route(what_if, "tenants.set", SetTenant), _route(what_if, "keys.set", SetKey)]
+
+
+def _route(what_if: WhatIf, action: str, parameters: type[msgspec.Struct]) -> ScopedRoute:
+    async def answer(request: Request) -> Response:
+        body = b""
+        async for piece in request.stream():
+            body += piece
+            if len(body) > _MAX_BODY_BYTES:
+                return _error(413, f"the request body is larger than the limit of {_MAX_BODY_BYTES} bytes")
+        try:
+            asked = msgspec.json.decode(body or b"{}", type=parameters)
+            return Response(msgspec.json.encode(await what_if.forecast(asked)), media_type="application/json")
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return _error(400, f"{action}: {error}")
+        except WhatIfError as error:
+            return _error(error.status, str(error))
+
+    operation = Operation(
+        "Replay the last minutes with other limits. Nothing is changed",
+        body=parameters,
+        answer=QuotaForecast,
+        errors=_ERRORS,
+    )
+    return ScopedRoute("POST", f"/what-if/{action}", answer, wanted="read", operation=operation)
+
+
+def _error(status: int, message: str) -> Response:
+    return Response(msgspec.json.encode(ErrorBody(message=message)), status, media_type="application/json")
