@@ -1,0 +1,164 @@
+"""Time travel on a real service: a replica is killed under load while a console watches. Every screen of each
+second can be opened again, from the service and from an incident file on a machine without it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from appliance.actions import CreateTenant
+from console.lines import plain
+from console.live import LiveSource
+from console.recordings import RecordedPast, file_recording, service_recording
+from console.replay import ReplaySource
+from console.session import ConsoleSession
+from console.timeline import PastState
+from tests.system.service import APPLIANCE, Service, service
+from tests.system.test_deaths import Stream
+
+pytestmark = pytest.mark.system
+
+SCREENS = ("overview", "batches", "kv", "requests", "gpus", "models", "tenants", "alerts")
+SIZES = ((120, 36), (80, 20))
+Frames = dict[float, dict[str, list[str]]]
+"""The bodies of all screens at both sizes, by the time of the snapshot."""
+
+_AFTER_RESTART = 5
+_MAX_SECONDS = 150
+
+
+def ask_until(stop: threading.Event, running: Service) -> None:
+    """Read one stream after another."""
+    while not stop.is_set():
+        Stream(running).join(120)
+
+
+def bodies(session: ConsoleSession) -> dict[str, list[str]]:
+    """Return what the screens show below the header and the tabs."""
+    shown = {}
+    for name in SCREENS:
+        session.run(f"screen {name}")
+        for width, height in SIZES:
+            rows = session.view.render(session.context, width, height)
+            shown[f"{name} {width}x{height}"] = [plain(row) for row in rows]
+    return shown
+
+
+async def watch(running: Service) -> Frames:
+    """Watch the service as a console does, once per second, until a killed replica is ready again."""
+    source = LiveSource(running.run_dir, interval_s=1.0)
+    session, frames, after = ConsoleSession(source), Frames(), 0
+    pid = 0
+    try:
+        for number in range(_MAX_SECONDS):
+            snapshot = await source.next()
+            session.accept(snapshot)
+            frames[snapshot.at] = bodies(session)
+            replica = snapshot.models[0].replicas[0]
+            if not pid and number >= 3 and sum(one.phase == "decode" for one in snapshot.requests) >= 2:
+                pid = replica.pids[0]
+                os.kill(pid, signal.SIGKILL)
+            if pid and replica.restarts and replica.state == "ready":
+                after += 1
+                if after == _AFTER_RESTART:
+                    return frames
+        raise AssertionError(f"the replica was not ready again after {_MAX_SECONDS} s")
+    finally:
+        await source.close()
+
+
+async def replay(recording: RecordedPast, times: list[float]) -> Frames:
+    """Return what a console shows that steps through the recorded instants from the first of these times."""
+    source, frames = ReplaySource(recording, times[0] + 0.0005), Frames()
+    session = ConsoleSession(source)
+    snapshot = await source.next()
+    # The console that watched was opened then, so its charts began there.
+    while source.history.points[0].at < times[0] - 0.001:
+        source.history.points.popleft()
+    for slices in source.history.batches.values():
+        while slices and slices[0].at < times[0] - 0.1:
+            slices.popleft()
+    while True:
+        assert source.instant is not None and source.instant.resolution_s == 1 and source.instant.details
+        session.show_past(PastState(source.instant), source.history)
+        frames[snapshot.at] = bodies(session)
+        if snapshot.at >= times[-1]:
+            return frames
+        snapshot = await source.step(1)
+
+
+def compare(live: Frames, past: Frames) -> None:
+    """Assert that the screens are equal at every second that the console has seen."""
+    assert set(live) <= set(past), sorted(set(live) - set(past))
+    for at, screens in live.items():
+        for name, rows in screens.items():
+            assert past[at][name] == rows, f"{name} at {at}"
+
+
+def export(running: Service, path: Path, since: float) -> str:
+    age = f"{time.time() - since:.0f}s"
+    done = subprocess.run(
+        [APPLIANCE, "history", "export", str(path), "--since", age, "--run-dir", str(running.run_dir)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def found(frames: Frames, screen: str, wanted: Callable[[str], bool]) -> bool:
+    return any(wanted(row) for screens in frames.values() for row in screens[f"{screen} 120x36"])
+
+
+def test_the_screens_of_a_killed_replica_equal_those_that_were_live(tmp_path: Path) -> None:
+    path = tmp_path / "incident.db"
+    with service() as running:
+        running.act(CreateTenant(name="witness"))
+        began = time.time()
+        stop = threading.Event()
+        clients = [threading.Thread(target=ask_until, args=(stop, running), daemon=True) for _ in range(6)]
+        for client in clients:
+            client.start()
+        live = asyncio.run(watch(running))
+        stop.set()
+        times = sorted(live)
+        assert found(live, "models", lambda row: "restarting" in row or "loading" in row)
+        assert found(live, "requests", lambda row: "D decode" in row)
+
+        past = asyncio.run(replay(service_recording(running.run_dir, None), times))
+        compare(live, past)
+        printed = export(running, path, since=began - 5)
+        assert "samples" in printed and "log lines" in printed
+        for client in clients:
+            client.join(120)
+    # The service and its databases are gone.
+    assert not running.state_dir.exists()
+    recording = file_recording(path)
+    compare(live, asyncio.run(replay(recording, times)))
+
+    async def lists() -> None:
+        source = ReplaySource(recording, times[-1])
+        await source.next()
+        assert "witness" in [row.target for row in await source.rows("audit")]
+        assert any("SIGKILL" in row.text for row in await source.rows("logs"))
+        await source.close()
+
+    asyncio.run(lists())
+    top = subprocess.run(
+        [APPLIANCE, "top", "--replay", str(path), "--screen", "requests"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert top.returncode == 0 and "PAST" in top.stdout, top.stderr
