@@ -1,0 +1,239 @@
+"""Compares what the three sources deliver: a running service, the recorded past, and the demo. All figures of
+the snapshot come from each of them, and every figure on screen traces to a named counter or field."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from appliance.actions import CreateTenant, DrainService, SuspendTenant
+from appliance.monitoring.metrics.families import Families
+from appliance.pages import AuditAction, LogLine
+from appliance.protocol import Configuration, Status
+from appliance.snapshot import Alert, Batch, Gpu, KvCache, Snapshot, TenantUse, UnfinishedRequest
+from console.fake import FIXED_TIME, FakeSource
+from console.figures import FIGURES
+from console.live import LiveSource
+from console.recordings import file_recording
+from console.replay import ReplaySource
+from tests.console.recorded import record
+from tests.core.conftest import Service, read_answer, wait_until
+
+_NOT_RECORDED = ("kv[].blocks.",)
+_ONLY_IN_SOME_STATES = (
+    *("alerts[].acknowledged_by", "alerts[].ended_at", "alerts[].silenced_until"),
+    *("current_problems[]", "problems[]", "reason", "queue.overload", "gpu_error", "drains[].model"),
+    *("fronts[].detail", "fronts[].last_error", "fronts[].problems", "host.processes[].state"),
+    *("models[].detail", "models[].scaling", "models[].replicas[].detail", "models[].replicas[].fraction"),
+    *(
+        "models[].replicas[].last_error",
+        "models[].replicas[].load.",
+        "models[].replicas[].degraded",
+        "models[].replicas[].remedy",
+    ),
+    *("models[].replicas[].prefix_cache_hit_rate", "requests[].deadline_left_s", "requests[].peer"),
+    *("tenants[].exhausted_in_s", "drains[].eta_s"),
+)
+"""Fields that have a value only in a state of the service that the demo does not simulate."""
+_NOT_MEASURED = (
+    *("kv[].blocks.", "kv[].evictions", "batches[].longest_ms", "batches[].longest_request"),
+    *("requests[].blocks", "requests[].preemptions", "tenants[].exhausted_in_s"),
+)
+"""Fields that a service does not deliver yet. The screens show them as unknown."""
+_MACHINE = ("gpus[]", "host.", "fronts[].cpu_us_per_token", "requests[].key_", "models[].replicas[].links")
+"""Fields that depend on the test: the machine may have no GPU or one, and a local user has no key."""
+
+
+def schema(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
+    """Yield the paths of all fields of a struct, such as `gpus[].power_w`."""
+    for field in msgspec.structs.fields(kind):
+        yield from _leaves(msgspec.inspect.type_info(field.type), f"{prefix}{field.encode_name}")
+
+
+def _leaves(kind: Any, path: str) -> Iterator[str]:
+    inspect = msgspec.inspect
+    if isinstance(kind, inspect.Metadata):
+        yield from _leaves(kind.type, path)
+    elif isinstance(kind, inspect.UnionType):
+        for one in kind.types:
+            if not isinstance(one, inspect.NoneType):
+                yield from _leaves(one, path)
+    elif isinstance(kind, inspect.StructType):
+        yield from schema(kind.cls, f"{path}.")
+    elif isinstance(kind, inspect.ListType) and isinstance(kind.item_type, inspect.StructType):
+        yield from schema(kind.item_type.cls, f"{path}[].")
+    else:
+        yield path
+
+
+def delivered(snapshots: Iterable[Snapshot]) -> set[str]:
+    """Return the paths of the fields that have a value in one of the snapshots."""
+    found: set[str] = set()
+
+    def walk(value: Any, path: str) -> None:
+        if isinstance(value, dict):
+            for name, item in value.items():
+                walk(item, f"{path}.{name}" if path else name)
+        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            for item in value:
+                walk(item, f"{path}[]")
+        elif value is not None and value != "" and value != []:
+            found.add(path)
+
+    for one in snapshots:
+        walk(msgspec.to_builtins(one), "")
+    return found
+
+
+def without(paths: set[str], prefixes: tuple[str, ...]) -> set[str]:
+    return {path for path in paths if not path.startswith(prefixes)}
+
+
+def demo_seconds() -> list[Snapshot]:
+    fake = FakeSource(requests=60, blocks=1024, gpus=4, tenants=8, interval_s=1.0, now=FIXED_TIME)
+    seconds = [fake.step() for _ in range(60)]
+    asyncio.run(fake.act(SuspendTenant(name="mobile")))
+    asyncio.run(fake.act(DrainService()))
+    return [msgspec.msgpack.decode(msgspec.msgpack.encode(one), type=Snapshot) for one in seconds] + [
+        msgspec.msgpack.decode(msgspec.msgpack.encode(fake.step()), type=Snapshot) for _ in range(5)
+    ]
+
+
+async def replayed(path: Path, first: float) -> list[Snapshot]:
+    """Return all instants of a recording from a time on."""
+    source = ReplaySource(file_recording(path), first + 0.0005)
+    found = [await source.next()]
+    while source.instant is not None and source.instant.next is not None:
+        found.append(await source.step(1))
+    await source.close()
+    return found
+
+
+def test_the_demo_delivers_every_figure_of_the_snapshot() -> None:
+    missing = set(schema(Snapshot)) - delivered(demo_seconds())
+    assert not without(missing, _ONLY_IN_SOME_STATES), "deliver these in console/fake.py, or name them above"
+
+
+def test_the_recorded_past_delivers_every_figure_that_was_recorded(tmp_path: Path) -> None:
+    seconds = demo_seconds()
+    past = asyncio.run(replayed(record(tmp_path / "history.db", seconds), seconds[0].at))
+    assert len(past) == len(seconds)
+    assert delivered(past) == without(delivered(seconds), _NOT_RECORDED)
+
+
+@pytest.mark.system
+def test_a_service_delivers_every_figure_and_its_past_delivers_the_same(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    service.start()
+    assert service.process is not None
+    try:
+        service.wait_ready()
+        # The fake front's requests belong to the tenant "t".
+        service.admin.act(CreateTenant(name="t", tokens_per_minute=1_000_000))
+        service.admin.act(CreateTenant(name="other"))
+        service.admin.act(SuspendTenant(name="other"))
+        read_answer(service.connect("m 3"))
+        asked = service.connect("m 100000")
+
+        async def live() -> list[Snapshot]:
+            source = LiveSource(service.run_dir, interval_s=1.0)
+            found = []
+            for _ in range(8):
+                one = await source.next()
+                found.append(msgspec.msgpack.decode(msgspec.msgpack.encode(one), type=Snapshot))
+            await source.close()
+            return found
+
+        wait_until(lambda: any(one.generated_tokens for one in service.admin.in_flight()))
+        seen = asyncio.run(live())
+        asked.close()
+    finally:
+        service.process.kill()
+        service.process.wait()
+    # Fields that need no load and no machine.
+    plain = ("started_at", "uptime_s", "version", "pid", "state", "run_dir", "audit_rows", "queue.limit")
+    assert delivered(seen) >= set(plain)
+    extra = delivered(seen) - set(schema(Snapshot))
+    assert not extra
+    for name in (
+        "rates.",
+        "totals.",
+        "queue.",
+        "requests[].",
+        "tenants[].",
+        "models[].",
+        "batches[].",
+        "kv[].",
+    ):
+        missing = {path for path in schema(Snapshot) if path.startswith(name)} - delivered(seen)
+        assert not without(missing, (*_ONLY_IN_SOME_STATES, *_NOT_MEASURED, *_MACHINE)), name
+    past = asyncio.run(replayed(service.state_dir / "history.db", seen[0].at))
+    times = {one.at for one in seen}
+    assert delivered(one for one in past if one.at in times) == delivered(seen)
+
+
+_TYPES: dict[str, tuple[type[msgspec.Struct], ...]] = {
+    "requests": (UnfinishedRequest,),
+    "replicas": (),
+    "tenants": (TenantUse,),
+    "kv": (KvCache,),
+    "batches": (Batch,),
+    "gpus": (Gpu,),
+    "alerts": (Alert,),
+    "status": (Status,),
+    "config": (Configuration,),
+}
+_LISTS = {
+    "audit": {"target", "outcome", *AuditAction.__struct_fields__},
+    "logs": {"process", *LogLine.__struct_fields__},
+}
+_OUTSIDE = re.compile(r"NVML [a-z_.]+( throughput)?|/proc/loadavg|kernel log|GET /telemetry")
+
+
+def test_every_figure_on_screen_traces_to_a_named_counter_or_field() -> None:
+    metrics = {family.name for family in Families()}
+    paths = {name: set().union(*(set(schema(kind)) for kind in kinds)) for name, kinds in _TYPES.items()}
+    every = set(schema(Snapshot)) | set(schema(Status))
+
+    def known(area: str, field: str) -> bool:
+        if area in _LISTS:
+            return field in _LISTS[area]
+        candidates = paths.get(area) or every
+        tail = field.replace("[]", "")
+        return any(
+            tail in (path.replace("[]", ""), *_tails(path.replace("[]", "")))
+            or path.replace("[]", "").startswith(f"{tail}.")
+            or f".{tail}." in f".{path.replace('[]', '')}"
+            for path in candidates | every
+        )
+
+    for name, figure in FIGURES.items():
+        for part in figure.source.split(";"):
+            areas, colon, fields = part.strip().partition(": ")
+            if not colon or areas.startswith("GET"):
+                for one in areas.split(", "):
+                    assert one in metrics or _OUTSIDE.match(one) or one in paths, f"{name}: {one}"
+                continue
+            for field in re.split(r", (?:[a-z]+: )?", fields):
+                assert any(known(area, field) for area in areas.split(", ")), f"{name}: {part}"
+
+
+def _tails(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[number:]) for number in range(len(parts))]
+
+
+def test_a_source_that_is_not_known_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = FIGURES["waiting"]._replace(source="appliance_no_such_metric")
+    monkeypatch.setitem(FIGURES, "waiting", wrong)
+    with pytest.raises(AssertionError, match="no_such_metric"):
+        test_every_figure_on_screen_traces_to_a_named_counter_or_field()
+    monkeypatch.setitem(FIGURES, "waiting", wrong._replace(source="requests: no_such_field"))
+    with pytest.raises(AssertionError, match="no_such_field"):
+        test_every_figure_on_screen_traces_to_a_named_counter_or_field()
