@@ -395,7 +395,6 @@ class ModelRunner:
             load_seconds=self._load_seconds,
             predicted_bytes=predicted.total_bytes * size,
             used_bytes=self._used_bytes,
-            torch_version=str(torch.__version__),
             least_step_s=least.step_s,
             least_prompt_token_s=least.prompt_token_s,
         )

@@ -191,7 +191,7 @@ def info(spec: ReplicaSpec) -> ReplicaInfo:
         "load_seconds": 0.1,
     }
     texts = dict.fromkeys(
-        ("model_type", "dtype", "weights", "kv_cache_dtype", "backend", "torch_version", "collectives"),
+        ("model_type", "dtype", "weights", "kv_cache_dtype", "backend", "collectives"),
         "fake",
     )
     numbers = dict.fromkeys(ReplicaInfo.__struct_fields__, 100)

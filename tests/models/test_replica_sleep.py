@@ -56,9 +56,7 @@ def info() -> ReplicaInfo:
         ),
         1,
     )
-    texts = dict.fromkeys(
-        ("replica", "model_type", "dtype", "weights", "kv_cache_dtype", "backend", "torch_version"), "x"
-    )
+    texts = dict.fromkeys(("replica", "model_type", "dtype", "weights", "kv_cache_dtype", "backend"), "x")
     return ReplicaInfo(**numbers, **texts, devices=["cpu"], tensor_parallel_size=1, load_seconds=1.0)
 
 
