@@ -297,20 +297,24 @@ class ModelManager:
 
     async def _next_step(self, name: str) -> bool:
         """Take one step. Return whether another step may follow."""
-        for replica in self.of(name):
-            if replica.retiring:
-                await self._retire(replica)  # an earlier change had begun to retire the replica
         wanted = self._wanted.get(name)
+        by_load = wanted is not None and wanted.max_replicas is not None
+        for replica in self.of(name):
+            if replica.retiring and not by_load:
+                await self._retire(replica)  # an earlier change had begun to retire the replica
         if wanted is None:
             await self._remove(name)
             return False
-        serving_first = sorted(self.of(name), key=lambda replica: replica.account is None)
+        staying = [replica for replica in self.of(name) if not replica.retiring]
+        serving_first = sorted(staying, key=lambda replica: replica.account is None)
         current = [replica for replica in serving_first if replica.spec == wanted.spec(replica.name)]
         outdated = [replica for replica in serving_first if replica not in current]
         if outdated and outdated[-1].account is None:
             await self._retire(outdated[-1])
         elif len(current) > self._scaling.count(name, wanted):
-            await self._retire(current[-1])
+            retirement = self._begin_retirement(current[-1])
+            if not by_load:  # if the load grows meanwhile, another replica can be started
+                await asyncio.shield(retirement)
         elif outdated:
             return await self._replace(outdated[0], current, wanted)
         elif len(current) < self._scaling.count(name, wanted):
@@ -351,14 +355,18 @@ class ModelManager:
     async def _retire(self, replica: Replica) -> None:
         """Stop sending requests to the replica, let it finish its requests, and stop it. A later change does
         not interrupt this method."""
+        await asyncio.shield(self._begin_retirement(replica))
+
+    def _begin_retirement(self, replica: Replica) -> asyncio.Task[None]:
+        """Begin to retire a replica, unless this has begun already. Return the task."""
         if (task := self._retirements.get(replica)) is None:
+            replica.retiring = True
             task = asyncio.get_running_loop().create_task(self._finish_and_end(replica))
             self._retirements[replica] = task
             task.add_done_callback(lambda _: self._retirements.pop(replica))
-        await asyncio.shield(task)
+        return task
 
     async def _finish_and_end(self, replica: Replica) -> None:
-        replica.retiring = True
         self._publish()
         account = replica.account
         if account is not None:
