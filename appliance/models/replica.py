@@ -1,7 +1,7 @@
 """One replica: starts it, loads it, supervises it, and restarts it after it has exited.
 
 A replica is one running copy of a model. `engine.client.ReplicaGroup` starts and stops its processes, one per
-rank. Events of a replica are passed to its `ReplicaEvents` (`appliance.models.manager.ModelManager`).
+rank. Events of a replica are passed to its `ReplicaEvents`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -20,6 +19,7 @@ from appliance.messages import ServedModel
 from appliance.models.cgroups import LIMITS_REMEDY, ReplicaCgroups, limits_of
 from appliance.models.load_progress import LoadProgress, load_text
 from appliance.models.placement import GpuPlacement, numbered
+from appliance.models.replica_events import ReplicaEvents
 from appliance.models.replica_sleep import ReplicaSleep
 from appliance.models.replica_status import reported_fields
 from appliance.models.restarts import Exit, Restart, Restarts, StartTimer, Watch
@@ -59,35 +59,6 @@ Launch = Callable[
     [ReplicaSpec, Callable[[int, RankOutbound], None], Callable[[str], None]],
     ReplicaGroup,
 ]
-
-
-class ReplicaEvents(Protocol):
-    """Receives the events of a replica."""
-
-    def replica_starting(self, replica: Replica) -> None:
-        """Called before the ranks read the model's folder."""
-
-    def replica_ready(self, replica: Replica) -> None:
-        """Handle a replica that has begun to accept submissions. `replica.account` is new."""
-
-    def replica_reported(self, replica: Replica, report: Report) -> None:
-        """Handle a replica's report: its heartbeat, its credits, and the finished submissions."""
-
-    def replica_silent(self, replica: Replica) -> None:
-        """Stop sending new requests to a ready replica that has not reported in time."""
-
-    def replica_heard(self, replica: Replica) -> None:
-        """Handle a silent replica that has reported again."""
-
-    def replica_lost(self, replica: Replica) -> None:
-        """Handle a ready replica that has exited. `replica.account` is no longer valid."""
-
-    def replica_changed(self, replica: Replica) -> None:
-        """Handle a replica that has exited and will be started again. If `replica.failure` is set, the
-        operator must correct something before a start can succeed."""
-
-    def replica_problem(self, replica: Replica, what: str) -> None:
-        """Report a problem to the operator."""
 
 
 class Replica:

@@ -34,8 +34,8 @@ class FrontChannels(Protocol):
 
 
 class ReplicaConnections:
-    """Implements `appliance.models.replica.ReplicaEvents`. All methods must be called on the event loop's
-    thread."""
+    """Implements `appliance.models.replica_events.ReplicaEvents`. All methods must be called on the event
+    loop's thread."""
 
     def __init__(
         self,

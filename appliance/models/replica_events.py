@@ -1,0 +1,39 @@
+"""The events that a replica reports. `appliance.models.replica_connections` handles them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from engine.messages import Report
+
+if TYPE_CHECKING:
+    from appliance.models.replica import Replica
+
+
+class ReplicaEvents(Protocol):
+    """Receives the events of a replica."""
+
+    def replica_starting(self, replica: Replica) -> None:
+        """Called before the ranks read the model's folder."""
+
+    def replica_ready(self, replica: Replica) -> None:
+        """Handle a replica that has begun to accept submissions. `replica.account` is new."""
+
+    def replica_reported(self, replica: Replica, report: Report) -> None:
+        """Handle a replica's report: its heartbeat, its credits, and the finished submissions."""
+
+    def replica_silent(self, replica: Replica) -> None:
+        """Stop sending new requests to a ready replica that has not reported in time."""
+
+    def replica_heard(self, replica: Replica) -> None:
+        """Handle a silent replica that has reported again."""
+
+    def replica_lost(self, replica: Replica) -> None:
+        """Handle a ready replica that has exited. `replica.account` is no longer valid."""
+
+    def replica_changed(self, replica: Replica) -> None:
+        """Handle a replica that has exited and will be started again. If `replica.failure` is set, the
+        operator must correct something before a start can succeed."""
+
+    def replica_problem(self, replica: Replica, what: str) -> None:
+        """Report a problem to the operator."""
