@@ -34,6 +34,10 @@ from store.structs import Silence
 MAX_GRACE_S = 7 * 86400.0
 """Maximum grace period of a drain: one week."""
 
+MAX_ARMS = 16
+"""Maximum number of models and versions over which the requests for a name are distributed."""
+Weight = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+
 MAX_SILENCE_S = 30 * 86400.0
 """Maximum length of a silence: 30 days."""
 
@@ -325,9 +329,9 @@ class WakeModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class SetDefaultModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Make a version the default of its model. If the model is loaded, the version is loaded first. After the
-    response, every new request gets the new version. The former version finishes its requests and is then
-    unloaded."""
+    """Make a version the default of its model, and end a split of the model. If the model is loaded, the
+    version is loaded first. After the response, every new request gets the new version. The former version
+    finishes its requests and is then unloaded."""
 
     model: str
     """NAME@VERSION."""
@@ -352,6 +356,18 @@ class SetAlias(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The alias."""
     target: str | None
     """A model's name, or NAME@VERSION. Null deletes the alias."""
+
+
+class SplitModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Distribute the requests for a name over several loaded models or versions. The same key and `user` get
+    the same one as long as the weights stay the same. After the response, every new request is distributed by
+    the new weights."""
+
+    name: str
+    """A model of the registry, or an alias."""
+    weights: Annotated[dict[str, Weight], msgspec.Meta(min_length=1, max_length=MAX_ARMS)] | None
+    """Weight of each target: a version of the model (1), a model's name, or NAME@VERSION. Null ends the
+    split."""
 
 
 class RemoveModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -448,6 +464,7 @@ ACTIONS: tuple[Action, ...] = (
         is_long=True,
     ),
     Action("models.alias", "Set alias", "none", "model", SetAlias, Done, "name", is_long=True),
+    Action("models.split", "Split requests", "none", "model", SplitModel, Done, "name", is_long=True),
     Action("models.remove", "Remove model", "typed", "model", RemoveModel, Done, "model"),
     Action("models.prune", "Prune versions", "confirm", "service", PruneModels, PrunedVersions),
     Action("config.reload", "Reload settings", "none", "service", ReloadConfig, Reloaded),

@@ -37,6 +37,17 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the service is ready only if this model is."""
 
 
+class Arm(msgspec.Struct, frozen=True, array_like=True):
+    """One of the units among which the requests for a split name are distributed."""
+
+    unit: str
+    weight: float
+    """Share of the requests, relative to the weights of the other arms."""
+    target: str
+    """The target as the operator named it. Callers are assigned by it, so that a new default version of a
+    target gets the same callers."""
+
+
 class Route(msgspec.Struct, frozen=True, kw_only=True):
     """A name that applications can use."""
 
@@ -49,6 +60,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 0
     listed: bool = True
     """Whether `GET /v1/models` lists the name, because the model can answer now or on demand."""
+    arms: tuple[Arm, ...] = ()
+    """If the name is split, the units that can answer. `unit` is then the arm with the largest weight."""
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -303,6 +303,8 @@ class RegisteredVersion(msgspec.Struct, kw_only=True):
     """Memory of the weights and KV caches of its replicas."""
     expires_at: float | None = None
     """When the version is unloaded if no further request arrives, in unix seconds; null: never."""
+    shares: dict[str, float] = {}
+    """Fraction of the requests that the version gets, for each split name whose requests can lead to it."""
 
 
 class RegisteredModel(msgspec.Struct, kw_only=True):
@@ -319,6 +321,8 @@ class RegisteredModel(msgspec.Struct, kw_only=True):
     """"registry", or the place where the settings declare the model."""
     aliases: list[str] = []
     """Further names for the model or one of its versions."""
+    split: dict[str, float] = {}
+    """Weights of the targets that get the requests for the name; empty if only the default version does."""
     versions: list[RegisteredVersion]
 
 

@@ -36,7 +36,7 @@ from console.widget import FrameWidget
 _RETRY_S = 0.5
 """Pause after a failed read, so that the console reconnects soon after the service returns."""
 _ROWS_EVERY_S = 3.0
-_CREATING = ("tenants.create", "keys.create", "peers.map", "models.add", "models.alias")
+_CREATING = ("tenants.create", "keys.create", "peers.map", "models.add", "models.alias", "models.split")
 """Actions that need no row, because they create something."""
 _WITH_FORECAST = ("tenants.set", "keys.set")
 """Actions that change limits, whose dialogs can replay the last minutes."""

@@ -11,7 +11,11 @@ import msgspec
 from appliance.actions import Action
 from console.keys import SCREENS, offered
 
-_POSITIONAL = {"models.add": ("name", "folder"), "models.alias": ("name", "target")}
+_POSITIONAL = {
+    "models.add": ("name", "folder"),
+    "models.alias": ("name", "target"),
+    "models.split": ("name", "weights"),
+}
 CLASS_NAMES = ("P0", "P1", "P2", "P3")
 WORDS: dict[str, str] = {
     "theme": "theme NAME: dark, light, ansi, mono or high-contrast",
@@ -99,6 +103,8 @@ def equivalent(action: Action, values: dict[str, Any]) -> str:
         named = ["=".join(named)]
     if action.name == "models.alias" and named[1:] == ["none"]:
         named[1] = "--delete"
+    if action.name == "models.split" and named[1:]:
+        named[1:] = ["--clear"] if named[1] == "none" else named[1].split(",")
     words = ["appliance", *action.name.split("."), *named]
     for name, value in given.items():
         if isinstance(value, bool):
@@ -149,7 +155,7 @@ def _parameters(action: Action, words: list[str]) -> dict[str, Any]:
 
 def is_hidden(action: Action, parameter: str) -> bool:
     """Return whether the console cannot enter a parameter, because it is a table."""
-    return _kind(action, parameter) is dict
+    return _kind(action, parameter) is dict and parameter not in positional(action)
 
 
 def is_switch(action: Action, parameter: str) -> bool:
@@ -184,6 +190,8 @@ def _value(action: Action, name: str, value: Any) -> Any:
     if value == "none":
         return None
     kind = _kind(action, name)
+    if kind is dict:
+        return {name.strip(): one for name, _, one in (part.rpartition("=") for part in value.split(","))}
     if kind is tuple:
         return [part.strip() for part in value.split(",") if part.strip()]
     if name.endswith("_class") and value in CLASS_NAMES:

@@ -1,5 +1,5 @@
-"""The records of the model registry in `control.db`: models, their versions, and aliases. A version is a
-folder with a checkpoint, together with its settings. The records contain only data."""
+"""The records of the model registry in `control.db`: models, their versions, aliases, and splits. A version
+is a folder with a checkpoint, together with its settings. The records contain only data."""
 
 from __future__ import annotations
 
@@ -55,17 +55,29 @@ class AliasRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
 
 
-RegistryRecord = ModelRecord | VersionRecord | AliasRecord
+class SplitRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The distribution of a name's requests over several models or versions."""
+
+    name: str
+    """A model of the registry, or an alias."""
+    weights: dict[str, float]
+    """Weight of each target. A target is a model's name, or NAME@VERSION."""
+    created_at: float
+    """When the split was set, in unix seconds."""
+
+
+RegistryRecord = ModelRecord | VersionRecord | AliasRecord | SplitRecord
 
 
 class Registry:
-    """All models, versions and aliases at one moment. The object is immutable, so any thread may read it."""
+    """All records of the registry at one moment. The object is immutable, so any thread may read it."""
 
     def __init__(
         self,
         models: Iterable[ModelRecord] = (),
         versions: Iterable[VersionRecord] = (),
         aliases: Iterable[AliasRecord] = (),
+        splits: Iterable[SplitRecord] = (),
     ) -> None:
         self.models: Mapping[str, ModelRecord] = {model.name: model for model in models}
         self.versions: Mapping[tuple[str, int], VersionRecord] = {
@@ -73,6 +85,7 @@ class Registry:
             for version in sorted(versions, key=lambda version: version.version)
         }
         self.aliases: Mapping[str, AliasRecord] = {alias.name: alias for alias in aliases}
+        self.splits: Mapping[str, SplitRecord] = {split.name: split for split in splits}
 
     def versions_of(self, model: str) -> list[VersionRecord]:
         """Return the versions of a model, oldest first."""

@@ -12,11 +12,11 @@ from typing import Any, TypeVar, get_origin, get_type_hints
 import msgspec
 
 from store.fields import without_none
-from store.models import AliasRecord, ModelRecord, VersionRecord
+from store.models import AliasRecord, ModelRecord, SplitRecord, VersionRecord
 from store.policies import KeyRecord, PeerRecord, TenantRecord
 
-Record = TenantRecord | KeyRecord | PeerRecord | ModelRecord | VersionRecord | AliasRecord
-R = TypeVar("R", TenantRecord, KeyRecord, PeerRecord, ModelRecord, VersionRecord, AliasRecord)
+Record = TenantRecord | KeyRecord | PeerRecord | ModelRecord | VersionRecord | AliasRecord | SplitRecord
+R = TypeVar("R", TenantRecord, KeyRecord, PeerRecord, ModelRecord, VersionRecord, AliasRecord, SplitRecord)
 
 _TABLES: dict[type[Record], tuple[str, tuple[str, ...]]] = {
     TenantRecord: ("tenants", ("name",)),
@@ -25,6 +25,7 @@ _TABLES: dict[type[Record], tuple[str, tuple[str, ...]]] = {
     ModelRecord: ("models", ("name",)),
     VersionRecord: ("model_versions", ("model", "version")),
     AliasRecord: ("aliases", ("name",)),
+    SplitRecord: ("splits", ("name",)),
 }
 """Table and primary key of each record type."""
 

@@ -1,5 +1,5 @@
-"""The model registry: reads and changes the models, versions and aliases in `control.db`. Reads need no I/O,
-because all records are kept in memory."""
+"""The model registry: reads and changes the models, versions, aliases and splits in `control.db`. Reads need
+no I/O, because all records are kept in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from store.audit import Actor
 from store.control import ControlStore
 from store.database import reading
 from store.errors import ConflictError, UnknownModelError
-from store.models import AliasRecord, ModelFile, ModelRecord, Registry, VersionRecord
+from store.models import AliasRecord, ModelFile, ModelRecord, Registry, SplitRecord, VersionRecord
 from store.schemas import CONTROL
 
 
@@ -75,8 +75,8 @@ class ModelRegistry:
         """Remove a version of a model or, if `version` is None, all versions. With its last version, the
         model is removed. The future returns the removed versions.
 
-        The future raises UnknownModelError if there is no such version, and ConflictError if an alias names
-        what is removed or if the version is the default of a model with other versions.
+        The future raises UnknownModelError if there is no such version, and ConflictError if an alias or a
+        split names what is removed or if the version is the default of a model with other versions.
         """
 
         def apply(connection: sqlite3.Connection) -> list[VersionRecord]:
@@ -93,6 +93,12 @@ class ModelRegistry:
                 raise ConflictError(
                     f"alias {aliases[0]!r} names what would be removed: change or delete the alias first"
                 )
+            for split in records.select(connection, SplitRecord):
+                if names & split.weights.keys() and not (gone and split.name == model):
+                    raise ConflictError(
+                        f"the split of {split.name!r} names what would be removed: change the split first, "
+                        f"or end it with: appliance models split {split.name} --clear"
+                    )
             if known.default_version == version and not gone:
                 raise ConflictError(
                     f"version {version} is the default of model {model!r}: make another version the default "
@@ -101,6 +107,7 @@ class ModelRegistry:
             for one in removed:
                 records.delete(connection, one)
             if gone:
+                _end_split(connection, model)
                 records.delete(connection, known)
             elif known.previous_version == version:
                 records.update(connection, msgspec.structs.replace(known, previous_version=None))
@@ -118,14 +125,16 @@ class ModelRegistry:
     def set_default(
         self, *, actor: Actor | str, action: str, model: str, version: int
     ) -> Future[ModelRecord]:
-        """Make a version the default of its model. If it already is, nothing changes. The future raises
+        """Make a version the default of its model, and end a split of the model's name. The future raises
         UnknownModelError."""
-        before: list[int] = []
+        before: dict[str, object] = {}
 
         def apply(connection: sqlite3.Connection) -> ModelRecord:
             known = _model(connection, model)
             _version(connection, model, version)
-            before[:] = [known.default_version]
+            before["default_version"] = known.default_version
+            if (split := _end_split(connection, model)) is not None:
+                before["split"] = split.weights
             if known.default_version == version:
                 return known
             changed = msgspec.structs.replace(
@@ -139,7 +148,7 @@ class ModelRegistry:
             action,
             {"name": model, "version": version},
             apply,
-            lambda _: ({"default_version": before[0]}, {"default_version": version}),
+            lambda _: (before, {"default_version": version}),
         )
 
     def set_loaded(self, model: str, version: int, loaded: bool) -> Future[Registry]:
@@ -190,11 +199,43 @@ class ModelRegistry:
                 raise UnknownModelError(
                     f"there is no alias {name!r}: list the models and aliases with: appliance models list"
                 )
+            _end_split(connection, name)
             records.delete(connection, alias)
             return alias
 
         return self._change(
             actor, "models.alias", {"name": name}, apply, lambda alias: ({"target": alias.target}, None)
+        )
+
+    # ── splits ──
+
+    def set_split(
+        self, *, actor: Actor | str, name: str, weights: Mapping[str, float] | None
+    ) -> Future[SplitRecord | None]:
+        """Set the weights of a name's targets or, if `weights` is None, end the split. The future returns the
+        former split, and raises UnknownModelError if the split to end does not exist."""
+
+        def apply(connection: sqlite3.Connection) -> SplitRecord | None:
+            former = _end_split(connection, name)
+            if weights is not None:
+                split = SplitRecord(name=name, weights=dict(weights), created_at=time.time())
+                records.insert(connection, split)
+            elif former is None:
+                raise UnknownModelError(
+                    f"{name!r} has no split: list the models and their splits with: appliance models list"
+                )
+            return former
+
+        params = {"name": name, "weights": None if weights is None else dict(weights)}
+        return self._change(
+            actor,
+            "models.split",
+            params,
+            apply,
+            lambda former: (
+                None if former is None else {"weights": former.weights},
+                None if weights is None else {"weights": dict(weights)},
+            ),
         )
 
     # ── shared by all changes ──
@@ -239,7 +280,16 @@ def _read(connection: sqlite3.Connection) -> Registry:
         records.select(connection, ModelRecord),
         records.select(connection, VersionRecord),
         records.select(connection, AliasRecord),
+        records.select(connection, SplitRecord),
     )
+
+
+def _end_split(connection: sqlite3.Connection, name: str) -> SplitRecord | None:
+    """Delete the split of a name. Return it, or None if there is none."""
+    split = records.find(connection, SplitRecord, name)
+    if split is not None:
+        records.delete(connection, split)
+    return split
 
 
 def _model(connection: sqlite3.Connection, name: str) -> ModelRecord:

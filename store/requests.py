@@ -80,6 +80,9 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     """Id of the request whose run answered the retry."""
     user: str | None = None
     """Field `user` of the request body, in which the client identifies its end user."""
+    unit: str | None = None
+    """What answered the request: a model of the settings, or NAME@VERSION for a version in the registry. It
+    differs from `model` if that is an alias, a split name, or a model of the registry."""
 
 
 class LoggedRequest(RequestRow, frozen=True, kw_only=True):

@@ -251,6 +251,7 @@ _RETRIES = (
 )
 
 _USER = ("ALTER TABLE requests ADD COLUMN user TEXT",)
+_UNIT = ("ALTER TABLE requests ADD COLUMN unit TEXT",)
 
 # The usage outlives the rows of the requests. Only requests that ran count tokens: a refused request has no
 # quota_tokens, and the tokens of an interrupted request are not known. Clients choose the names of unknown
@@ -436,6 +437,16 @@ CREATE TABLE aliases (
 """,
 )
 
+_SPLITS = (
+    """
+CREATE TABLE splits (
+    name TEXT PRIMARY KEY NOT NULL,
+    weights TEXT NOT NULL,
+    created_at REAL NOT NULL
+)
+""",
+)
+
 # The prompts and answers that tenants' log policies keep. Only the service's user can read this file.
 _CONTENTS = (
     """
@@ -468,6 +479,7 @@ HISTORY = Schema(
         Migration("telemetry", _TELEMETRY),
         Migration("alerts", _ALERTS),
         Migration("telemetry details", _TELEMETRY_DETAILS),
+        Migration("unit", _UNIT),
     ),
 )
 
@@ -511,5 +523,6 @@ CONTROL = Schema(
         *_added_fields("tenants", TenantRecord, "suspended_at", "tenant_list", _TENANT_LIST),
         *_added_fields("keys", KeyFields, "replaced_by", "key_list", _KEY_LIST),
         Migration("models", _MODELS),
+        Migration("splits", _SPLITS),
     ),
 )

@@ -14,6 +14,7 @@ from appliance.admin.keys import KeyAdmin
 from appliance.admin.models import ModelAdmin
 from appliance.admin.peers import PeerAdmin
 from appliance.admin.running import RunningRequests
+from appliance.admin.splits import SplitAdmin
 from appliance.admin.status import StatusReader
 from appliance.admin.tenants import TenantAdmin
 from appliance.core.cancellation import RequestCanceller
@@ -61,6 +62,7 @@ def admin_backend(
             keys=keys,
             peers=peers,
             models=models,
+            splits=SplitAdmin(models=models),
             drains=DrainAdmin(drains, status.drain, routing.unit_of),
             requests=RequestAdmin(lambda: running.known({}, time.time()), canceller.cancel, contents.show),
             alerts=AlertAdmin(alerts),

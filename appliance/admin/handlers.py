@@ -35,6 +35,7 @@ from appliance.actions import (
     ShowContents,
     SilenceAlerts,
     SleepModel,
+    SplitModel,
     SuspendTenant,
     UnloadModel,
     UnmapPeer,
@@ -47,6 +48,7 @@ from appliance.admin.effects import Effect, Handler, done
 from appliance.admin.keys import KeyAdmin
 from appliance.admin.models import ModelAdmin
 from appliance.admin.peers import PeerAdmin
+from appliance.admin.splits import SplitAdmin
 from appliance.admin.tenants import TenantAdmin
 from appliance.protocol import AuditHead, Contents, Done, InFlight, Reloaded
 from store.audit import Actor
@@ -59,6 +61,7 @@ def handlers(
     keys: KeyAdmin,
     peers: PeerAdmin,
     models: ModelAdmin,
+    splits: SplitAdmin,
     drains: DrainAdmin,
     requests: RequestAdmin,
     alerts: AlertAdmin,
@@ -92,6 +95,7 @@ def handlers(
         SetDefaultModel: models.set_default,
         RollbackModel: models.rollback,
         SetAlias: models.alias,
+        SplitModel: splits.split,
         RemoveModel: models.remove,
         PruneModels: models.prune,
         DrainService: drains.drain,

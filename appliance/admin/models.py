@@ -78,6 +78,7 @@ class ModelAdmin:
 
     def _declared(self, name: str, model: ModelSettings) -> RegisteredModel:
         version = self._version(name, 1, model.folder)
+        version.shares = self._shares(name)
         return RegisteredModel(
             name=name,
             state=version.state,
@@ -93,6 +94,7 @@ class ModelAdmin:
         for record in registry.versions_of(model.name):
             version = self._version(unit_name(model.name, record.version), record.version, record.folder)
             version.added_at, version.settings = record.created_at, record.settings
+            version.shares = self._shares(unit_name(model.name, record.version))
             version.files = [
                 RegisteredFile(name=f.name, bytes=f.bytes, sha256=f.sha256) for f in record.files
             ]
@@ -105,6 +107,7 @@ class ModelAdmin:
             previous=model.previous_version,
             source="registry",
             aliases=self._aliases(model.name),
+            split=split.weights if (split := registry.splits.get(model.name)) else {},
             versions=versions,
         )
 
@@ -144,6 +147,15 @@ class ModelAdmin:
             alias.name for alias in aliases if alias.target == model or split_target(alias.target)[0] == model
         ]
 
+    def _shares(self, unit: str) -> dict[str, float]:
+        """Return the fraction of the requests for each split name that the unit gets."""
+        return {
+            route.name: sum(arm.weight for arm in route.arms if arm.unit == unit)
+            / sum(arm.weight for arm in route.arms)
+            for route in self.routing.routes()
+            if any(arm.unit == unit for arm in route.arms)
+        }
+
     def _status(self, record: VersionRecord) -> VersionStatus:
         state, detail = self._state(unit_name(record.model, record.version))
         return VersionStatus(name=record.model, version=record.version, state=state, detail=detail)
@@ -181,7 +193,7 @@ class ModelAdmin:
     async def remove(self, actor: Actor, asked: RemoveModel) -> Effect:
         """Remove a model or a version. Raises ConflictError if it is loaded or in use."""
         name, version = split_target(asked.model)
-        self._check_declared(name, "remove")
+        self.check_declared(name, "remove")
         for record in self.operations.registry.current.versions_of(name):
             unit = unit_name(name, record.version)
             if version in (None, record.version) and self._state(unit)[0] not in ("available", "failed"):
@@ -215,6 +227,7 @@ class ModelAdmin:
         return (
             record.version in (model.default_version, model.previous_version)
             or any(alias.target == unit for alias in registry.aliases.values())
+            or any(unit in split.weights for split in registry.splits.values())
             or self._state(unit)[0] not in ("available", "failed")
             or bool(self.declared_in(record.model))
         )
@@ -297,8 +310,13 @@ class ModelAdmin:
 
     async def rollback(self, actor: Actor, asked: RollbackModel) -> Effect:
         """Make the former default version the default again."""
-        self._check_declared(asked.name, "roll back")
+        self.check_declared(asked.name, "roll back")
         version = self._model(asked.name).previous_version
+        if asked.name in self.operations.registry.current.splits:
+            raise ConflictError(
+                f"the requests for {asked.name!r} are split: end the split with: appliance models split "
+                f"{asked.name} --clear, or with: appliance models default NAME@VERSION"
+            )
         if version is None:
             raise ConflictError(f"model {asked.name!r} has had no other default version since it was added")
         return await self._swap(actor, "models.rollback", asked.name, version, asked.grace_s)
@@ -306,9 +324,9 @@ class ModelAdmin:
     async def _swap(self, actor: Actor, action: str, name: str, version: int, grace_s: float) -> Effect:
         wanted = self._record(unit_name(name, version), "change the default version of")
         former = self._record(unit_name(name, self._model(name).default_version), "")
-        if former == wanted:
-            return Effect(self._status(wanted))
         registry = self.operations.registry
+        if former == wanted and name not in registry.current.splits:
+            return Effect(self._status(wanted))
 
         def commit() -> Awaitable[ModelRecord]:
             return committed(registry.set_default(actor=actor, action=action, model=name, version=version))
@@ -348,14 +366,15 @@ class ModelAdmin:
     # ── checks ──
 
     def _check_name(self, name: str) -> None:
-        self._check_declared(name, "change")
+        self.check_declared(name, "change")
         if not _NAME.fullmatch(name):
             raise ValueError(
                 f"name = {name!r} is not a valid model name: use 1 to 128 letters, digits and ._:/+- and "
                 "begin with a letter or digit"
             )
 
-    def _check_declared(self, name: str, verb: str) -> None:
+    def check_declared(self, name: str, verb: str) -> None:
+        """Raise ConflictError if the settings declare the model."""
         if place := self.declared_in(name):
             raise ConflictError(
                 f"model {name!r} is declared in {place}, so this command cannot {verb} it: edit that place "
@@ -375,7 +394,7 @@ class ModelAdmin:
         a model that the settings declare."""
         name, version = split_target(target)
         for declared in (target, name):
-            self._check_declared(declared, verb)
+            self.check_declared(declared, verb)
         model, registry = self._model(name), self.operations.registry.current
         record = registry.versions.get((name, model.default_version if version is None else version))
         if record is None:

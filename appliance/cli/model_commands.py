@@ -283,6 +283,32 @@ def models_alias(
     set_alias(run_dir, name, target, delete=delete, as_json=json)
 
 
+@models.command("split", help=about("models.split"))
+def models_split(
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="The model of the registry, or the alias.", show_default=False),
+    ],
+    weights: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="TARGET=WEIGHT...",
+            help="A version of the model (1), another model's name, or NAME@VERSION, and its weight relative "
+            "to the other weights.",
+            show_default=False,
+        ),
+    ] = None,
+    clear: Annotated[
+        bool, typer.Option("--clear", help="End the split: all requests go to the default version again.")
+    ] = False,
+    run_dir: RunDir = None,
+    json: Json = False,
+) -> None:
+    from appliance.cli.model_splits import set_split
+
+    set_split(run_dir, name, weights or [], clear=clear, as_json=json)
+
+
 Files = Annotated[
     bool,
     typer.Option(

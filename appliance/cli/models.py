@@ -13,6 +13,7 @@ import msgspec
 from appliance.actions import AddModel, SetAlias, action_of
 from appliance.cli.actions import perform
 from appliance.cli.failure import CommandLineError, Failure
+from appliance.cli.model_splits import shares
 from appliance.cli.output import Column, of_count, print_json, print_table, printable
 from appliance.cli.service import admin_client
 from appliance.cli.status_line import loads_shown
@@ -42,6 +43,7 @@ _LIST = (
     Column("DEFAULT"),
     Column("STATE", colours=_COLOURS),
     Column("ALIASES", drop=2, flexible=True),
+    Column("SPLIT", drop=4, flexible=True),
     Column("FOLDER", drop=1, flexible=True),
     Column("DETAIL", drop=3, flexible=True),
 )
@@ -81,6 +83,7 @@ def list_models(run_dir: str | None, *, as_json: bool) -> None:
                     "yes" if is_default else "",
                     version.state,
                     printable(", ".join(model.aliases)) if is_default else "",
+                    shares(version.shares),
                     printable(version.folder),
                     printable(version.detail or (model.source if model.source != REGISTRY else "")),
                 )
@@ -142,6 +145,8 @@ def show_model(run_dir: str | None, name: str, *, as_json: bool) -> None:
     print(f"  source    {printable(model.source)}")
     if model.aliases:
         print(f"  aliases   {printable(', '.join(model.aliases))}")
+    for target, weight in model.split.items():
+        print(f"  split     {weight / sum(model.split.values()):.1%} to {printable(target)}")
     for version in model.versions:
         _show_version(version)
 
@@ -211,6 +216,8 @@ def _show_version(version: RegisteredVersion) -> None:
     detail = f": {printable(version.detail)}" if version.detail else ""
     print(f"version {version.version}: {version.state}{detail}")
     print(f"  folder    {printable(version.folder)}")
+    if version.shares:
+        print(f"  gets      {shares(version.shares)}")
     if version.added_at is not None:
         print(f"  added     {local(version.added_at)}")
     for name, value in version.settings.items():

@@ -94,7 +94,10 @@ class Readiness:
         return f"model {model!r} is unavailable ({problem})" if problem else ""
 
     def _silence_of(self, route: Route) -> str:
-        return self.silence(route.unit) if route.unit else f"model {route.name!r} is being loaded"
+        if not route.unit:
+            return f"model {route.name!r} is being loaded"
+        silent = [self.silence(unit) for unit in [arm.unit for arm in route.arms] or [route.unit]]
+        return "" if "" in silent else silent[0]
 
     def service_drain(self) -> str:
         """Return the reason why the whole service is refusing requests, or an empty string if it accepts

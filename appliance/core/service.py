@@ -132,6 +132,7 @@ class Service:
             parts.fronts,
             control,
             [state.history, state.contents],
+            parts.routing.names,
         )
         self.metrics = MetricsServer(scrape)
         self.metrics.change(settings, self.metrics.prepare(settings))

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from appliance.front.arms import choose_arm
 from appliance.front.errors import ApiError, model_not_allowed, model_not_found
 from appliance.messages import Identity, Route, ServedModel
 from appliance.text.template_process import TemplateProcess
@@ -181,7 +182,9 @@ class Catalog:
 
         return end
 
-    async def find(self, name: str, identity: Identity, lost: Callable[[], bool]) -> LoadedModel:
+    async def find(
+        self, name: str, identity: Identity, lost: Callable[[], bool], caller: str = ""
+    ) -> LoadedModel:
         """Return the model for this name, as `get` does. If the name is waiting for a model, wait too, until
         `lost` returns true because the client has disconnected. Raises a 503 if that takes too long or too
         many requests are waiting."""
@@ -197,17 +200,18 @@ class Catalog:
                     await asyncio.wait_for(self._changed.wait(), min(left_s, _CHECK_CLIENT_S))
             finally:
                 self._held -= 1
-        return self.get(name, identity)
+        return self.get(name, identity, caller)
 
-    def get(self, name: str, identity: Identity) -> LoadedModel:
-        """Return the model for this name. Raises a 403 if the identity may not use it, a 404 if it is not
-        served, or a 503 if its tokenizer could not be read or if the model is not loaded yet."""
+    def get(self, name: str, identity: Identity, caller: str = "") -> LoadedModel:
+        """Return the model for this name. If the name is split, `caller` determines the arm. Raises a 403 if
+        the identity may not use it, a 404 if it is not served, or a 503 if its tokenizer could not be read or
+        if the model is not loaded yet."""
         if not allows(identity, name):
             # A caller who may not use a model must not learn whether it exists.
             raise model_not_allowed(name)
         if self._waits(name):
             raise _still_loading(name, "its files are being read")
-        unit = self.unit_of(name)
+        unit = self._unit_for(name, caller)
         model = self._models.get(unit)
         if model is not None:
             return model
@@ -219,6 +223,12 @@ class Catalog:
                 retry_after_s=30.0,
             )
         raise model_not_found(name)
+
+    def _unit_for(self, name: str, caller: str) -> str:
+        """Return the unit that answers the caller's requests for the name; empty if there is none."""
+        route = None if self._routes is None else self._routes.get(name)
+        arms = () if route is None else [arm for arm in route.arms if arm.unit in self._models]
+        return choose_arm(name, arms, caller).unit if arms else self.unit_of(name)
 
     def _waits(self, name: str) -> bool:
         route = None if self._routes is None else self._routes.get(name)

@@ -59,6 +59,11 @@ class RequestContext:
     """Time when the request arrived, in unix seconds."""
     started: float = field(default_factory=time.monotonic)
 
+    @property
+    def caller(self) -> str:
+        """Identifies the caller for splits: the key, or the local user without one, and the `user` field."""
+        return f"{self.identity.key_id or self.peer}\0{self.user}"
+
     def logged_fields(self) -> dict[str, Any]:
         """Return the fields of `LoggedFields`."""
         return {name: getattr(self, name) for name in LoggedFields.__struct_fields__}

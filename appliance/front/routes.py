@@ -122,7 +122,8 @@ class _Api:
     async def show_model(self, request: Request) -> Response:
         """Show one served model."""
         name = request.path_params["model"]
-        model = self._state.catalog.get(name, context_of(request).identity)
+        context = context_of(request)
+        model = self._state.catalog.get(name, context.identity, context.caller)
         return _json(_document(own_route(model.served, name)))
 
     async def chat_completions(self, request: Request) -> Response:
@@ -145,7 +146,7 @@ class _Api:
         """Convert a text or a conversation to token ids."""
         state, context = self._state, context_of(request)
         body = await read_body(request, TokenizeRequest, state.limits.max_body_bytes)
-        model = await state.catalog.find(body.model, context.identity, lambda: context.connection.lost)
+        model = await self._named(context, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "send either prompt or messages")
         if body.messages is not None:
@@ -170,10 +171,15 @@ class _Api:
         """Convert token ids to text."""
         state, context = self._state, context_of(request)
         body = await read_body(request, DetokenizeRequest, state.limits.max_body_bytes)
-        model = await state.catalog.find(body.model, context.identity, lambda: context.connection.lost)
+        model = await self._named(context, body.model)
         token_ids = check_token_ids(model, body.tokens, "tokens")
         state.charge(context, len(token_ids))
         return _json({"prompt": await decode(state, model, context, token_ids, skip_special=False)})
+
+    async def _named(self, context: RequestContext, name: str) -> LoadedModel:
+        return await self._state.catalog.find(
+            name, context.identity, lambda: context.connection.lost, context.caller
+        )
 
     async def _generate(
         self,

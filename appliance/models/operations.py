@@ -123,8 +123,8 @@ class ModelOperations:
 
     async def load(self, record: VersionRecord) -> None:
         """Load a version, and return when every front can send requests to it. Meanwhile, requests for a
-        model whose default version it is wait. If the version is already being loaded, wait for that. A
-        sleeping version is woken. Raises LoadError."""
+        model whose default version or arm it is wait, unless another arm can answer. If the version is
+        already being loaded, wait for that. A sleeping version is woken. Raises LoadError."""
         unit = unit_name(record.model, record.version)
         if unit in self.asleep or unit in self._sleeps:
             await self.wake(record)
@@ -157,18 +157,22 @@ class ModelOperations:
 
     async def _hold_until(self, task: asyncio.Task[None], record: VersionRecord) -> None:
         """Wait for a task that makes a version usable. Meanwhile, requests for a model whose default version
-        it is wait. Raises the task's exception, or LoadError if it is cancelled."""
-        is_default = self.registry.current.models[record.model].default_version == record.version
-        if is_default:
+        or arm it is wait. Raises the task's exception, or LoadError if it is cancelled."""
+        registry, unit = self.registry.current, unit_name(record.model, record.version)
+        split = registry.splits.get(record.model)
+        answers = registry.models[record.model].default_version == record.version or (
+            split is not None and unit in split.weights
+        )
+        if answers:
             self._routing.held.add(record.model)
             self._fronts.publish_configuration()
         try:
             await asyncio.wait([task])
         finally:
-            if is_default:
+            if answers:
                 self._routing.held.discard(record.model)
                 await self._fronts.routed()
-        await _result(task, unit_name(record.model, record.version))
+        await _result(task, unit)
 
     async def _keep(self, unit: str, record: VersionRecord, unloading: asyncio.Task[None]) -> None:
         """Use a version again that was about to be unloaded."""
@@ -364,9 +368,9 @@ class ModelOperations:
         self, former: VersionRecord, wanted: VersionRecord, commit: Commit, grace_s: float
     ) -> None:
         """Make `wanted` the default version of its model. When this method returns, every new request gets
-        the new version. If the former version is not loaded, nothing is loaded. `commit` stores the change.
-        The former version gets `grace_s` to finish its requests. Raises LoadError, and every error of
-        `commit`; the former version then stays the default."""
+        the new version. If the model is not loaded, nothing is loaded. `commit` stores the change. The former
+        version gets `grace_s` to finish its requests. Raises LoadError, and every error of `commit`; the
+        former version then stays the default."""
         name = wanted.model
         if name in self._swapping:
             raise LoadError(
@@ -385,7 +389,7 @@ class ModelOperations:
         was_loaded = new in self._routing.usable
         if old in self._loads:
             raise LoadError(f"{old} is being loaded: wait until it is ready, or unload it first")
-        if old in self._routing.usable:
+        if old in self._routing.usable or self._routing.unit_of(wanted.model):
             try:
                 await self.load(wanted)
             except NoRoomError:

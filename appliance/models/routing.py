@@ -2,7 +2,8 @@
 
 A unit of loading is a model in the settings, which has the same name, or a version of a model in the
 registry, which is called NAME@VERSION. The name of a registered model leads to its default version; an alias
-leads to a model or to one of its versions.
+leads to a model or to one of its versions. A split distributes the requests for such a name over several
+units.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from appliance.messages import Route
+from appliance.messages import Arm, Route
 from appliance.models.manager import ModelManager
-from store.models import Registry
+from store.models import Registry, SplitRecord
 
 
 def unit_name(model: str, version: int) -> str:
@@ -54,21 +55,64 @@ class Routing:
                 routes[alias.name] = route
         return list(routes.values())
 
+    def names(self) -> set[str]:
+        """Return the names and aliases of all models, whether or not they are loaded."""
+        registry = self._registry()
+        return {*filter(self._models.is_declared, self._models.models), *registry.models, *registry.aliases}
+
     def unit_of(self, name: str) -> str:
         """Return the unit that answers requests for the name; empty if there is none."""
         return next((route.unit for route in self.routes() if route.name == name), "")
 
     def names_of(self, unit: str) -> list[str]:
         """Return the names that lead to the unit."""
-        return [route.name for route in self.routes() if route.unit == unit]
+        return [
+            route.name
+            for route in self.routes()
+            if route.unit == unit or any(arm.unit == unit for arm in route.arms)
+        ]
+
+    def target_unit(self, target: str) -> str:
+        """Return the unit that a model's name or NAME@VERSION leads to, whether or not it is loaded, and
+        regardless of splits. Empty if there is no such model or version."""
+        if target in self._models.models and self._models.is_declared(target):
+            return target
+        registry, (name, version) = self._registry(), split_target(target)
+        if name not in registry.models:
+            return ""
+        version = registry.models[name].default_version if version is None else version
+        return unit_name(name, version) if (name, version) in registry.versions else ""
+
+    def answers(self, unit: str) -> bool:
+        """Return whether names can lead to the unit, because it is loaded and has not failed."""
+        loaded = unit in self.usable or (unit in self._models.models and self._models.is_declared(unit))
+        return loaded and not self._models.failure(unit)
 
     def _of_model(self, registry: Registry, name: str) -> Route | None:
+        if (split := registry.splits.get(name)) is not None:
+            return self._of_split(split)
         if name in self.held:
             return Route(name=name, unit="", listed=False)
         unit = unit_name(name, registry.models[name].default_version)
         return self._to_unit(name, unit) if unit in self.usable else None
 
+    def _of_split(self, split: SplitRecord) -> Route | None:
+        """Return the route of a split name. Arms that are not loaded or have failed get no requests; the
+        other arms get their share."""
+        arms = [
+            Arm(unit, weight, target)
+            for target, weight in split.weights.items()
+            if self.answers(unit := self.target_unit(target))
+        ]
+        if arms:
+            main = max(arms, key=lambda arm: arm.weight)
+            return msgspec.structs.replace(self._to_unit(split.name, main.unit), arms=tuple(arms))
+        held = any(split_target(target)[0] in self.held for target in split.weights)
+        return Route(name=split.name, unit="", listed=False) if held else None
+
     def _of_alias(self, registry: Registry, name: str, target: str) -> Route | None:
+        if (split := registry.splits.get(name)) is not None:
+            return self._of_split(split)
         if target in self._models.models and self._models.is_declared(target):
             return self._to_unit(name, target)
         model, version = split_target(target)

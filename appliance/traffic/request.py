@@ -254,6 +254,7 @@ def row_of(request: Request, now: float) -> RequestRow:
         retry="anew" if first.retry_of else None,
         retry_of=first.retry_of or None,
         user=first.user or None,
+        unit=request.unit if request.version else None,
     )
 
 

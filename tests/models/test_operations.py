@@ -294,6 +294,48 @@ def test_a_version_that_an_alias_names_stays_loaded_after_a_swap(world: World) -
     run(scenario)
 
 
+def test_the_arms_of_a_split_answer_until_another_version_is_the_default(world: World) -> None:
+    def split(**weights: float) -> None:
+        targets = {f"chat@{version[1:]}": weight for version, weight in weights.items()}
+        world.registry.set_split(actor="test", name="chat", weights=targets).result(WITHIN_S)
+
+    def arms() -> dict[str, float]:
+        [route] = world.routing.routes()
+        return {arm.unit: arm.weight for arm in route.arms}
+
+    async def scenario() -> None:
+        for number in (1, 2):
+            await world.operations.load(world.version(number))
+        split(v1=90, v2=10)
+        assert arms() == {"chat@1": 90, "chat@2": 10} and world.unit == "chat@1"
+        assert world.routing.names_of("chat@2") == ["chat"]
+        world.manager.broken.add("chat@1")
+        assert arms() == {"chat@2": 10} and world.unit == "chat@2"
+        world.manager.broken.clear()
+        await world.operations.unload(world.version(2), 0.0)
+        assert arms() == {"chat@1": 90}
+        await world.operations.load(world.version(2))
+        await world.make_default(2)
+        assert arms() == {} and world.unit == "chat@2"
+        await world.until(lambda: list(world.manager.models) == ["chat@2"])
+
+    run(scenario)
+
+
+def test_requests_wait_for_the_first_arm_that_is_loaded(world: World) -> None:
+    async def scenario() -> None:
+        world.registry.set_split(actor="test", name="chat", weights={"chat@2": 1}).result(WITHIN_S)
+        world.manager.slow.add("chat@2")
+        loading = asyncio.ensure_future(world.operations.load(world.version(2)))
+        await world.until(lambda: "chat@2" in world.manager.models)
+        assert world.fronts.routes[-1] == {"chat": ""}
+        world.manager.slow.clear()
+        await loading
+        assert world.unit == "chat@2"
+
+    run(scenario)
+
+
 def test_a_file_that_changed_after_the_manifest_is_named(world: World) -> None:
     async def scenario() -> None:
         (world.folders[0] / "config.json").write_text("{ }")

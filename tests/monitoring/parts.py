@@ -73,6 +73,7 @@ class Parts:
             self.serving.fronts,
             self.control,
             [],
+            self.serving.routing.names,
         )
 
     def ask(self, number: int, tenant: str, asked_class: str = "") -> None:

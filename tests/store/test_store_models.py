@@ -88,3 +88,44 @@ def test_every_change_has_an_audit_row(registry: ModelRegistry, tmp_path: Path) 
         rows = connection.execute("SELECT actor, action, after FROM audit ORDER BY seq").fetchall()
     assert rows[-1] == ("uid:7", "models.rollback", '{"default_version":2}')
     assert [row[1] for row in rows[:2]] == ["models.add", "models.add"]
+
+
+def split(registry: ModelRegistry, name: str = "chat", **weights: float) -> None:
+    targets = {f"chat@{version.removeprefix('v')}": weight for version, weight in weights.items()}
+    registry.set_split(actor="uid:0", name=name, weights=targets).result(60)
+
+
+def test_a_split_survives_a_restart_and_is_replaced_as_a_whole(
+    registry: ModelRegistry, tmp_path: Path
+) -> None:
+    add(registry), add(registry), add(registry)
+    split(registry, v1=90, v2=10)
+    split(registry, v2=1, v3=2.5)
+    assert read_registry(tmp_path / "control.db").splits["chat"].weights == {"chat@2": 1, "chat@3": 2.5}
+    registry.set_split(actor="uid:0", name="chat", weights=None).result(60)
+    assert not registry.current.splits
+    with pytest.raises(UnknownModelError, match="'chat' has no split"):
+        registry.set_split(actor="uid:0", name="chat", weights=None).result(60)
+
+
+def test_a_version_that_a_split_names_cannot_be_removed(registry: ModelRegistry) -> None:
+    add(registry), add(registry)
+    registry.set_alias(actor="uid:0", name="gpt", target="chat").result(60)
+    split(registry, "gpt", v1=1, v2=1)
+    with pytest.raises(ConflictError, match="models split gpt --clear"):
+        registry.remove(actor="uid:0", model="chat", version=2).result(60)
+    registry.delete_alias(actor="uid:0", name="gpt").result(60)
+    split(registry, v1=1, v2=1)
+    with pytest.raises(ConflictError, match="the split of 'chat' names"):
+        registry.remove(actor="uid:0", model="chat", version=2).result(60)
+    registry.remove(actor="uid:0", model="chat", version=None).result(60)
+    assert not registry.current.splits and not registry.current.models
+
+
+def test_a_new_default_version_ends_the_split_in_the_same_change(registry: ModelRegistry) -> None:
+    add(registry), add(registry)
+    for version in (2, 2):  # the second change ends only the split
+        split(registry, v1=90, v2=10)
+        registry.set_default(actor="uid:0", action="models.default", model="chat", version=version).result(60)
+        assert not registry.current.splits
+    assert registry.current.models["chat"].previous_version == 1

@@ -2,7 +2,8 @@
 tests.system.model_swaps --rounds 20`.
 
 The two checkpoints answer with different tokens. A request that begins after a change was acknowledged must
-be answered by the new version only, and no request may fail.
+be answered by a version that the change left in place, and no request may fail. While a split is unchanged,
+the same user gets the same version.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from typing import Any
 
 import psutil
 
-from appliance.actions import AddModel, LoadModel, RollbackModel, SetAlias, SetDefaultModel
+from appliance.actions import (
+    AddModel,
+    LoadModel,
+    RollbackModel,
+    SetAlias,
+    SetDefaultModel,
+    SplitModel,
+    UnloadModel,
+)
 from appliance.client import AdminClient
 from tests.checkpoints import write_constant_checkpoint
 from tests.system.service import Service, service
@@ -43,27 +52,33 @@ class Streams:
     """Clients that send one stream after another to a name, and check each answer."""
 
     def __init__(self, running: Service, name: str, count: int = STREAMS) -> None:
-        self.acknowledged = 1
-        """The version that every new request must get, unless a change is in progress."""
+        self.acknowledged = frozenset({1})
+        """The versions that new requests may get, unless a change is in progress."""
         self.changing = False
         self.changes = 0
         """Number of changes that have begun."""
         self.answers = 0
         self.checked = 0
-        """Number of answers whose version was certain."""
+        """Number of answers that began and ended between two changes."""
+        self.seen: set[int] = set()
+        """Versions of these answers since the latest change."""
         self.failures: list[str] = []
         self._running = running
         self._name = name
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(count)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(f"user-{number}",), daemon=True)
+            for number in range(count)
+        ]
         for thread in self._threads:
             thread.start()
 
-    def change(self, version: int, act: Callable[[], Any]) -> None:
-        """Perform an operation that makes `version` answer the requests."""
+    def change(self, act: Callable[[], Any], *versions: int) -> None:
+        """Perform an operation that makes these versions answer the requests."""
         self.changing, self.changes = True, self.changes + 1
         act()
-        self.acknowledged, self.changing = version, False
+        self.seen = set()
+        self.acknowledged, self.changing = frozenset(versions), False
 
     def wait_for_answers(self, count: int) -> None:
         """Wait until this many further answers are complete whose requests began after the latest change."""
@@ -72,34 +87,49 @@ class Streams:
             assert time.monotonic() < deadline, f"fewer than {count} answers in {WITHIN_S} s"
             time.sleep(0.02)
 
+    def wait_for_versions(self, *versions: int) -> None:
+        """Wait until each of these versions has answered since the latest change."""
+        deadline = time.monotonic() + WITHIN_S
+        while self.seen != set(versions) and not self.failures:
+            assert time.monotonic() < deadline, f"only versions {self.seen} answered in {WITHIN_S} s"
+            time.sleep(0.02)
+
     def stop(self) -> None:
         """Let the running streams end."""
         self._stop.set()
         for thread in self._threads:
             thread.join(WITHIN_S)
 
-    def _run(self) -> None:
+    def _run(self, user: str) -> None:
+        former: tuple[int, int] = 0, 0
         with self._running.client(timeout=WITHIN_S) as client:
             while not self._stop.is_set():
-                changes, version, was_changing = self.changes, self.acknowledged, self.changing
+                changes, versions, was_changing = self.changes, self.acknowledged, self.changing
                 try:
-                    tokens = self._answer(client)
+                    tokens = self._answer(client, user)
                 except Exception as error:
                     self.failures.append(f"{type(error).__name__}: {error}")
                     return
+                version = self._version(tokens)
                 # A request during which a change has begun may be answered by either version.
-                checked = not was_changing and self.changes == changes
-                self._check(tokens, version if checked else None)
-                self.checked += checked
+                if not was_changing and self.changes == changes:
+                    if version not in versions:
+                        self.failures.append(f"a request after change {changes} got version {version}")
+                    if former[0] == changes and former[1] != version:
+                        self.failures.append(f"{user} got versions {former[1]} and {version}")
+                    former = changes, version
+                    self.seen.add(version)
+                    self.checked += 1
                 self.answers += 1
 
-    def _answer(self, client: Any) -> list[int]:
+    def _answer(self, client: Any, user: str) -> list[int]:
         chunks = client.completions.create(
             model=self._name,
             prompt="import ",
             max_tokens=MAX_TOKENS,
             temperature=0,
             stream=True,
+            user=user,
             extra_body={"ignore_eos": True, "return_token_ids": True},
         )
         return [
@@ -109,12 +139,13 @@ class Streams:
             for token in (choice.model_extra or {}).get("token_ids") or ()
         ]
 
-    def _check(self, tokens: list[int], version: int | None) -> None:
-        """Check that an answer is complete and comes from one version: from `version`, unless it is None."""
-        if len(tokens) != MAX_TOKENS or len(set(tokens)) != 1:
-            self.failures.append(f"an answer has the tokens {tokens}")
-        elif version is not None and tokens[0] != TOKENS[version]:
-            self.failures.append(f"a request that began with version {version} got token {tokens[0]}")
+    def _version(self, tokens: list[int]) -> int:
+        """Check that an answer is complete and comes from one version, and return this version."""
+        for version, token in TOKENS.items():
+            if tokens == [token] * MAX_TOKENS:
+                return version
+        self.failures.append(f"an answer has the tokens {tokens}")
+        return 0
 
 
 class Swaps:
@@ -152,10 +183,10 @@ class Swaps:
         clients = Streams(self.running, "chat", streams)
         try:
             for _ in range(rounds):
-                clients.change(2, lambda: self.act(SetDefaultModel(model="chat@2")))
+                clients.change(lambda: self.act(SetDefaultModel(model="chat@2")), 2)
                 clients.wait_for_answers(streams)
                 self.wait_for_one(2)
-                clients.change(1, lambda: self.act(RollbackModel(name="chat")))
+                clients.change(lambda: self.act(RollbackModel(name="chat")), 1)
                 clients.wait_for_answers(streams)
                 self.wait_for_one(1)
         finally:
@@ -172,8 +203,29 @@ class Swaps:
             for _ in range(rounds):
                 for version in (2, 1):
                     action = SetAlias(name="assistant", target=f"chat@{version}")
-                    clients.change(version, partial(self.act, action))
+                    clients.change(partial(self.act, action), version)
                     clients.wait_for_answers(streams)
+        finally:
+            clients.stop()
+        assert not clients.failures, clients.failures[:5]
+        return clients.answers
+
+    def change_split(self, rounds: int, streams: int = STREAMS) -> int:
+        """Change the weights of two versions under streams: each version is added to the split and removed
+        from it in turn. Afterwards, end the split and unload version 2. Return the number of answers."""
+        self.act(LoadModel(model="chat@2", wait=True))
+        clients = Streams(self.running, "chat", streams)
+        try:
+            for _ in range(rounds):
+                for weights in ({"1": 50.0, "2": 50.0}, {"2": 1.0}, {"1": 70.0, "2": 30.0}, {"1": 1.0}):
+                    action = SplitModel(name="chat", weights=weights)
+                    clients.change(partial(self.act, action), *map(int, weights))
+                    clients.wait_for_answers(streams)
+                    clients.wait_for_versions(*map(int, weights))
+            clients.change(partial(self.act, SplitModel(name="chat", weights=None)), 1)
+            clients.wait_for_answers(streams)
+            self.act(UnloadModel(model="chat@2", wait=True))
+            self.wait_for_one(1)
         finally:
             clients.stop()
         assert not clients.failures, clients.failures[:5]
@@ -191,6 +243,7 @@ def main() -> None:
             swaps = Swaps(running, Path(folder))
             print(f"{rounds} swaps and rollbacks: {swaps.swap_and_roll_back(rounds)} answers, 0 failed")
             print(f"{2 * rounds} changes of an alias: {swaps.change_alias(rounds)} answers, 0 failed")
+            print(f"{4 * rounds} changes of a split: {swaps.change_split(rounds)} answers, 0 failed")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.checkpoints import write_constant_checkpoint
@@ -152,6 +153,62 @@ def test_every_command_is_audited(running: Service) -> None:
     assert {("models.add", "ok"), ("models.load", "ok"), ("models.load", "refused")} <= found
 
 
+def test_a_split_sends_each_user_to_one_version_and_the_log_names_it(running: Service) -> None:
+    assert "load chat@2 --wait" in refused(running, "split", "chat", "1=50", "2=50")
+    models(running, "load", "chat@2", "--wait")
+    said = models(running, "split", "chat", "1=75", "2=25")["message"]
+    assert said == "requests for chat are split: 75.0% to chat@1, 25.0% to chat@2"
+    [model] = models(running, "list")
+    assert model["split"] == {"chat@1": 75, "chat@2": 25}
+    assert [one["shares"] for one in model["versions"]] == [{"chat": 0.75}, {"chat": 0.25}]
+    users = [f"user-{number}" for number in range(40)]
+    first, again = ([token_for(running, user) for user in users] for _ in range(2))
+    assert first == again and set(first) == set(TOKENS) and first.count(TOKENS[0]) > 20
+    units = {row["user"]: row["unit"] for row in running.command("requests", "--limit", "80")}
+    assert units == {
+        user: f"chat@{1 + TOKENS.index(token)}" for user, token in zip(users, first, strict=True)
+    }
+    counted = f'{{model="chat",unit="chat@2",outcome="ok"}} {2 * first.count(TOKENS[1])}\n'
+    transport = httpx.HTTPTransport(uds=str(running.run_dir / "admin.sock"))
+    with httpx.Client(transport=transport, base_url="http://appliance", timeout=60) as http:
+        assert f"appliance_arm_requests_total{counted}" in http.get("/metrics").text
+    assert "models split chat --clear" in refused(running, "rollback", "chat")
+    models(running, "split", "chat", "--clear")
+    assert {token_for(running, user) for user in users} == {TOKENS[0]}
+    models(running, "split", "chat", "2=1")
+    models(running, "default", "chat@1")
+    assert models(running, "list")[0]["split"] == {}
+    assert {token_for(running, user) for user in users[:5]} == {TOKENS[0]}
+    models(running, "unload", "chat@2", "--wait", "--yes")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("chat", "1=50", "9=50"), "no version 9; available versions: 1, 2"),
+        (("chat", "1=50", "gone=50"), "there is no model 'gone'"),
+        (("chat", "1=1", "chat@1=2"), "'chat@1' twice"),
+        (("chat", "1=0"), "'1=0' is not valid: write VERSION=WEIGHT"),
+        (("chat", "1"), "'1' is not valid: write VERSION=WEIGHT"),
+        (("chat",), "--clear"),
+        (("chat", "--clear"), "'chat' has no split"),
+        (("chat", *(f"model-{number}=1" for number in range(17))), "16"),
+        (("gone", "1=1"), "there is no model or alias 'gone'"),
+    ],
+)
+def test_a_split_that_cannot_be_set_says_why(running: Service, words: tuple[str, ...], why: str) -> None:
+    assert why in refused(running, "split", *words)
+
+
+def token_for(running: Service, user: str) -> int:
+    """Return the token that the version for this user generates."""
+    with running.http() as http:
+        body = {"model": "chat", "prompt": "import ", "max_tokens": 1, "temperature": 0, "user": user}
+        answer = http.post("/v1/completions", json=body | {"return_token_ids": True})
+    [token] = answer.json()["choices"][0]["token_ids"]
+    return int(token)
+
+
 def test_an_unloaded_model_is_not_served_and_a_loaded_one_survives_a_restart(
     running: Service, folders: list[Path]
 ) -> None:
@@ -183,6 +240,7 @@ def test_a_model_of_the_settings_is_shown_and_changed_only_there(folders: list[P
             ("rollback", "chat"),
             ("remove", "chat", "--yes"),
             ("alias", "chat", "chat"),
+            ("split", "chat", "1=1"),
         ):
             assert f"declared in {config}:2" in refused(running, *words), words
         models(running, "alias", "assistant", "chat")
@@ -190,10 +248,11 @@ def test_a_model_of_the_settings_is_shown_and_changed_only_there(folders: list[P
         assert ask(running, "assistant")[1]["choices"][0]["token_ids"] == [TOKENS[0]] * 4
 
 
-def test_swaps_rollbacks_and_alias_changes_fail_no_stream(tmp_path: Path) -> None:
+def test_swaps_rollbacks_and_changes_of_aliases_and_splits_fail_no_stream(tmp_path: Path) -> None:
     config = tmp_path / "appliance.toml"
     config.write_text("fronts = 2\n[models]\n")
     with service("--config", str(config)) as running:
         swaps = Swaps(running, tmp_path)
         assert swaps.swap_and_roll_back(rounds=1) >= 2 * STREAMS
         assert swaps.change_alias(rounds=1) >= 2 * STREAMS
+        assert swaps.change_split(rounds=1) >= 4 * STREAMS

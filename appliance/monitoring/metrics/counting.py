@@ -35,3 +35,5 @@ class CountedRows:
         # A joined or repeated answer comes from another request's run, so its times are not counted.
         if row.retry not in ("joined", "repeated"):
             families.times.count(row, model, row.request_class)
+            if row.unit and row.unit != row.model:
+                families.arms.count(row, model, row.unit)

@@ -85,6 +85,7 @@ class Families:
         self.rows: Group[RequestRow] = Group(("model", "class"), *ROWS)
         self.retries: Group[RequestRow] = Group(("model",), *RETRIES)
         self.times: Group[RequestRow] = Group(("model", "class"), *TIMES)
+        self.arms: Group[RequestRow] = Group(("model", "unit"), *ARMS)
         self.models: Group[ModelStats] = Group(("model",), *MODELS)
         self.tenant_rows: Group[RequestRow] = Group(("tenant",), *TENANT_ROWS)
         self.tenants: Group[TenantStats] = Group(("tenant",), *TENANTS)
@@ -207,6 +208,17 @@ TIMES = (
            lambda row: _seconds(row.itl_ms), bounds=NEXT_TOKEN_BOUNDS_S),
     Metric("histogram", "appliance_request_seconds", "seconds",
            "Time from a request's arrival to the end of its answer (E2E), for requests with outcome ok.",
+           lambda row: _seconds(row.e2e_ms) if outcome(row) == "ok" else None, bounds=REQUEST_BOUNDS_S),
+)
+ARMS = (
+    Metric("counter", "appliance_arm_requests_total", "requests",
+           "Finished requests by the model or version that the request was sent to.",
+           lambda row: {outcome(row): 1}, ("outcome",)),
+    Metric("histogram", "appliance_arm_time_to_first_token_seconds", "seconds",
+           "TTFT of these requests.",
+           lambda row: _seconds(row.ttft_ms), bounds=FIRST_TOKEN_BOUNDS_S),
+    Metric("histogram", "appliance_arm_request_seconds", "seconds",
+           "E2E of these requests, for requests with outcome ok.",
            lambda row: _seconds(row.e2e_ms) if outcome(row) == "ok" else None, bounds=REQUEST_BOUNDS_S),
 )
 MODELS = (

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from appliance.front_pool.pool import FrontPool
 from appliance.models.manager import ModelManager
@@ -36,18 +36,21 @@ class Scraper:
         fronts: FrontPool,
         control: ControlStore,
         writers: Sequence[Writer],
+        names: Callable[[], Collection[str]],
     ) -> None:
-        """Store the sources of the values. `service` returns the source of service-wide metrics."""
+        """Store the sources of the values. `service` returns the source of service-wide metrics. `names`
+        returns the names of all models, versions and aliases, whose series are kept."""
         self._families = counted.families
         self._tenants = counted.tenants
         self._service = service
         self._traffic = traffic
         self._models = models
+        self._names = names
         self._fronts = fronts
         self._control = control
         self._databases: list[ControlStore | Writer] = [control, *writers]
         self._policies: Policies | None = None
-        self._model_names: list[str] = []
+        self._model_names: set[str] = set()
         self._text, self._made_at = b"", -math.inf
 
     def __call__(self) -> bytes:
@@ -78,7 +81,7 @@ class Scraper:
             if self._tenants.forget_deleted():
                 for family in families.by("tenant"):
                     family.keep("tenant", (*self._tenants, OTHERS))
-        models = list(self._models.models)
+        models = {*self._models.models, *self._names()}
         if models != self._model_names:
             self._model_names = models
             for family in families.by("model"):

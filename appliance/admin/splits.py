@@ -1,0 +1,82 @@
+"""Distributes the requests for a name over several models or versions, for operators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from appliance.actions import SplitModel
+from appliance.admin.effects import Effect, committed, done
+from appliance.admin.models import ModelAdmin
+from appliance.models.routing import split_target, unit_name
+from store.audit import Actor
+from store.errors import ConflictError, UnknownModelError
+
+
+@dataclass(kw_only=True)
+class SplitAdmin:
+    """Handles the action on splits."""
+
+    models: ModelAdmin
+
+    async def split(self, actor: Actor, asked: SplitModel) -> Effect:
+        """Set or end a split. Raises UnknownModelError for a name or target that does not exist, and
+        ConflictError if the change would leave requests without a loaded model."""
+        name, registry = asked.name, self.models.operations.registry
+        self.models.check_declared(name, "split")
+        if name not in registry.current.models and name not in registry.current.aliases:
+            raise UnknownModelError(
+                f"there is no model or alias {name!r} in the registry: add it with: appliance models add "
+                f"{name}=FOLDER, or: appliance models alias {name} TARGET"
+            )
+        weights = None if asked.weights is None else self._targets(name, asked.weights)
+        if self.models.routing.unit_of(name):
+            self._check_loaded(name, [self._default_of(name)] if weights is None else list(weights))
+        await committed(registry.set_split(actor=actor, name=name, weights=weights))
+        await self.models.fronts.routed()
+        if weights is None:
+            return done(f"the split of {name} has ended; its requests go to {self._default_of(name)}")
+        total = sum(weights.values())
+        shown = ", ".join(f"{weight / total:.1%} to {target}" for target, weight in weights.items())
+        return done(f"requests for {name} are split: {shown}")
+
+    def _targets(self, name: str, weights: dict[str, float]) -> dict[str, float]:
+        """Return the weights by complete target: a bare version number means a version of the name."""
+        found: dict[str, float] = {}
+        for given, weight in weights.items():
+            is_version = given.isascii() and given.isdecimal()
+            target = f"{name}@{given}" if is_version else given
+            if not self.models.routing.target_unit(target):
+                raise UnknownModelError(self._unknown(name, given, is_version))
+            if target in found:
+                raise ValueError(f"weights has {target!r} twice: give each version one weight")
+            found[target] = weight
+        return found
+
+    def _unknown(self, name: str, given: str, is_version: bool) -> str:
+        registry = self.models.operations.registry.current
+        if is_version and name in registry.aliases:
+            return (
+                f"{name!r} is an alias, so the target {given!r} does not say which model's version it is: "
+                "write NAME@VERSION"
+            )
+        model, version = split_target(f"{name}@{given}" if is_version else given)
+        if version is not None and model in registry.models:
+            known = ", ".join(str(one.version) for one in registry.versions_of(model))
+            return f"model {model!r} has no version {version}; available versions: {known}"
+        return f"there is no model {given!r} (a target is VERSION, NAME or NAME@VERSION, never an alias)"
+
+    def _default_of(self, name: str) -> str:
+        """Return what answers requests for the name without a split."""
+        registry = self.models.operations.registry.current
+        if (alias := registry.aliases.get(name)) is not None:
+            return alias.target
+        return unit_name(name, registry.models[name].default_version)
+
+    def _check_loaded(self, name: str, targets: list[str]) -> None:
+        routing = self.models.routing
+        for target in targets:
+            if not routing.answers(unit := routing.target_unit(target)):
+                raise ConflictError(
+                    f"model {name!r} answers requests, and {target} is not loaded: load it first with: "
+                    f"appliance models load {unit} --wait"
+                )

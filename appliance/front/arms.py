@@ -1,0 +1,27 @@
+"""Chooses the arm of a split that answers a caller."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+from appliance.messages import Arm
+
+
+def choose_arm(name: str, arms: Sequence[Arm], caller: str) -> Arm:
+    """Return the arm of the split `name` for this caller. Each arm gets callers in proportion to its weight.
+
+    The choice is weighted rendezvous hashing (Thaler and Ravishankar 1998; weights as in Schindelhauer and
+    Schomaker 2005): each arm draws a score from a hash of the name, the caller and the arm's target, and the
+    highest score wins. The same caller therefore always gets the same arm, in every front. A changed weight
+    moves callers only to or from the arm whose weight has changed relative to the others.
+    """
+    return max(arms, key=lambda arm: _score(name, arm, caller))
+
+
+def _score(name: str, arm: Arm, caller: str) -> float:
+    text = f"{name}\0{arm.target}\0{caller}".encode("utf-8", "backslashreplace")
+    hashed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
+    uniform = (hashed + 0.5) / 2**64  # in (0, 1), rounded to 1 at most
+    return -arm.weight / math.log(min(uniform, 1 - 2**-53))
