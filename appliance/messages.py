@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from appliance.protocol import FrontStats, LogLevel
+from appliance.sampling import SamplingDefaults
 from store.policies import INTERACTIVE, LogPolicy
 
 SocketKind = Literal["unix", "tcp"]
@@ -35,6 +36,10 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     required: bool = True
     """Whether the service is ready only if this model is."""
+    chat_template: str | None = None
+    """File with the chat template that replaces the templates in the folder."""
+    sampling: SamplingDefaults = SamplingDefaults()
+    """Sampling parameters for requests that do not set them."""
 
 
 class Arm(msgspec.Struct, frozen=True, array_like=True):

@@ -22,6 +22,7 @@ import msgspec
 from msgspec import inspect as shapes
 
 from appliance.core.reload import AT_RESTART
+from appliance.sampling import SamplingDefaults
 from appliance.settings import ModelPrices, ModelSettings, Settings
 from appliance.settings.convert import NOT_SETTINGS
 
@@ -35,6 +36,7 @@ def page(former: str) -> str:
     """Return the whole page. The text above the first generated heading is left unchanged."""
     head = former.partition(f"## {FIRST}")[0].rstrip() + "\n"
     parts = [head, *_section(FIRST, Settings, ()), *_section("[models.NAME]", ModelSettings, ("models",))]
+    parts += _section("[models.NAME.sampling]", SamplingDefaults, ("models",))
     parts += _section("[prices.NAME]", ModelPrices, ("prices",))
     for field in msgspec.structs.fields(Settings):
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):

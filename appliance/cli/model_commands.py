@@ -30,8 +30,8 @@ Settings = Annotated[
     typer.Option(
         "--set",
         metavar="NAME=VALUE",
-        help="A setting of the model, as in [models.NAME] of a settings file, such as max_num_seqs=32. "
-        "May be repeated.",
+        help="A setting of the model, as in [models.NAME] of a settings file, such as max_num_seqs=32 or "
+        "sampling.temperature=0.6. May be repeated.",
         show_default=False,
     ),
 ]
@@ -69,9 +69,9 @@ def models_fit(
     """Predict the memory of a model before it is loaded, and how many sequences run at the same time. The
     exit code is 1 if the model does not fit into the memory that is free."""
     from appliance.cli.fit import show_fit
-    from appliance.cli.models import setting
+    from appliance.cli.models import version_settings
 
-    raise typer.Exit(show_fit(folder, dict(map(setting, settings or [])), as_json=json))
+    raise typer.Exit(show_fit(folder, version_settings(settings or []), as_json=json))
 
 
 @models.command("pull")

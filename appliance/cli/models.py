@@ -62,7 +62,7 @@ def add_model(run_dir: str | None, model: str, settings: list[str], *, as_json: 
     """Add a checkpoint to the registry. `model` is NAME=FOLDER or FOLDER."""
     name, folder = named_folder(model)
     folder = os.path.abspath(os.path.expanduser(folder))
-    added = AddModel(name=name, folder=folder, settings=dict(map(setting, settings)))
+    added = AddModel(name=name, folder=folder, settings=version_settings(settings))
     perform(run_dir, added, as_json=as_json, show=show_added)
 
 
@@ -188,15 +188,26 @@ def _without_files(model: RegisteredModel) -> dict[str, Any]:
     return shown
 
 
-def setting(text: str) -> tuple[str, Any]:
-    """Parse NAME=VALUE. A value that is not TOML is a text, so quotes can be omitted."""
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise CommandLineError(f"--set {text!r} is not valid: write NAME=VALUE, such as max_num_seqs=32")
-    try:
-        return name, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return name, value
+def version_settings(texts: list[str]) -> dict[str, Any]:
+    """Parse settings of the form NAME=VALUE or TABLE.NAME=VALUE, such as sampling.temperature=0.6. A value
+    that is not TOML is a text, so quotes can be omitted. Paths become absolute."""
+    settings: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise CommandLineError(f"--set {text!r} is not valid: write NAME=VALUE, such as max_num_seqs=32")
+        try:
+            parsed = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            parsed = value
+        if name == "chat_template" and isinstance(parsed, str):
+            parsed = os.path.abspath(os.path.expanduser(parsed))
+        table, dot, field = name.rpartition(".")
+        known = settings.setdefault(table, {}) if dot else settings
+        if not isinstance(known, dict):
+            raise CommandLineError(f"--set {text!r} contradicts {table} = {known!r}: give one of them")
+        known[field] = parsed
+    return settings
 
 
 def show_added(added: AddedVersion) -> None:

@@ -127,13 +127,15 @@ class Reloader:
             )
 
     async def _check_changed_models(self, former: Loaded, loaded: Loaded) -> None:
-        """Check the models that are new or whose replicas would be replaced. Raises SettingsError if one of
-        them cannot be served."""
+        """Check the models that are new, whose replicas would be replaced, or whose chat template changes.
+        Raises SettingsError if one of them cannot be served."""
         known = former.settings.models
         changed = {
             name: model
             for name, model in loaded.settings.models.items()
-            if name not in known or known[name].spec("") != model.spec("")
+            if name not in known
+            or known[name].spec("") != model.spec("")
+            or known[name].chat_template != model.chat_template
         }
         findings = await asyncio.to_thread(self.check_models, changed)
         for warning in model_warnings(loaded, findings):

@@ -42,14 +42,19 @@ async def load_model(served: ServedModel) -> LoadedModel:
     """Read the tokenizer and the chat template. This takes about two seconds for a vocabulary of 128 k
     tokens. Raises TokenizerFilesError. If a file has unexpected contents, any other error can be raised,
     including a Rust panic (BaseException)."""
-    tokenizer, template = await asyncio.to_thread(_read_model, served.folder)
+    tokenizer, template = await asyncio.to_thread(_read_model, served)
     await template.compile()
     return LoadedModel(served, tokenizer, template)
 
 
-def _read_model(folder: str) -> tuple[Tokenizer, TemplateProcess]:
-    tokenizer = Tokenizer.load(folder)
-    return tokenizer, TemplateProcess.load(folder, tokenizer.special_tokens)
+def _read_model(served: ServedModel) -> tuple[Tokenizer, TemplateProcess]:
+    tokenizer = Tokenizer.load(served.folder)
+    return tokenizer, TemplateProcess.load(served.folder, tokenizer.special_tokens, served.chat_template)
+
+
+def _files(served: ServedModel) -> tuple[str, str | None, str]:
+    """Return what identifies the files of a model's tokenizer and chat template."""
+    return served.folder, served.chat_template, served.version
 
 
 def _reason(error: BaseException) -> str:
@@ -143,10 +148,7 @@ class Catalog:
         for model in served:
             known = self._models.get(model.name)
             try:
-                if known is not None and (known.served.folder, known.served.version) == (
-                    model.folder,
-                    model.version,
-                ):
+                if known is not None and _files(known.served) == _files(model):
                     models[model.name] = LoadedModel(model, known.tokenizer, known.template)
                 else:
                     models[model.name] = await load_model(model)

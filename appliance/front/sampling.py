@@ -34,8 +34,9 @@ async def sampling_params(
     """Return the sampling parameters for answers of at most `max_tokens`. `logprobs` and `prompt_logprobs`
     are the numbers of alternatives to request from the engine; the answer may show fewer. Raises
     `ApiError`."""
-    temperature = 1.0 if body.temperature is None else body.temperature
-    top_p = 1.0 if body.top_p is None else body.top_p
+    defaults = model.served.sampling
+    temperature = _first(body.temperature, defaults.temperature, 1.0)
+    top_p = _first(body.top_p, defaults.top_p, 1.0)
     if top_p == 0.0:
         # With these settings, only the most likely token can be chosen.
         temperature, top_p = 0.0, 1.0
@@ -67,12 +68,12 @@ async def sampling_params(
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
-        top_k=max(0, body.top_k or 0),
+        top_k=int(max(0, _first(body.top_k, defaults.top_k, 0))),
         top_p=top_p,
-        min_p=body.min_p or 0.0,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        min_p=_first(body.min_p, defaults.min_p, 0.0),
+        presence_penalty=_first(body.presence_penalty, defaults.presence_penalty, 0.0),
+        frequency_penalty=_first(body.frequency_penalty, defaults.frequency_penalty, 0.0),
+        repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty, 1.0),
         logit_bias=body.logit_bias or None,
         allowed_tokens=allowed_tokens,
         bad_words=bad_words,
@@ -84,6 +85,13 @@ async def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
+
+
+def _first(requested: float | None, default: float | None, otherwise: float) -> float:
+    """Return the request's value, the model's default, or the value that applies without both."""
+    if requested is not None:
+        return requested
+    return otherwise if default is None else default
 
 
 def check_token_ids(model: LoadedModel, token_ids: list[int], param: str) -> list[int]:

@@ -34,6 +34,7 @@ from appliance.front.refused_fields import (
     RefusedField,
 )
 from appliance.front.validation import MISSING, FieldError, RefusedName, RequestStruct
+from appliance.sampling import Fraction, Penalty, RepetitionPenalty, Temperature, TopK
 
 MAX_MESSAGES = 4096
 MAX_SAMPLES = 128
@@ -45,11 +46,6 @@ log."""
 DEFAULT_COMPLETION_TOKENS = 16
 """Default `max_tokens` of a completion, as in OpenAI's API."""
 
-Fraction = Annotated[float, Meta(ge=0, le=1)]
-Temperature = Annotated[float, Meta(ge=0, le=2)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
-TopK = Annotated[int, Meta(ge=-1, le=1 << 31)]
 Samples = Annotated[int, Meta(ge=1, le=MAX_SAMPLES)]
 Alternatives = Annotated[int, Meta(ge=0, le=MAX_ALTERNATIVES)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -85,22 +81,29 @@ class GenerationRequest(RequestStruct, kw_only=True):
 
     model: Annotated[ModelName, _about("Name of a served model, as listed by /v1/models.")]
     temperature: Annotated[
-        Temperature | None, _about("Sampling temperature. 0 selects greedy decoding. Default 1.")
+        Temperature | None,
+        _about("Sampling temperature. 0 selects greedy decoding. Default: the model's, otherwise 1."),
     ] = None
     top_p: Annotated[
         Fraction | None,
-        _about("Sample only from the most likely tokens, up to this cumulative probability. Default 1."),
+        _about(
+            "Sample only from the most likely tokens, up to this cumulative probability. Default: the "
+            "model's, otherwise 1."
+        ),
     ] = None
     top_k: Annotated[
         TopK | None,
         _about(
             "Sample only from this many most likely tokens. With 0 or -1, sample from all tokens. "
-            "Default: all tokens."
+            "Default: the model's, otherwise all tokens."
         ),
     ] = None
     min_p: Annotated[
         Fraction | None,
-        _about("Sample only from tokens with at least this fraction of the highest probability. Default 0."),
+        _about(
+            "Sample only from tokens with at least this fraction of the highest probability. Default: "
+            "the model's, otherwise 0."
+        ),
     ] = None
     n: Annotated[Samples | None, _about("Number of answers per prompt. Default 1.")] = None
     stream: Annotated[bool | None, _about("Send the answer as server-sent events. Default false.")] = None
@@ -115,15 +118,25 @@ class GenerationRequest(RequestStruct, kw_only=True):
         _about("Include the stop string or stop token that ended the answer. Default false."),
     ] = None
     presence_penalty: Annotated[
-        Penalty | None, _about("Subtracted from the logit of each token that the answer contains. Default 0.")
+        Penalty | None,
+        _about(
+            "Subtracted from the logit of each token that the answer contains. Default: the model's, "
+            "otherwise 0."
+        ),
     ] = None
     frequency_penalty: Annotated[
         Penalty | None,
-        _about("Subtracted from a token's logit once per occurrence in the answer. Default 0."),
+        _about(
+            "Subtracted from a token's logit once per occurrence in the answer. Default: the model's, "
+            "otherwise 0."
+        ),
     ] = None
     repetition_penalty: Annotated[
         RepetitionPenalty | None,
-        _about("Penalty for tokens that already occur in the prompt or the answer. Default 1: no penalty."),
+        _about(
+            "Penalty for tokens that already occur in the prompt or the answer. Default: the model's, "
+            "otherwise 1: no penalty."
+        ),
     ] = None
     logit_bias: Annotated[
         LogitBiasField | None, _about("Numbers that are added to the logits of the given token ids.")

@@ -198,14 +198,32 @@ class ModelManager:
             if name in wanted and name not in self.models:
                 self._add(described[name])
             elif name in wanted:
-                known = self.models[name]
-                self.models[name] = msgspec.structs.replace(known, required=wanted[name].required)
+                self._redescribe(name, wanted[name], described.get(name))
             grace_s, running = self._settings().drain_grace_s, len(self.of(name))
             change = describe_change(former.get(name), wanted.get(name), running, grace_s)
             changes.append(f"model {name}: {change}")
             self._begin_change(name)
         self._publish()
         return changes
+
+    def _redescribe(self, name: str, wanted: ModelSettings, described: ServedModel | None) -> None:
+        """Apply the settings of a model that need no other replicas. `described` is the model with these
+        settings, if any of its text settings has changed."""
+        known = msgspec.structs.replace(self.models[name], required=wanted.required)
+        if described is not None and described.folder == known.folder:
+            known = msgspec.structs.replace(
+                known,
+                version=described.version,
+                chat_template=described.chat_template,
+                sampling=described.sampling,
+            )
+            self._requests.set_version(name, known.version)
+            for replica in self.of(name):
+                if replica.spec == wanted.spec(replica.name):
+                    replica.settings, replica.described = wanted, None
+                    if replica.account is not None:
+                        replica.account.version = known.version
+        self.models[name] = known
 
     def load(self, unit: ServedModel, settings: ModelSettings) -> None:
         """Load a version of the registry. `loaded` and `load_failure` report the result."""

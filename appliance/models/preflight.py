@@ -15,7 +15,7 @@ import msgspec
 
 from appliance.models.checkpoint_files import FolderFault, check_files
 from appliance.models.fit import MachineMemory, MemoryFit, UnfitError, fit
-from appliance.models.readable import FileReader
+from appliance.models.readable import FileReader, why_unreadable
 from appliance.protocol import precision
 from appliance.quantities import of_bytes
 from appliance.settings import ModelSettings
@@ -43,7 +43,6 @@ def check_model(
     memory: MachineMemory,
     reader: FileReader,
     *,
-    chat_template: str | None = None,
     compile_text: bool = True,
 ) -> list[ModelFinding]:
     """Check a model's folder and settings. The first problem is the only one in the result, because later
@@ -52,11 +51,10 @@ def check_model(
     - `memory`: the memory of this machine. A model that needs more than the whole machine has is a problem. A
       model that needs more than is free at the moment is a warning.
     - `reader`: the user that runs the service.
-    - `chat_template`: template that replaces the template in the folder.
     - `compile_text`: whether the tokenizer is loaded and the templates are compiled. This takes about a
       second for a large vocabulary, and must not run on the event loop's thread.
     """
-    return list(_check(model, memory, reader, chat_template, compile_text))
+    return list(_check(model, memory, reader, compile_text))
 
 
 def problem_of(findings: list[ModelFinding]) -> ModelFinding | None:
@@ -68,7 +66,6 @@ def _check(
     model: ModelSettings,
     memory: MachineMemory,
     reader: FileReader,
-    chat_template: str | None,
     compile_text: bool,
 ) -> Iterator[ModelFinding]:
     folder = Path(model.folder)
@@ -96,19 +93,23 @@ def _check(
         on_cpu = msgspec.structs.replace(model, device="cpu")
         yield from _check(on_cpu, memory, reader, chat_template, compile_text)
         return
-    yield from _check_text(folder, chat_template, compile_text)
+    yield from _check_text(model, reader, compile_text)
     yield from _check_memory(model, in_whole_machine, now)
 
 
-def _check_text(folder: Path, chat_template: str | None, compile_text: bool) -> Iterator[ModelFinding]:
+def _check_text(model: ModelSettings, reader: FileReader, compile_text: bool) -> Iterator[ModelFinding]:
     """Check the tokenizer and the chat template."""
+    folder = Path(model.folder)
+    if model.chat_template and (unreadable := why_unreadable(Path(model.chat_template), reader)):
+        yield _problem(unreadable.what, unreadable.remedy)
+        return
     # The tokenizer's library is imported only where a model is checked.
     from appliance.text.template_files import read_template_sources
     from appliance.text.tokenizer_files import TokenizerFilesError, read_tokenizer_files
 
     try:
         special_tokens = read_tokenizer_files(folder).named
-        sources = {"default": chat_template} if chat_template is not None else read_template_sources(folder)
+        sources = read_template_sources(folder, model.chat_template)
         if compile_text:
             _compile_text(folder, sources, special_tokens)
     except TokenizerFilesError as error:
@@ -128,8 +129,8 @@ def _check_text(folder: Path, chat_template: str | None, compile_text: bool) -> 
         yield ModelFinding(
             level="warning",
             text=f"{folder} has no chat template, so chat requests will be refused with status 400",
-            remedy="add the file chat_template.jinja to the folder, or use the model only with "
-            "/v1/completions",
+            remedy="add the file chat_template.jinja to the folder, set chat_template to a file with a "
+            "template, or use the model only with /v1/completions",
         )
 
 

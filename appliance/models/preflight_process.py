@@ -29,13 +29,6 @@ Findings = dict[str, list[ModelFinding]]
 Check = Callable[[Mapping[str, ModelSettings]], Findings]
 
 
-class CheckRequest(msgspec.Struct, kw_only=True):
-    """The input of the process."""
-
-    models: Mapping[str, ModelSettings]
-    chat_templates: Mapping[str, str] = {}
-
-
 def check_files_here(models: Mapping[str, ModelSettings]) -> Findings:
     """Check the models in this process, without loading tokenizers or compiling templates. This takes some
     tens of milliseconds per model."""
@@ -43,21 +36,15 @@ def check_files_here(models: Mapping[str, ModelSettings]) -> Findings:
     return {name: check_model(model, memory, reader, compile_text=False) for name, model in models.items()}
 
 
-def check_apart(
-    models: Mapping[str, ModelSettings], chat_templates: Mapping[str, str] | None = None
-) -> Findings:
-    """Run all checks of the models in a separate process, and wait for the result.
-
-    `chat_templates` contains templates that replace the templates in a model's folder, by the model's name. A
-    process that does not end in time or ends without a result is reported as a problem of every model.
-    """
+def check_apart(models: Mapping[str, ModelSettings]) -> Findings:
+    """Run all checks of the models in a separate process, and wait for the result. A process that does not
+    end in time or ends without a result is reported as a problem of every model."""
     if not models:
         return {}
-    request = msgspec.json.encode(CheckRequest(models=models, chat_templates=chat_templates or {}))
     try:
         done = subprocess.run(
             module_command("appliance.models.preflight_process"),
-            input=request,
+            input=msgspec.json.encode(models),
             capture_output=True,
             timeout=_TIMEOUT_S,
             env=module_environment(),
@@ -90,13 +77,10 @@ MODEL_CHECKS = ModelChecks()
 
 
 def main() -> None:
-    """Check the models of the request on standard input, and print the findings as JSON."""
-    request = msgspec.json.decode(sys.stdin.buffer.read(), type=CheckRequest)
+    """Check the models on standard input, and print the findings as JSON."""
+    models = msgspec.json.decode(sys.stdin.buffer.read(), type=dict[str, ModelSettings])
     memory, reader = read_memory(), this_process()
-    findings = {
-        name: check_model(model, memory, reader, chat_template=request.chat_templates.get(name))
-        for name, model in request.models.items()
-    }
+    findings = {name: check_model(model, memory, reader) for name, model in models.items()}
     sys.stdout.buffer.write(msgspec.json.encode(findings))
 
 

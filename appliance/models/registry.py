@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -53,13 +54,13 @@ def _fault(loaded: Loaded, name: str, finding: ModelFinding) -> Fault:
 def describe_models(
     loaded: Loaded, former: Settings | None = None, broken: Collection[str] = ()
 ) -> list[ServedModel]:
-    """Describe the models that are not in `former`, or whose folder differs from the one in `former`. For
+    """Describe the models that are not in `former`, or whose text settings differ from those in `former`. For
     models in `broken`, whose folders may not be readable, the description contains only the name and the
     folder. Raises SettingsError for other folders that cannot be read."""
     served, faults = [], []
     for name, model in loaded.settings.models.items():
         known = former.models.get(name) if former is not None else None
-        if known is not None and known.folder == model.folder:
+        if known is not None and known.text == model.text:
             continue
         if name in broken:
             served.append(
@@ -77,15 +78,17 @@ def describe_models(
         try:
             served.append(describe(name, model))
         except OSError as error:
-            path = ("models", name, "folder")
+            setting, value = "folder", model.folder
+            remedy = "the folder of a Hugging Face checkpoint (config.json, tokenizer.json, *.safetensors)"
+            if model.chat_template is not None and error.filename == model.chat_template:
+                setting, value, remedy = "chat_template", model.chat_template, "a file with a Jinja template"
+            path = ("models", name, setting)
             faults.append(
                 Fault(
                     place=loaded.places.get(path, Place("default")),
                     field=dotted(path),
-                    what=f"models.{name}.folder = {model.folder!r} cannot be used: {error.filename}: "
-                    f"{error.strerror}",
-                    remedy="set it to the folder of a Hugging Face checkpoint (config.json, tokenizer.json, "
-                    "*.safetensors)",
+                    what=f"{dotted(path)} = {value!r} cannot be used: {error.filename}: {error.strerror}",
+                    remedy=f"set it to {remedy}",
                 )
             )
     if faults:
@@ -99,7 +102,7 @@ def describe(name: str, settings: ModelSettings) -> ServedModel:
     """Describe a model for fronts before any replica is ready.
 
     Numbers that are not in the model's configuration are 0 until a replica is ready. Raises OSError if the
-    folder cannot be read.
+    folder or the chat template cannot be read.
     """
     folder = Path(settings.folder)
     config = _config(folder / "config.json")
@@ -111,16 +114,19 @@ def describe(name: str, settings: ModelSettings) -> ServedModel:
     return ServedModel(
         name=name,
         folder=str(folder),
-        version=fingerprint(folder),
+        version=fingerprint(folder, settings.chat_template),
         created=int((folder / "config.json").stat().st_mtime),
         max_model_len=max_model_len,
         vocab_size=vocab_size if isinstance(vocab_size, int) else 0,
         required=settings.required,
+        chat_template=settings.chat_template,
+        sampling=settings.sampling.over(_config(folder / "generation_config.json")),
     )
 
 
-def fingerprint(folder: Path) -> str:
-    """Return 12 hex digits that identify the contents of the folder's files. File dates are ignored.
+def fingerprint(folder: Path, chat_template: str | None = None) -> str:
+    """Return 12 hex digits that identify the contents of the folder's files, and of a chat template that
+    replaces the folder's. File dates are ignored.
 
     Files of up to 32 MB are hashed completely. For larger files, the hash covers the name, the size, and one
     megabyte each from the beginning, the middle and the end, because training changes every part of the
@@ -139,6 +145,11 @@ def fingerprint(folder: Path) -> str:
             for start in (0, size // 2, size - _SAMPLE_BYTES):
                 file.seek(start)
                 digest.update(file.read(_SAMPLE_BYTES))
+    if chat_template is not None:
+        path = Path(chat_template)
+        if not path.is_file():  # reading a device or a named pipe may never end
+            raise FileNotFoundError(errno.ENOENT, "not a regular file", chat_template)
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
 
@@ -146,6 +157,6 @@ def _config(path: Path) -> dict[str, Any]:
     # The engine reports a broken file, with its name and the reason, when it loads the model.
     try:
         config = json.loads(path.read_bytes())
-    except ValueError:
+    except (ValueError, FileNotFoundError):
         return {}
     return config if isinstance(config, dict) else {}

@@ -14,6 +14,7 @@ import msgspec
 from appliance.alert_rules import AlertRule, AlertSink
 from appliance.messages import KeepRules, Limits, RetryRules
 from appliance.protocol import LogLevel
+from appliance.sampling import SamplingDefaults
 from appliance.traffic.rules import QueueRules
 from engine.messages import Device, DType, LoadFormat, Quantization, ReplicaSpec
 
@@ -104,12 +105,24 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Whether a replica runs on the CPU if it cannot run on a GPU because the GPU or its memory is missing.
     The model is then slower, and `status` shows the reason."""
 
+    chat_template: str | None = None
+    """File with a chat template (Jinja) that replaces the templates in the folder. A relative path is
+    resolved like that of `folder`. The file is read when the model is loaded or its settings change."""
+    sampling: SamplingDefaults = SamplingDefaults()
+    """Default sampling parameters, in a table of their own."""
+
     def replica_range(self) -> tuple[int, int]:
         """Return the minimum and the maximum number of replicas."""
         if self.max_replicas is None:
             return self.replicas, self.replicas
         least = self.replicas if self.min_replicas is None else self.min_replicas
         return min(least, self.max_replicas), self.max_replicas
+
+    @property
+    def text(self) -> tuple[str, str | None, SamplingDefaults]:
+        """The settings that fronts use. If they change, fronts are told, and no replica is replaced unless
+        the folder changes."""
+        return self.folder, self.chat_template, self.sampling
 
     def spec(self, replica: str) -> ReplicaSpec:
         """Return the specification of a replica of this model."""

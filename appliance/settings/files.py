@@ -162,12 +162,13 @@ def _paths(table: Mapping[str, Any]) -> Iterator[faults.Path]:
 
 
 def _anchor_folders(table: dict[str, Any], path: Path) -> None:
-    """Make model folders absolute, based on the location of the file that contains them."""
+    """Make the paths of models absolute, based on the location of the file that contains them."""
     models = table.get("models")
     if isinstance(models, dict):
         for model in models.values():
-            if isinstance(model, dict) and isinstance(model.get("folder"), str):
-                model["folder"] = str(path.parent / os.path.expanduser(model["folder"]))
+            for name in ("folder", "chat_template"):
+                if isinstance(model, dict) and isinstance(model.get(name), str):
+                    model[name] = str(path.parent / os.path.expanduser(model[name]))
 
 
 def _merge(into: dict[str, Any], table: Mapping[str, Any]) -> None:

@@ -10,13 +10,22 @@ MAX_TEMPLATE_BYTES = 1 << 20
 """Maximum size of one template file. Among known models, the longest template has 20 kB."""
 
 
-def read_template_sources(folder: Path) -> dict[str, str]:
+def read_template_sources(folder: Path, replacement: str | None = None) -> dict[str, str]:
     """Return the template texts by name: `default`, and additional templates such as `tool_use`. Empty if
     there are no templates. Raises `TokenizerFilesError`.
 
-    Templates are read from `chat_template.jinja` and `additional_chat_templates/`. If there is no such file,
-    they are read from `chat_template` in `tokenizer_config.json` (a text, or a list of named texts).
-    """
+    The file `replacement` replaces all templates of the folder. Otherwise, templates are read from
+    `chat_template.jinja` and `additional_chat_templates/`. If there is no such file, they are read from
+    `chat_template` in `tokenizer_config.json` (a text, or a list of named texts)."""
+    if replacement is not None:
+        try:
+            return {"default": read_regular_file(Path(replacement), MAX_TEMPLATE_BYTES).decode()}
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise TokenizerFilesError(
+                f"chat_template = {replacement!r} cannot be read as UTF-8 text ({why}); set it to a file "
+                "with a Jinja template of at most 1 MiB"
+            ) from error
     sources: dict[str, str] = {}
     files = {"default": folder / "chat_template.jinja"} | {
         path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))

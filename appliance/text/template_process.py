@@ -94,10 +94,12 @@ class TemplateProcess:
         self._closed = False
 
     @classmethod
-    def load(cls, folder: Path | str, special_tokens: Mapping[str, str]) -> TemplateProcess:
-        """Read the templates in a model folder. A folder may have no templates. Raises
-        `TokenizerFilesError`."""
-        return cls(read_template_sources(Path(folder)), special_tokens)
+    def load(
+        cls, folder: Path | str, special_tokens: Mapping[str, str], replacement: str | None = None
+    ) -> TemplateProcess:
+        """Read the templates in a model folder, or the file `replacement` instead. A folder may have no
+        templates. Raises `TokenizerFilesError`."""
+        return cls(read_template_sources(Path(folder), replacement), special_tokens)
 
     @property
     def exists(self) -> bool:

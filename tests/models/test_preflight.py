@@ -40,11 +40,10 @@ def check(
     folder: Path,
     memory: MachineMemory = MEMORY,
     reader: FileReader | None = None,
-    template: str | None = None,
     **settings: object,
 ) -> list[ModelFinding]:
     wanted = ModelSettings(folder=str(folder), **settings)  # type: ignore[arg-type]
-    return check_model(wanted, memory, reader or this_process(), chat_template=template)
+    return check_model(wanted, memory, reader or this_process())
 
 
 def problem(folder: Path, **arguments: object) -> str:
@@ -230,13 +229,14 @@ def test_memory_that_other_processes_use_on_a_gpu_is_told(model: Path) -> None:
 
 def test_a_separate_process_finds_the_same(model: Path) -> None:
     (model / "chat_template.jinja").write_text("{% for %}")
+    (template := model.parent / "other.jinja").write_text("{{ messages }}")
     sound = ModelSettings(folder=str(demo_model_folder()))
     models = {
         "good": sound,
         "bad": ModelSettings(folder=str(model)),
-        "fixed": ModelSettings(folder=str(model)),
+        "fixed": ModelSettings(folder=str(model), chat_template=str(template)),
     }
-    found = check_apart(models, {"fixed": "{{ messages }}"})
+    found = check_apart(models)
     assert {name: problem_of(findings) is None for name, findings in found.items()} == {
         "good": True,
         "bad": False,

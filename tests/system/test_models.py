@@ -130,10 +130,39 @@ def test_a_load_that_fails_leaves_the_rest_untouched_and_says_why(
     assert [one["name"] for one in models(running, "list")] == ["chat"]
 
 
+def test_a_version_has_its_own_sampling_defaults_and_chat_template(
+    running: Service, folders: list[Path], tmp_path: Path
+) -> None:
+    template = tmp_path / "other.jinja"
+    template.write_text("{{ 'A' if messages[0].content == 'Hello' else 'B' }}")
+    own = ("--set", "sampling.temperature=2", "--set", f"chat_template={template}")
+    models(running, "add", f"own={folders[0]}", *SMALL, *own)
+    models(running, "load", "own", "--wait")
+    assert models(running, "show", "own")["versions"][0]["settings"]["sampling"] == {"temperature": 2}
+    with running.http() as http:
+        body = {"model": "own", "prompt": "import ", "max_tokens": 40, "ignore_eos": True}
+        body |= {"return_token_ids": True, "seed": 1}
+        drawn, chosen = (
+            http.post("/v1/completions", json=body | more).json()["choices"][0]["token_ids"]
+            for more in ({}, {"temperature": 0})
+        )
+        chat = {"model": "own", "messages": [{"role": "user", "content": "Hello"}]}
+        tokens = http.post("/tokenize", json=chat | {"return_token_strs": True}).json()["token_strs"]
+    # At temperature 1 and below, nearly every token would be that of the checkpoint.
+    assert chosen == [TOKENS[0]] * 40 and drawn.count(TOKENS[0]) < 20
+    assert tokens == ["A"]
+    models(running, "unload", "own", "--wait", "--yes")
+    models(running, "remove", "own", "--yes")
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
         (("add", "x=/nowhere"), "/nowhere"),
+        (("add", "x=FOLDER", "--set", "sampling.temperature=3"), "sampling.temperature = 3 is not valid"),
+        (("add", "x=FOLDER", "--set", "sampling.top_n=3"), "sampling.top_n is not a setting"),
+        (("add", "x=FOLDER", "--set", "chat_template=/nowhere.jinja"), "/nowhere.jinja"),
+        (("add", "x=FOLDER", "--set", "chat_template=BROKEN"), "is not valid Jinja2"),
         (("add", "x@1=/tmp"), "not a valid model name"),
         (("add", "chat=/tmp", "--set", "max_num_seq=3"), "did you mean 'max_num_seqs'"),
         (("load", "chat@9", "--wait"), "no version 9; available versions: 1, 2"),
@@ -143,7 +172,13 @@ def test_a_load_that_fails_leaves_the_rest_untouched_and_says_why(
         (("remove", "chat", "--yes"), "unload it first"),
     ],
 )
-def test_a_command_that_cannot_be_done_says_why(running: Service, words: tuple[str, ...], why: str) -> None:
+def test_a_command_that_cannot_be_done_says_why(
+    running: Service, folders: list[Path], tmp_path: Path, words: tuple[str, ...], why: str
+) -> None:
+    (broken := tmp_path / "broken.jinja").write_text("{% for %}")
+    replaced = {"FOLDER": str(folders[0]), "BROKEN": str(broken)}
+    for name, value in replaced.items():
+        words = tuple(word.replace(name, value) for word in words)
     assert why in refused(running, *words)
 
 
