@@ -65,6 +65,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 0
     listed: bool = True
     """Whether `GET /v1/models` lists the name, because the model can answer now or on demand."""
+    fallback: str = ""
+    """Name of the model that answers requests if this one cannot, for keys that allow it."""
     arms: tuple[Arm, ...] = ()
     """If the name is split, the units that can answer. `unit` is then the arm with the largest weight."""
 
@@ -91,6 +93,8 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     default_max_tokens: int | None = None
     """Output limit of a request without `max_tokens`, or None for the remaining context length."""
     log_policy: LogPolicy = "metadata"
+    may_fall_back: bool = False
+    """Whether the fallback of a model may answer the key's requests."""
     expires_at: float | None = None
     """When the key expires, in unix seconds."""
     suspended: bool = False
@@ -295,6 +299,9 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     """Whether the client should not retry automatically, as OpenAI's clients do, because a retry would be
     useless."""
     rate_limits: RateLimits | None = None
+    falls_back: bool = False
+    """Whether the request is still open, because `Admit.may_fall_back` is set and another model may be able
+    to take it. The front sends another first attempt for the fallback, or `Settle`."""
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -339,6 +346,8 @@ class LoggedFields(msgspec.Struct, frozen=True, kw_only=True):
     """When the request was read, in unix seconds."""
     user: str = ""
     """The `user` field of the body, or "" if there is none."""
+    fallback_of: str = ""
+    """The requested model, if `model` is its fallback."""
 
 
 class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
@@ -361,6 +370,9 @@ class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
     subtracted from the token credit."""
     max_tokens: int
     """Maximum number of tokens to generate, over all samples."""
+    may_fall_back: bool = False
+    """Whether the front can send the request to another model if this one cannot take it
+    (`Refused.falls_back`)."""
     may_lower: bool = False
     """Whether the core may lower the limit (`Admitted.most_tokens`) because the client set none."""
     asked_class: str = ""

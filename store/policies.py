@@ -29,6 +29,9 @@ state."""
 LogPolicy = Literal["metadata", "hashes", "full"]
 """How to store prompts and answers: not at all, as SHA-256 hashes, or as redacted text."""
 
+Fallback = Literal["never", "allowed"]
+"""Whether a model's fallback may answer requests."""
+
 PeerKind = Literal["uid", "gid"]
 PEER_KINDS: tuple[PeerKind, ...] = get_args(PeerKind)
 
@@ -210,6 +213,13 @@ class KeyFields(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of this key. The limits of its tenant apply as well."""
     replaced_by: str | None = None
     """The id of the key that replaced this one in a rotation."""
+    fallback: Annotated[
+        Fallback,
+        Field(
+            "Whether a model's fallback (setting models.NAME.fallback) may answer requests that the model "
+            "cannot take because it is overloaded or has failed"
+        ),
+    ] = "never"
 
     def valid_at(self, now: float) -> bool:
         """Return whether the key is valid at unix time `now`."""

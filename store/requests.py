@@ -83,6 +83,8 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     unit: str | None = None
     """What answered the request: a model of the settings, or NAME@VERSION for a version in the registry. It
     differs from `model` if that is an alias, a split name, or a model of the registry."""
+    fallback_of: str | None = None
+    """The requested model, if its fallback `model` was used instead."""
 
 
 class LoggedRequest(RequestRow, frozen=True, kw_only=True):

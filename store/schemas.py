@@ -252,6 +252,7 @@ _RETRIES = (
 
 _USER = ("ALTER TABLE requests ADD COLUMN user TEXT",)
 _UNIT = ("ALTER TABLE requests ADD COLUMN unit TEXT",)
+_FALLBACK = ("ALTER TABLE requests ADD COLUMN fallback_of TEXT",)
 
 # The usage outlives the rows of the requests. Only requests that ran count tokens: a refused request has no
 # quota_tokens, and the tokens of an interrupted request are not known. Clients choose the names of unknown
@@ -480,6 +481,7 @@ HISTORY = Schema(
         Migration("alerts", _ALERTS),
         Migration("telemetry details", _TELEMETRY_DETAILS),
         Migration("unit", _UNIT),
+        Migration("fallback", _FALLBACK),
     ),
 )
 

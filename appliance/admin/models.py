@@ -171,6 +171,7 @@ class ModelAdmin:
         if not os.path.isabs(asked.folder):
             raise ValueError(f"folder = {asked.folder!r} is not an absolute path: write the whole path")
         check_settings(asked.name, asked.folder, asked.settings)
+        self._check_fallback(asked)
         warnings = await self._check(asked)
         files = await asyncio.to_thread(read_manifest, asked.folder)
         added = await committed(
@@ -180,6 +181,15 @@ class ModelAdmin:
         )
         self.fronts.publish_configuration()
         return Effect(AddedVersion(name=added.model, version=added.version, warnings=warnings))
+
+    def _check_fallback(self, asked: AddModel) -> None:
+        fallback = asked.settings.get("fallback")
+        known = self.routing.names() - {asked.name}
+        if fallback is not None and fallback not in known:
+            raise ValueError(
+                f"fallback = {fallback!r} is not another model or alias: use one of "
+                f"{', '.join(sorted(known)) or 'none, because there is no other model'}"
+            )
 
     async def _check(self, asked: AddModel) -> list[str]:
         """Check the checkpoint's files, and return the warnings. Raises ValueError for a checkpoint that

@@ -160,7 +160,7 @@ def _cells(row: NamedRequest) -> tuple[str, ...]:
         local_short(row.created_at),
         printable(row.request_id),
         printable(row.tenant or ""),
-        printable(row.model or ""),
+        printable(f"{row.model} (for {row.fallback_of})" if row.fallback_of else row.model or ""),
         printable(row.unit or ""),
         printable(row.key_name or row.key_id or ""),
         printable(row.peer or ""),

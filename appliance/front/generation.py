@@ -16,7 +16,7 @@ from appliance.front.generation_task import GenerationTask
 from appliance.front.keeping import Transcript
 from appliance.front.limits import rate_limit_headers
 from appliance.front.request_context import RequestContext
-from appliance.front.sample import Sample
+from appliance.front.sample import Sample, samples_of
 from appliance.messages import Admit, Admitted, Refused, RequestProgress, Settle
 from engine.client import ReplicaClient
 from engine.messages import Output, Submit, pack_tokens
@@ -50,31 +50,9 @@ class Generation:
         self.state = state
         self.context = context
         self.task = task
-        stream = task.model.tokenizer.stream
-        wants_logprobs = task.logprobs is not None
-        each = task.samples
         self.is_kept = context.identity.log_policy != "metadata"
         """Whether the log policy keeps prompts and answers."""
-        self.samples = [
-            Sample(
-                prompt,
-                number,
-                prompt.index * each + number,
-                stream(
-                    task.stops,
-                    task.include_stop,
-                    task.skip_special_tokens,
-                    context=prompt.token_ids[-16:] if task.continues_text else (),
-                    min_tokens=task.sampling.min_tokens,
-                ),
-                wants_logprobs,
-                task.discard_output,
-                self.is_kept,
-                task.include_stop,
-            )
-            for prompt in task.prompts
-            for number in range(each)
-        ]
+        self.samples = samples_of(task, self.is_kept)
         self.begun = asyncio.Event()
         """Set when the first output has arrived, or when the request is finished without any output."""
         self.ended = asyncio.Event()
@@ -87,6 +65,8 @@ class Generation:
         self.on_disconnect: Callable[[], None] | None = None
         """Called when the client disconnects. If it is None, the request is ended instead."""
         self.on_end: Callable[[], None] | None = None
+        self.on_fallback: Callable[[], None] | None = None
+        """Called when another model has taken over, before the first output. `task` and `samples` are new."""
         self.headers: dict[str, str] = {}
         """Response headers that report the caller's rate limits."""
         self.prompt_tokens = task.prompt_tokens
@@ -158,6 +138,7 @@ class Generation:
             return
         self._link = link
         self._submitted = self.ran = True
+        self.task.fall_back = None
         self.headers = rate_limit_headers(message.rate_limits)
         if message.most_tokens is not None:
             for prompt in self.task.prompts:
@@ -179,21 +160,39 @@ class Generation:
         the answer, so the core waits for `settle`."""
         if message.attempt != self._attempt or self._settled:
             return
+        if message.falls_back:
+            self.state.background.run(self._fall_back(_refusal_error(message)))
+            return
         if not self._attempt:
             self._settled = True
             self.state.active.pop(self.context.request_id, None)
         self.headers = rate_limit_headers(message.rate_limits)
-        self._fail(
-            ApiError(
-                message.status,
-                message.message,
-                param="model" if message.status == 404 else None,
-                code=message.code,
-                retry_after_s=message.retry_after_s,
-                headers={"x-should-retry": "false"} if message.useless else None,
-                kind=message.kind,
-            )
-        )
+        self._fail(_refusal_error(message))
+
+    async def _fall_back(self, refusal: ApiError) -> None:
+        """Prepare the request for the fallback of its model, and ask again. If the fallback cannot take it
+        either, the client gets the model's own refusal."""
+        prepare, self.task.fall_back = self.task.fall_back, None
+        try:
+            if prepare is None:
+                raise refusal
+            task = await prepare()
+        except ApiError:
+            self.context.prepared()
+            self._fail(refusal)
+            return
+        except Exception:
+            log.exception("request %s: preparing it for the fallback failed", self.context.request_id)
+            self.context.prepared()
+            self._fail(refusal)
+            return
+        if not self.ended.is_set():
+            self.task, self.samples = task, samples_of(task, self.is_kept)
+            self._open, self.prompt_tokens = len(self.samples), task.prompt_tokens
+            if self.on_fallback is not None:
+                self.on_fallback()
+            self._ask()
+        self.context.prepared()
 
     def abort(self, message: str) -> None:
         """End the request immediately, because an operator or a drain has cancelled it."""
@@ -301,6 +300,7 @@ class Generation:
                 num_seqs=len(running),
                 prompt_tokens=prompt_tokens,
                 max_tokens=sum(sample.prompt.max_tokens for sample in running) - emitted,
+                may_fall_back=task.fall_back is not None and not again,
                 may_lower=task.may_lower,
                 asked_class=task.asked_class,
                 deadline_ms=context.deadline_ms,
@@ -459,6 +459,18 @@ class Generation:
         if status == CLIENT_DISCONNECTED:
             rest = "cancelled"
         return ",".join(dict.fromkeys(sample.finish_reason or rest for sample in self.samples))
+
+
+def _refusal_error(message: Refused) -> ApiError:
+    return ApiError(
+        message.status,
+        message.message,
+        param="model" if message.status == 404 else None,
+        code=message.code,
+        retry_after_s=message.retry_after_s,
+        headers={"x-should-retry": "false"} if message.useless else None,
+        kind=message.kind,
+    )
 
 
 def _engine_error(output: Output) -> ApiError:

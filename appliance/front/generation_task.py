@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -64,6 +65,8 @@ class GenerationTask:
     asked_class: str = ""
     may_lower: bool = False
     """Same as `Admit.may_lower`."""
+    fall_back: Callable[[], Awaitable[GenerationTask]] | None = None
+    """Prepares the request for another model, if this one cannot take it. Raises `ApiError`."""
     asked: list[Text] = field(default_factory=list)
     """The prompts as the client sent them, if the log policy keeps them."""
 

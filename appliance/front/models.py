@@ -232,6 +232,13 @@ class Catalog:
         arms = () if route is None else [arm for arm in route.arms if arm.unit in self._models]
         return choose_arm(name, arms, caller).unit if arms else self.unit_of(name)
 
+    def fallback_of(self, name: str, identity: Identity) -> str:
+        """Return the model that may answer the caller's requests if the model with this name cannot; empty if
+        there is none."""
+        route = None if self._routes is None else self._routes.get(name)
+        may = route is not None and identity.may_fall_back and allows(identity, name)
+        return route.fallback if may and route is not None and allows(identity, route.fallback) else ""
+
     def _waits(self, name: str) -> bool:
         route = None if self._routes is None else self._routes.get(name)
         return route is not None and not route.unit

@@ -38,6 +38,8 @@ class RequestContext:
     request_class: int | None = None
     """The service class, 0 to 3, or None until the body has been parsed."""
     model: str = ""
+    fallback_of: str = ""
+    """The requested model, if `model` is its fallback."""
     stream: bool = False
     user: str = ""
     """The `user` field of the body, for the request log."""

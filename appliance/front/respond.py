@@ -35,7 +35,7 @@ class GenerationResponse(Response):
         self._task = task
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._task.asked:
+        if not self._task.asked and self._task.fall_back is None:
             # The request is prepared, so its body can be released.
             self._context.body.release()
         generation = self.generation
@@ -55,7 +55,7 @@ class GenerationResponse(Response):
             # The callbacks refer to the stream, and the stream refers to the generation. Break this reference
             # cycle, so that both are freed immediately. The garbage collector would free them only after
             # about a thousand streams.
-            generation.on_progress = generation.on_end = None
+            generation.on_progress = generation.on_end = generation.on_fallback = None
             self._state.active.pop(self._context.request_id, None)
             if generation.is_kept and generation.ran:
                 self._state.keeper.keep(generation.transcript())

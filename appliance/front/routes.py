@@ -13,7 +13,7 @@ from starlette.responses import Response
 from appliance.front import documents
 from appliance.front.app_state import AppState
 from appliance.front.body import parse_body, read_body, receive_body
-from appliance.front.errors import invalid
+from appliance.front.errors import ApiError, invalid
 from appliance.front.generation_task import GenerationTask
 from appliance.front.idempotency import answer, key_of
 from appliance.front.models import LoadedModel, allows, own_route
@@ -193,14 +193,31 @@ class _Api:
         data = await receive_body(request, state.limits.max_body_bytes)
         body = parse_body(data, kind, state.limits.max_body_bytes, context)
         body.model = request.path_params.get("model", body.model)
-        found = await named_model(state, context, body)
+        fallback = state.catalog.fallback_of(body.model, context.identity)
+
+        async def fall_back() -> GenerationTask:
+            context.fallback_of, body.model = body.model, fallback
+            return await make_task(state, await named_model(state, context, body), context, body)
+
+        async def prepare() -> GenerationTask:
+            task = await make_task(state, found, context, body)
+            task.fall_back = fall_back if fallback and not context.fallback_of else None
+            return task
+
+        try:
+            found = await named_model(state, context, body)
+        except ApiError as error:
+            if error.status != 503 or not fallback:
+                raise
+            context.fallback_of, body.model = body.model, fallback
+            found = await named_model(state, context, body)
         key = key_of(request)
         if key is None:
             # Free the body's bytes. Otherwise up to 2 MB would stay in memory while the prompt waits to be
             # encoded.
             data.clear()
-            return GenerationResponse(state, context, await make_task(state, found, context, body))
-        return await answer(state, request, key, data, lambda: make_task(state, found, context, body))
+            return GenerationResponse(state, context, await prepare())
+        return await answer(state, request, key, data, prepare)
 
 
 def _route(

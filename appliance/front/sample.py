@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from appliance.front.generation_task import Prompt
+from appliance.front.generation_task import GenerationTask, Prompt
 from appliance.text.stream import TextStream
 from engine.messages import FinishReason, Output, TokenLogprob
 
@@ -132,3 +132,28 @@ class Sample:
             if delta.stopped is not None:
                 return delta.stopped
         return None
+
+
+def samples_of(task: GenerationTask, is_kept: bool) -> list[Sample]:
+    """Return the samples of a task that has not begun. `is_kept`: whether the log policy keeps answers."""
+    stream = task.model.tokenizer.stream
+    return [
+        Sample(
+            prompt,
+            number,
+            prompt.index * task.samples + number,
+            stream(
+                task.stops,
+                task.include_stop,
+                task.skip_special_tokens,
+                context=prompt.token_ids[-16:] if task.continues_text else (),
+                min_tokens=task.sampling.min_tokens,
+            ),
+            task.logprobs is not None,
+            task.discard_output,
+            is_kept,
+            task.include_stop,
+        )
+        for prompt in task.prompts
+        for number in range(task.samples)
+    ]

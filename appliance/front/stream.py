@@ -43,8 +43,6 @@ class EventStream:
         self.generation = generation
         self.done = asyncio.Event()
         """Set when the last event has been written or the client has disconnected."""
-        task = generation.task
-        self._task = task
         self._connection = generation.context.connection
         self._state = generation.state
         self._is_open = False
@@ -53,6 +51,15 @@ class EventStream:
         self._held = 0
         self._echoed: dict[int, PromptLogprobs] = {}
         """Log probabilities of the echoed prompts, by sample."""
+        self._prepare()
+        generation.on_progress = self.progress
+        generation.on_end = self.ended
+        generation.on_fallback = self._prepare
+
+    def _prepare(self) -> None:
+        """Prepare the fixed parts of the events. No output has arrived yet."""
+        generation = self.generation
+        self._task = task = generation.task
         self._max_held = MAX_HELD_OUTPUTS if task.logprobs is None else MAX_HELD_LOGPROB_OUTPUTS
         self._unfinished = len(generation.samples)
         head = _encode(answer_head(generation, chunk=True))[:-1]
@@ -67,8 +74,6 @@ class EventStream:
         # Chunks that have fields other than text are built individually.
         self._is_plain = not (task.return_token_ids or task.continuous_usage)
         self._after_text = self._close + b',"logprobs":null,"finish_reason":null}' + self._tail()
-        generation.on_progress = self.progress
-        generation.on_end = self.ended
 
     # ── called by the generation ──
 

@@ -85,6 +85,7 @@ class IdentityRegistry:
             context_tokens=min((length for length in lengths if length is not None), default=None),
             default_max_tokens=tenant.default_max_tokens,
             log_policy=tenant.log_policy,
+            may_fall_back=key.fallback == "allowed",
             expires_at=key.expires_at,
             suspended=tenant.suspended_at is not None,
         )

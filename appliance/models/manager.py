@@ -152,6 +152,11 @@ class ModelManager:
         """Return whether the settings contain the model."""
         return name in self._declared
 
+    def fallback(self, unit: str) -> str:
+        """Return the name of the model that answers requests if the unit cannot; empty if there is none."""
+        wanted = self._wanted.get(unit)
+        return "" if wanted is None else wanted.fallback or ""
+
     def failure(self, unit: str) -> str:
         """Return the reason why no replica of the unit can start, or an empty string."""
         replicas = self.of(unit)

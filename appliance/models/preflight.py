@@ -91,7 +91,7 @@ def _check(
             level="warning", text=f"the model will run on the CPU: {error}", remedy=error.remedy
         )
         on_cpu = msgspec.structs.replace(model, device="cpu")
-        yield from _check(on_cpu, memory, reader, chat_template, compile_text)
+        yield from _check(on_cpu, memory, reader, compile_text)
         return
     yield from _check_text(model, reader, compile_text)
     yield from _check_memory(model, in_whole_machine, now)

@@ -91,9 +91,11 @@ class Routing:
     def _of_model(self, registry: Registry, name: str) -> Route | None:
         if (split := registry.splits.get(name)) is not None:
             return self._of_split(split)
+        version = registry.models[name].default_version
         if name in self.held:
-            return Route(name=name, unit="", listed=False)
-        unit = unit_name(name, registry.models[name].default_version)
+            fallback = registry.versions[name, version].settings.get("fallback", "")
+            return Route(name=name, unit="", listed=False, fallback=fallback)
+        unit = unit_name(name, version)
         return self._to_unit(name, unit) if unit in self.usable else None
 
     def _of_split(self, split: SplitRecord) -> Route | None:
@@ -131,4 +133,5 @@ class Routing:
             created=model.created,
             max_model_len=model.max_model_len,
             listed=not self._models.failure(unit),
+            fallback=self._models.fallback(unit),
         )

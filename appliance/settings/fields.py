@@ -104,10 +104,12 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     cpu_fallback: bool = False
     """Whether a replica runs on the CPU if it cannot run on a GPU because the GPU or its memory is missing.
     The model is then slower, and `status` shows the reason."""
-
     chat_template: str | None = None
     """File with a chat template (Jinja) that replaces the templates in the folder. A relative path is
     resolved like that of `folder`. The file is read when the model is loaded or its settings change."""
+    fallback: str | None = None
+    """Name of another model that answers requests while this one is overloaded or has failed, for keys with
+    `--fallback allowed`. The answer's field `model` names it. Default: none."""
     sampling: SamplingDefaults = SamplingDefaults()
     """Default sampling parameters, in a table of their own."""
 

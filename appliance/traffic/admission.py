@@ -37,6 +37,12 @@ time."""
 _MIN_MARGIN_S = 0.02
 
 
+FALLBACK_CODES = frozenset(
+    {"queue_full", "overloaded", "queue_timeout", "deadline_unreachable", "model_failed", "draining"}
+)
+"""Codes of refusals that concern the model and not the caller, so that another model may take the request."""
+
+
 class Refusal(NamedTuple):
     """A refusal: the reason why a request is refused, as sent to the client."""
 
@@ -155,6 +161,12 @@ def unknown_model(name: str, known: Iterable[str]) -> Refusal:
 def failed_model(name: str, why: str) -> Refusal:
     """Return a refusal for a request whose model has no replica that can start."""
     message = f"model {name!r} cannot be served: {why}"
+    return Refusal(503, "model_failed", message, _FAILED_RETRY_S)
+
+
+def no_replica(name: str) -> Refusal:
+    """Return a refusal for a request that may use another model, while no replica of this model is ready."""
+    message = f"no replica of model {name!r} is ready: try again later"
     return Refusal(503, "model_failed", message, _FAILED_RETRY_S)
 
 

@@ -21,8 +21,10 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from appliance.messages import Abort, Admitted, Refused
-from appliance.traffic.admission import Refusal, hopeless, timed_out
+from appliance.traffic.admission import FALLBACK_CODES, Refusal, hopeless, timed_out
 from appliance.traffic.checks import Checks
 from appliance.traffic.credits import CreditAccount
 from appliance.traffic.model import ModelTraffic
@@ -81,7 +83,9 @@ class RequestLifecycle:
 
     def accept(self, request: Request, model: ModelTraffic, *, hold: bool) -> None:
         """Log a new request, and queue it or hold it until admission resumes."""
-        self._rows.open(row_of(request, self._unix()))
+        if not request.is_logged:
+            request.is_logged = True
+            self._rows.open(row_of(request, self._unix()))
         self._begin_waiting(request)
         if hold:
             self._state.pauses.hold(request)
@@ -244,6 +248,9 @@ class RequestLifecycle:
         """Refuse a new or waiting request. If part of its answer has already been sent, the front ends the
         answer with an error."""
         self.stop_waiting(request)
+        if request.admit.may_fall_back and why.code in FALLBACK_CODES:
+            self._fall_back(request, why)
+            return
         self._state.refused += 1
         limits = self._state.quotas.rate_limits(request.tenant, request.key_id) if why.status == 429 else None
         self._send(request.front, why.to_message(request, limits))
@@ -252,6 +259,20 @@ class RequestLifecycle:
             self.end_if_complete(request)
         # After the first attempt, the client may already have received part of the answer. The front will
         # report how many tokens were delivered.
+
+    def _fall_back(self, request: Request, why: Refusal) -> None:
+        """Take a request from a model that cannot take it. Its front sends the first attempt for the
+        fallback, or settles it."""
+        request.falls_back = True
+        request.begin_by, request.promised_s, request.most_tokens = None, 0.0, None
+        if (model := self._state.models.get(request.unit)) is not None:
+            model.outstanding.end(request)
+        if (held := request.reservation) is not None:
+            request.reservation = None
+            self._state.quotas.settle(held, 0)
+            self._state.quotas.close(held)
+        message = msgspec.structs.replace(why.to_message(request, None), falls_back=True)
+        self._send(request.front, message)
 
     def end_without_front(self, request: Request) -> None:
         """Settle a request on behalf of its front, which has exited."""

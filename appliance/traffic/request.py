@@ -68,6 +68,10 @@ class Request:
         """The request's reservation in its quotas, held from acceptance to the end of the request."""
         self.most_tokens: int | None = None
         """The value for `Admitted.most_tokens`."""
+        self.is_logged = False
+        """Whether the request log has an open row of the request."""
+        self.falls_back = False
+        """Whether the request is between two models: its front is preparing it for the fallback."""
         self.front_died = False
         """Whether the front died, so that the number of delivered tokens is unknown."""
 
@@ -109,6 +113,13 @@ class Request:
         self.cached_tokens = 0
         self.preemptions = 0
         self.batch_size_at_start: int | None = None
+
+    def use_fallback(self, admit: Admit, version: str) -> None:
+        """Begin again with the fallback of the model that could not take the request."""
+        self.falls_back = False
+        self.first = self.admit = admit
+        self.unit, self.version = admit.unit or admit.model, version
+        self.request_class = service_class(admit.asked_class, admit.identity)
 
     def hold(self, reservation: Reservation) -> None:
         """Store the request's reservation, and lower its token limit to the reserved amount."""
@@ -255,6 +266,7 @@ def row_of(request: Request, now: float) -> RequestRow:
         retry_of=first.retry_of or None,
         user=first.user or None,
         unit=request.unit if request.version else None,
+        fallback_of=first.fallback_of or None,
     )
 
 
@@ -300,4 +312,5 @@ def _head(message: LoggedFields) -> dict[str, Any]:
         "model": message.model or None,
         "stream": message.stream,
         "user": message.user or None,
+        "fallback_of": message.fallback_of or None,
     }

@@ -24,6 +24,7 @@ from appliance.traffic.admission import (
     Refusal,
     Waiting,
     failed_model,
+    no_replica,
     paused,
     refusal,
     reserve,
@@ -249,6 +250,11 @@ class RequestManager:
         replica was lost."""
         state = self.state
         known = state.in_flight.get(admit.request_id)
+        model = state.models.get(admit.unit or admit.model)
+        if known is not None and known.falls_back and known.front == front and known.settled is None:
+            known.use_fallback(admit, model.version if model else "")
+            self._begin(known, model)
+            return
         if known is not None:
             self._readmit(front, known, admit)
             return
@@ -258,12 +264,16 @@ class RequestManager:
                 admit.request_id,
                 admit.attempt,
             )
-        model = state.models.get(admit.unit or admit.model)
         key_id = state.tenants.limits_key(admit.identity.key_id)
         request = Request(front, admit, key_id, model.version if model else "", self._deadline_at(admit))
         state.in_flight[admit.request_id] = request
+        self._begin(request, model)
+
+    def _begin(self, request: Request, model: ModelTraffic | None) -> None:
+        """Let a request wait for the model, or refuse it."""
+        state = self.state
         if model is None:
-            self._lifecycle.refuse(request, unknown_model(admit.model, state.models))
+            self._lifecycle.refuse(request, unknown_model(request.first.model, state.models))
             return
         pause = state.pauses.of(request.unit)
         why = self._refusal(request, model, pause)
@@ -279,6 +289,8 @@ class RequestManager:
             return paused(pause)
         if model.failure is not None:
             return failed_model(request.first.model, model.failure)
+        if request.admit.may_fall_back and not model.accounts:
+            return no_replica(request.first.model)
         state, now = self.state, self.state.clock()
         tenant = state.tenants.of(request.tenant)
         state.tenants.saw(request.tenant, now)

@@ -61,6 +61,9 @@ class SimulatedManager:
 
     failure = load_failure
 
+    def fallback(self, unit: str) -> str:
+        return ""
+
     def finished(self, unit: str) -> bool:
         return unit not in self.busy
 

@@ -197,14 +197,22 @@ def test_a_template_that_does_not_compile_is_named(model: Path) -> None:
     assert "is not valid Jinja2" in problem(model)
 
 
-def test_a_model_without_a_template_is_a_warning_unless_another_template_is_given(model: Path) -> None:
+def test_a_model_without_a_template_is_a_warning_unless_another_template_is_given(
+    model: Path, tmp_path: Path
+) -> None:
+    def template(text: str) -> str:
+        (path := tmp_path / "other.jinja").write_text(text)
+        return str(path)
+
     config = json.loads((model / "tokenizer_config.json").read_text())
     del config["chat_template"]
     (model / "tokenizer_config.json").write_text(json.dumps(config))
     warning = check(model)[0]
     assert warning.level == "warning" and "chat requests will be refused with status 400" in warning.text
-    assert [finding.level for finding in check(model, template="{{ messages }}")] == ["ok"]
-    assert "is not valid Jinja2" in problem(model, template="{% for %}")
+    assert [finding.level for finding in check(model, chat_template=template("{{ messages }}"))] == ["ok"]
+    assert "is not valid Jinja2" in problem(model, chat_template=template("{% for %}"))
+    missing = problem(model, chat_template="/nowhere.jinja")
+    assert "chat_template = '/nowhere.jinja' cannot be read" in missing and "No such file" in missing
 
 
 def test_a_model_that_can_never_fit_is_refused_with_the_sum(model: Path) -> None:

@@ -101,7 +101,7 @@ class Streams:
             thread.join(WITHIN_S)
 
     def _run(self, user: str) -> None:
-        former: tuple[int, int] = 0, 0
+        former = (-1, 0)
         with self._running.client(timeout=WITHIN_S) as client:
             while not self._stop.is_set():
                 changes, versions, was_changing = self.changes, self.acknowledged, self.changing

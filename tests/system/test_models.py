@@ -135,20 +135,22 @@ def test_a_version_has_its_own_sampling_defaults_and_chat_template(
 ) -> None:
     template = tmp_path / "other.jinja"
     template.write_text("{{ 'A' if messages[0].content == 'Hello' else 'B' }}")
-    own = ("--set", "sampling.temperature=2", "--set", f"chat_template={template}")
+    own = ("--set", "sampling.repetition_penalty=100", "--set", f"chat_template={template}")
     models(running, "add", f"own={folders[0]}", *SMALL, *own)
     models(running, "load", "own", "--wait")
-    assert models(running, "show", "own")["versions"][0]["settings"]["sampling"] == {"temperature": 2}
+    assert models(running, "show", "own")["versions"][0]["settings"]["sampling"] == {
+        "repetition_penalty": 100
+    }
     with running.http() as http:
         body = {"model": "own", "prompt": "import ", "max_tokens": 40, "ignore_eos": True}
         body |= {"return_token_ids": True, "seed": 1}
         drawn, chosen = (
             http.post("/v1/completions", json=body | more).json()["choices"][0]["token_ids"]
-            for more in ({}, {"temperature": 0})
+            for more in ({}, {"repetition_penalty": 1})
         )
         chat = {"model": "own", "messages": [{"role": "user", "content": "Hello"}]}
         tokens = http.post("/tokenize", json=chat | {"return_token_strs": True}).json()["token_strs"]
-    # At temperature 1 and below, nearly every token would be that of the checkpoint.
+    # Without a penalty, every token is that of the checkpoint.
     assert chosen == [TOKENS[0]] * 40 and drawn.count(TOKENS[0]) < 20
     assert tokens == ["A"]
     models(running, "unload", "own", "--wait", "--yes")

@@ -31,6 +31,8 @@ class CountedRows:
         model = row.model if row.model and row.version else OTHERS
         families.rows.count(row, model, row.request_class)
         families.retries.count(row, model)
+        if row.fallback_of:
+            families.fallbacks.count(row, row.fallback_of)
         families.tenant_rows.count(row, self.tenants.label(row.tenant or ""))
         # A joined or repeated answer comes from another request's run, so its times are not counted.
         if row.retry not in ("joined", "repeated"):

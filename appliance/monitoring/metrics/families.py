@@ -86,6 +86,7 @@ class Families:
         self.retries: Group[RequestRow] = Group(("model",), *RETRIES)
         self.times: Group[RequestRow] = Group(("model", "class"), *TIMES)
         self.arms: Group[RequestRow] = Group(("model", "unit"), *ARMS)
+        self.fallbacks: Group[RequestRow] = Group(("model",), *FALLBACKS)
         self.models: Group[ModelStats] = Group(("model",), *MODELS)
         self.tenant_rows: Group[RequestRow] = Group(("tenant",), *TENANT_ROWS)
         self.tenants: Group[TenantStats] = Group(("tenant",), *TENANTS)
@@ -220,6 +221,11 @@ ARMS = (
     Metric("histogram", "appliance_arm_request_seconds", "seconds",
            "E2E of these requests, for requests with outcome ok.",
            lambda row: _seconds(row.e2e_ms) if outcome(row) == "ok" else None, bounds=REQUEST_BOUNDS_S),
+)
+FALLBACKS = (
+    Metric("counter", "appliance_fallbacks_total", "requests",
+           "Finished requests that the model could not take and its fallback was asked for, by outcome.",
+           lambda row: {outcome(row): 1}, ("outcome",)),
 )
 MODELS = (
     Metric("gauge", "appliance_queue_requests", "requests",
