@@ -80,16 +80,19 @@ def _check(
             "check the disk and the permissions, or copy the model again",
         )
         return
+    falls_back = model.cpu_fallback and model.device != "cpu"
     try:
         in_whole_machine = fit(model, memory.idle())
         now = fit(model, memory)
+        shortage = shortage_of(model, in_whole_machine) if falls_back and in_whole_machine.gpus else None
     except UnfitError as error:
-        if not model.cpu_fallback or model.device == "cpu":
-            yield _problem(str(error), error.remedy)
+        shortage = _problem(str(error), error.remedy)
+        if not falls_back:
+            yield shortage
             return
-        yield ModelFinding(
-            level="warning", text=f"the model will run on the CPU: {error}", remedy=error.remedy
-        )
+    if shortage is not None:
+        text = f"the model will run on the CPU: {shortage.text}"
+        yield ModelFinding(level="warning", text=text, remedy=shortage.remedy)
         on_cpu = msgspec.structs.replace(model, device="cpu")
         yield from _check(on_cpu, memory, reader, compile_text)
         return

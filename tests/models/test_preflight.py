@@ -235,6 +235,18 @@ def test_memory_that_other_processes_use_on_a_gpu_is_told(model: Path) -> None:
     assert "needs 2 GPUs, but 1 are available" in problem(model, memory=busy, tensor_parallel_size=2)
 
 
+@pytest.mark.parametrize("gpus", [0, 1], ids=["no GPU", "a GPU that is too small"])
+def test_a_model_that_may_run_on_the_cpu_is_checked_for_the_cpu(model: Path, gpus: int) -> None:
+    small = [DetectedGpu(number, "NVIDIA T4", 64 << 20, 0, "7.5") for number in range(gpus)]
+    memory = MachineMemory(gpus=small, available_bytes=8 * GIB, total_bytes=8 * GIB)
+    assert problem(model, memory=memory, device="cuda")
+    warning, *others = check(model, memory, device="cuda", cpu_fallback=True)
+    assert warning.level == "warning" and warning.text.startswith("the model will run on the CPU: ")
+    assert {finding.level for finding in others} <= {"ok", "warning"}
+    too_large = check(model, memory, device="cuda", cpu_fallback=True, kv_blocks=1_000_000)
+    assert problem_of(too_large) is not None
+
+
 def test_a_separate_process_finds_the_same(model: Path) -> None:
     (model / "chat_template.jinja").write_text("{% for %}")
     (template := model.parent / "other.jinja").write_text("{{ messages }}")
