@@ -1,0 +1,110 @@
+"""Tests of a replica whose processes are simulated: its limits, and its fallback to the CPU."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from appliance.models.placement import GpuPlacement
+from appliance.models.replica import Replica
+from appliance.models.restarts import Restarts
+from appliance.models.topology import NO_TOPOLOGY
+from appliance.settings import ModelSettings, RestartSettings
+from engine.messages import Fatal, ReplicaSpec
+
+
+class Simulated:
+    """A replica, and what it has started and reported."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.specs: list[ReplicaSpec] = []
+        self.problems: list[str] = []
+        self.kills = 0
+        """Number of processes that the kernel has killed because of the memory limit."""
+        self.no_limits = ""
+        nothing: Callable[..., None] = lambda *arguments: None  # noqa: E731
+        events: Any = SimpleNamespace(
+            replica_starting=nothing,
+            replica_changed=nothing,
+            replica_problem=lambda replica, what: self.problems.append(what),
+        )
+        cgroups: Any = SimpleNamespace(
+            limit=lambda *arguments: self.no_limits, memory_kills=lambda name: self.kills, remove=nothing
+        )
+        self.replica = Replica(
+            "m",
+            ModelSettings(folder="/m", **settings),
+            "m-0",
+            events,
+            run_dir=Path("/"),
+            hang_timeout_s=1.0,
+            load_timeout_s=1.0,
+            placement=GpuPlacement(NO_TOPOLOGY),
+            preflight=lambda model, settings: "",
+            restarts=Restarts(RestartSettings),
+            cgroups=cgroups,
+            launch=self._launch,
+        )
+
+    def _launch(self, spec: ReplicaSpec, on_message: Any, on_end: Any) -> Any:
+        self.specs.append(spec)
+        self.say, self.end = on_message, on_end
+        return SimpleNamespace(pids=[7], kill=lambda reason: None)
+
+    async def fail(self, kind: Any, text: str) -> None:
+        """Let the load fail, and wait for the next start."""
+        starts = len(self.specs)
+        self.say(0, Fatal(kind, text))
+        self.end("rank 0 (pid 7) exited with status 1")
+        async with asyncio.timeout(60):
+            while len(self.specs) == starts:
+                await asyncio.sleep(0.01)
+
+
+def test_a_replica_without_its_gpu_falls_back_to_the_cpu_only_if_that_is_configured() -> None:
+    async def scenario() -> None:
+        allowed = Simulated(device="cuda", cpu_fallback=True)
+        allowed.replica.start()
+        await allowed.fail("device", "no GPU")
+        await allowed.fail("device", "no GPU")
+        assert [spec.device for spec in allowed.specs] == ["cuda", "cuda", "cpu"]
+        assert allowed.replica.failure == ""
+        [degraded] = allowed.replica.status().degraded
+        assert degraded.what == "runs on the CPU instead of a GPU: no GPU"
+        refused = Simulated(device="cuda")
+        refused.replica.start()
+        await refused.fail("device", "no GPU")
+        refused.say(0, Fatal("device", "no GPU"))
+        refused.end("rank 0 (pid 7) exited with status 1")
+        assert refused.replica.failure == "no GPU" and refused.replica.status().degraded == []
+        await refused.replica.stop(0.0)
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_reaches_its_memory_limit_names_the_limit() -> None:
+    async def scenario() -> None:
+        simulated = Simulated(memory_limit_gb=2)
+        simulated.replica.start()
+        simulated.kills = 1
+        simulated.end("rank 0 (pid 7) was killed by SIGKILL")
+        expected = "rank 0 (pid 7) was killed by SIGKILL; it reached memory_limit_gb = 2"
+        assert simulated.replica.last_error == expected and simulated.problems == [expected]
+        await simulated.replica.stop(0.0)
+
+    asyncio.run(scenario())
+
+
+def test_limits_that_cannot_be_applied_are_a_problem_with_its_remedy() -> None:
+    async def scenario() -> None:
+        simulated = Simulated(cpu_limit=2)
+        simulated.no_limits = "cpu_limit and memory_limit_gb have no effect: no cgroup v2"
+        simulated.replica.start()
+        [degraded] = simulated.replica.status().degraded
+        assert degraded.what == simulated.no_limits and "replica-limits.conf" in degraded.remedy
+        assert simulated.problems == [simulated.no_limits]
+
+    asyncio.run(scenario())
