@@ -9,12 +9,12 @@ from urllib.parse import urlencode
 import msgspec
 
 from appliance.actions import action_of
+from appliance.forecasts import QuotaForecast
 from appliance.protocol import (
     Configuration,
     ErrorBody,
     Key,
     PeerMapping,
-    QuotaForecast,
     RegisteredModel,
     Status,
     StreamEnd,

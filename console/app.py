@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import signal
 from pathlib import Path
@@ -203,6 +204,12 @@ class ConsoleApp(App[int]):
         form, _, name = (rest or "csv").partition(" ")
         try:
             text = self.session.export(form)
+            if self.is_web:
+                # The file must not be written on the server.
+                self.deliver_text(
+                    io.StringIO(text), save_filename=f"appliance-{self.session.view.name}.{form}"
+                )
+                return
             path = Path(name or f"appliance-{self.session.view.name}.{form}").expanduser().absolute()
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             with open(descriptor, "w") as file:

@@ -18,6 +18,7 @@ from appliance.actions import (
     SuspendTenant,
     action_of,
 )
+from appliance.forecasts import QuotaForecast
 from appliance.protocol import (
     ClassStatus,
     Done,
@@ -25,7 +26,6 @@ from appliance.protocol import (
     FrontStatus,
     LimitUsage,
     ModelStatus,
-    QuotaForecast,
     ReplicaStatus,
     SocketStatus,
 )

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import msgspec
 
 from appliance.actions import Action
-from appliance.protocol import ModelStatus, QuotaForecast
+from appliance.forecasts import QuotaForecast
+from appliance.protocol import ModelStatus
 from appliance.snapshot import Snapshot, UnfinishedRequest
 from console import units
 

@@ -14,9 +14,10 @@ from appliance import calls
 from appliance.async_client import AsyncAdminClient
 from appliance.calls import AdminError
 from appliance.client import ServiceNotRunningError
+from appliance.forecasts import QuotaForecast
 from appliance.ownership import UntrustedError
 from appliance.pages import AuditQuery, LogQuery
-from appliance.protocol import Configuration, QuotaForecast
+from appliance.protocol import Configuration
 from appliance.snapshot import Snapshot
 from appliance.snapshot_stream import FrameLostError
 from console.list_rows import audit_row, log_row

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from appliance.protocol import QuotaForecast
+from appliance.forecasts import QuotaForecast
 from appliance.snapshot import Snapshot
 from appliance.telemetry_pages import PastSnapshot
 from console.history import History

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from appliance.protocol import QuotaForecast
+from appliance.forecasts import QuotaForecast
 from appliance.snapshot import Snapshot
 
 if TYPE_CHECKING:

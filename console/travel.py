@@ -278,6 +278,10 @@ class TimeTravel:
             self.open(at)
 
     def _ask_for_slice(self) -> None:
+        if self._app.is_web:
+            # A browser must not write files on the server.
+            self._app.session.say("use appliance history export on the server", "warn")
+            return
         self._app.run_worker(self._slice_dialog(), group="past-dialog", exclusive=True)
 
     async def _slice_dialog(self) -> None:

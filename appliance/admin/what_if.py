@@ -13,8 +13,9 @@ from starlette.responses import Response
 
 from appliance.actions import SetKey, SetTenant
 from appliance.admin.tenants import changes
+from appliance.forecasts import QuotaForecast
 from appliance.http.openapi import Operation
-from appliance.protocol import ErrorBody, QuotaForecast
+from appliance.protocol import ErrorBody
 from appliance.scopes import ScopedRoute
 from appliance.traffic.recent import KEPT_S
 from appliance.traffic.rules import QueueRules

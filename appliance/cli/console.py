@@ -21,17 +21,38 @@ _UNLIMITED = (120, 200)
 
 
 def open_console(
-    run_dir: str | None, *, demo: bool, replay: str | None, write: bool, theme: str | None
+    run_dir: str | None,
+    *,
+    demo: bool,
+    replay: str | None,
+    write: bool,
+    theme: str | None,
+    web: bool = False,
+    port: int = 0,
 ) -> int:
     """Run the console until the operator quits. Returns the exit code."""
+    chosen = theme or ("mono" if os.environ.get("NO_COLOR") else "dark")
+    if web:
+        return _serve(run_dir, demo=demo, replay=replay, write=write, theme=chosen, port=port)
     if not (is_terminal(sys.stdin) and is_terminal(sys.stdout)):
         raise CommandLineError(
             "the console needs a terminal: run it in one, or use appliance top for a single frame"
         )
     from console.run import run
 
-    chosen = theme or ("mono" if os.environ.get("NO_COLOR") else "dark")
     return run(_source(run_dir, demo=demo, replay=replay, at=None, write=write), write=write, theme=chosen)
+
+
+def _serve(run_dir: str | None, *, demo: bool, replay: str | None, write: bool, theme: str, port: int) -> int:
+    if write:
+        raise CommandLineError("--web is always read-only: leave out --write")
+    if replay is not None:
+        raise CommandLineError("--web shows a running service: leave out --replay")
+    from console.web import WebError, serve
+
+    source = ["--demo"] if demo else ["--run-dir", str(find_run_dir(run_dir).absolute())]
+    with as_failure(WebError):
+        return serve([*source, "--theme", theme], port)
 
 
 def print_frame(

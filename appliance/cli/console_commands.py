@@ -40,12 +40,26 @@ def console(
             show_default=False,
         ),
     ] = None,
+    web: Annotated[
+        bool,
+        typer.Option(
+            "--web",
+            help="Serve the console to browsers on this machine, read-only. The printed address contains a "
+            "random token.",
+        ),
+    ] = False,
+    port: Annotated[
+        int,
+        typer.Option(min=0, max=65535, help="TCP port on 127.0.0.1 for --web; 0 chooses a free port."),
+    ] = 8400,
     run_dir: RunDir = None,
 ) -> None:
     """Open the operator console, which shows the service live. Press ? for help."""
     from appliance.cli.console import open_console
 
-    raise typer.Exit(open_console(run_dir, demo=demo, replay=replay, write=write, theme=theme))
+    raise typer.Exit(
+        open_console(run_dir, demo=demo, replay=replay, write=write, theme=theme, web=web, port=port)
+    )
 
 
 def top(

@@ -20,8 +20,8 @@ from functools import partial
 
 import msgspec
 
+from appliance.forecasts import Outcome, QuotaForecast, TenantForecast
 from appliance.messages import Abort, Admit, Admitted, Identity, Refused, Settle
-from appliance.protocol import Outcome, QuotaForecast, TenantForecast
 from appliance.traffic.buckets import LIMITS, rate_of
 from appliance.traffic.quotas import Quotas
 from appliance.traffic.recent import PastRequest

@@ -1,0 +1,35 @@
+"""The console of one browser tab: `python -m console.web_session`. `console.web` starts it, and it is always
+read-only."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from console.app import ConsoleApp
+from console.source import SnapshotSource
+
+
+def main() -> None:
+    """Run the console on the pipes of textual-serve."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--demo", action="store_true")
+    parser.add_argument("--run-dir", type=Path)
+    parser.add_argument("--theme", default="dark")
+    flags = parser.parse_args()
+    ConsoleApp(_source(flags.run_dir, demo=flags.demo), write=False, theme=flags.theme).run()
+
+
+def _source(run_dir: Path | None, *, demo: bool) -> SnapshotSource:
+    if demo or run_dir is None:
+        from console.fake import FakeSource
+
+        return FakeSource()
+    from console.live import LiveSource
+
+    return LiveSource(run_dir, write=False, key=os.environ.get("APPLIANCE_ADMIN_KEY"))
+
+
+if __name__ == "__main__":
+    main()
