@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from appliance.protocol import FrontStats, LogLevel
+from appliance.front_stats import FrontStats
+from appliance.protocol import LogLevel
 from appliance.sampling import SamplingDefaults
 from store.policies import INTERACTIVE, LogPolicy
 

@@ -22,6 +22,7 @@ import msgspec
 
 from appliance.background import Backoff
 from appliance.front_pool.refusals import RefusalWatch
+from appliance.front_stats import FrontStats
 from appliance.messages import (
     AboutRequest,
     AttachReplica,
@@ -39,7 +40,7 @@ from appliance.messages import (
     StopFront,
     Taken,
 )
-from appliance.protocol import FrontStats, FrontStatus, ProcessState
+from appliance.protocol import FrontStatus, ProcessState
 from engine.client import Channel, module_command, module_environment, socketpair
 from engine.memory_kills import count_memory_kills, memory_kill_note
 

@@ -1,0 +1,47 @@
+"""The counters and measurements of a front, which it sends to the core."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters and measurements of a front. Totals are counted from the front's start."""
+
+    connections: int = 0
+    busy_connections: int = 0
+    """Number of connections of authenticated clients on which a request is being answered. Authenticated
+    clients are local users and clients with a valid key."""
+    max_connections: int = 0
+    """Maximum number of connections of authenticated clients: the configured limit, or fewer if file
+    descriptors are scarce."""
+    unauthenticated_connections: int = 0
+    """Number of connections that have not yet sent a request with a valid key."""
+    refused_connections: int = 0
+    """Number of connections that were closed or answered with 503 because the limit was reached."""
+    evicted_connections: int = 0
+    """Number of connections without a valid key that were closed to make space for new connections."""
+    cut_off_connections: int = 0
+    """Number of connections that were closed because their clients did not read the answers."""
+    refused_bodies: int = 0
+    """Number of requests refused because the bodies in progress had too many bytes."""
+    refused_heads: int = 0
+    """Number of requests refused because the headers in progress had too many bytes."""
+    streams: int = 0
+    requests: int = 0
+    tokens: int = 0
+    """Number of streamed tokens."""
+    unauthenticated: int = 0
+    """Number of requests denied because they had no valid key or user."""
+    cpu_seconds: float = 0.0
+    kept_answers: int = 0
+    """Number of runs with an `Idempotency-Key` that are in progress or kept for retries."""
+    kept_bytes: int = 0
+    """Memory that these runs' answers occupy, in bytes."""
+    dropped_texts: int = 0
+    """Number of requests whose prompts and answers were not stored because too many were waiting to be
+    stored."""
+    log_dropped_lines: int = 0
+    """Number of the front's log lines that were dropped because standard error was not being read."""
+    problems: dict[str, str] = {}
+    """Models that the front cannot serve, each with the reason, such as an unreadable tokenizer."""
