@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,12 +72,16 @@ class Group:
 
 @contextmanager
 def memory_limit() -> Iterator[Group]:
-    """Yield a control group. All of its processes must have ended at the end of the block. If this user
-    cannot create a group, skip the test."""
+    """Yield a control group. Its processes must end at the end of the block. If this user cannot create a
+    group, skip the test."""
     try:
         made = Group()
         made.limit.write_text(made.unlimited)
     except OSError as error:
         pytest.skip(f"needs a control group with a memory limit that this user can set: {error}")
     yield made
+    deadline = time.monotonic() + 60
+    while (made.folder / "cgroup.procs").read_text():
+        assert time.monotonic() < deadline, "processes are still in the control group"
+        time.sleep(0.05)
     made.folder.rmdir()

@@ -167,8 +167,8 @@ def renders_templates(process: psutil.Process) -> bool:
 
 @contextmanager
 def service(*flags: str, kind: type[Service] = Service) -> Iterator[Service]:
-    """Start a service. At the end of the block, the service is stopped, or killed together with all processes
-    that it started."""
+    """Start a service. At the end of the block, it is killed together with all processes that it started,
+    which takes less time than a stop."""
     folder = Path(tempfile.mkdtemp(prefix="appl-"))
     running = kind(folder, *flags)
     processes: list[psutil.Process] = []
@@ -178,11 +178,8 @@ def service(*flags: str, kind: type[Service] = Service) -> Iterator[Service]:
     finally:
         if running.process.poll() is None:
             processes = running.descendants()
-            try:
-                running.stop()
-            except subprocess.TimeoutExpired:
-                running.process.kill()
-                running.process.wait()
+            running.process.kill()
+            running.process.wait()
         for process in processes:
             if process.is_running():
                 process.kill()

@@ -1,8 +1,10 @@
-"""Measures the resident memory, descriptors and threads of each of the service's processes."""
+"""Measures the resident memory, descriptors and threads of each of the service's processes, and fills the KV
+cache of a replica."""
 
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 import time
 from dataclasses import dataclass
@@ -12,6 +14,8 @@ import psutil
 from tests.system.service import Service
 
 MEGABYTE = 1 << 20
+_PROMPT_BLOCKS = 30
+"""Length of a prompt of `fill_kv_cache`, in blocks of 64 tokens. The demo model's context has 32."""
 
 
 @dataclass(frozen=True)
@@ -85,3 +89,16 @@ class PeakMemory(threading.Thread):
         time.sleep(seconds)
         now = self.now_mb()
         return {name: size - self.before_mb[name] for name, size in now.items()}
+
+
+def fill_kv_cache(running: Service, blocks: int, draw: random.Random) -> float:
+    """Compute random prompts that use at least this number of KV blocks. Return the replica's resident
+    memory in MiB."""
+    with running.http() as http:
+        for _ in range(blocks // _PROMPT_BLOCKS + 1):
+            prompt = [draw.randrange(7, 5000) for _ in range(64 * _PROMPT_BLOCKS)]
+            answer = http.post("/v1/completions", json={"model": "demo", "prompt": prompt, "max_tokens": 1})
+            if answer.status_code != 200:
+                raise RuntimeError(f"status {answer.status_code}: {answer.text}")
+    (pid,) = running.replica()["pids"]
+    return usage_of(psutil.Process(pid)).rss_mb

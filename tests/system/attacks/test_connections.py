@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 import tests.system.service
+from appliance.actions import ReloadConfig
 from tests.system.attack_soak import attackers, reports
 from tests.system.attackers import Orders
 from tests.system.attacks.conftest import Target, target
@@ -189,9 +190,9 @@ def test_connections_without_a_key_take_no_place_of_others(small: Target) -> Non
 
 def test_a_connect_flood_from_one_address_closes_no_connection_of_another(small: Target) -> None:
     """Simulates a client with a long round-trip time, which sends its request one second after connecting."""
-    flood = Orders("idle_connections", small.tcp, 6.0, 100, source="127.0.0.2")
+    flood = Orders("idle_connections", small.tcp, 60.0, 100, source="127.0.0.2")
     ask = post("/v1/chat/completions", chat(), small.authorization, "Connection: close")
-    with attackers([flood]) as processes:
+    with attackers([flood]):
         before = small.running.status()["fronts"][0]["evicted_connections"]
         wait_for(
             lambda: small.running.status()["fronts"][0]["evicted_connections"] > before + 100, "the flood"
@@ -200,9 +201,6 @@ def test_a_connect_flood_from_one_address_closes_no_connection_of_another(small:
             time.sleep(1.0)
             sock.sendall(ask)
             assert read_all(sock).startswith(b"HTTP/1.1 200 OK")
-        done = reports(processes)
-    print(f"{done['connections'] / 6:.0f} connections a second")
-    assert done["connections"] > 100
     assert any("max_unauthenticated_connections" in finding for finding in small.doctor())
 
 
@@ -238,9 +236,29 @@ def test_a_full_front_refuses_with_503_and_says_so(small: Target) -> None:
     wait_for(small.answers_local_users, "connections to be accepted again")
 
 
-def test_a_local_user_gets_in_while_any_front_has_a_free_place(tmp_path: Path) -> None:
+@pytest.fixture
+def two_fronts(small: Target) -> Iterator[Target]:
+    """Let the service have two fronts, each with 8 connections."""
+    path = Path(small.running.flags[1])
+    before = path.read_text()
+
+    def use(settings: str, fronts: int) -> None:
+        path.write_text(settings)
+        small.running.act(ReloadConfig())
+        wait_for(
+            lambda: [one["state"] for one in small.running.status()["fronts"]] == ["ready"] * fronts,
+            "the fronts",
+        )
+
+    use(before.replace("fronts = 1", "fronts = 2").replace("max_connections = 40", "max_connections = 8"), 2)
+    yield small
+    use(before, 1)
+
+
+def test_a_local_user_gets_in_while_any_front_has_a_free_place(two_fronts: Target) -> None:
     """One tenant may have 7 of the 8 connections of a front."""
-    with target(tmp_path, "max_connections = 8", fronts=2) as made, ExitStack() as stack:
+    made = two_fronts
+    with ExitStack() as stack:
 
         def busy() -> list[int]:
             return sorted(front["busy_connections"] for front in made.running.status()["fronts"])
