@@ -21,7 +21,7 @@ from appliance.protocol import Configuration
 from appliance.snapshot import Snapshot
 from appliance.snapshot_stream import FrameLostError
 from console.list_rows import audit_row, log_row
-from console.recordings import RecordedPast, service_recording
+from console.recordings import RecordedPast
 from console.source import ListName, ListRow, SourceError, UnsupportedListError
 
 _MAX_HZ = 4
@@ -96,6 +96,8 @@ class LiveSource:
 
     def recording(self) -> RecordedPast:
         """Return the history that the service records."""
+        from console.stored_recording import service_recording
+
         return service_recording(self._run_dir, self._key)
 
     async def close(self) -> None:

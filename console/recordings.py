@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
-from appliance.incident_export import export_incident
-from appliance.pages import AuditQuery, LogQuery
-from appliance.past_sources import FilePast, PastError, PastSource, ServicePast
-from appliance.telemetry_pages import AlertLogQuery, PastSnapshot, SnapshotQuery, TelemetryQuery
-from console.history import HISTORY_FIGURES, History
-from console.list_rows import audit_row, log_row
-from console.source import ListName, ListRow, SourceError, UnsupportedListError
+from appliance.telemetry_pages import PastSnapshot
+from console.history import History
+from console.source import ListName, ListRow
 
 HISTORY_POINTS = 480
 """Points of the charts: more than wide terminals show."""
 NOT_RECORDED = (
     "settings and findings of the past are not recorded: Audit (9) shows when settings were reloaded"
 )
-_ROWS = 500
-_MARKS = 500
-_TIMELINE_FIGURE = "rates.generated_tokens_per_s"
-_TIMELINE_POINTS = 600
-
-Answer = TypeVar("Answer")
 
 
 class Mark(NamedTuple):
@@ -82,108 +69,3 @@ class RecordedPast(Protocol):
     async def close(self) -> None:
         """Release files."""
         ...
-
-
-class StoredRecording:
-    """Reads the past from a running service or from a file."""
-
-    def __init__(self, past: PastSource, begin: float | None = None) -> None:
-        self.label = past.label
-        self.begin = begin
-        self._past = past
-
-    async def instant(self, at: float | None) -> PastSnapshot:
-        """Return the service at a time (unix seconds), by default the newest instant."""
-        return await _in_thread(lambda: self._past.snapshot(SnapshotQuery(at=at)))
-
-    async def extend(self, history: History, until: float, resolution_s: int) -> None:
-        """Change the charted past so that it ends at a time. Only missing points are read."""
-        since = history.continued_from(until, resolution_s, HISTORY_POINTS)
-        query = TelemetryQuery(
-            figures=HISTORY_FIGURES,
-            since=since,
-            until=until,
-            resolution_s=resolution_s,  # type: ignore[arg-type]
-            points=HISTORY_POINTS + 20,
-        )
-        history.add_columns(await _in_thread(lambda: self._past.columns(query)))
-
-    async def timeline(self, since: float, until: float) -> PastTimeline:
-        """Return a part of the past as an overview."""
-
-        def read() -> PastTimeline:
-            columns = self._past.columns(
-                TelemetryQuery(figures=_TIMELINE_FIGURE, since=since, until=until, points=_TIMELINE_POINTS)
-            )
-            values = columns.figures.get(_TIMELINE_FIGURE, [None] * len(columns.at))
-            alerts = self._past.alert_log(AlertLogQuery(since=since, until=until, limit=_MARKS)).rows
-            marks = [
-                Mark(row.raised_at, True, f"{row.severity}: {row.subject}: {row.what}")
-                for row in alerts
-                if row.raised_at >= since and not row.suppressed_by
-            ]
-            note = ""
-            try:
-                for action in self._past.audit(AuditQuery(since=since, until=until, limit=_MARKS)).rows:
-                    row = audit_row(action)
-                    text = f"{row.actor}: {row.subject} {row.target}".rstrip() + f": {row.text}"
-                    marks.append(Mark(datetime.fromisoformat(action.at).timestamp(), False, text))
-            except PastError as error:
-                note = str(error)
-            return PastTimeline(since, until, list(zip(columns.at, values, strict=True)), sorted(marks), note)
-
-        return await _in_thread(read)
-
-    async def rows(self, name: ListName, until: float) -> list[ListRow]:
-        """Return a list as it was at a time, newest rows first."""
-        match name:
-            case "audit":
-                query = AuditQuery(until=until, limit=_ROWS)
-                page = await _in_thread(lambda: self._past.audit(query))
-                return [audit_row(action) for action in page.rows]
-            case "logs":
-                lines = (
-                    await _in_thread(lambda: self._past.log_lines(LogQuery(until=until, limit=_ROWS)))
-                ).lines
-                if not lines:
-                    raise UnsupportedListError(
-                        "no log lines of this time are kept: earlier lines are in the journal "
-                        "(appliance logs)"
-                    )
-                return [log_row(one) for one in reversed(lines)]
-        raise UnsupportedListError(NOT_RECORDED)
-
-    async def export(self, since: float, until: float, path: Path) -> str:
-        """Write a slice to an incident file, and return a text about it."""
-        done = await _in_thread(lambda: export_incident(self._past, since, until, path))
-        notes = "".join(f" ({note})" for note in done.notes)
-        return (
-            f"wrote {done.path}: {done.samples:,} samples, {done.requests:,} requests, {done.alerts:,} "
-            f"alerts, {done.actions:,} actions, {done.log_lines:,} log lines{notes}"
-        )
-
-    async def close(self) -> None:
-        """Release files."""
-        await asyncio.to_thread(self._past.close)
-
-
-def service_recording(run_dir: Path, key: str | None) -> StoredRecording:
-    """Return the history of a running service."""
-    return StoredRecording(ServicePast(run_dir, key))
-
-
-def file_recording(path: Path) -> StoredRecording:
-    """Return the recording in `history.db` or an incident file. Raises SourceError."""
-    try:
-        past = FilePast(path)
-        begin = None if past.facts is None else float(past.facts["since"])
-        return StoredRecording(past, begin)
-    except PastError as error:
-        raise SourceError(str(error)) from error
-
-
-async def _in_thread(read: Callable[[], Answer]) -> Answer:
-    try:
-        return await asyncio.to_thread(read)
-    except PastError as error:
-        raise SourceError(str(error)) from error

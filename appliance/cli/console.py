@@ -90,9 +90,9 @@ def _source(
 
 
 def _past(run_dir: str | None, replay: str | None, at: str | None) -> SnapshotSource:
-    from console.recordings import file_recording, service_recording
     from console.replay import ReplaySource
     from console.source import SourceError
+    from console.stored_recording import file_recording, service_recording
 
     begin = None if at is None else moment(at, "--at", ahead=False)
     with as_failure(SourceError):

@@ -25,3 +25,8 @@ def test_one_frame_is_printed_without_textual() -> None:
 
 def test_the_console_loads_no_engine_and_no_torch() -> None:
     assert not {"torch", "triton", "kernels"} & set(loaded("import console.app, console.live"))
+
+
+def test_the_readers_of_recorded_files_are_loaded_only_for_the_past() -> None:
+    code = "import console.app, console.live, sys; print('appliance.past_sources' in sys.modules)"
+    assert "False" in loaded(code)

@@ -14,10 +14,10 @@ from appliance.past_sources import FilePast, PastError
 from appliance.snapshot import Snapshot
 from console.fake import FIXED_TIME
 from console.lines import plain
-from console.recordings import StoredRecording, file_recording
 from console.replay import ReplaySource
 from console.session import ConsoleSession
 from console.source import SourceError
+from console.stored_recording import StoredRecording, file_recording
 from console.timeline import PastState
 from tests.console.frames import SIZES, source
 from tests.console.recorded import fake_seconds, record

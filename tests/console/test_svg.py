@@ -18,10 +18,10 @@ from console.app import ConsoleApp
 from console.fake import FIXED_TIME
 from console.lines import Line
 from console.past_dialogs import SliceDialog, TimeDialog
-from console.recordings import file_recording
 from console.replay import ReplaySource
 from console.screens.registry import all_views
 from console.session import ConsoleSession
+from console.stored_recording import file_recording
 from console.themes import style
 from console.widget import merged
 from tests.console.frames import SIZES, session

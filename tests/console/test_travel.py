@@ -17,8 +17,8 @@ from console.fake import FIXED_TIME, FakeSource
 from console.keys import KEYS, offered
 from console.palette import ConsoleCommands
 from console.past_dialogs import SliceDialog, TimeDialog
-from console.recordings import file_recording
 from console.replay import ReplaySource
+from console.stored_recording import file_recording
 from tests.console.recorded import fake_seconds, record
 from tests.console.test_app import run, shown, until
 

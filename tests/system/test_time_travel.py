@@ -19,9 +19,10 @@ from appliance.actions import CreateTenant
 from appliance.snapshot import Snapshot
 from console.lines import plain
 from console.live import LiveSource
-from console.recordings import RecordedPast, file_recording, service_recording
+from console.recordings import RecordedPast
 from console.replay import ReplaySource
 from console.session import ConsoleSession
+from console.stored_recording import file_recording, service_recording
 from console.timeline import PastState
 from tests.console.test_schema import undelivered
 from tests.system.service import APPLIANCE, Service, service
