@@ -24,6 +24,10 @@ _COLUMNS, _ROWS = 120, 40
 _SETTLE_S = 3.0
 _START_S = 120.0
 """Time limit for the first frame, for a busy machine."""
+_TABLES = ("requests", "gpus", "tenants")
+_ROW_KEYS, _PAUSE_KEYS = "jk", "pp"
+"""Keys that change the screen each time. A key that changes nothing has no answer: the next output would be
+that of the next snapshot."""
 _LIMITS = {"cpu": 0.05, "bytes_per_s": 15_000.0, "echo_p95_ms": 50.0}
 
 
@@ -101,7 +105,8 @@ def measure(screens: dict[str, str], theme: str, seconds: float, presses: int) -
         count = terminal.read_for(seconds)
         span = time.monotonic() - start
         cpu = (terminal.cpu_s() - cpu) / span
-        echoes = [terminal.press("j" if number % 2 else "k") for number in range(presses)]
+        keys = _ROW_KEYS if name in _TABLES else _PAUSE_KEYS
+        echoes = [terminal.press(keys[number % 2]) for number in range(presses)]
         results.append(ScreenCosts(name, cpu, count / span, statistics.quantiles(echoes, n=20)[-1]))
     terminal.close()
     return results
