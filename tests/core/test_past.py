@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import httpx
@@ -269,3 +272,19 @@ def test_coarse_resolutions_take_requests_from_the_log(running: Service, tmp_pat
 def _coarse(running: Service) -> int:
     query = StoredQuery(since=0, until=time.time(), resolution_s=RESOLUTIONS[1].seconds)  # type: ignore[arg-type]
     return len(running.admin.call(calls.stored_telemetry(query)).rows)
+
+
+def test_one_frame_of_the_past_is_printed(running: Service) -> None:
+    wait_until(lambda: len(_seconds(running)) >= 2)
+    second = _seconds(running)[0]
+
+    def top(*words: str) -> str:
+        command = [sys.executable, "-m", "appliance.cli", "top", "--run-dir", str(running.run_dir), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    at = datetime.fromtimestamp(second + 0.001).isoformat()
+    printed = msgspec.json.decode(top("--at", at, "--json"), type=Snapshot)
+    assert printed.at == pytest.approx(second, abs=0.001)
+    assert "PAST " in top("--at", at, "--screen", "models")
