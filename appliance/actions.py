@@ -370,6 +370,19 @@ class SplitModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     split."""
 
 
+class ShadowModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Copy a share of a name's requests to another loaded model or version, to compare its answers and times.
+    The copies run after the originals, in the lowest class, and only when nothing waits. Their answers are
+    discarded, and nobody is billed."""
+
+    name: str
+    """The name whose requests are copied."""
+    target: str | None
+    """A version of the model (2), a model's name, or NAME@VERSION. Null ends the shadow."""
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.05
+    """Fraction of the requests that are copied."""
+
+
 class RemoveModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Remove a model, or one of its versions, from the registry. It must not be loaded. The files are
     kept."""
@@ -465,6 +478,7 @@ ACTIONS: tuple[Action, ...] = (
     ),
     Action("models.alias", "Set alias", "none", "model", SetAlias, Done, "name", is_long=True),
     Action("models.split", "Split requests", "none", "model", SplitModel, Done, "name", is_long=True),
+    Action("models.shadow", "Shadow requests", "none", "model", ShadowModel, Done, "name", is_long=True),
     Action("models.remove", "Remove model", "typed", "model", RemoveModel, Done, "model"),
     Action("models.prune", "Prune versions", "confirm", "service", PruneModels, PrunedVersions),
     Action("config.reload", "Reload settings", "none", "service", ReloadConfig, Reloaded),

@@ -9,7 +9,7 @@ import msgspec
 from appliance.front_stats import FrontStats
 from appliance.protocol import LogLevel
 from appliance.sampling import SamplingDefaults
-from store.policies import INTERACTIVE, LogPolicy
+from store.policies import BACKGROUND, INTERACTIVE, LogPolicy
 
 SocketKind = Literal["unix", "tcp"]
 ExceededLimit = Literal["", "requests", "tokens"]
@@ -54,6 +54,14 @@ class Arm(msgspec.Struct, frozen=True, array_like=True):
     target gets the same callers."""
 
 
+class Shadow(msgspec.Struct, frozen=True, array_like=True):
+    """A unit to which a share of a name's requests is copied."""
+
+    unit: str
+    share: float
+    """Fraction of the requests, from 0 to 1."""
+
+
 class Route(msgspec.Struct, frozen=True, kw_only=True):
     """A name that applications can use."""
 
@@ -68,6 +76,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """Whether `GET /v1/models` lists the name, because the model can answer now or on demand."""
     fallback: str = ""
     """Name of the model that answers requests if this one cannot, for keys that allow it."""
+    shadow: Shadow | None = None
     arms: tuple[Arm, ...] = ()
     """If the name is split, the units that can answer. `unit` is then the arm with the largest weight."""
 
@@ -100,6 +109,10 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """When the key expires, in unix seconds."""
     suspended: bool = False
     """Whether the tenant is suspended, in which case all its requests are refused."""
+
+
+SHADOW_IDENTITY = Identity(tenant="(shadow)", highest_class=BACKGROUND, default_class=BACKGROUND)
+"""The identity of copied requests. No tenant can have this name, so no tenant is billed for them."""
 
 
 class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
@@ -382,6 +395,9 @@ class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
     """Request id of an earlier run with the same `Idempotency-Key` whose answer is no longer kept."""
     deadline_ms: float | None = None
     """Time limit for the whole answer, measured from `arrived_at`, or None for no deadline."""
+    shadow_of: str = ""
+    """For a copy of a finished request, the tenant whose cached prefixes it may use. The core refuses the
+    copy unless it can start at once, and does not log it."""
 
 
 class Claim(msgspec.Struct, tag="claim", frozen=True):
@@ -462,6 +478,31 @@ class Worked(msgspec.Struct, tag="worked", frozen=True):
     tokens: int
 
 
+class ShadowMeasure(msgspec.Struct, array_like=True, frozen=True):
+    """Times and length of an answer. Times are in seconds since the request was sent to the replica."""
+
+    ttft_s: float
+    e2e_s: float
+    tokens: int
+
+
+class ShadowDone(msgspec.Struct, tag="shadow_done", frozen=True, kw_only=True):
+    """The result of a copied request."""
+
+    name: str
+    """Requested name of the original."""
+    unit: str
+    """Unit to which the request was copied."""
+    outcome: Literal["compared", "dropped", "failed"]
+    """"dropped": the copy could not start at once. "failed": it was refused, or ended with an error."""
+    original: ShadowMeasure | None = None
+    """Set if the answers were compared, as `copy`."""
+    copy: ShadowMeasure | None = None
+    equal_tokens: int | None = None
+    """Number of equal tokens before the first difference, over all samples. None unless the request was
+    greedy and both prompts have the same tokens."""
+
+
 class Retried(LoggedFields, tag="retried", frozen=True, kw_only=True):
     """Log record of a retry that was answered with the result of an earlier request."""
 
@@ -531,7 +572,7 @@ CoreToFront = (
     | AskProgress
     | StopFront
 )
-AboutRequest = Admit | Settle | Rejected | Worked | Retried
+AboutRequest = Admit | Settle | Rejected | Worked | Retried | ShadowDone
 """Messages from a front about a request."""
 FrontToCore = (
     FrontReady | AboutRequest | Claim | Release | HandOver | Keep | Taken | FrontReport | FrontProgress

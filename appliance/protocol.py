@@ -266,6 +266,36 @@ class RegisteredVersion(msgspec.Struct, kw_only=True):
     """Fraction of the requests that the version gets, for each split name whose requests can lead to it."""
 
 
+class ShadowTimes(msgspec.Struct, kw_only=True):
+    """Means over the answers of one side of a shadow, measured from the moment when a request is sent to the
+    replica."""
+
+    ttft_ms: float
+    e2e_ms: float
+    tokens: float
+
+
+class ShadowStatus(msgspec.Struct, kw_only=True):
+    """A share of a name's requests that is copied to another model or version, and the results since the
+    shadow was set or the service started."""
+
+    name: str
+    target: str
+    share: float
+    """Fraction of the requests that are copied."""
+    compared: int = 0
+    dropped: int = 0
+    """Copies that were not made because the target could not answer at once."""
+    failed: int = 0
+    original: ShadowTimes | None = None
+    """The answers of the originals; null if there are no results yet."""
+    copy: ShadowTimes | None = None
+    greedy: int = 0
+    """Number of greedy requests whose prompt has the same tokens for both."""
+    agreement: float | None = None
+    """Fraction of the tokens of these requests that are equal before the first difference."""
+
+
 class RegisteredModel(msgspec.Struct, kw_only=True):
     """A model of the settings or of the registry."""
 
@@ -282,6 +312,8 @@ class RegisteredModel(msgspec.Struct, kw_only=True):
     """Further names for the model or one of its versions."""
     split: dict[str, float] = {}
     """Weights of the targets that get the requests for the name; empty if only the default version does."""
+    shadows: list[ShadowStatus] = []
+    """Shadows of the model's name and of its aliases."""
     versions: list[RegisteredVersion]
 
 

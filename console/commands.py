@@ -15,6 +15,7 @@ _POSITIONAL = {
     "models.add": ("name", "folder"),
     "models.alias": ("name", "target"),
     "models.split": ("name", "weights"),
+    "models.shadow": ("name",),
 }
 CLASS_NAMES = ("P0", "P1", "P2", "P3")
 WORDS: dict[str, str] = {

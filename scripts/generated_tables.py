@@ -133,7 +133,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "key columns": lambda: columns(KEY),
     "service metrics": lambda: metrics(FAMILIES.service),
     "request metrics": lambda: metrics(FAMILIES.rows, FAMILIES.retries, FAMILIES.times, FAMILIES.models),
-    "arm metrics": lambda: metrics(FAMILIES.arms, FAMILIES.fallbacks),
+    "arm metrics": lambda: metrics(FAMILIES.arms, FAMILIES.fallbacks, FAMILIES.shadows),
     "tenant metrics": lambda: metrics(FAMILIES.tenant_rows, FAMILIES.tenants, FAMILIES.limits),
     "replica metrics": lambda: metrics(FAMILIES.replicas),
     "front metrics": lambda: metrics(FAMILIES.fronts),

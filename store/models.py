@@ -1,5 +1,5 @@
-"""The records of the model registry in `control.db`: models, their versions, aliases, and splits. A version
-is a folder with a checkpoint, together with its settings. The records contain only data."""
+"""The records of the model registry in `control.db`: models, their versions, aliases, splits and shadows. A
+version is a folder with a checkpoint, together with its settings. The records contain only data."""
 
 from __future__ import annotations
 
@@ -66,7 +66,20 @@ class SplitRecord(msgspec.Struct, frozen=True, kw_only=True):
     """When the split was set, in unix seconds."""
 
 
-RegistryRecord = ModelRecord | VersionRecord | AliasRecord | SplitRecord
+class ShadowRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A share of a name's requests that is copied to another model or version. The copies' answers are
+    compared and discarded."""
+
+    name: str
+    """A name that applications use."""
+    target: str
+    """A model's name, or NAME@VERSION."""
+    share: float
+    """Fraction of the requests, from 0 to 1."""
+    created_at: float
+
+
+RegistryRecord = ModelRecord | VersionRecord | AliasRecord | SplitRecord | ShadowRecord
 
 
 class Registry:
@@ -78,6 +91,7 @@ class Registry:
         versions: Iterable[VersionRecord] = (),
         aliases: Iterable[AliasRecord] = (),
         splits: Iterable[SplitRecord] = (),
+        shadows: Iterable[ShadowRecord] = (),
     ) -> None:
         self.models: Mapping[str, ModelRecord] = {model.name: model for model in models}
         self.versions: Mapping[tuple[str, int], VersionRecord] = {
@@ -86,6 +100,7 @@ class Registry:
         }
         self.aliases: Mapping[str, AliasRecord] = {alias.name: alias for alias in aliases}
         self.splits: Mapping[str, SplitRecord] = {split.name: split for split in splits}
+        self.shadows: Mapping[str, ShadowRecord] = {shadow.name: shadow for shadow in shadows}
 
     def versions_of(self, model: str) -> list[VersionRecord]:
         """Return the versions of a model, oldest first."""

@@ -22,6 +22,7 @@ K = TypeVar("K")
 R = TypeVar("R")
 
 INTERACTIVE = 1
+BACKGROUND = CLASSES - 1
 KeyScope = Literal["inference", "admin", "read"]
 SCOPES: tuple[KeyScope, ...] = get_args(KeyScope)
 """Permissions that a key can have: use the inference API, perform all operator actions, or read the service's
@@ -38,7 +39,6 @@ PEER_KINDS: tuple[PeerKind, ...] = get_args(PeerKind)
 _MIN_RATE, _MAX_RATE = 1e-6, 1e15
 """Smallest and largest possible limit. A float can represent every whole number up to the largest limit."""
 _MAX_DAYS = 36525.0
-_LAST_CLASS = CLASSES - 1
 
 
 class Quota(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -127,7 +127,7 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 1.0
     highest_class: Annotated[
-        int, Field("Highest service class that the tenant's requests can use", "class", 0, _LAST_CLASS)
+        int, Field("Highest service class that the tenant's requests can use", "class", 0, BACKGROUND)
     ] = INTERACTIVE
     default_class: Annotated[
         int,
@@ -135,7 +135,7 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
             "Service class of requests that do not set one; limited to the highest class",
             "class",
             0,
-            _LAST_CLASS,
+            BACKGROUND,
         ),
     ] = INTERACTIVE
     default_max_tokens: Annotated[
@@ -205,7 +205,7 @@ class KeyFields(msgspec.Struct, frozen=True, kw_only=True):
             "Highest service class that requests with the key can use, limited to the tenant's highest class",
             "class",
             0,
-            _LAST_CLASS,
+            BACKGROUND,
             none="the tenant's",
         ),
     ] = None

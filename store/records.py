@@ -12,11 +12,30 @@ from typing import Any, TypeVar, get_origin, get_type_hints
 import msgspec
 
 from store.fields import without_none
-from store.models import AliasRecord, ModelRecord, SplitRecord, VersionRecord
+from store.models import AliasRecord, ModelRecord, ShadowRecord, SplitRecord, VersionRecord
 from store.policies import KeyRecord, PeerRecord, TenantRecord
 
-Record = TenantRecord | KeyRecord | PeerRecord | ModelRecord | VersionRecord | AliasRecord | SplitRecord
-R = TypeVar("R", TenantRecord, KeyRecord, PeerRecord, ModelRecord, VersionRecord, AliasRecord, SplitRecord)
+Record = (
+    TenantRecord
+    | KeyRecord
+    | PeerRecord
+    | ModelRecord
+    | VersionRecord
+    | AliasRecord
+    | SplitRecord
+    | ShadowRecord
+)
+R = TypeVar(
+    "R",
+    TenantRecord,
+    KeyRecord,
+    PeerRecord,
+    ModelRecord,
+    VersionRecord,
+    AliasRecord,
+    SplitRecord,
+    ShadowRecord,
+)
 
 _TABLES: dict[type[Record], tuple[str, tuple[str, ...]]] = {
     TenantRecord: ("tenants", ("name",)),
@@ -26,6 +45,7 @@ _TABLES: dict[type[Record], tuple[str, tuple[str, ...]]] = {
     VersionRecord: ("model_versions", ("model", "version")),
     AliasRecord: ("aliases", ("name",)),
     SplitRecord: ("splits", ("name",)),
+    ShadowRecord: ("shadows", ("name",)),
 }
 """Table and primary key of each record type."""
 

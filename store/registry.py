@@ -17,7 +17,15 @@ from store.audit import Actor
 from store.control import ControlStore
 from store.database import reading
 from store.errors import ConflictError, UnknownModelError
-from store.models import AliasRecord, ModelFile, ModelRecord, Registry, SplitRecord, VersionRecord
+from store.models import (
+    AliasRecord,
+    ModelFile,
+    ModelRecord,
+    Registry,
+    ShadowRecord,
+    SplitRecord,
+    VersionRecord,
+)
 from store.schemas import CONTROL
 
 
@@ -99,6 +107,12 @@ class ModelRegistry:
                         f"the split of {split.name!r} names what would be removed: change the split first, "
                         f"or end it with: appliance models split {split.name} --clear"
                     )
+            for shadow in records.select(connection, ShadowRecord):
+                if shadow.target in names and not (gone and shadow.name == model):
+                    raise ConflictError(
+                        f"the shadow of {shadow.name!r} names what would be removed: end it first with: "
+                        f"appliance models shadow {shadow.name} --clear"
+                    )
             if known.default_version == version and not gone:
                 raise ConflictError(
                     f"version {version} is the default of model {model!r}: make another version the default "
@@ -108,6 +122,7 @@ class ModelRegistry:
                 records.delete(connection, one)
             if gone:
                 _end_split(connection, model)
+                _end_shadow(connection, model)
                 records.delete(connection, known)
             elif known.previous_version == version:
                 records.update(connection, msgspec.structs.replace(known, previous_version=None))
@@ -200,6 +215,7 @@ class ModelRegistry:
                     f"there is no alias {name!r}: list the models and aliases with: appliance models list"
                 )
             _end_split(connection, name)
+            _end_shadow(connection, name)
             records.delete(connection, alias)
             return alias
 
@@ -235,6 +251,37 @@ class ModelRegistry:
             lambda former: (
                 None if former is None else {"weights": former.weights},
                 None if weights is None else {"weights": dict(weights)},
+            ),
+        )
+
+    # ── shadows ──
+
+    def set_shadow(
+        self, *, actor: Actor | str, name: str, target: str | None, share: float
+    ) -> Future[ShadowRecord | None]:
+        """Copy a share of a name's requests to a target or, if `target` is None, end the shadow. The future
+        returns the former shadow, and raises UnknownModelError if the shadow to end does not exist."""
+        wanted: dict[str, object] = {"target": target, "share": share}
+
+        def apply(connection: sqlite3.Connection) -> ShadowRecord | None:
+            former = _end_shadow(connection, name)
+            if target is not None:
+                shadow = ShadowRecord(name=name, target=target, share=share, created_at=time.time())
+                records.insert(connection, shadow)
+            elif former is None:
+                raise UnknownModelError(
+                    f"{name!r} has no shadow: see what a model has with: appliance models show {name}"
+                )
+            return former
+
+        return self._change(
+            actor,
+            "models.shadow",
+            {"name": name, **(wanted if target is not None else {})},
+            apply,
+            lambda former: (
+                None if former is None else {"target": former.target, "share": former.share},
+                None if target is None else wanted,
             ),
         )
 
@@ -281,6 +328,7 @@ def _read(connection: sqlite3.Connection) -> Registry:
         records.select(connection, VersionRecord),
         records.select(connection, AliasRecord),
         records.select(connection, SplitRecord),
+        records.select(connection, ShadowRecord),
     )
 
 
@@ -290,6 +338,14 @@ def _end_split(connection: sqlite3.Connection, name: str) -> SplitRecord | None:
     if split is not None:
         records.delete(connection, split)
     return split
+
+
+def _end_shadow(connection: sqlite3.Connection, name: str) -> ShadowRecord | None:
+    """Delete the shadow of a name. Return it, or None if there is none."""
+    shadow = records.find(connection, ShadowRecord, name)
+    if shadow is not None:
+        records.delete(connection, shadow)
+    return shadow
 
 
 def _model(connection: sqlite3.Connection, name: str) -> ModelRecord:

@@ -448,6 +448,17 @@ CREATE TABLE splits (
 """,
 )
 
+_SHADOWS = (
+    """
+CREATE TABLE shadows (
+    name TEXT PRIMARY KEY NOT NULL,
+    target TEXT NOT NULL,
+    share REAL NOT NULL,
+    created_at REAL NOT NULL
+)
+""",
+)
+
 # The prompts and answers that tenants' log policies keep. Only the service's user can read this file.
 _CONTENTS = (
     """
@@ -526,5 +537,6 @@ CONTROL = Schema(
         *_added_fields("keys", KeyFields, "replaced_by", "key_list", _KEY_LIST),
         Migration("models", _MODELS),
         Migration("splits", _SPLITS),
+        Migration("shadows", _SHADOWS),
     ),
 )

@@ -14,6 +14,7 @@ from appliance.admin.keys import KeyAdmin
 from appliance.admin.models import ModelAdmin
 from appliance.admin.peers import PeerAdmin
 from appliance.admin.running import RunningRequests
+from appliance.admin.shadows import ShadowAdmin
 from appliance.admin.splits import SplitAdmin
 from appliance.admin.status import StatusReader
 from appliance.admin.tenants import TenantAdmin
@@ -25,6 +26,7 @@ from appliance.models.routing import Routing
 from appliance.monitoring.alerts.manager import AlertManager
 from appliance.scopes import ScopedRoute
 from appliance.settings import Settings
+from appliance.traffic.shadows import ShadowResults
 from appliance.traffic.state import TrafficState
 from store.control import ControlStore
 
@@ -36,6 +38,7 @@ def admin_backend(
     settings: Callable[[], Settings],
     traffic: TrafficState,
     models: ModelAdmin,
+    shadow_results: ShadowResults,
     routing: Routing,
     drains: Drains,
     canceller: RequestCanceller,
@@ -54,6 +57,7 @@ def admin_backend(
     tenants = TenantAdmin(
         control=control, usage=traffic.usage, peers=peers.list, publish=publish, cancel=cancel
     )
+    shadows = ShadowAdmin(models=models, results=shadow_results)
     keys = KeyAdmin(control=control, usage=traffic.usage, publish=publish, cancel=cancel)
     actions = AuditedActions(
         control,
@@ -63,6 +67,7 @@ def admin_backend(
             peers=peers,
             models=models,
             splits=SplitAdmin(models=models),
+            shadows=shadows,
             drains=DrainAdmin(drains, status.drain, routing.unit_of),
             requests=RequestAdmin(lambda: running.known({}, time.time()), canceller.cancel, contents.show),
             alerts=AlertAdmin(alerts),
@@ -76,7 +81,7 @@ def admin_backend(
         keys=keys.list,
         tenants=tenants.list,
         peers=peers.list,
-        models=models.models,
+        models=shadows.shown,
         configuration=reloader.configuration,
         metrics=metrics,
         routes=[*routes, *alert_routes(alerts)],

@@ -32,6 +32,7 @@ from appliance.actions import (
     SetDefaultModel,
     SetKey,
     SetTenant,
+    ShadowModel,
     ShowContents,
     SilenceAlerts,
     SleepModel,
@@ -48,6 +49,7 @@ from appliance.admin.effects import Effect, Handler, done
 from appliance.admin.keys import KeyAdmin
 from appliance.admin.models import ModelAdmin
 from appliance.admin.peers import PeerAdmin
+from appliance.admin.shadows import ShadowAdmin
 from appliance.admin.splits import SplitAdmin
 from appliance.admin.tenants import TenantAdmin
 from appliance.protocol import AuditHead, Contents, Done, InFlight, Reloaded
@@ -62,6 +64,7 @@ def handlers(
     peers: PeerAdmin,
     models: ModelAdmin,
     splits: SplitAdmin,
+    shadows: ShadowAdmin,
     drains: DrainAdmin,
     requests: RequestAdmin,
     alerts: AlertAdmin,
@@ -96,6 +99,7 @@ def handlers(
         RollbackModel: models.rollback,
         SetAlias: models.alias,
         SplitModel: splits.split,
+        ShadowModel: shadows.shadow,
         RemoveModel: models.remove,
         PruneModels: models.prune,
         DrainService: drains.drain,

@@ -238,6 +238,7 @@ class ModelAdmin:
             record.version in (model.default_version, model.previous_version)
             or any(alias.target == unit for alias in registry.aliases.values())
             or any(unit in split.weights for split in registry.splits.values())
+            or any(unit == shadow.target for shadow in registry.shadows.values())
             or self._state(unit)[0] not in ("available", "failed")
             or bool(self.declared_in(record.model))
         )

@@ -43,27 +43,11 @@ class SplitAdmin:
         """Return the weights by complete target: a bare version number means a version of the name."""
         found: dict[str, float] = {}
         for given, weight in weights.items():
-            is_version = given.isascii() and given.isdecimal()
-            target = f"{name}@{given}" if is_version else given
-            if not self.models.routing.target_unit(target):
-                raise UnknownModelError(self._unknown(name, given, is_version))
+            target = complete_target(self.models, name, given)
             if target in found:
                 raise ValueError(f"weights has {target!r} twice: give each version one weight")
             found[target] = weight
         return found
-
-    def _unknown(self, name: str, given: str, is_version: bool) -> str:
-        registry = self.models.operations.registry.current
-        if is_version and name in registry.aliases:
-            return (
-                f"{name!r} is an alias, so the target {given!r} does not say which model's version it is: "
-                "write NAME@VERSION"
-            )
-        model, version = split_target(f"{name}@{given}" if is_version else given)
-        if version is not None and model in registry.models:
-            known = ", ".join(str(one.version) for one in registry.versions_of(model))
-            return f"model {model!r} has no version {version}; available versions: {known}"
-        return f"there is no model {given!r} (a target is VERSION, NAME or NAME@VERSION, never an alias)"
 
     def _default_of(self, name: str) -> str:
         """Return what answers requests for the name without a split."""
@@ -80,3 +64,25 @@ class SplitAdmin:
                     f"model {name!r} answers requests, and {target} is not loaded: load it first with: "
                     f"appliance models load {unit} --wait"
                 )
+
+
+def complete_target(models: ModelAdmin, name: str, given: str) -> str:
+    """Return a target as NAME or NAME@VERSION. A bare number means a version of `name`. Raises
+    UnknownModelError."""
+    is_version = given.isascii() and given.isdecimal()
+    target = f"{name}@{given}" if is_version else given
+    if models.routing.target_unit(target):
+        return target
+    registry = models.operations.registry.current
+    if is_version and name in registry.aliases:
+        raise UnknownModelError(
+            f"{name!r} is an alias, so the target {given!r} does not say which model's version it is: write "
+            "NAME@VERSION"
+        )
+    model, version = split_target(target)
+    if version is not None and model in registry.models:
+        known = ", ".join(str(one.version) for one in registry.versions_of(model))
+        raise UnknownModelError(f"model {model!r} has no version {version}; available versions: {known}")
+    raise UnknownModelError(
+        f"there is no model {given!r} (a target is VERSION, NAME or NAME@VERSION, never an alias)"
+    )

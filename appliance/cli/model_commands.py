@@ -309,6 +309,35 @@ def models_split(
     set_split(run_dir, name, weights or [], clear=clear, as_json=json)
 
 
+@models.command("shadow", help=about("models.shadow"))
+def models_shadow(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="The model or alias whose requests are copied.", show_default=False
+        ),
+    ],
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--to",
+            metavar="TARGET",
+            help="A version of the model (2), another model's name, or NAME@VERSION.",
+            show_default=False,
+        ),
+    ] = None,
+    share: Annotated[
+        str, typer.Option("--share", metavar="PERCENT", help="Share of the requests that are copied.")
+    ] = "5%",
+    clear: Annotated[bool, typer.Option("--clear", help="End the shadow.")] = False,
+    run_dir: RunDir = None,
+    json: Json = False,
+) -> None:
+    from appliance.cli.model_splits import set_shadow
+
+    set_shadow(run_dir, name, target, share, clear=clear, as_json=json)
+
+
 Files = Annotated[
     bool,
     typer.Option(

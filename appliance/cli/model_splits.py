@@ -1,11 +1,12 @@
-"""Implements `appliance models split`."""
+"""Implements `appliance models split` and `appliance models shadow`."""
 
 from __future__ import annotations
 
-from appliance.actions import SplitModel
+from appliance.actions import ShadowModel, SplitModel
 from appliance.cli.actions import perform
 from appliance.cli.failure import CommandLineError
 from appliance.cli.output import printable
+from appliance.protocol import ShadowStatus
 
 
 def set_split(run_dir: str | None, name: str, weights: list[str], *, clear: bool, as_json: bool) -> None:
@@ -14,6 +15,35 @@ def set_split(run_dir: str | None, name: str, weights: list[str], *, clear: bool
         raise CommandLineError("give either the weights of the split, such as 1=90 2=10, or --clear")
     action = SplitModel(name=name, weights=None if clear else _weights(weights))
     perform(run_dir, action, as_json=as_json)
+
+
+def set_shadow(
+    run_dir: str | None, name: str, target: str | None, share: str, *, clear: bool, as_json: bool
+) -> None:
+    """Set or end the shadow of a name. `share` is a percentage such as 5%."""
+    if clear == (target is not None):
+        raise CommandLineError("give either the target of the copies with --to, or --clear")
+    try:
+        percent = float(share.removesuffix("%"))
+    except ValueError:
+        percent = 0.0
+    if not share.endswith("%") or not 0 < percent <= 100:
+        raise CommandLineError(f"--share {share!r} is not valid: write a percentage such as 5%")
+    perform(run_dir, ShadowModel(name=name, target=target, share=percent / 100), as_json=as_json)
+
+
+def show_shadow(shadow: ShadowStatus) -> None:
+    """Print a shadow with its results."""
+    print(f"  shadow    {shadow.share:.1%} of {printable(shadow.name)} copied to {printable(shadow.target)}")
+    print(f"    copies    {shadow.compared} compared, {shadow.dropped} dropped, {shadow.failed} failed")
+    for side, times in (("originals", shadow.original), ("copies", shadow.copy)):
+        if times is not None:
+            print(
+                f"    {side:9} mean TTFT {times.ttft_ms:.1f} ms, E2E {times.e2e_ms:.1f} ms, "
+                f"{times.tokens:.1f} tokens"
+            )
+    if shadow.agreement is not None:
+        print(f"    agreement {shadow.agreement:.1%} of the tokens of {shadow.greedy} greedy requests")
 
 
 def shares(found: dict[str, float]) -> str:

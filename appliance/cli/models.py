@@ -13,7 +13,7 @@ import msgspec
 from appliance.actions import AddModel, SetAlias, action_of
 from appliance.cli.actions import perform
 from appliance.cli.failure import CommandLineError, Failure
-from appliance.cli.model_splits import shares
+from appliance.cli.model_splits import shares, show_shadow
 from appliance.cli.output import Column, of_count, print_json, print_table, printable
 from appliance.cli.service import admin_client
 from appliance.cli.status_line import loads_shown
@@ -147,6 +147,8 @@ def show_model(run_dir: str | None, name: str, *, as_json: bool) -> None:
         print(f"  aliases   {printable(', '.join(model.aliases))}")
     for target, weight in model.split.items():
         print(f"  split     {weight / sum(model.split.values()):.1%} to {printable(target)}")
+    for shadow in model.shadows:
+        show_shadow(shadow)
     for version in model.versions:
         _show_version(version)
 

@@ -133,6 +133,7 @@ class Service:
             control,
             [state.history, state.contents],
             parts.routing.names,
+            parts.requests.shadows,
         )
         self.metrics = MetricsServer(scrape)
         self.metrics.change(settings, self.metrics.prepare(settings))
@@ -221,6 +222,7 @@ class Service:
                 settings=self.settings,
                 declared_in=reloader.declared_in,
             ),
+            shadow_results=parts.requests.shadows,
             routing=parts.routing,
             drains=parts.drains,
             canceller=parts.canceller,

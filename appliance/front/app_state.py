@@ -14,6 +14,7 @@ from appliance.front.keeping import Keeper
 from appliance.front.models import Catalog
 from appliance.front.replicas import ReplicaChannels
 from appliance.front.retries import Retries
+from appliance.front.shadows import ShadowTraffic
 from appliance.http import CountedLog
 from appliance.messages import (
     Admitted,
@@ -69,6 +70,7 @@ class AppState:
         self.retries = Retries(to_core)
         self.text_memory = TextMemory(MAX_TEXT_BYTES)
         self.work = WorkPool(MAX_TEXT_WAIT_S)
+        self.shadows = ShadowTraffic(self)
         self.active: dict[str, Running] = {}
         """Requests that are waiting for admission or running, by request id."""
         self.ready = False

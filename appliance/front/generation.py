@@ -17,7 +17,7 @@ from appliance.front.keeping import Transcript
 from appliance.front.limits import rate_limit_headers
 from appliance.front.request_context import RequestContext
 from appliance.front.sample import Sample, samples_of
-from appliance.messages import Admit, Admitted, Refused, RequestProgress, Settle
+from appliance.messages import Admit, Admitted, Refused, RequestProgress, Settle, ShadowMeasure
 from engine.client import ReplicaClient
 from engine.messages import Output, Submit, pack_tokens
 
@@ -88,6 +88,7 @@ class Generation:
         self._settled = False
         self._link: ReplicaClient | None = None
         self._handles: list[int] = []
+        self._submitted_at = 0.0
         self._first_token_at: float | None = None
         self._last_token_at = 0.0
         self._tokens = 0
@@ -138,6 +139,7 @@ class Generation:
             return
         self._link = link
         self._submitted = self.ran = True
+        self._submitted_at = time.monotonic()
         self.task.fall_back = None
         self.headers = rate_limit_headers(message.rate_limits)
         if message.most_tokens is not None:
@@ -261,7 +263,7 @@ class Generation:
         self._handles.clear()
         if self.ended.is_set() or self._retry is not None:
             return
-        if self._attempt >= MAX_RESUBMISSIONS:
+        if self._attempt >= MAX_RESUBMISSIONS or self.task.shadow_of:
             self._fail(
                 ApiError(
                     503,
@@ -305,6 +307,7 @@ class Generation:
                 asked_class=task.asked_class,
                 deadline_ms=context.deadline_ms,
                 retry_of=context.retry_of,
+                shadow_of=task.shadow_of,
             )
         )
 
@@ -423,6 +426,18 @@ class Generation:
                 e2e_ms=self.context.elapsed_ms(now),
             )
         )
+
+    def another(self, context: RequestContext, task: GenerationTask) -> Generation:
+        """Return a generation of the same front for another request."""
+        return Generation(self.state, context, task)
+
+    def measure(self) -> ShadowMeasure | None:
+        """Return the answer's times and length. None if it is empty, or if a replica was lost."""
+        if self._first_token_at is None or self._attempt:
+            return None
+        tokens = sum(sample.delivered for sample in self.samples)
+        began = self._submitted_at
+        return ShadowMeasure(self._first_token_at - began, self._last_token_at - began, tokens)
 
     @property
     def answers(self) -> list[Sample]:

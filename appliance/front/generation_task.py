@@ -9,6 +9,7 @@ import msgspec
 
 from appliance.front.keeping import Text
 from appliance.front.models import LoadedModel
+from appliance.front.request_context import RequestContext
 from appliance.text.stop import StopSet
 from engine.messages import SamplingParams, TokenLogprob
 
@@ -27,6 +28,15 @@ class Prompt:
     cached_tokens: int | None = None
     logprobs: list[TokenLogprob | None] | None = None
     """Log probabilities of the prompt's tokens, if requested. The first token's entry is None."""
+
+
+@dataclass(slots=True)
+class RequestCopy:
+    """A unit to which a request is copied, and the function that prepares the request for it."""
+
+    unit: str
+    prepare: Callable[[LoadedModel, RequestContext], Awaitable[GenerationTask]]
+    """Raises `ApiError` if the unit cannot take the request."""
 
 
 @dataclass(slots=True)
@@ -67,6 +77,10 @@ class GenerationTask:
     """Same as `Admit.may_lower`."""
     fall_back: Callable[[], Awaitable[GenerationTask]] | None = None
     """Prepares the request for another model, if this one cannot take it. Raises `ApiError`."""
+    copy: RequestCopy | None = None
+    """How to copy the request to another unit after its end, if it was selected for this."""
+    shadow_of: str = ""
+    """Same as `Admit.shadow_of`."""
     asked: list[Text] = field(default_factory=list)
     """The prompts as the client sent them, if the log policy keeps them."""
 

@@ -228,19 +228,27 @@ class Catalog:
 
     def _unit_for(self, name: str, caller: str) -> str:
         """Return the unit that answers the caller's requests for the name; empty if there is none."""
-        route = None if self._routes is None else self._routes.get(name)
+        route = self.route_of(name)
         arms = () if route is None else [arm for arm in route.arms if arm.unit in self._models]
         return choose_arm(name, arms, caller).unit if arms else self.unit_of(name)
+
+    def loaded(self, unit: str) -> LoadedModel | None:
+        """Return the model of a unit, or None if it is not loaded."""
+        return self._models.get(unit)
+
+    def route_of(self, name: str) -> Route | None:
+        """Return the route of a name, or None if there is none."""
+        return None if self._routes is None else self._routes.get(name)
 
     def fallback_of(self, name: str, identity: Identity) -> str:
         """Return the model that may answer the caller's requests if the model with this name cannot; empty if
         there is none."""
-        route = None if self._routes is None else self._routes.get(name)
+        route = self.route_of(name)
         may = route is not None and identity.may_fall_back and allows(identity, name)
         return route.fallback if may and route is not None and allows(identity, route.fallback) else ""
 
     def _waits(self, name: str) -> bool:
-        route = None if self._routes is None else self._routes.get(name)
+        route = self.route_of(name)
         return route is not None and not route.unit
 
 

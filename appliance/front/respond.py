@@ -35,7 +35,7 @@ class GenerationResponse(Response):
         self._task = task
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._task.asked and self._task.fall_back is None:
+        if not self._task.asked and self._task.fall_back is None and self._task.copy is None:
             # The request is prepared, so its body can be released.
             self._context.body.release()
         generation = self.generation
@@ -61,6 +61,8 @@ class GenerationResponse(Response):
                 self._state.keeper.keep(generation.transcript())
             self._context.body.release()
             self._context.connection.release()
+            if self.status == 200 and not generation.left:
+                self._state.shadows.begin(generation)
 
     async def _whole(
         self, generation: Generation, scope: Scope, receive: Receive, send: Send

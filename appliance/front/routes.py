@@ -14,7 +14,7 @@ from appliance.front import documents
 from appliance.front.app_state import AppState
 from appliance.front.body import parse_body, read_body, receive_body
 from appliance.front.errors import ApiError, invalid
-from appliance.front.generation_task import GenerationTask
+from appliance.front.generation_task import GenerationTask, RequestCopy
 from appliance.front.idempotency import answer, key_of
 from appliance.front.models import LoadedModel, allows, own_route
 from appliance.front.prepare_chat import chat_task
@@ -202,6 +202,8 @@ class _Api:
         async def prepare() -> GenerationTask:
             task = await make_task(state, found, context, body)
             task.fall_back = fall_back if fallback and not context.fallback_of else None
+            if unit := state.shadows.selects(state.catalog.route_of(context.model)):
+                task.copy = RequestCopy(unit, lambda model, copied: make_task(state, model, copied, body))
             return task
 
         try:

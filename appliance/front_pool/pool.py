@@ -44,6 +44,7 @@ from appliance.messages import (
     Release,
     Retried,
     Settle,
+    ShadowDone,
     Worked,
 )
 from appliance.settings import Settings
@@ -69,6 +70,7 @@ class FrontRequests(Protocol):
     def reject(self, rejected: Rejected) -> None: ...
     def charge_work(self, worked: Worked) -> None: ...
     def log_retry(self, retried: Retried) -> None: ...
+    def shadow_done(self, done: ShadowDone) -> None: ...
 
 
 class _Endpoint(NamedTuple):
@@ -311,7 +313,9 @@ class FrontPool:
 
     def request_message(self, front: Front, message: AboutRequest) -> None:
         requests = self._requests
-        if isinstance(message, Admit):
+        if isinstance(message, Admit) and message.shadow_of:
+            requests.admit(front.name, message)
+        elif isinstance(message, Admit):
             # The front only identifies the caller. The caller's rights come from the core's own table.
             identity = self._identities.of(message.identity)
             requests.admit(front.name, msgspec.structs.replace(message, identity=identity))
@@ -321,6 +325,8 @@ class FrontPool:
             requests.log_retry(message)
         elif isinstance(message, Worked):
             requests.charge_work(message)
+        elif isinstance(message, ShadowDone):
+            requests.shadow_done(message)
         else:
             requests.reject(message)
 

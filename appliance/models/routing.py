@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from appliance.messages import Arm, Route
+from appliance.messages import Arm, Route, Shadow
 from appliance.models.manager import ModelManager
 from store.models import Registry, SplitRecord
 
@@ -53,6 +53,11 @@ class Routing:
         for alias in registry.aliases.values():
             if alias.name not in routes and (route := self._of_alias(registry, alias.name, alias.target)):
                 routes[alias.name] = route
+        for shadow in registry.shadows.values():
+            unit = self.target_unit(shadow.target)
+            if shadow.name in routes and self.answers(unit):
+                copied = Shadow(unit, shadow.share)
+                routes[shadow.name] = msgspec.structs.replace(routes[shadow.name], shadow=copied)
         return list(routes.values())
 
     def names(self) -> set[str]:

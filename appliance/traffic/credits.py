@@ -8,9 +8,8 @@ from typing import NamedTuple
 from appliance.traffic.rates import ReplicaRates
 from engine.levels import FIRST_VICTIMS, LEVELS, TIERS, kept_free
 from engine.messages import BLOCK_TOKENS, Report
-from store.policies import CLASSES
 
-REAL_TIME, BACKGROUND = 0, CLASSES - 1
+REAL_TIME = 0
 
 _FEW_SLOTS = 8
 """Replicas with fewer slots than this reserve none."""

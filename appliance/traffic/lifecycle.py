@@ -83,7 +83,7 @@ class RequestLifecycle:
 
     def accept(self, request: Request, model: ModelTraffic, *, hold: bool) -> None:
         """Log a new request, and queue it or hold it until admission resumes."""
-        if not request.is_logged:
+        if not request.is_logged and not request.is_shadow:
             request.is_logged = True
             self._rows.open(row_of(request, self._unix()))
         self._begin_waiting(request)
@@ -169,7 +169,7 @@ class RequestLifecycle:
                     request.request_id,
                     request.admit.attempt,
                     account.replica,
-                    self._salt(request.tenant),
+                    self._salt(request.first.shadow_of or request.tenant),
                     turn.priority,
                     urgency=turn.urgency,
                     reserved_slots=reserved_slots,
@@ -302,6 +302,8 @@ class RequestLifecycle:
         if (held := request.reservation) is not None:
             state.quotas.settle(held, request.taken_tokens)
             state.quotas.close(held)
+        if request.is_shadow:
+            return
         now = self._unix()
         state.recent.add(request, now)
         self._rows.end(row_of(request, now))

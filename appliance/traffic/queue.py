@@ -15,12 +15,11 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
-from appliance.traffic.credits import BACKGROUND
 from appliance.traffic.fairness import FairQueue, Ticket
 from appliance.traffic.rules import QueueRules
 from appliance.traffic.timeline import Promises
 from engine.levels import LEVELS, URGENCIES, level_of
-from store.policies import CLASSES, INTERACTIVE
+from store.policies import BACKGROUND, CLASSES, INTERACTIVE
 
 Item = TypeVar("Item")
 

@@ -198,6 +198,11 @@ class Request:
         return self.first.request_id
 
     @property
+    def is_shadow(self) -> bool:
+        """Whether the request is a copy, whose answer is discarded and which is not logged."""
+        return bool(self.first.shadow_of)
+
+    @property
     def state(self) -> RequestState:
         """The request's state, as in `appliance.protocol.InFlight`."""
         if self.settled is not None:

@@ -19,7 +19,20 @@ import logging
 from collections.abc import Callable
 from itertools import islice
 
-from appliance.messages import Abort, Admit, Identity, Refused, Rejected, Retried, Settle, Worked
+import msgspec
+
+from appliance.messages import (
+    SHADOW_IDENTITY,
+    Abort,
+    Admit,
+    Identity,
+    Refused,
+    Rejected,
+    Retried,
+    Settle,
+    ShadowDone,
+    Worked,
+)
 from appliance.traffic.admission import (
     Refusal,
     Waiting,
@@ -32,7 +45,7 @@ from appliance.traffic.admission import (
     unknown_model,
 )
 from appliance.traffic.admission_pauses import AdmissionPause
-from appliance.traffic.credits import BACKGROUND, CreditAccount
+from appliance.traffic.credits import CreditAccount
 from appliance.traffic.lifecycle import RequestLifecycle, RowSink, Send
 from appliance.traffic.load_shedder import DROP_BACKGROUND
 from appliance.traffic.model import ModelTraffic
@@ -40,9 +53,10 @@ from appliance.traffic.outputs import expected_tokens
 from appliance.traffic.quotas import Quotas
 from appliance.traffic.request import Request, rejected_row, retried_row
 from appliance.traffic.rules import QueueRules
+from appliance.traffic.shadows import ShadowResults
 from appliance.traffic.state import TrafficState
 from engine.messages import Report
-from store.policies import Policies
+from store.policies import BACKGROUND, Policies
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +93,8 @@ class RequestManager:
         self._rows = rows
         self._unix = unix
         self._tidied_at = 0.0
+        self.shadows = ShadowResults()
+        """The results of copied requests."""
 
     # ── changes by operators ──
 
@@ -249,6 +265,9 @@ class RequestManager:
         """Handle a front's `Admit` message. It is a request's first attempt, or the next attempt after a
         replica was lost."""
         state = self.state
+        if admit.shadow_of:
+            self._admit_shadow(front, admit)
+            return
         known = state.in_flight.get(admit.request_id)
         model = state.models.get(admit.unit or admit.model)
         if known is not None and known.falls_back and known.front == front and known.settled is None:
@@ -268,6 +287,35 @@ class RequestManager:
         request = Request(front, admit, key_id, model.version if model else "", self._deadline_at(admit))
         state.in_flight[admit.request_id] = request
         self._begin(request, model)
+
+    def _admit_shadow(self, front: str, admit: Admit) -> None:
+        """Dispatch a copied request at once, or refuse it. It never waits, and while any request waits, none
+        is dispatched."""
+        state, now = self.state, self.state.clock()
+        admit = msgspec.structs.replace(admit, identity=SHADOW_IDENTITY)
+        model = state.models.get(admit.unit)
+        request = Request(front, admit, "", model.version if model else "")
+        why = Refusal(503, "shadow_dropped", "the copy of a request could not start at once")
+        if (
+            model is None
+            or model.failure is not None
+            or admit.attempt
+            or admit.request_id in state.in_flight
+            or state.waiting
+            or state.pauses.of(request.unit) is not None
+            or not model.starts_at_once(request, state.tenants.of(request.tenant), now)
+        ):
+            self._send(front, why.to_message(request, None))
+            return
+        state.in_flight[admit.request_id] = request
+        request.due = now + self._lifecycle.rules.late_s(request.request_class)
+        self._lifecycle.accept(request, model, hold=False)
+        if request.queued_at is not None:
+            self._lifecycle.refuse(request, why)
+
+    def shadow_done(self, done: ShadowDone) -> None:
+        """Add the result of a copied request."""
+        self.shadows.add(done)
 
     def _begin(self, request: Request, model: ModelTraffic | None) -> None:
         """Let a request wait for the model, or refuse it."""

@@ -74,6 +74,7 @@ class Parts:
             self.control,
             [],
             self.serving.routing.names,
+            self.serving.requests.shadows,
         )
 
     def ask(self, number: int, tenant: str, asked_class: str = "") -> None:

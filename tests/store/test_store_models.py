@@ -129,3 +129,17 @@ def test_a_new_default_version_ends_the_split_in_the_same_change(registry: Model
         registry.set_default(actor="uid:0", action="models.default", model="chat", version=version).result(60)
         assert not registry.current.splits
     assert registry.current.models["chat"].previous_version == 1
+
+
+def test_a_shadow_survives_a_restart_and_protects_its_target(registry: ModelRegistry, tmp_path: Path) -> None:
+    add(registry), add(registry)
+    registry.set_shadow(actor="uid:0", name="chat", target="chat@2", share=0.1).result(60)
+    registry.set_shadow(actor="uid:0", name="chat", target="chat@2", share=0.5).result(60)
+    shadow = read_registry(tmp_path / "control.db").shadows["chat"]
+    assert (shadow.target, shadow.share) == ("chat@2", 0.5)
+    with pytest.raises(ConflictError, match="models shadow chat --clear"):
+        registry.remove(actor="uid:0", model="chat", version=2).result(60)
+    registry.set_shadow(actor="uid:0", name="chat", target=None, share=0.5).result(60)
+    with pytest.raises(UnknownModelError, match="'chat' has no shadow"):
+        registry.set_shadow(actor="uid:0", name="chat", target=None, share=0.5).result(60)
+    registry.remove(actor="uid:0", model="chat", version=2).result(60)

@@ -20,6 +20,7 @@ from appliance.monitoring.metrics.exposition import Family
 from appliance.monitoring.metrics.metric import Group, Metric
 from appliance.protocol import FrontStatus, ReplicaStatus
 from appliance.traffic.buckets import Bucket
+from appliance.traffic.shadows import ShadowSums
 from appliance.traffic.stats import ModelStats, TenantStats
 from engine.messages import BLOCK_TOKENS
 from store.requests import RequestRow
@@ -87,6 +88,7 @@ class Families:
         self.times: Group[RequestRow] = Group(("model", "class"), *TIMES)
         self.arms: Group[RequestRow] = Group(("model", "unit"), *ARMS)
         self.fallbacks: Group[RequestRow] = Group(("model",), *FALLBACKS)
+        self.shadows: Group[ShadowSums] = Group(("model", "unit"), *SHADOWS)
         self.models: Group[ModelStats] = Group(("model",), *MODELS)
         self.tenant_rows: Group[RequestRow] = Group(("tenant",), *TENANT_ROWS)
         self.tenants: Group[TenantStats] = Group(("tenant",), *TENANTS)
@@ -226,6 +228,25 @@ FALLBACKS = (
     Metric("counter", "appliance_fallbacks_total", "requests",
            "Finished requests that the model could not take and its fallback was asked for, by outcome.",
            lambda row: {outcome(row): 1}, ("outcome",)),
+)
+SHADOWS = (
+    Metric("counter", "appliance_shadow_requests_total", "requests",
+           "Requests that were selected for a copy, by result of the copy: compared, dropped or failed.",
+           lambda s: {"compared": s.compared, "dropped": s.dropped, "failed": s.failed}, ("result",)),
+    Metric("counter", "appliance_shadow_tokens_total", "tokens",
+           "Tokens of compared greedy requests.",
+           lambda s: s.greedy_tokens),
+    Metric("counter", "appliance_shadow_equal_tokens_total", "tokens",
+           "Tokens of these requests that are equal before the first difference.",
+           lambda s: s.equal_tokens),
+    Metric("summary", "appliance_shadow_time_to_first_token_seconds", "seconds",
+           "TTFT of compared requests from the moment when they are sent to the replica.",
+           lambda s: {"original": (s.compared, s.originals.ttft_s), "copy": (s.compared, s.copies.ttft_s)},
+           ("answer",)),
+    Metric("summary", "appliance_shadow_request_seconds", "seconds",
+           "E2E of compared requests from the moment when they are sent to the replica.",
+           lambda s: {"original": (s.compared, s.originals.e2e_s), "copy": (s.compared, s.copies.e2e_s)},
+           ("answer",)),
 )
 MODELS = (
     Metric("gauge", "appliance_queue_requests", "requests",

@@ -14,6 +14,7 @@ from appliance.monitoring.metrics.counting import CountedRows
 from appliance.monitoring.metrics.exposition import render
 from appliance.monitoring.metrics.families import GatewaySource, ReplicaSource, ServiceSource
 from appliance.monitoring.metrics.tenants import OTHERS
+from appliance.traffic.shadows import ShadowResults
 from appliance.traffic.state import TrafficState
 from appliance.traffic.stats import ModelStats
 from engine.logs import log_state
@@ -37,6 +38,7 @@ class Scraper:
         control: ControlStore,
         writers: Sequence[Writer],
         names: Callable[[], Collection[str]],
+        shadows: ShadowResults,
     ) -> None:
         """Store the sources of the values. `service` returns the source of service-wide metrics. `names`
         returns the names of all models, versions and aliases, whose series are kept."""
@@ -46,6 +48,7 @@ class Scraper:
         self._traffic = traffic
         self._models = models
         self._names = names
+        self._shadows = shadows
         self._fronts = fronts
         self._control = control
         self._databases: list[ControlStore | Writer] = [control, *writers]
@@ -66,6 +69,7 @@ class Scraper:
         self._forget()
         self._read_service()
         self._read_models(self._traffic.model_stats())
+        self._read_shadows()
         self._read_tenants()
         self._read_replicas()
         self._read_fronts()
@@ -104,6 +108,12 @@ class Scraper:
                 replica.status() for replica in self._models.of(model.name) if replica.account is not None
             ]
             families.gateways.set(GatewaySource(model, ready), model.name)
+
+    def _read_shadows(self) -> None:
+        families = self._families
+        families.shadows.clear()
+        for sums in self._shadows:
+            families.shadows.set(sums, sums.name, sums.unit)
 
     def _read_tenants(self) -> None:
         families, traffic = self._families, self._traffic

@@ -1,0 +1,85 @@
+"""Copies a share of the requests for a name to another model or version, for operators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from appliance.actions import ShadowModel
+from appliance.admin.effects import Effect, committed, done
+from appliance.admin.models import ModelAdmin
+from appliance.admin.splits import complete_target
+from appliance.protocol import RegisteredModel, ShadowStatus, ShadowTimes
+from appliance.traffic.shadows import MeasureSum, ShadowResults
+from store.audit import Actor
+from store.errors import ConflictError, UnknownModelError
+
+
+@dataclass(kw_only=True)
+class ShadowAdmin:
+    """Handles the action on shadows, and shows their results."""
+
+    models: ModelAdmin
+    results: ShadowResults
+
+    async def shadow(self, actor: Actor, asked: ShadowModel) -> Effect:
+        """Set or end a shadow. Raises UnknownModelError for a name or target that does not exist, and
+        ConflictError if the target is not loaded or answers the name's requests itself."""
+        name, routing = asked.name, self.models.routing
+        registry = self.models.operations.registry
+        target = None
+        if asked.target is not None:
+            if name not in routing.names():
+                raise UnknownModelError(
+                    f"there is no model or alias {name!r}: list them with: appliance models list"
+                )
+            target = complete_target(self.models, name, asked.target)
+            unit = routing.target_unit(target)
+            if unit == routing.unit_of(name):
+                raise ConflictError(
+                    f"{target} answers the requests for {name!r} itself: choose another target"
+                )
+            if not routing.answers(unit):
+                raise ConflictError(
+                    f"{target} is not loaded: load it first with: appliance models load {unit} --wait"
+                )
+        await committed(registry.set_shadow(actor=actor, name=name, target=target, share=asked.share))
+        self.results.end(name)
+        await self.models.fronts.routed()
+        if target is None:
+            return done(f"the shadow of {name} has ended")
+        return done(f"{asked.share:.1%} of the requests for {name} are copied to {target}")
+
+    def shown(self) -> list[RegisteredModel]:
+        """Return all models, with the results of their shadows."""
+        models = self.models.models()
+        for model in models:
+            model.shadows = [shadow for name in (model.name, *model.aliases) for shadow in self._of(name)]
+        return models
+
+    def _of(self, name: str) -> list[ShadowStatus]:
+        shadow = self.models.operations.registry.current.shadows.get(name)
+        if shadow is None:
+            return []
+        sums = self.results.of(name, self.models.routing.target_unit(shadow.target))
+        return [
+            ShadowStatus(
+                name=name,
+                target=shadow.target,
+                share=shadow.share,
+                compared=sums.compared,
+                dropped=sums.dropped,
+                failed=sums.failed,
+                original=_means(sums.originals, sums.compared),
+                copy=_means(sums.copies, sums.compared),
+                greedy=sums.greedy,
+                agreement=sums.equal_tokens / sums.greedy_tokens if sums.greedy_tokens else None,
+            )
+        ]
+
+
+def _means(sums: MeasureSum, count: int) -> ShadowTimes | None:
+    if not count:
+        return None
+    return ShadowTimes(
+        ttft_ms=sums.ttft_s * 1e3 / count, e2e_ms=sums.e2e_s * 1e3 / count, tokens=sums.tokens / count
+    )

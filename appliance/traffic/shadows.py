@@ -1,0 +1,76 @@
+"""Sums the results of shadow traffic: requests that were copied to another model or version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from appliance.messages import ShadowDone, ShadowMeasure
+
+
+@dataclass
+class MeasureSum:
+    """The sums of the answers of one side."""
+
+    ttft_s: float = 0.0
+    e2e_s: float = 0.0
+    tokens: int = 0
+
+    def add(self, measure: ShadowMeasure) -> None:
+        """Add an answer."""
+        self.ttft_s += measure.ttft_s
+        self.e2e_s += measure.e2e_s
+        self.tokens += measure.tokens
+
+
+@dataclass
+class ShadowSums:
+    """The results for one name and the unit to which its requests are copied, since the shadow was set."""
+
+    name: str
+    unit: str
+    compared: int = 0
+    dropped: int = 0
+    failed: int = 0
+    originals: MeasureSum = field(default_factory=MeasureSum)
+    copies: MeasureSum = field(default_factory=MeasureSum)
+    greedy: int = 0
+    """Number of compared requests whose tokens could be compared."""
+    greedy_tokens: int = 0
+    """Tokens of these requests: for each, the longer of both answers."""
+    equal_tokens: int = 0
+    """Equal tokens of these requests before the first difference."""
+
+
+class ShadowResults:
+    """The results of all shadows."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, str], ShadowSums] = {}
+
+    def __iter__(self) -> Iterator[ShadowSums]:
+        return iter(self._sums.values())
+
+    def end(self, name: str) -> None:
+        """Drop the results of a name."""
+        self._sums = {key: sums for key, sums in self._sums.items() if key[0] != name}
+
+    def of(self, name: str, unit: str) -> ShadowSums:
+        """Return the results of a shadow. After a start of the service, they begin at 0."""
+        return self._sums.get((name, unit)) or ShadowSums(name, unit)
+
+    def add(self, done: ShadowDone) -> None:
+        """Add the result of one copied request."""
+        sums = self._sums.setdefault((done.name, done.unit), ShadowSums(done.name, done.unit))
+        if done.outcome == "dropped":
+            sums.dropped += 1
+        elif done.original is None or done.copy is None:
+            sums.failed += 1
+        else:
+            sums.compared += 1
+            sums.originals.add(done.original)
+            sums.copies.add(done.copy)
+            if done.equal_tokens is not None:
+                sums.greedy += 1
+                sums.greedy_tokens += max(done.original.tokens, done.copy.tokens)
+                sums.equal_tokens += done.equal_tokens

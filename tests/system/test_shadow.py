@@ -1,0 +1,110 @@
+"""Tests of shadow traffic on a running service."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.checkpoints import write_constant_checkpoint
+from tests.system.service import APPLIANCE, Service, service
+
+pytestmark = pytest.mark.system
+
+TOKENS = {"chat": 100, "same": 100, "other": 200}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("models")
+    table = ""
+    for name, token in TOKENS.items():
+        checkpoint = write_constant_checkpoint(folder / name, token)
+        table += f'[models.{name}]\nfolder = "{checkpoint}"\nkv_blocks = 100\nthreads = 1\n'
+    (config := folder / "appliance.toml").write_text(table)
+    with service("--config", str(config)) as started:
+        yield started
+
+
+def ask(running: Service, stream: bool, **more: Any) -> None:
+    body = {"model": "chat", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 6}
+    with running.http() as http:
+        answer = http.post("/v1/chat/completions", json=body | {"ignore_eos": True, "stream": stream, **more})
+    assert answer.status_code == 200, answer.text
+
+
+def shadow(running: Service) -> dict[str, Any]:
+    [found] = running.command("models", "show", "chat")["shadows"]
+    return dict(found)
+
+
+@pytest.mark.parametrize(("target", "agreement"), [("same", 1.0), ("other", 0.0)])
+def test_copies_are_compared_and_leave_no_trace_in_log_and_usage(
+    running: Service, target: str, agreement: float
+) -> None:
+    said = running.command("models", "shadow", "chat", "--to", target, "--share", "100%")["message"]
+    assert said == f"100.0% of the requests for chat are copied to {target}"
+    before = running.command("requests", "--limit", "1000")
+    for number in range(8):
+        ask(running, stream=number % 2 == 0, temperature=0 if number < 6 else 1)
+    running.wait_until(
+        lambda: shadow(running)["compared"] + shadow(running)["dropped"] == 8, 60, "eight results"
+    )
+    found = shadow(running)
+    assert found["compared"] >= 4 and found["failed"] == 0, found
+    assert found["agreement"] == agreement and 1 <= found["greedy"] <= 6
+    assert found["original"]["tokens"] == found["copy"]["tokens"] == 6
+    assert 0 < found["copy"]["ttft_ms"] <= found["copy"]["e2e_ms"]
+    rows = running.command("requests", "--limit", "1000")
+    assert len(rows) - len(before) == 8 and {row["unit"] for row in rows} == {"chat"}
+    transport = httpx.HTTPTransport(uds=str(running.run_dir / "admin.sock"))
+    with httpx.Client(transport=transport, base_url="http://appliance", timeout=60) as http:
+        text = http.get("/metrics").text
+    labels = f'model="chat",unit="{target}",result="compared"'
+    assert f"appliance_shadow_requests_total{{{labels}}} {found['compared']}\n" in text
+    assert 'tenant="(shadow)"' not in text
+    running.command("models", "shadow", "chat", "--clear")
+    assert running.command("models", "show", "chat")["shadows"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("chat", "--to", "gone"), "there is no model 'gone'"),
+        (("chat", "--to", "chat"), "answers the requests for 'chat' itself"),
+        (("gone", "--to", "same"), "there is no model or alias 'gone'"),
+        (("chat", "--to", "same", "--share", "0%"), "--share '0%' is not valid"),
+        (("chat",), "--clear"),
+        (("chat", "--clear"), "'chat' has no shadow"),
+    ],
+)
+def test_a_shadow_that_cannot_be_set_says_why(running: Service, words: tuple[str, ...], why: str) -> None:
+    done = subprocess.run(
+        [APPLIANCE, "models", "shadow", *words, "--run-dir", str(running.run_dir), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode != 0 and why in done.stderr, done
+
+
+def test_shadows_are_audited(running: Service) -> None:
+    rows = [row for row in running.command("audit", "list") if row["action"] == "models.shadow"]
+    assert {row["result"].partition(":")[0] for row in rows} == {"ok", "refused"}
+
+
+def test_a_copy_that_its_target_cannot_take_is_counted_as_failed(running: Service, tmp_path: Path) -> None:
+    """A target that cannot take a request, because its context is too short, does not affect the request."""
+    checkpoint = write_constant_checkpoint(tmp_path / "short", 100)
+    small = ("--set", "max_model_len=8", "--set", "kv_blocks=100", "--set", "threads=1")
+    running.command("models", "add", f"short={checkpoint}", *small)
+    running.command("models", "load", "short", "--wait")
+    running.command("models", "shadow", "chat", "--to", "short", "--share", "100%")
+    ask(running, stream=False, temperature=0)
+    running.wait_until(lambda: shadow(running)["failed"] == 1, 60, "the copy to be refused")
+    running.command("models", "shadow", "chat", "--clear")
