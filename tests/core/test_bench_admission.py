@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_benchmark_of_admission_decides_every_request_it_makes(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    sizes = ["--tenants", "20", "--queued", "100", "--requests", "200", "--json", str(out)]
+    sizes = ["--tenants", "20", "--queued", "400", "--requests", "200", "--json", str(out)]
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts/bench_admission"), *sizes],
         check=False,
@@ -24,6 +24,8 @@ def test_the_benchmark_of_admission_decides_every_request_it_makes(tmp_path: Pat
     assert out.exists(), done.stderr
     figures = json.loads(out.read_text())
     assert sum(figures["decisions"].values()) == figures["requests"] == 200
-    assert figures["queued"] >= 100
+    assert figures["queued"] >= 400
     assert figures["decisions"]["waits"] > 100
-    assert 0.4 * figures["queued"] < figures["promises"] < 0.7 * figures["queued"]
+    # Half of the requests have a deadline, and every one of these deadlines can be promised. With 400 waiting
+    # requests, the standard deviation of the share is 2.5%.
+    assert 0.4 * figures["queued"] < figures["promises"] < 0.6 * figures["queued"]
