@@ -24,7 +24,12 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 class UntrustedError(Exception):
     """Raised if a directory, a file or a process belongs to a user who is not trusted. Nothing was sent or
-    read."""
+    read. The message ends with the remedy."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(f"{what}: {remedy}")
+        self.what = what
+        self.remedy = remedy
 
 
 def trusted_directory(path: Path, option: str, service: frozenset[int] = frozenset()) -> frozenset[int]:
@@ -44,18 +49,19 @@ def trusted_directory(path: Path, option: str, service: frozenset[int] = frozens
     remedy = f"use another directory with {option}"
     if not stat.S_ISDIR(found.st_mode):
         kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a directory"
-        raise UntrustedError(f"{path} is {kind}: {remedy}")
+        raise UntrustedError(f"{path} is {kind}", remedy)
     if found.st_uid not in uids:
         if not _placed_by(path, uids):
             raise UntrustedError(
-                f"{path} belongs to {user_name(found.st_uid)}, not to you or root: {remedy}, or, if "
-                f"{user_name(found.st_uid)} runs the service, set {SERVICE_USER}={found.st_uid}"
+                f"{path} belongs to {user_name(found.st_uid)}, not to you or root",
+                f"{remedy}, or, if "
+                f"{user_name(found.st_uid)} runs the service, set {SERVICE_USER}={found.st_uid}",
             )
         uids |= {found.st_uid}
     if found.st_mode & _WRITABLE_BY_OTHERS:
         raise UntrustedError(
-            f"{path} is writable by other users (mode {stat.S_IMODE(found.st_mode):o}): run 'chmod go-w "
-            f"{path}', or {remedy}"
+            f"{path} is writable by other users (mode {stat.S_IMODE(found.st_mode):o})",
+            f"run 'chmod go-w {path}', or {remedy}",
         )
     return uids
 
@@ -75,16 +81,17 @@ def check_file(path: Path, uids: frozenset[int]) -> None:
     except OSError:
         return
     if not stat.S_ISREG(found.st_mode):
-        raise UntrustedError(f"{path} is not a regular file: remove or rename it")
+        raise UntrustedError(f"{path} is not a regular file", "remove or rename it")
     if found.st_uid not in uids:
         raise UntrustedError(
-            f"{path} belongs to {user_name(found.st_uid)}, not to you, root or the service's user: remove "
-            f"it, or, if {user_name(found.st_uid)} runs the service, set {SERVICE_USER}={found.st_uid}"
+            f"{path} belongs to {user_name(found.st_uid)}, not to you, root or the service's user",
+            f"remove "
+            f"it, or, if {user_name(found.st_uid)} runs the service, set {SERVICE_USER}={found.st_uid}",
         )
     if found.st_mode & _WRITABLE_BY_OTHERS:
         raise UntrustedError(
-            f"{path} is writable by other users (mode {stat.S_IMODE(found.st_mode):o}): run 'chmod go-w "
-            f"{path}'"
+            f"{path} is writable by other users (mode {stat.S_IMODE(found.st_mode):o})",
+            f"run 'chmod go-w {path}'",
         )
 
 
@@ -101,8 +108,8 @@ def check_peer(sock: socket.socket, uids: frozenset[int]) -> None:
     if uid not in uids:
         raise UntrustedError(
             f"the process on socket {os.fsdecode(sock.getpeername())} runs as {user_name(uid)}, not as "
-            f"you, root or the service's user, so no data was sent to it: if {user_name(uid)} runs the "
-            f"service, set {SERVICE_USER}={uid}"
+            f"you, root or the service's user, so no data was sent to it",
+            f"if {user_name(uid)} runs the service, set {SERVICE_USER}={uid}",
         )
 
 
@@ -128,7 +135,10 @@ def _uid_of(name: str) -> int:
     try:
         return pwd.getpwnam(name).pw_uid
     except (KeyError, ValueError):
-        raise UntrustedError(f"${SERVICE_USER} is {name!r}, which is not a user of this machine") from None
+        raise UntrustedError(
+            f"${SERVICE_USER} is {name!r}, which is not a user of this machine",
+            "set it to the name or number of the user who runs the service",
+        ) from None
 
 
 def _placed_by(path: Path, uids: frozenset[int]) -> bool:

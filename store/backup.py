@@ -93,12 +93,12 @@ def back_up(
     if suffix is None and os.path.isdir(target):
         target = target / f"appliance-{made_at:%Y%m%dT%H%M%SZ}"
     if os.path.lexists(target):
-        raise StoreError(f"{target} already exists: choose another path, or move it away")
+        raise StoreError(f"{target} already exists", "choose another path, or move it away")
     try:
         unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except FileNotFoundError as error:
         raise StoreError(
-            f"{target.parent} is not a writable folder: create it, or choose another folder"
+            f"{target.parent} is not a writable folder", "create it, or choose another folder"
         ) from error
     except OSError as error:
         raise explain_os(target.parent, error) from error
@@ -112,7 +112,7 @@ def back_up(
         _sync(target.parent)
     except FileNotFoundError as error:
         raise StoreError(
-            f"{error.filename or target} was removed during the backup: start the backup again"
+            f"{error.filename or target} was removed during the backup", "start the backup again"
         ) from error
     except OSError as error:
         raise explain_os(Path(error.filename or target), error) from error
@@ -146,8 +146,8 @@ def _fill(
     findings = examine_folder(folder, recorded)
     if not findings.ok:
         raise CorruptDatabaseError(
-            f"the audit chain in the copy is damaged ({'; '.join(findings.problems)}): check the audit "
-            f"chain in {state_dir} with: appliance audit verify"
+            f"the audit chain in the copy is damaged ({'; '.join(findings.problems)})",
+            f"check the audit chain in {state_dir} with: appliance audit verify",
         )
     files = [
         BackupFile(str(path.relative_to(folder)), path.stat().st_size, _sha256(path))
@@ -177,8 +177,8 @@ def _copy_database(source: Path, target: Path) -> None:
         raise explain(source if damaged else target, error) from error
     if problems := integrity_problems(target):
         raise CorruptDatabaseError(
-            f"the copy of {source} is damaged ({'; '.join(problems[:3])}): check the database and the "
-            f"disk that contains {target}"
+            f"the copy of {source} is damaged ({'; '.join(problems[:3])})",
+            f"check the database and the disk that contains {target}",
         )
     with target.open("rb") as file:
         os.fsync(file.fileno())
@@ -193,7 +193,7 @@ def _copy(source: Path, target: Path) -> None:
     try:
         _write(target, source.read_bytes())
     except FileNotFoundError as error:
-        raise MissingDatabaseError(f"{source} no longer exists: start the backup again") from error
+        raise MissingDatabaseError(f"{source} no longer exists", "start the backup again") from error
 
 
 def _append_heads(source: Path, target: Path, seq: int) -> None:

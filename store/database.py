@@ -94,8 +94,8 @@ class WritableDatabase:
         """
         if not self.path.parent.is_dir():
             raise MissingDatabaseError(
-                f"{self.path}: the folder {self.path.parent} no longer exists: create it for the "
-                "service's user, and the service will restore the file"
+                f"{self.path}: the folder {self.path.parent} no longer exists",
+                "create it for the service's user, and the service will restore the file",
             )
         copy = self.path.with_name(f"{self.path.name}.restored")
         try:
@@ -193,13 +193,13 @@ def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connectio
         path.stat()
     except FileNotFoundError as error:
         raise MissingDatabaseError(
-            f"{path} does not exist: start the service once to create it, or set the state directory "
-            "that contains it"
+            f"{path} does not exist",
+            "start the service once to create it, or set the state directory that contains it",
         ) from error
     except OSError as error:
         raise StoreError(
-            f"{path} cannot be opened ({error.strerror}): run this command as root, as the service's "
-            "user or as a member of its group"
+            f"{path} cannot be opened ({error.strerror})",
+            "run this command as root, as the service's user or as a member of its group",
         ) from error
     try:
         connection = _open_and_touch(path, "mode=ro")
@@ -221,8 +221,8 @@ def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connectio
             if schema_version(connection) < len(schema.migrations):
                 raise SchemaVersionError(
                     f"{path} has schema version {schema_version(connection)}, but this version of "
-                    f"Appliance reads {len(schema.migrations)}: start the service once, which upgrades "
-                    "the file"
+                    f"Appliance reads {len(schema.migrations)}",
+                    "start the service once, which upgrades the file",
                 )
         except SchemaVersionError:
             connection.close()
@@ -243,8 +243,8 @@ def reading(path: Path, schema: Schema, limit_s: float | None = None) -> Iterato
     except sqlite3.Error as error:
         if primary_code(error) == sqlite3.SQLITE_INTERRUPT:
             raise SlowQueryError(
-                f"{path.name} was read for longer than the limit of {limit_s:g} s: select fewer rows, for "
-                "example by a shorter time span"
+                f"{path.name} was read for longer than the limit of {limit_s:g} s",
+                "select fewer rows, for example by a shorter time span",
             ) from error
         raise explain(path, error) from error
     finally:
@@ -278,8 +278,8 @@ def _open_writer(path: Path, schema: Schema, synchronous: Synchronous) -> sqlite
         mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
         if mode != "wal":
             raise NotWritableError(
-                f"{path}: the file system supports only journal mode {mode!r}, not 'wal': put the state "
-                "directory on a local disk"
+                f"{path}: the file system supports only journal mode {mode!r}, not 'wal'",
+                "put the state directory on a local disk",
             )
         connection.execute(f"PRAGMA synchronous={synchronous}")
         connection.execute(f"PRAGMA journal_size_limit={_JOURNAL_SIZE_LIMIT_BYTES}")
@@ -325,13 +325,13 @@ def _sync(path: Path) -> None:
 def _check_writable(path: Path) -> None:
     if not path.parent.is_dir():
         raise MissingDatabaseError(
-            f"{path}: the folder {path.parent} does not exist: create it for the service's user"
+            f"{path}: the folder {path.parent} does not exist", "create it for the service's user"
         )
     for place in (path.parent, path):
         if place.exists() and not os.access(place, os.W_OK, effective_ids=True):
             raise NotWritableError(
-                f"{place} is not writable by uid {os.geteuid()}: make the service's user its owner, or "
-                "set another state directory"
+                f"{place} is not writable by uid {os.geteuid()}",
+                "make the service's user its owner, or set another state directory",
             )
 
 
@@ -358,8 +358,8 @@ def _lock(path: Path) -> int:
         holder = os.read(descriptor, 32).decode("ascii", "replace").strip() or "unknown"
         os.close(descriptor)
         raise DatabaseInUseError(
-            f"{path} is being written by process {holder}: make the change through that service, or "
-            "stop it first"
+            f"{path} is being written by process {holder}",
+            "make the change through that service, or stop it first",
         ) from error
     try:
         os.ftruncate(descriptor, 0)

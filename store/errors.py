@@ -1,4 +1,4 @@
-"""The errors of this package. Every message names the path, the problem and the remedy."""
+"""The errors of this package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from pathlib import Path
 
 
 class StoreError(Exception):
-    """Base class of the errors that this package defines."""
+    """Base class of the errors that this package defines. The message names the path and the problem, and
+    ends with the remedy, if there is one."""
+
+    def __init__(self, what: str, remedy: str = "") -> None:
+        super().__init__(f"{what}: {remedy}" if remedy else what)
+        self.what = what
+        self.remedy = remedy
 
 
 class MissingDatabaseError(StoreError):
@@ -86,19 +92,20 @@ def explain(path: Path, error: sqlite3.Error) -> StoreError:
     code = primary_code(error)
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return CorruptDatabaseError(
-            f"{path} is not a valid SQLite database ({error}): move the file and its -wal file away "
+            f"{path} is not a valid SQLite database ({error})",
+            "move the file and its -wal file away "
             "(sqlite3's .recover command can extract the remaining data), then restore a backup or "
-            "start with an empty database"
+            "start with an empty database",
         )
     if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
         return NotWritableError(
-            f"{path} cannot be opened ({error}): check the owner and mode of the file, its -wal and "
-            "-shm files, and its folder"
+            f"{path} cannot be opened ({error})",
+            "check the owner and mode of the file, its -wal and -shm files, and its folder",
         )
     if code in _PASSING:
         return StorageFaultError(
-            f"{path} cannot be written at the moment ({error}): check the free space, the disk's "
-            "health, and whether another program has locked the file"
+            f"{path} cannot be written at the moment ({error})",
+            "check the free space, the disk's health, and whether another program has locked the file",
         )
     return StoreError(f"{path}: {error}")
 
@@ -107,10 +114,10 @@ def explain_os(path: Path, error: OSError) -> StoreError:
     """Return the `StoreError` for an OSError on the file at `path`."""
     if isinstance(error, FileNotFoundError):
         return MissingDatabaseError(
-            f"{path} does not exist: start the service once, or restore it from a backup"
+            f"{path} does not exist", "start the service once, or restore it from a backup"
         )
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
         return StorageFaultError(
-            f"{path} cannot be written at the moment ({error.strerror}): free disk space"
+            f"{path} cannot be written at the moment ({error.strerror})", "free disk space"
         )
-    return NotWritableError(f"{path} cannot be opened ({error.strerror}): check its owner and mode")
+    return NotWritableError(f"{path} cannot be opened ({error.strerror})", "check its owner and mode")

@@ -82,8 +82,8 @@ def read(path: Path) -> tuple[list[AuditRow], Trailer | None]:
                     rows.append(AuditRow(**fields))
                 except (ValueError, TypeError, KeyError, AttributeError) as error:
                     raise CorruptDatabaseError(
-                        f"line {number} of {path} is not a valid audit row ({error}): export the audit "
-                        "chain again"
+                        f"line {number} of {path} is not a valid audit row ({error})",
+                        "export the audit chain again",
                     ) from error
                 digest.update(line)
     except OSError as error:

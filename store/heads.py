@@ -126,9 +126,10 @@ def read_key(path: Path) -> SigningKey:
         secret = b""
     if len(secret) != _KEY_BYTES:
         raise NotWritableError(
-            f"{path} does not contain a key ({_KEY_BYTES} bytes in hex): restore it from a backup, or "
+            f"{path} does not contain a key ({_KEY_BYTES} bytes in hex)",
+            "restore it from a backup, or "
             "move it away, so that the next start creates a new key and records it in the audit chain "
-            "(signatures of older heads can then no longer be checked)"
+            "(signatures of older heads can then no longer be checked)",
         )
     return SigningKey(secret)
 

@@ -82,7 +82,9 @@ def rotate(
     """
     before = _valid(connection, key_id, now)
     if before.replaced_by is not None:
-        raise ConflictError(f"key {key_id} was replaced by key {before.replaced_by}: rotate that key instead")
+        raise ConflictError(
+            f"key {key_id} was replaced by key {before.replaced_by}", "rotate that key instead"
+        )
     if expires_at is None and before.expires_at is not None:
         expires_at = now + (before.expires_at - before.created_at)
     successor = of_secret(
@@ -112,7 +114,7 @@ def find(connection: sqlite3.Connection, key_id: str) -> KeyRecord:
     key = records.find(connection, KeyRecord, key_id)
     if key is None:
         raise UnknownKeyError(
-            f"no key has id {key_id!r}: list the keys and their ids with: appliance keys list"
+            f"no key has id {key_id!r}", "list the keys and their ids with: appliance keys list"
         )
     return key
 
@@ -121,5 +123,5 @@ def _valid(connection: sqlite3.Connection, key_id: str, now: float) -> KeyRecord
     key = find(connection, key_id)
     if not key.valid_at(now):
         how = "revoked" if key.revoked_at is not None else "expired"
-        raise ConflictError(f"key {key_id} is {how}: create a new key")
+        raise ConflictError(f"key {key_id} is {how}", "create a new key")
     return key

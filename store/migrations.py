@@ -45,8 +45,8 @@ def check_not_newer(connection: sqlite3.Connection, path: Path, schema: Schema) 
     found, known = schema_version(connection), len(schema.migrations)
     if found > known:
         raise SchemaVersionError(
-            f"{path} has schema version {found}, but this version of Appliance supports only {known}: "
-            "install the version that wrote the file, or restore a backup from before the upgrade"
+            f"{path} has schema version {found}, but this version of Appliance supports only {known}",
+            "install the version that wrote the file, or restore a backup from before the upgrade",
         )
 
 

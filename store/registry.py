@@ -99,7 +99,7 @@ class ModelRegistry:
                 one.name for one in records.select(connection, AliasRecord) if one.target in names
             ]:
                 raise ConflictError(
-                    f"alias {aliases[0]!r} names what would be removed: change or delete the alias first"
+                    f"alias {aliases[0]!r} names what would be removed", "change or delete the alias first"
                 )
             for split in records.select(connection, SplitRecord):
                 if names & split.weights.keys() and not (gone and split.name == model):
@@ -115,8 +115,8 @@ class ModelRegistry:
                     )
             if known.default_version == version and not gone:
                 raise ConflictError(
-                    f"version {version} is the default of model {model!r}: make another version the default "
-                    "first"
+                    f"version {version} is the default of model {model!r}",
+                    "make another version the default first",
                 )
             for one in removed:
                 records.delete(connection, one)
@@ -212,7 +212,7 @@ class ModelRegistry:
             alias = records.find(connection, AliasRecord, name)
             if alias is None:
                 raise UnknownModelError(
-                    f"there is no alias {name!r}: list the models and aliases with: appliance models list"
+                    f"there is no alias {name!r}", "list the models and aliases with: appliance models list"
                 )
             _end_split(connection, name)
             _end_shadow(connection, name)
@@ -352,7 +352,7 @@ def _model(connection: sqlite3.Connection, name: str) -> ModelRecord:
     found = records.find(connection, ModelRecord, name)
     if found is None:
         raise UnknownModelError(
-            f"the registry has no model {name!r}: list the models with: appliance models list"
+            f"the registry has no model {name!r}", "list the models with: appliance models list"
         )
     return found
 
@@ -362,7 +362,7 @@ def _version(connection: sqlite3.Connection, model: str, version: int) -> Versio
     if found is None:
         known = records.select(connection, VersionRecord, "model = ?", model)
         raise UnknownModelError(
-            f"model {model!r} has no version {version}: available versions: "
-            f"{', '.join(str(one.version) for one in known)}"
+            f"model {model!r} has no version {version}",
+            f"available versions: {', '.join(str(one.version) for one in known)}",
         )
     return found

@@ -278,7 +278,7 @@ class TelemetryReader:
         try:
             yield
         except ValueError as error:
-            raise StoreError(f"{self.path}: {error}: restore the file from a backup") from error
+            raise StoreError(f"{self.path}: {error}", "restore the file from a backup") from error
 
     def _layout(self, connection: sqlite3.Connection, layout_id: int) -> TelemetryLayout:
         known = self._layouts.get(layout_id)
@@ -288,7 +288,7 @@ class TelemetryReader:
             ).fetchone()
             if row is None:
                 raise StoreError(
-                    f"{self.path} has no telemetry layout {layout_id}: restore the file from a backup"
+                    f"{self.path} has no telemetry layout {layout_id}", "restore the file from a backup"
                 )
             known = self._layouts[layout_id] = TelemetryLayout.unpacked(row[0])
         return known

@@ -26,7 +26,7 @@ def create(connection: sqlite3.Connection, tenant: TenantRecord) -> Change:
     check_tenant_name(tenant.name)
     check_tenant(tenant)
     if records.find(connection, TenantRecord, tenant.name) is not None:
-        raise ConflictError(f"tenant {tenant.name!r} already exists: change it, or choose another name")
+        raise ConflictError(f"tenant {tenant.name!r} already exists", "change it, or choose another name")
     records.insert(connection, tenant)
     return Change(None, tenant)
 
@@ -58,7 +58,7 @@ def delete(connection: sqlite3.Connection, name: str, now: float) -> Change:
     tenant = find(connection, name)
     if name in BUILT_IN:
         raise ConflictError(
-            f"tenant {name!r} is built in and cannot be deleted: suspend it to refuse its requests"
+            f"tenant {name!r} is built in and cannot be deleted", "suspend it to refuse its requests"
         )
     keys = [key for key in records.select(connection, KeyRecord, "tenant = ?", name) if key.valid_at(now)]
     peers = records.select(connection, PeerRecord, "tenant = ?", name)
@@ -66,7 +66,7 @@ def delete(connection: sqlite3.Connection, name: str, now: float) -> Change:
         in_use = [f"key {key.id}" for key in keys] + [f"{peer.kind} {peer.number}" for peer in peers]
         shown = ", ".join(in_use[:5]) + (f" and {len(in_use) - 5} more" if len(in_use) > 5 else "")
         raise ConflictError(
-            f"tenant {name!r} is in use by {shown}: revoke its keys and unmap its peers first"
+            f"tenant {name!r} is in use by {shown}", "revoke its keys and unmap its peers first"
         )
     records.delete(connection, tenant)
     return Change(tenant, None)
@@ -90,8 +90,8 @@ def unmap_peer(connection: sqlite3.Connection, kind: str, number: int) -> Change
     before = records.find(connection, PeerRecord, kind, number)
     if before is None:
         raise UnknownPeerError(
-            f"{kind} {number} is not mapped to a tenant: list the mapped users and groups with: appliance "
-            "peers list"
+            f"{kind} {number} is not mapped to a tenant",
+            "list the mapped users and groups with: appliance peers list",
         )
     records.delete(connection, before)
     return Change(before, None)
@@ -102,7 +102,8 @@ def find(connection: sqlite3.Connection, name: str) -> TenantRecord:
     tenant = records.find(connection, TenantRecord, name)
     if tenant is None:
         raise UnknownTenantError(
-            f"there is no tenant {name!r}: create it first, or list the tenants with: appliance tenants list"
+            f"there is no tenant {name!r}",
+            "create it first, or list the tenants with: appliance tenants list",
         )
     return tenant
 

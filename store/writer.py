@@ -452,13 +452,10 @@ class Writer:
             why = self._last_error or "the writer closed"
         if rest:
             log.error("%s: %d rows lost (%s)", self.path, len(rest), why)
+        message = f"{self.path}: the change was not made before the writer closed ({why})"
         for item in rest:
             if item.future is not None:
-                item.future.set_exception(
-                    WriterClosedError(
-                        f"{self.path}: the change was not made before the writer closed ({why})"
-                    )
-                )
+                item.future.set_exception(WriterClosedError(message))
 
 
 def _nothing(connection: sqlite3.Connection) -> None:

@@ -48,6 +48,7 @@ async def committed(change: Future[T]) -> T:
     if not waiting.done():
         raise OutcomeUnknownError(
             f"control.db has not responded for {_MAX_CHANGE_S:.0f} s, so it is unknown whether the "
-            "change was made; check the disk, then look for the change in: appliance audit list"
+            "change was made",
+            "check the disk, then look for the change in: appliance audit list",
         )
     return waiting.result()

@@ -41,14 +41,14 @@ def show_findings(config: str | None, run_dir: str | None, state_dir: str | None
 
 def _find(
     config: str | None, run_dir: str | None, state_dir: str | None
-) -> tuple[Path, Path, Settings | str]:
-    """Return the directories, and either the settings or the reason why they cannot be used. The directories
-    are returned even if the settings file is unusable."""
-    settings: Settings | str
+) -> tuple[Path, Path, Settings | SettingsError]:
+    """Return the directories, and either the settings or their faults. The directories are returned even if
+    the settings file is unusable."""
+    settings: Settings | SettingsError
     try:
         settings = load_settings(Flags(config=config, run_dir=run_dir, state_dir=state_dir))
     except SettingsError as error:
-        settings = str(error)
+        settings = error
     try:
         run = find_run_dir(run_dir, config)
     except Failure:  # `settings` contains the error, so use the flags and defaults

@@ -26,7 +26,7 @@ def databases(state_dir: Path, run_dir: Path, running: bool) -> Iterator[Finding
     try:
         uids = _owners(state_dir, run_dir)
     except UntrustedError as error:
-        yield _broken("state directory", str(error), "")
+        yield _refused("state directory", error)
         return
     for name, schema in (("control.db", CONTROL), ("history.db", HISTORY), ("contents.db", CONTENTS)):
         path = state_dir / name
@@ -35,7 +35,7 @@ def databases(state_dir: Path, run_dir: Path, running: bool) -> Iterator[Finding
                 check_database(state_dir / file, uids)
             path.open("rb").close()
         except UntrustedError as error:
-            yield _broken(name, str(error), "")
+            yield _refused(name, error)
             continue
         except PermissionError:
             yield Finding(
@@ -66,7 +66,7 @@ def databases(state_dir: Path, run_dir: Path, running: bool) -> Iterator[Finding
             elif sound.level == "ok" and schema is HISTORY:
                 yield from _requests(path, running)
         except StoreError as error:
-            yield _broken(name, str(error), "")
+            yield _refused(name, error)
 
 
 def _owners(state_dir: Path, run_dir: Path) -> frozenset[int]:
@@ -154,8 +154,10 @@ def _requests(path: Path, running: bool) -> Iterator[Finding]:
         )
 
 
+def _refused(subject: str, error: StoreError | UntrustedError) -> Finding:
+    """Return the finding for a file that cannot be used."""
+    return _broken(subject, error.what, error.remedy)
+
+
 def _broken(subject: str, text: str, remedy: str) -> Finding:
-    if not remedy:
-        # In the store's messages, the remedy follows the last colon.
-        text, _, remedy = text.rpartition(": ")
     return Finding(area="databases", subject=subject, level="problem", text=text, remedy=remedy)

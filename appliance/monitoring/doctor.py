@@ -22,15 +22,15 @@ from appliance.monitoring.findings import Area, Examination, Finding, Level
 from appliance.ownership import UntrustedError
 from appliance.protocol import Status
 from appliance.rundir import start_remedy
-from appliance.settings import Settings
+from appliance.settings import Settings, SettingsError
 
 _MAX_REPORTED_PROBLEMS = 20
 _RECENT_S = 3600.0
 
 
-def examine(run_dir: Path, state_dir: Path, settings: Settings | str) -> Examination:
-    """Return all findings about the service of `run_dir`. `settings` contains the settings, or the reason why
-    they cannot be used."""
+def examine(run_dir: Path, state_dir: Path, settings: Settings | SettingsError) -> Examination:
+    """Return all findings about the service of `run_dir`. `settings` contains the settings, or the faults
+    because of which they cannot be used."""
     now = time.time()
     findings: list[Finding] = []
     report = find_gpus()
@@ -100,11 +100,16 @@ def _ask(run_dir: Path) -> tuple[Status | None, str, bool, str]:
 
 
 def _service(
-    status: Status | None, why_not: str, kept_out: bool, settings: Settings | str, now: float, run_dir: Path
+    status: Status | None,
+    why_not: str,
+    kept_out: bool,
+    settings: Settings | SettingsError,
+    now: float,
+    run_dir: Path,
 ) -> Iterable[Finding]:
-    if isinstance(settings, str):
-        what, _, remedy = settings.rpartition(": ")
-        yield _finding("settings", "problem", what or settings, remedy if what else "fix the settings file")
+    if isinstance(settings, SettingsError):
+        for fault in settings.faults:
+            yield _finding("settings", "problem", f"{fault.place}: {fault.what}", fault.remedy)
     elif settings.config_file:
         yield _finding("settings", "ok", f"{settings.config_file} is valid")
     if status is None:

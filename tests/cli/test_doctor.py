@@ -25,7 +25,7 @@ from appliance.monitoring.findings import Examination, Finding
 from appliance.monitoring.models import running_models
 from appliance.protocol import CurrentProblem, Problem
 from appliance.rundir import RunDirLock
-from appliance.settings import demo_model_folder
+from appliance.settings import SettingsError, demo_model_folder
 from store.requests import RequestReader
 from tests.audit_trail import forge
 from tests.cli.conftest import History, Run, a_row, a_status, change_replica
@@ -105,6 +105,15 @@ def test_a_settings_file_with_a_mistake_hides_nothing_else(doctor: Doctor, datab
     assert code == 1
     assert "did you mean 'fronts'" in found(findings, "service", "problem")
     assert "audit chain is complete" in " ".join(finding["text"] for finding in findings)
+
+
+def test_each_fault_of_the_settings_is_a_finding_with_its_remedy(doctor: Doctor) -> None:
+    _, findings = doctor(settings="frontz = 3\nfronts = 'many'")
+    faults = [finding for finding in findings if finding["subject"] == "settings"]
+    assert len(faults) == 2
+    for line, fault in enumerate(faults, start=1):
+        assert f"appliance.toml:{line}: " in fault["text"]
+        assert fault["remedy"] and fault["remedy"] not in fault["text"]
 
 
 @pytest.mark.parametrize(
@@ -316,7 +325,7 @@ def test_a_service_that_keeps_this_user_out_is_no_problem(run_dir: Path, tmp_pat
     with bind_unix(run_dir / "admin.sock", "0600"):
         os.seteuid(65534)
         try:
-            findings = doctor.examine(run_dir, tmp_path, "not read").findings
+            findings = doctor.examine(run_dir, tmp_path, SettingsError()).findings
         finally:
             os.seteuid(0)
             lock.release()

@@ -13,6 +13,7 @@ from appliance.actions import RetryModel
 from appliance.client import AdminError
 from appliance.monitoring.doctor import examine
 from appliance.protocol import ReplicaStatus
+from appliance.settings import SettingsError
 from tests.core.conftest import Service, read_answer, wait_until
 
 pytestmark = pytest.mark.system
@@ -47,7 +48,7 @@ def test_the_breaker_opens_after_repeated_deaths_says_why_and_spares_other_model
     assert "exited 3 times within 3600 s" in failed.detail and "was killed by SIGKILL" in failed.detail
     problem = next(one for one in status.current_problems if one.where == "model m")
     assert "appliance models retry m" in problem.remedy
-    found = examine(Path(status.run_dir), Path(status.state_dir), "not read").findings
+    found = examine(Path(status.run_dir), Path(status.state_dir), SettingsError()).findings
     assert any("exited 3 times" in one.text for one in found if one.level == "problem")
     [shown, _] = service.admin.models()
     assert shown.state == "failed" and "appliance models retry m" in shown.versions[0].detail
