@@ -20,14 +20,15 @@ def precision(dtype: str, weights: str, kv_cache_dtype: str) -> str:
 
 
 LogLevel = Literal["debug", "info", "warning", "error"]
-ProcessState = Literal["starting", "ready", "restarting", "stopping", "stopped"]
+FrontState = Literal["starting", "ready", "silent", "restarting", "stopping", "stopped"]
+"""A "silent" front has not reported for 3 seconds and gets no new connections."""
 
 
 class FrontStatus(FrontStats, frozen=True, kw_only=True):
     """One front process."""
 
     name: str
-    state: ProcessState
+    state: FrontState
     detail: str = ""
     """Explanation of the state, such as "restarting in 2 s"."""
     pid: int | None = None

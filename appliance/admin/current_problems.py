@@ -86,13 +86,17 @@ def _front(front: FrontStatus) -> Iterator[CurrentProblem]:
             what=front.detail,
             remedy="see the log, and check that the disk with the model files responds",
         )
+    elif front.state == "silent":
+        yield CurrentProblem(
+            where=front.name,
+            what=front.detail,
+            remedy="wait: if the front does not report again, it is killed and restarted; see the log",
+        )
     elif front.state == "ready" and front.detail:
         yield CurrentProblem(
             where=front.name,
             what=front.detail,
-            remedy="wait: if the front does not report again, it is killed and restarted; see the log"
-            if front.detail.startswith("silent")
-            else "raise the limit named in the message, or start more fronts",
+            remedy="raise the limit named in the message, or start more fronts",
         )
     for model, why in front.problems.items():
         yield CurrentProblem(

@@ -40,7 +40,7 @@ from appliance.messages import (
     StopFront,
     Taken,
 )
-from appliance.protocol import FrontStatus, ProcessState
+from appliance.protocol import FrontState, FrontStatus
 from engine.client import Channel, module_command, module_environment, socketpair
 from engine.memory_kills import count_memory_kills, memory_kill_note
 
@@ -146,7 +146,7 @@ class Front:
     ) -> None:
         self.number = number
         self.name = f"front-{number}"
-        self.state: ProcessState = "stopped"
+        self.state: FrontState = "stopped"
         self.detail = ""
         self.restarts = 0
         self.last_error = ""
@@ -186,7 +186,7 @@ class Front:
     def takes_connections(self) -> bool:
         """Whether the front may be given a connection at the moment."""
         channel = self._channel
-        if self.state != "ready" or channel is None or self._silent_s > _QUIET_S:
+        if self.operator_state != "ready" or channel is None:
             return False
         return channel.backlog_bytes < _MAX_UNREAD_BYTES and len(self._untaken) < _max_untaken()
 
@@ -216,6 +216,11 @@ class Front:
     def preparing(self) -> tuple[str, ...]:
         """Units for which the front is preparing requests."""
         return self._report.preparing if self._report is not None else ()
+
+    @property
+    def operator_state(self) -> FrontState:
+        """State for operators. A ready front can be "silent"."""
+        return "silent" if self.state == "ready" and self._silent_s > _QUIET_S else self.state
 
     @property
     def _silent_s(self) -> float:
@@ -455,7 +460,7 @@ class Front:
         return FrontStatus(
             **stats,
             name=self.name,
-            state=self.state,
+            state=self.operator_state,
             detail=self._explained(report),
             pid=self.pid,
             restarts=self.restarts,
@@ -471,8 +476,8 @@ class Front:
                 "templates are still loading; the front is killed and restarted after load_timeout_s = "
                 f"{self.load_timeout_s:g}"
             )
-        if self.state == "ready" and self._silent_s > _QUIET_S:
-            return f"silent for {self._silent_s:.0f} s: the front gets no new connections"
+        if self.operator_state == "silent":
+            return f"no report for {self._silent_s:.0f} s: the front gets no new connections"
         return self.detail or (self._limits_reached(report) if report else "")
 
     def _limits_reached(self, report: FrontReport) -> str:

@@ -21,7 +21,7 @@ from appliance.client import AdminError
 from appliance.monitoring.doctor import examine
 from appliance.protocol import ModelStatus, Status
 from appliance.rundir import last_holder
-from appliance.settings import demo_model_folder
+from appliance.settings import SettingsError, demo_model_folder
 from store.evidence import verify_audit
 from tests.audit_trail import read_audit
 from tests.core.conftest import ROOT, Service, alive, read_answer, wait_until
@@ -195,15 +195,17 @@ def test_a_front_that_hangs_gets_no_connections_until_it_reports_again(make_serv
     service.start()
     pid = service.wait_ready().fronts[0].pid or 0
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: "silent" in service.admin.status().fronts[0].detail)
+    wait_until(lambda: service.admin.status().fronts[0].state == "silent")
     status = service.admin.status()
-    assert [problem.where for problem in status.current_problems] == ["front-0"]
-    found = examine(Path(status.run_dir), Path(status.state_dir), "not read").findings
-    assert any("front-0: silent" in one.text for one in found if one.level == "problem")
+    (problem,) = status.current_problems
+    assert problem.where == "front-0" and "gets no new connections" in problem.what
+    assert "it is killed and restarted" in problem.remedy
+    found = examine(Path(status.run_dir), Path(status.state_dir), SettingsError()).findings
+    assert any("gets no new connections" in one.text for one in found if one.level == "problem")
     answers = [read_answer(service.connect("m 2"))[-1] for _ in range(4)]
     assert answers == ["front-1 length"] * 4
     os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: service.admin.status().fronts[0].detail == "")
+    wait_until(lambda: service.admin.status().fronts[0].state == "ready")
     assert {read_answer(service.connect("m 2"))[-1] for _ in range(2)} == {"front-0 length", "front-1 length"}
 
 
@@ -228,7 +230,7 @@ def test_a_front_that_does_not_become_ready_is_a_problem_of_status_and_doctor(ma
     (problem,) = status.current_problems
     assert (problem.where, status.fronts[0].state) == ("front-0", "starting")
     assert problem.what.startswith("starting for") and problem.remedy
-    found = examine(Path(status.run_dir), Path(status.state_dir), "not read").findings
+    found = examine(Path(status.run_dir), Path(status.state_dir), SettingsError()).findings
     assert any("front-0: starting for" in one.text for one in found if one.level == "problem")
 
 
