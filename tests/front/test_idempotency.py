@@ -117,6 +117,29 @@ def test_a_run_continues_although_its_client_reads_nothing_and_disconnects(front
     assert len(front.admits) == 1
 
 
+def test_a_waiting_retry_does_not_get_the_cut_off_answer_of_a_client_that_read_too_slowly(
+    front: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("appliance.front.stream.MAX_HELD_LOGPROB_OUTPUTS", 10)
+    front.endless(*front.tokenizer.encode_blocking("a", False))
+    front.replica.hold = True
+    body = {"model": MODEL, "prompt": "quick", "stream": True, "n": 128, "logprobs": 5, "max_tokens": -1}
+    with connect(front) as first, connect(front) as second:
+        send(first, "slow", body, COMPLETIONS)
+        front.wait_for(lambda: len(front.replica.running) == 128)
+        send(second, "slow", body, COMPLETIONS)
+        time.sleep(0.05)
+        front.replica.hold = False
+        (settle,) = front.settled(1)
+        assert (settle.status, settle.finish_reason) == (499, "cancelled")
+        front.wait_for(lambda: len(front.admits) == 2)
+        front.script = front.replica.script = front.sentence_script
+        front.step_s = front.replica.step_s = 0.001
+        answer = read_answer(second)
+    assert answer.status == 200 and events(answer)[-1] == "[DONE]"
+    assert "idempotent-replayed" not in answer.headers
+
+
 def test_a_run_without_clients_is_cancelled_after_the_grace_period(front: Harness) -> None:
     front.endless(*front.tokenizer.encode_blocking("a", False))
     front.configure(retries=RetryRules(grace_s=0.3))
