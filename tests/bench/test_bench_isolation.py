@@ -25,8 +25,10 @@ def test_a_short_run_measures_every_phase(tmp_path: Path) -> None:
         text=True,
         timeout=180,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert out.exists(), done.stdout + done.stderr
     measured = json.loads(out.read_text())
+    within = measured["stream_beside_ms"]["p99"] <= measured["bound_ms"]
+    assert done.returncode == (0 if within else 1), done.stdout + done.stderr
     assert measured["requests"][0] == 10 and measured["requests"][1] >= 1
     assert measured["stream_alone_ms"]["p99"] > 0 and measured["stream_beside_ms"]["p99"] > 0
     assert measured["long_alone_tok_s"] > 0 and measured["long_beside_tok_s"] > 0 and measured["wide_s"] > 0
