@@ -14,13 +14,23 @@ from pathlib import Path
 
 import msgspec
 
-from appliance.alert_rules import BUILT_IN, AlertRule, AlertSink
-from appliance.alert_rules.reasons import REASONS
-from appliance.monitoring.alerts.conditions import clear_value
-from appliance.monitoring.alerts.texts import of_duration, of_measure
-from scripts.configuration_page import _default, _sentence, _type, _words_of_fields, write_or_check
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "alerts.md"
+from appliance.alert_rules import BUILT_IN, AlertRule, AlertSink  # noqa: E402
+from appliance.alert_rules.reasons import REASONS  # noqa: E402
+from appliance.monitoring.alerts.conditions import clear_value  # noqa: E402
+from appliance.monitoring.alerts.texts import of_duration, of_measure  # noqa: E402
+from scripts.field_tables import (  # noqa: E402
+    accepted_values,
+    default_value,
+    field_docstrings,
+    one_line,
+    row,
+    write_or_check,
+)
+
+PAGE = ROOT / "docs" / "alerts.md"
 FIRST = "## The built-in rules"
 """The first generated heading. The text above it is written by hand."""
 
@@ -36,7 +46,7 @@ def page(former: str) -> str:
             REASONS[rule.name],
             rule.remedy if rule.remedy != "{remedy}" else "as given for the problem",
         )
-        parts.append(_row(cells))
+        parts.append(row(cells))
     parts += ["", "## Fields of `[[alerts.rules]]`", "", *_fields(AlertRule)]
     parts += ["", "## Fields of `[[alerts.sinks]]`", "", *_fields(AlertSink)]
     return "\n".join(parts) + "\n"
@@ -67,15 +77,12 @@ def _condition(rule: AlertRule) -> str:
 def _fields(kind: type[msgspec.Struct]) -> Iterator[str]:
     yield "| field | value | without it | |"
     yield "| --- | --- | --- | --- |"
-    said = _words_of_fields(kind)
+    texts = field_docstrings(kind)
     for field, shape in zip(
         msgspec.structs.fields(kind), msgspec.inspect.type_info(kind).fields, strict=True
     ):
-        yield _row((f"`{field.name}`", _type(shape.type), _default(field), _sentence(said[field.name])))
-
-
-def _row(cells: tuple[str, ...]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+        meaning = one_line(texts[field.name])
+        yield row((f"`{field.name}`", accepted_values(shape.type), default_value(field), meaning))
 
 
 if __name__ == "__main__":
