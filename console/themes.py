@@ -8,6 +8,7 @@ from functools import cache
 
 from rich.style import Style
 
+_SERIES = tuple(f"s{number}" for number in range(8))
 ROLES = (
     *("text", "dim", "bold", "title", "rule", "track", "accent", "key"),
     *("good", "warn", "bad", "info", "badge", "badge_bad", "badge_good", "tab", "cursor", "mark"),
@@ -26,9 +27,15 @@ ROLES = (
         "decode",
         "idle",
     ),
-    *("s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7"),
+    *_SERIES,
 )
 """All roles. "s0" to "s7" tell neighbouring series apart, such as tenants in the map of KV blocks."""
+
+
+def _series(*colours: str) -> dict[str, str]:
+    """Return the roles of series with these colours."""
+    return dict(zip(_SERIES, colours, strict=True))
+
 
 _DARK = {
     "text": "#c8ccd4",
@@ -62,13 +69,7 @@ _DARK = {
     "prefill": "#73c7d9",
     "decode": "#8cc570",
     "idle": "#f07178",
-    **dict(
-        zip(
-            (f"s{number}" for number in range(8)),
-            ("#8cc570", "#73c7d9", "#e5b454", "#d59ae0", "#f07178", "#8fb8f0", "#cfae8b", "#9aa5b8"),
-            strict=True,
-        )
-    ),
+    **_series("#8cc570", "#73c7d9", "#e5b454", "#d59ae0", "#f07178", "#8fb8f0", "#cfae8b", "#9aa5b8"),
 }
 _LIGHT = {
     "text": "#24292f",
@@ -102,13 +103,7 @@ _LIGHT = {
     "prefill": "#0a6f85",
     "decode": "#1a7f37",
     "idle": "#cf222e",
-    **dict(
-        zip(
-            (f"s{number}" for number in range(8)),
-            ("#1a7f37", "#0a6f85", "#9a6700", "#8250df", "#cf222e", "#0550ae", "#7a5230", "#57606a"),
-            strict=True,
-        )
-    ),
+    **_series("#1a7f37", "#0a6f85", "#9a6700", "#8250df", "#cf222e", "#0550ae", "#7a5230", "#57606a"),
 }
 _ANSI = {
     "text": "default",
@@ -142,13 +137,7 @@ _ANSI = {
     "prefill": "cyan",
     "decode": "green",
     "idle": "red",
-    **dict(
-        zip(
-            (f"s{number}" for number in range(8)),
-            ("green", "cyan", "yellow", "magenta", "red", "blue", "bright_green", "bright_cyan"),
-            strict=True,
-        )
-    ),
+    **_series("green", "cyan", "yellow", "magenta", "red", "blue", "bright_green", "bright_cyan"),
 }
 _MONO = {
     **dict.fromkeys(ROLES, ""),

@@ -35,6 +35,15 @@ Settings = Annotated[
         show_default=False,
     ),
 ]
+Grace = Annotated[
+    str,
+    typer.Option(
+        "--grace",
+        metavar="SPAN",
+        help="Time after which unfinished requests of the version that is replaced or unloaded end with an "
+        "error.",
+    ),
+]
 Wait = Annotated[bool, typer.Option("--wait", help="Return when the operation is complete.")]
 
 
@@ -159,12 +168,7 @@ def models_load(model: Target, wait: Wait = False, run_dir: RunDir = None, json:
 def models_unload(
     model: Target,
     wait: Wait = False,
-    grace_s: Annotated[
-        str,
-        typer.Option(
-            "--grace", metavar="SPAN", help="Time after which unfinished requests end with an error."
-        ),
-    ] = "120s",
+    grace: Grace = "120s",
     yes: Yes = False,
     run_dir: RunDir = None,
     json: Json = False,
@@ -173,7 +177,7 @@ def models_unload(
     from appliance.cli.models import change
     from appliance.cli.times import span_s
 
-    action = UnloadModel(model=model, wait=wait, grace_s=span_s(grace_s, "--grace", MAX_GRACE_S))
+    action = UnloadModel(model=model, wait=wait, grace_s=span_s(grace, "--grace", MAX_GRACE_S))
     change(run_dir, action, yes=yes, as_json=json)
 
 
@@ -224,14 +228,7 @@ def models_default(
             metavar="NAME@VERSION", help="The model and the number of the version.", show_default=False
         ),
     ],
-    grace_s: Annotated[
-        str,
-        typer.Option(
-            "--grace",
-            metavar="SPAN",
-            help="Time after which unfinished requests of the former version end with an error.",
-        ),
-    ] = "1h",
+    grace: Grace = "1h",
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
@@ -239,21 +236,14 @@ def models_default(
     from appliance.cli.models import change
     from appliance.cli.times import span_s
 
-    action = SetDefaultModel(model=model, grace_s=span_s(grace_s, "--grace", MAX_GRACE_S))
+    action = SetDefaultModel(model=model, grace_s=span_s(grace, "--grace", MAX_GRACE_S))
     change(run_dir, action, as_json=json)
 
 
 @models.command("rollback", help=about("models.rollback"))
 def models_rollback(
     name: Name,
-    grace_s: Annotated[
-        str,
-        typer.Option(
-            "--grace",
-            metavar="SPAN",
-            help="Time after which unfinished requests of the other version end with an error.",
-        ),
-    ] = "1h",
+    grace: Grace = "1h",
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
@@ -261,7 +251,7 @@ def models_rollback(
     from appliance.cli.models import change
     from appliance.cli.times import span_s
 
-    action = RollbackModel(name=name, grace_s=span_s(grace_s, "--grace", MAX_GRACE_S))
+    action = RollbackModel(name=name, grace_s=span_s(grace, "--grace", MAX_GRACE_S))
     change(run_dir, action, as_json=json)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import get_args
 
-from appliance.snapshot import Host, Latency, Queue, Rates, ServiceTotals, Snapshot
+from appliance.snapshot import Snapshot
 from console.context import Context
 from console.fake import FIXED_TIME, FakeSource
 from console.session import ConsoleSession
 from console.source import ListName
+from tests.snapshots import empty_snapshot
 
 SIZES = ((120, 40), (80, 24))
 
@@ -32,25 +33,7 @@ def session(steps: int = 40, *, write: bool = False) -> ConsoleSession:
 
 def unknown() -> Snapshot:
     """Return a snapshot of a service that has measured nothing yet."""
-    return Snapshot(
-        at=FIXED_TIME,
-        started_at=FIXED_TIME - 1.0,
-        uptime_s=1.0,
-        version="0.1.0",
-        state="starting",
-        totals=ServiceTotals(),
-        rates=Rates(),
-        latency=Latency(),
-        queue=Queue(waiting=0, running=0, oldest_wait_s=0.0, waiting_tokens=0, limit=100),
-        batches=[],
-        kv=[],
-        requests=[],
-        gpus=[],
-        models=[],
-        tenants=[],
-        alerts=[],
-        host=Host(),
-    )
+    return empty_snapshot(FIXED_TIME)
 
 
 def context(snapshot: Snapshot) -> Context:

@@ -5,50 +5,25 @@ from __future__ import annotations
 import msgspec
 
 from appliance.protocol import InFlight
-from appliance.snapshot import (
-    BlockMap,
-    Host,
-    KvCache,
-    Latency,
-    Queue,
-    Rates,
-    ServiceTotals,
-    Snapshot,
-    UnfinishedRequest,
-)
+from appliance.snapshot import BlockMap, KvCache, ServiceTotals, Snapshot, UnfinishedRequest
+from tests.snapshots import empty_snapshot
 
 
 def snapshot() -> Snapshot:
     blocks = BlockMap(states=b"\0\1\2", owners=b"\xff\xff\xff\xff\0\0", requests=["req-1"], tenants=["a"])
-    return Snapshot(
-        at=2.0,
-        started_at=1.0,
-        uptime_s=1.0,
-        version="0.1.0",
-        state="ready",
-        totals=ServiceTotals(),
-        rates=Rates(),
-        latency=Latency(),
-        queue=Queue(waiting=0, running=0, oldest_wait_s=0.0, waiting_tokens=0, limit=10),
-        batches=[],
-        kv=[
-            KvCache(
-                model="demo",
-                replica="demo-1",
-                blocks_total=3,
-                blocks_used=1,
-                blocks_cached=1,
-                block_tokens=64,
-                blocks=blocks,
-            )
-        ],
-        requests=[],
-        gpus=[],
-        models=[],
-        tenants=[],
-        alerts=[],
-        host=Host(),
-    )
+    made = empty_snapshot()
+    made.kv = [
+        KvCache(
+            model="demo",
+            replica="demo-1",
+            blocks_total=3,
+            blocks_used=1,
+            blocks_cached=1,
+            block_tokens=64,
+            blocks=blocks,
+        )
+    ]
+    return made
 
 
 def test_a_snapshot_survives_json() -> None:
