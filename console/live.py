@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
+import platform
+import sys
+import time
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Literal
@@ -29,6 +33,23 @@ _ROWS = 500
 """Number of audit rows and log lines that the console shows."""
 
 
+_FINDINGS_EVERY_S = 60.0
+
+
+class _Finding(msgspec.Struct):
+    """A finding, as `appliance doctor --json` prints it."""
+
+    area: str
+    subject: str
+    level: str
+    text: str
+    remedy: str | None = None
+
+
+class _Examination(msgspec.Struct):
+    findings: list[_Finding]
+
+
 class LiveSource:
     """Delivers the snapshots of the service in a run directory. If the stream ends, the next call opens it
     again."""
@@ -46,6 +67,10 @@ class LiveSource:
         self._client = AsyncAdminClient(run_dir, key=key, read_only=not write)
         self._stream: AsyncGenerator[Snapshot, None] | None = None
         self._hz = 0
+        self._host = ""
+        """Name of the machine on which the service runs."""
+        self._found: list[ListRow] = []
+        self._examined_at = -math.inf
 
     async def next(self) -> Snapshot:
         """Wait for the next snapshot."""
@@ -59,6 +84,7 @@ class LiveSource:
             with _explained():
                 for _ in range(frames):
                     snapshot = await anext(self._stream)
+            self._host = snapshot.host.name
             return snapshot
         except StopAsyncIteration:
             await self.close()
@@ -79,9 +105,39 @@ class LiveSource:
                     return [log_row(one) for one in reversed(lines)]
                 case "settings":
                     return _settings(await self._client.call(calls.CONFIGURATION))
-        raise UnsupportedListError(
-            "the service does not check the machine for the console: run appliance doctor on the server"
+        return await self._findings()
+
+    async def _findings(self) -> list[ListRow]:
+        """Return what `appliance doctor` finds on this machine, at most once a minute."""
+        if self._host != platform.node():
+            raise UnsupportedListError(
+                f"the service runs on {self._host or 'an unknown machine'}: run appliance doctor there"
+            )
+        if time.monotonic() - self._examined_at < _FINDINGS_EVERY_S:
+            return self._found
+        command = [sys.executable, "-m", "appliance.cli", "doctor", "--run-dir", self.label, "--json"]
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
+        output, errors = await process.communicate()
+        try:
+            findings = msgspec.json.decode(output, type=_Examination).findings
+        except msgspec.DecodeError as error:
+            reason = errors.decode(errors="replace").strip() or str(error)
+            raise SourceError(f"appliance doctor failed: {reason}") from error
+        self._found = [
+            ListRow(
+                id=f"{number}/{one.area}/{one.subject}",
+                level=one.level,
+                actor=one.area,
+                subject=one.subject,
+                text=one.text,
+                detail={"remedy": one.remedy or ""},
+            )
+            for number, one in enumerate(findings)
+        ]
+        self._examined_at = time.monotonic()
+        return self._found
 
     async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:
         """Return the effect of new limits."""
