@@ -20,11 +20,22 @@ from console.commands import CommandError, build, equivalent, is_hidden, is_swit
 from console.lines import span
 
 Values = dict[str, Any]
+_MIN_FORM, _MAX_FORM = 2, 12
+"""Heights of the form of an action."""
 
 
 def text(value: str) -> Content:
     """Return a text without markup and control characters."""
     return Content(span(value).text)
+
+
+class Switch(Checkbox):
+    """A checkbox that shows its state by a letter, not only by colour."""
+
+    @property
+    def BUTTON_INNER(self) -> str:  # type: ignore[override]
+        """The letter between the sides of the box."""
+        return "X" if self.value else " "
 
 
 class ActionDialog(ModalScreen[msgspec.Struct | None]):
@@ -43,7 +54,7 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
     ActionDialog .field { height: 1; }
     ActionDialog .field Label { width: 24; }
     ActionDialog Input { width: 1fr; background: $panel; }
-    ActionDialog Checkbox { background: transparent; }
+    ActionDialog Checkbox { background: transparent; width: 6; }
     ActionDialog #command { height: auto; text-style: italic; }
     ActionDialog #error { color: $error; height: auto; }
     ActionDialog #forecast { height: auto; color: $secondary; }
@@ -114,13 +125,27 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
         else:
             self.query_one("#cancel").focus()
         self._refresh()
+        self.call_after_refresh(self._fit)
+
+    def on_resize(self) -> None:
+        """Fit the dialog into the new size."""
+        self.call_after_refresh(self._fit)
+
+    def _fit(self) -> None:
+        """Limit the height of the form, which scrolls, so that everything else is visible, above all the
+        buttons."""
+        dialog, form = self.query_one("#dialog"), self.query_one("#form")
+        others = sum(
+            one.outer_size.height + one.styles.margin.height for one in dialog.children if one is not form
+        )
+        form.styles.max_height = max(_MIN_FORM, min(_MAX_FORM, int(self.size.height * 0.94) - others - 2))
 
     def _field(self, field: Any) -> ComposeResult:
         value = self._values.get(field.name)
         with Horizontal(classes="field"):
             yield Label(field.name)
             if is_switch(self._action, field.name):
-                yield Checkbox(
+                yield Switch(
                     value=bool(value or field.default is True), id=f"field-{field.name}", compact=True
                 )
             else:
@@ -197,6 +222,7 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
     async def _forecast(self, parameters: msgspec.Struct) -> None:
         assert self._what_if is not None
         self.query_one("#forecast", Static).update(_lines(await self._what_if(parameters)))
+        self.call_after_refresh(self._fit)
 
     @on(Input.Submitted)
     def _next_field(self) -> None:

@@ -13,7 +13,8 @@ from appliance.protocol import ModelStatus
 from appliance.snapshot import Snapshot, UnfinishedRequest
 from console import units
 
-_SHOWN_TENANTS = 6
+_SHOWN_TENANTS = 3
+"""Tenants whose forecast fits into a dialog of 24 lines."""
 
 
 def impact(action: Action, target: str | None, snapshot: Snapshot | None) -> list[str]:
@@ -38,7 +39,8 @@ def impact(action: Action, target: str | None, snapshot: Snapshot | None) -> lis
     names = ", ".join(tenants[:5]) + (f" and {len(tenants) - 5} more" if len(tenants) > 5 else "")
     queued = sum(one.state == "queued" for one in affected)
     return [
-        f"{len(affected) - queued:,} running and {queued:,} queued requests of {len(tenants)} tenants: "
+        f"{len(affected) - queued:,} running and {queued:,} queued requests of {len(tenants)} "
+        f"tenant{'s' if len(tenants) > 1 else ''}: "
         f"{names}",
         f"{generated} output tokens have been generated for them",
     ]
@@ -115,7 +117,8 @@ def forecast_lines(forecast: QuotaForecast, concerned: str | None) -> list[str]:
     for one in sorted(changed, key=lambda one: one.tenant != concerned)[:_SHOWN_TENANTS]:
         before, after = one.recorded, one.predicted
         added = after.over_quota + after.refused - before.over_quota - before.refused
-        rejections = f"{added:,} rejections added" if added > 0 else f"{-added:,} rejections avoided"
+        rejections = f"{abs(added):,} rejections {'added' if added > 0 else 'avoided'}"
+        rejections = rejections if added else "the same rejections"
         lines.append(
             f"{one.tenant}: {rejections}, "
             f"TTFT p99 {units.ms(before.ttft_p99_ms)} → {units.ms(after.ttft_p99_ms)}, "
