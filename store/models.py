@@ -79,9 +79,6 @@ class ShadowRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
 
 
-RegistryRecord = ModelRecord | VersionRecord | AliasRecord | SplitRecord | ShadowRecord
-
-
 class Registry:
     """All records of the registry at one moment. The object is immutable, so any thread may read it."""
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from appliance.alert_rules import AlertRule
-from appliance.monitoring.alerts.evaluation import Transition, evaluate
+from appliance.monitoring.alerts.evaluation import Evaluator, Transition
 from store.samples import Splitter, TelemetrySample
 
 START = 1_800_000_000.0
@@ -109,3 +109,10 @@ def transitions(
 def summary(one: Transition) -> tuple[int, str, str, str]:
     """Return a transition as (second, event, rule, subject)."""
     return round(one.at - START), one.event, one.alert.rule, one.alert.where
+
+
+def evaluate(rules: Sequence[AlertRule], samples: Iterable[TelemetrySample]) -> Iterator[Transition]:
+    """Yield the transitions of the rules' alerts over a history."""
+    evaluator = Evaluator(rules)
+    for sample in samples:
+        yield from evaluator.step(sample)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from appliance.alert_rules import BUILT_IN, AlertRule, cycle, effective_rules, faults_of_rule
 from appliance.alert_rules.reasons import REASONS
-from appliance.monitoring.alerts.evaluation import Evaluator, evaluate
+from appliance.monitoring.alerts.evaluation import Evaluator
 from appliance.monitoring.alerts.windows import Window
 from store.samples import Splitter
-from tests.monitoring.histories import START, history, quiet_service, transitions
+from tests.monitoring.histories import START, evaluate, history, quiet_service, transitions
 from tests.pages import check_page
 
 HOT = AlertRule(

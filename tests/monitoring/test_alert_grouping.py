@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from appliance.alert_rules import BUILT_IN
-from appliance.monitoring.alerts.evaluation import Evaluator, evaluate
-from tests.monitoring.histories import history, summary, transitions
+from appliance.monitoring.alerts.evaluation import Evaluator
+from tests.monitoring.histories import evaluate, history, summary, transitions
 
 
 def kill(tree: dict[str, Any], second: int, died: int, back: int, model: int = 0, one: int = 0) -> None:
