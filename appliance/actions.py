@@ -278,7 +278,7 @@ class AddModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class LoadModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Load a version of a model. What is already loaded stays loaded."""
+    """Load a version of a model. Versions that are already loaded stay loaded."""
 
     model: str
     """NAME@VERSION, or NAME for the default version."""

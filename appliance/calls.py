@@ -115,7 +115,7 @@ PEERS: Call[list[PeerMapping]] = Call("GET", "/peers", list[PeerMapping])
 MODELS: Call[list[RegisteredModel]] = Call("GET", "/models", list[RegisteredModel])
 """The models of the settings and of the registry, with their versions."""
 ALERTS: Call[list[Alert]] = Call("GET", "/alerts", list[Alert])
-"""The alerts that last or ended within the last hour, newest first."""
+"""The active alerts and those that ended within the last hour, newest first."""
 SILENCES: Call[list[Silence]] = Call("GET", "/silences", list[Silence])
 CONFIGURATION: Call[Configuration] = Call("GET", "/config", Configuration)
 """The settings in effect and the source of each."""

@@ -83,7 +83,7 @@ class SnapshotAssembler:
 
 
 def signature(one: UnfinishedRequest) -> tuple[object, ...]:
-    """Return the fields whose change makes a request be sent whole."""
+    """Return the fields of a request. If one of them changes, the whole request is sent again."""
     return (
         one.state,
         one.phase,

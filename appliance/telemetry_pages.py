@@ -126,6 +126,6 @@ class AlertLogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, om
 
 
 class AlertLogPage(msgspec.Struct, kw_only=True):
-    """The alerts that were raised between two times or lasted at the first, the newest first."""
+    """The alerts that were raised between two times or were active at the first, newest first."""
 
     rows: list[AlertRow]

@@ -38,11 +38,12 @@ _RETRY_S = 0.5
 """Pause after a failed read, so that the console reconnects soon after the service returns."""
 _ROWS_EVERY_S = 3.0
 _CREATING = ("tenants.create", "keys.create", "peers.map", "models.add", "models.alias", "models.split")
-"""Actions that need no row, because they create something."""
+"""Actions that do not apply to an existing row, because they create a new object."""
 _WITH_FORECAST = ("tenants.set", "keys.set")
 """Actions that change limits, whose dialogs can replay the last minutes."""
 _ROW_TARGETS = ("request", "tenant", "key", "peer")
-"""Kinds of targets that an action cannot do without. Without a model, an action concerns the service."""
+"""Kinds of targets that must be chosen before an action starts. Other actions apply to the whole service if
+no target is chosen."""
 _READ_ONLY = "this console is read-only: start it with --write to act on the service"
 
 
@@ -73,7 +74,7 @@ class ConsoleApp(App[int]):
         yield self.prompt
 
     def on_mount(self) -> None:
-        """Start to read from the source."""
+        """Start reading from the source."""
         for name in THEMES:
             self.register_theme(textual_theme(name))
         self.theme = f"console-{self.session.theme}"
@@ -89,7 +90,7 @@ class ConsoleApp(App[int]):
     # ── drawing ──────────────────────────────────────────────────────────────────────────────
 
     def redraw(self) -> None:
-        """Draw the differences to the frame before."""
+        """Draw the differences from the previous frame."""
         width, height = self.size
         self.session.state.footer = not self.prompt.display
         self.frame_widget.show(
@@ -109,7 +110,7 @@ class ConsoleApp(App[int]):
 
     @work(exclusive=True, group="feed", exit_on_error=True)
     async def feed(self) -> None:
-        """Show each snapshot. While the service is away, try again and again."""
+        """Show each snapshot. If the service does not answer, retry until it does."""
         while True:
             try:
                 snapshot = await self.source.next()
@@ -132,7 +133,7 @@ class ConsoleApp(App[int]):
 
     @work(group="lists", exit_on_error=True)
     async def read_list(self, name: ListName) -> None:
-        """Read a list of the screen, and again after a while if the screen is still shown."""
+        """Read a list of the screen, and read it again periodically while the screen is shown."""
         try:
             self.session.take_rows(name, await self.source.rows(name))
         except SourceError as error:
@@ -366,7 +367,7 @@ class ConsoleApp(App[int]):
     # ── exit paths ───────────────────────────────────────────────────────────────────────────
 
     def _handle_signals(self) -> None:
-        """Leave the terminal clean when a signal ends the console."""
+        """Restore the terminal when a signal ends the console."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):

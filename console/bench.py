@@ -52,7 +52,7 @@ class Terminal:
         fcntl.ioctl(self._descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", _ROWS, _COLUMNS, 0, 0))
 
     def read_for(self, seconds: float) -> int:
-        """Read all output for a time and return its number of bytes."""
+        """Read all output for the given time and return its number of bytes."""
         end, count = time.monotonic() + seconds, 0
         while (left := end - time.monotonic()) > 0:
             if select.select([self._descriptor], [], [], left)[0]:
@@ -63,7 +63,8 @@ class Terminal:
         return count
 
     def wait_for(self, text: bytes) -> None:
-        """Read until some text arrives. Raises OSError if the console ends, and TimeoutError after a time."""
+        """Read until the given text arrives. Raises OSError if the console ends, and TimeoutError after
+        `_START_S` seconds."""
         end, tail = time.monotonic() + _START_S, b""
         while text not in tail:
             if not select.select([self._descriptor], [], [], max(0.0, end - time.monotonic()))[0]:

@@ -41,7 +41,7 @@ class CommandError(ValueError):
 
 
 def completions(text: str, targets: dict[str, list[str]]) -> list[str]:
-    """Return the command lines that `text` may become. `targets` are the names of each kind of target."""
+    """Return the command lines that begin with `text`. `targets` are the names of each kind of target."""
     names = (
         [name for _, name, _ in SCREENS]
         + list(WORDS)

@@ -115,7 +115,7 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
                 )
 
     def on_mount(self) -> None:
-        """Focus the safe choice, or the first field that must be filled in."""
+        """Focus the button that changes nothing, or the first field that must be filled in."""
         for one in self.query(Input):
             one.cursor_blink = False
         required = [one.name for one in msgspec.structs.fields(self._action.parameters) if one.required]

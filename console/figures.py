@@ -122,7 +122,7 @@ FIGURES: dict[str, Figure] = {
         "GPU use",
         "% of time",
         "NVML's sample period, at most 1 s",
-        "Share of time in which at least one kernel ran. It does not tell how much of the GPU the kernel "
+        "Share of time in which at least one kernel ran. It does not show how much of the GPU the kernel "
         "used.",
         "NVML utilization.gpu",
     ),
@@ -184,7 +184,7 @@ FIGURES: dict[str, Figure] = {
         "MAX",
         "tokens",
         _LIFE,
-        "The most output tokens that the request may generate.",
+        "Maximum number of output tokens of the request.",
         "requests: max_tokens",
     ),
     "tokens_per_s": Figure(
@@ -222,22 +222,22 @@ FIGURES: dict[str, Figure] = {
         "FAIR",
         "% of service",
         _NOW,
-        "The share by weight among the tenants that have requests. A share above it is capacity that "
-        "others left.",
+        "The share by weight among the tenants that have requests. A tenant with a larger share uses "
+        "capacity that the others leave unused.",
         "tenants: weight",
     ),
     "limit_used": Figure(
         "LIMIT MOST USED",
         "%",
         _NOW,
-        "The limit of which the largest part is in use. Running requests count with their maximum.",
+        "The limit that is closest to being exhausted. Running requests count with their maximum.",
         "tenants: usage",
     ),
     "exhausted_in_s": Figure(
         "FULL IN",
         "s",
         _MINUTE,
-        "Time until a limit is reached if the use goes on as in the window.",
+        "Time until a limit is reached if use continues at the rate of the window.",
         "tenants: usage",
     ),
     "refused": Figure(
@@ -259,7 +259,7 @@ FIGURES: dict[str, Figure] = {
     ),
     "keys": Figure("KEYS", "keys", _NOW, "Valid keys of the tenant.", "tenants: keys"),
     "replicas": Figure(
-        "READY", "replicas", _NOW, "Replicas that are ready, of all replicas.", "appliance_replica_state"
+        "READY", "replicas", _NOW, "Ready replicas, out of all replicas.", "appliance_replica_state"
     ),
     "queued": Figure(
         "QUEUED", "requests", _NOW, "Requests that wait for the model.", "status: models.queued"
@@ -309,7 +309,7 @@ FIGURES: dict[str, Figure] = {
         "preemptions",
         "",
         _START,
-        "Sequences that lost their blocks to others and were computed again.",
+        "Sequences whose blocks were given to other sequences, and which were computed again.",
         "appliance_preemptions_total",
     ),
     "block_state": Figure(
@@ -342,7 +342,7 @@ FIGURES: dict[str, Figure] = {
         "appliance_step_seconds",
     ),
     "steps_running": Figure(
-        "seqs", "sequences", _NOW, "Running sequences, of the most possible.", "appliance_sequences"
+        "seqs", "sequences", _NOW, "Running sequences, out of the maximum number.", "appliance_sequences"
     ),
     "stall": Figure(
         "!",

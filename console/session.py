@@ -1,5 +1,5 @@
 """What an operator sees and has chosen: the newest snapshot, the screen, its badges and the commands that
-change them. A session knows nothing of terminals."""
+change them. A session does not depend on a terminal."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class ConsoleSession:
             self._live.snapshot = snapshot
 
     def fail(self, reason: str) -> None:
-        """Note that the source does not deliver. The newest snapshot stays on screen, marked as stale."""
+        """Record that the source has failed. The newest snapshot stays on screen and is marked as stale."""
         self.state.error = reason
 
     def take_rows(

@@ -18,11 +18,11 @@ ListName = Literal["audit", "logs", "settings", "findings"]
 
 
 class SourceError(Exception):
-    """Raised if a source cannot deliver. The message gives the reason and the remedy."""
+    """Raised if a source cannot provide data. The message gives the reason and the remedy."""
 
 
 class UnsupportedListError(SourceError):
-    """Raised if a source never has the list that was asked for."""
+    """Raised if a source does not have the requested list."""
 
 
 class ListRow(msgspec.Struct, frozen=True, kw_only=True):

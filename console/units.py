@@ -26,7 +26,7 @@ def short(value: float | None) -> str:
 
 
 def rate(value: float | None) -> str:
-    """Format a number per second. Rates above zero do not become 0."""
+    """Format a number per second. A rate above zero is never shown as 0."""
     if value is None or value == 0 or value >= 99.95:
         return short(value)
     return "<0.1" if value < 0.1 else f"{value:.1f}"

@@ -1,5 +1,5 @@
 """The widget that shows the lines of a frame. It sends only the changed part of each changed line to the
-terminal, which is what makes the console cheap over SSH."""
+terminal, so that the console needs little bandwidth over SSH."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class FrameWidget(Widget, can_focus=True):
 
 
 def merged(line: Line) -> Line:
-    """Return a line in which neighbouring spans of the same role are one span. Spaces take the role of the
-    span before, unless that role has a background."""
+    """Return a line in which neighbouring spans of the same role are one span. Spaces get the role of the
+    preceding span, unless that role has a background."""
     result: Line = []
     for one in line:
         if not one.text:
@@ -124,7 +124,7 @@ it."""
 
 
 def changed_until(old: Line, new: Line) -> int:
-    """Return the column behind the last difference between two lines of the same width."""
+    """Return the column after the last difference between two lines of the same width."""
     end = sum(cells(one.text) for one in new)
     for one, other in zip(reversed(old), reversed(new), strict=False):
         if one.text == other.text and one.role == other.role:

@@ -92,7 +92,7 @@ class AlertReader:
         return self._alerts("ORDER BY raised_at DESC LIMIT ?", (limit,))[::-1]
 
     def lasting(self, at: float) -> list[AlertRow]:
-        """Return the alerts that lasted at a time (unix seconds), oldest first."""
+        """Return the alerts that were active at a time (unix seconds), oldest first."""
         return self._alerts(
             "WHERE raised_at <= ? AND (ended_at IS NULL OR ended_at > ?) ORDER BY raised_at", (at, at)
         )
@@ -108,8 +108,8 @@ class AlertReader:
         )
 
     def between(self, since: float, until: float, limit: int) -> list[AlertRow]:
-        """Return the newest `limit` alerts that were raised between two times or lasted at the first, the
-        newest first."""
+        """Return the newest `limit` alerts that were raised between two times or were active at the first,
+        the newest first."""
         return self._alerts(
             "WHERE raised_at <= ? AND (raised_at >= ? OR ended_at IS NULL OR ended_at > ?) "
             "ORDER BY raised_at DESC LIMIT ?",

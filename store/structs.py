@@ -50,7 +50,7 @@ class WriterState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Silence(msgspec.Struct, frozen=True, kw_only=True):
-    """Alerts of matching rules and subjects are not announced until a time."""
+    """An operator's decision not to announce alerts of matching rules and subjects until a given time."""
 
     id: str
     rule: str

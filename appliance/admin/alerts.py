@@ -29,13 +29,14 @@ class AlertAdmin:
         self._manager = manager
 
     async def acknowledge(self, actor: Actor, asked: AcknowledgeAlert) -> Effect:
-        """Acknowledge an alert. Raises LookupError for an unknown alert, and ValueError if it is acknowledged
-        already."""
+        """Acknowledge an alert. Raises LookupError for an unknown alert, and ValueError if it is already
+        acknowledged."""
         alert = self._manager.acknowledge(asked.id, actor.name)
         return Effect(alert, after={"rule": alert.rule, "where": alert.where, "state": alert.state})
 
     async def silence(self, actor: Actor, asked: SilenceAlerts) -> Effect:
-        """Silence alerts. Raises LookupError if no rule matches, and ValueError if too many silences last."""
+        """Silence alerts. Raises LookupError if no rule matches, and ValueError if too many silences are
+        active."""
         silence = self._manager.silence(asked.rule, asked.where, asked.for_s, asked.reason, actor.name)
         return Effect(silence, after=msgspec.to_builtins(silence))
 
@@ -51,8 +52,10 @@ class AlertAdmin:
 def alert_routes(manager: AlertManager) -> list[ScopedRoute]:
     """Return the routes of the alerts and silences."""
     return [
-        _route("/alerts", manager.list, list[Alert], "List the alerts that last or ended in the last hour"),
-        _route("/silences", manager.silences, list[Silence], "List the silences that last"),
+        _route(
+            "/alerts", manager.list, list[Alert], "List active alerts and those that ended in the last hour"
+        ),
+        _route("/silences", manager.silences, list[Silence], "List active silences"),
     ]
 
 

@@ -86,7 +86,7 @@ class EventFeed:
             await asyncio.sleep(max(0.05, self._interval_s - (time.monotonic() - began)))
 
     def take(self, snapshot: Snapshot) -> None:
-        """Make the frame that leads from the previous snapshot to this one."""
+        """Return the frame with the differences from the previous snapshot to this one."""
         self._seq += 1
         self._at, self._requests, self._whole = snapshot.at, snapshot.requests, None
         changed = {}
@@ -117,7 +117,7 @@ class EventFeed:
         self.delta = self._encode(frame) + b"\n"
 
     def whole_line(self) -> bytes:
-        """Return a frame with the whole of the latest snapshot."""
+        """Return a frame that contains the whole latest snapshot."""
         if self._whole is None:
             frame = Frame(
                 seq=self._seq,

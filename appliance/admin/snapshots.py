@@ -25,7 +25,7 @@ from appliance.snapshot import Alert, Batch, Gpu, Host, KvCache, Queue, Snapshot
 from store.policies import Policies, TenantRecord
 
 MAX_TENANTS = 200
-"""Maximum number of tenants in a snapshot: those with requests come first."""
+"""Maximum number of tenants in a snapshot. Tenants with requests come first."""
 _BLOCK_TOKENS = 64
 _MACHINE_EVERY_S = 2.0
 _COUNT_KEYS_EVERY_S = 15.0

@@ -41,7 +41,7 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     window_s: Window = 300.0
     """Time span of the measure, in seconds."""
     target: Number = 0.0
-    """The value whose time of arrival "time_to" predicts."""
+    """The value for which "time_to" predicts when the figure reaches it."""
     at_least: Number | None = None
     """The rule applies only while the figure, divided by `per`, has at least this value."""
     above: Number | None = None
@@ -49,11 +49,11 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     below: Number | None = None
     """The alert is raised when the measure falls to this threshold."""
     clear: Number | None = None
-    """The alert ends when the measure has passed this value. Default: 10% from the threshold. The distance
-    from the threshold keeps the alert from starting and ending repeatedly."""
+    """The alert ends when the measure has passed this value. Default: 10% away from the threshold. The gap
+    prevents the alert from starting and ending repeatedly."""
     texts: list[str] = []
-    """For a figure that is a text, the texts that raise the alert; `*` stands for any characters. Such a rule
-    has no threshold."""
+    """If the figure is a text: the texts that raise the alert. `*` stands for any characters. Such a rule has
+    no threshold."""
     clear_texts: list[str] = []
     """The texts that end the alert. Default: all texts that do not raise it. With this setting, the alert is
     raised only after one of these texts has been seen."""
@@ -62,12 +62,13 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     clear_for_s: Seconds = 30.0
     """Number of seconds for which the condition must be over before the alert ends."""
     downstream_of: list[str] = []
-    """Names of rules whose alerts explain this alert. While one of them lasts for the same model, replica or
-    GPU, and for a minute after it, this alert is not shown but counted in that alert."""
+    """Names of rules whose alerts explain this alert. While one of them is active for the same model, replica
+    or GPU, and for one minute afterwards, this alert is not shown, but is counted in the other alert."""
     what: str = ""
     """Text of the alert. {where}, {value}, {threshold} and {text} are replaced."""
     remedy: str = ""
-    """The operator's next step. {remedy} is replaced by the remedy beside the figure."""
+    """The operator's next step. {remedy} is replaced by the field `remedy` of the object that has the
+    figure."""
     unit: Literal["", "s", "ms", "%", "bytes", "°C", "/s", "requests", "tokens"] = ""
     """Unit of the measure. With "%", the measure is a fraction that is shown in percent."""
 
@@ -80,20 +81,20 @@ class AlertSink(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     webhook: str = ""
     """URL (http or https) to which the alert is posted as JSON."""
     severity: Severity = "warning"
-    """Least urgent alerts that the receiver gets."""
+    """Minimum severity of the alerts that the receiver gets."""
     timeout_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = 5.0
-    """Maximum time of one attempt."""
+    """Maximum duration of one attempt, in seconds."""
     attempts: Annotated[int, msgspec.Meta(ge=1, le=10)] = 3
     """Number of attempts before an alert is dropped. The delay between attempts doubles, starting at one
     second."""
 
 
 SEVERITIES: tuple[Severity, ...] = ("info", "warning", "critical")
-"""From the least urgent to the most urgent."""
+"""All severities, from the least to the most urgent."""
 
 
 class RuleFault(NamedTuple):
-    """A fault of a rule or receiver that the types of its fields do not exclude."""
+    """A fault of a rule or receiver that the types of its fields do not rule out."""
 
     field: str
     what: str

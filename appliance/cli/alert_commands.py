@@ -21,8 +21,8 @@ AlertId = Annotated[
 
 @alerts.command("list")
 def alerts_list(run_dir: RunDir = None, json: Json = False) -> None:
-    """List the alerts that last or ended within the last hour, newest first, with likely cause and next step.
-    Also lists the silences."""
+    """List active alerts and those that ended within the last hour, newest first, with their likely cause and
+    next step. Also lists the silences."""
     from appliance.cli.alerts import list_alerts
 
     list_alerts(run_dir, as_json=json)
@@ -30,7 +30,7 @@ def alerts_list(run_dir: RunDir = None, json: Json = False) -> None:
 
 @alerts.command("ack")
 def alerts_ack(alert_id: AlertId, run_dir: RunDir = None, json: Json = False) -> None:
-    """Record that you take care of an alert."""
+    """Acknowledge an alert: record that you are handling it."""
     from appliance.cli.alerts import acknowledge
 
     acknowledge(run_dir, alert_id, as_json=json)
@@ -49,7 +49,8 @@ def alerts_silence(
         typer.Option(
             "--where",
             metavar="SUBJECT",
-            help="Silence only alerts of this model, replica or GPU, say; * stands for any characters.",
+            help="Silence only alerts of this subject, such as a model, replica or GPU; * stands for any "
+            "characters.",
         ),
     ] = "*",
     for_s: Annotated[
@@ -61,7 +62,8 @@ def alerts_silence(
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
-    """Do not announce the alerts of a rule for a time. Silenced alerts are still listed and recorded."""
+    """Stop announcing the alerts of a rule for a limited time. Silenced alerts are still listed and
+    recorded."""
     from appliance.cli.alerts import silence
 
     silence(run_dir, rule, where=where, span=for_s, reason=reason, as_json=json)
@@ -76,7 +78,7 @@ def alerts_unsilence(
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
-    """End a silence before its time."""
+    """End a silence before it expires."""
     from appliance.actions import UnsilenceAlerts
     from appliance.cli.actions import perform
 
@@ -98,7 +100,7 @@ def alerts_test(
         typer.Option(
             "--on",
             metavar="HISTORY",
-            help="`history` for the history of the service, or the path of a copy of history.db.",
+            help="`history` for the service's own history, or the path of a copy of history.db.",
         ),
     ] = "history",
     since: Annotated[

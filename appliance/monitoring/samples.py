@@ -124,7 +124,7 @@ class CounterSampler:
         return cached_tokens / prompt_tokens, now.at - then.at
 
     def _count_engines(self) -> None:
-        """Add what the replicas have counted since the previous sample. A new incarnation counts from 0."""
+        """Add the replicas' counts since the previous sample. The counts of a new incarnation begin at 0."""
         latest: dict[str, tuple[int, ReplicaStats]] = {}
         for replica in self._replicas():
             report = replica.latest_report

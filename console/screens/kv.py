@@ -15,7 +15,6 @@ from console.screens.panels import kv_bar
 _LETTERS = {"braille": "·▒█▓", "block": "·▒█▓", "ascii": ".c#S"}
 _STATE_ROLES = ("free", "cached", "used", "shared")
 _AGE_ROLES = ("used", "used", "s1", "s1", "s5", "s5", "cached", "cached")
-_TENANT_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class KvView(View):
@@ -26,9 +25,10 @@ class KvView(View):
     title = "KV cache"
     short = "KV"
     help_text = (
-        "Every block of a replica's KV cache, in the order of the pool. A cell stands for several blocks if "
-        "not all fit; it shows the state that most of them have. Left and right move the cursor, up and down "
-        "choose the row, v changes the colouring, enter shows the next replica."
+        "Every block of a replica's KV cache, in the order of the pool. If the map has fewer cells "
+        "than blocks, a cell stands for several blocks and shows the state of most of them. Left and "
+        "right move the cursor, up and down choose the row, v changes the colouring, enter shows the next "
+        "replica."
     )
     variants = ("state", "tenant", "age", "replicas")
     figures = ("kv_used", "hit_rate", "evictions", "preemptions", "block_state", "block_age")

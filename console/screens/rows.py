@@ -67,10 +67,9 @@ class AuditView(ListView):
     title = "Audit"
     short = "Audit"
     help_text = (
-        "The audit trail of operators' actions, newest first. Each row contains the hash of the row "
-        "before, so that a "
-        "change of a row is noticed; the heading shows the newest hash and how many rows are proven "
-        "unchanged."
+        "The audit trail of operators' actions, newest first. Each row contains the hash of the "
+        "previous row, so that a changed row is detected; the heading shows the newest hash and how many "
+        "rows are proven unchanged."
     )
     sorted_by = "seq"
     reverse = True

@@ -242,14 +242,14 @@ class TableView(View, Generic[R]):
             self.move(1)
 
     def sort(self, name: str) -> None:
-        """Sort by a column; the second time in the opposite direction."""
+        """Sort by a column. If the table is already sorted by it, reverse the order."""
         if name == self.sorted_by:
             self.reverse = not self.reverse
         else:
             self.sorted_by, self.reverse = name, next(c.right for c in self.columns if c.name == name)
 
     def next_sort(self, step: int) -> None:
-        """Sort by the next column, or by the one before."""
+        """Sort by the next column, or by the previous one."""
         names = [column.name for column in self.columns]
         at = names.index(self.sorted_by) if self.sorted_by in names else -step
         self.sort(names[(at + step) % len(names)])

@@ -13,7 +13,7 @@ SANE = {"icanon", "echo", "isig", "icrnl", "opost"}
 
 
 class Tmux:
-    """A tmux server of its own, with one terminal."""
+    """A separate tmux server with one terminal."""
 
     def __init__(self, folder: Path, command: str, size: tuple[int, int] = (100, 30)) -> None:
         self._socket = str(folder / "tmux")

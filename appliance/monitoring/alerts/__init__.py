@@ -1,2 +1,1 @@
-"""Alerts: rules are evaluated on the recorded figures, alerts are grouped by their cause, and operators are
-told."""
+"""Alerts: evaluates rules on the recorded figures, groups alerts by their cause, and notifies operators."""

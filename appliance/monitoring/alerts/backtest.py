@@ -22,7 +22,7 @@ class BackTest(NamedTuple):
     samples: int
     transitions: list[Transition]
     lasting: int
-    """Number of shown alerts that have not ended at the end of the history."""
+    """Number of shown alerts that are still active at the end of the history."""
 
 
 def back_test(path: Path, rules: Sequence[AlertRule], since: float, until: float) -> BackTest:
@@ -39,7 +39,8 @@ def back_test(path: Path, rules: Sequence[AlertRule], since: float, until: float
 
 
 def recorded_samples(reader: TelemetryReader, since: float, until: float) -> Iterator[TelemetrySample]:
-    """Yield all samples between two times, oldest first: coarse ones as far as there are no finer ones."""
+    """Yield all samples between two times, oldest first. Each part of the history is read in the finest
+    resolution that is recorded for it."""
     begins = [reader.begin(resolution) for resolution in RESOLUTIONS]
     ends = [until, *(min(found for found in (begin, until) if found is not None) for begin in begins[:-1])]
     for number in range(1, len(ends)):

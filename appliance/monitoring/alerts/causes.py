@@ -1,4 +1,4 @@
-"""Finds the likely cause of an alert in what changed before it.
+"""Finds the likely cause of an alert among the changes before it.
 
 The changes are read from the samples, so a cause is found for recorded history as well.
 """
@@ -15,14 +15,14 @@ from appliance.monitoring.alerts.figures import Scope, related, subject
 from store.samples import TelemetryLayout, TelemetrySample
 
 WINDOW_S = 300.0
-"""Time before an alert in which changes are looked for."""
+"""Number of seconds before an alert in which changes are searched for its cause."""
 _KEEP_EVERY_S = 10.0
 _LOAD = (
     ("rates.requests_per_s", "requests per second"),
     ("rates.prompt_tokens_per_s", "prompt tokens per second"),
     ("queue.running", "running requests"),
 )
-"""Figures of the load, with their names in texts."""
+"""Figures of the load, with the names that texts use for them."""
 _LOAD_FACTOR = 2.0
 """A load that has grown by this factor is a likely cause."""
 _TENANT_SHARE = 0.5
@@ -53,7 +53,7 @@ class CauseFinder:
         self._latest: TelemetrySample | None = None
 
     def observe(self, sample: TelemetrySample) -> None:
-        """Take note of what has changed since the previous sample."""
+        """Record the changes since the previous sample."""
         if self._latest is not None:
             self._changes.extend(_changes(self._latest, sample))
         self._latest = sample
@@ -64,7 +64,7 @@ class CauseFinder:
                 old.popleft()
 
     def find(self, condition: Condition) -> str:
-        """Return the likely cause of an alert that is raised at the latest sample, in one line."""
+        """Return a one-line description of the likely cause of an alert that the latest sample raises."""
         assert self._latest is not None
         at = self._latest.at
         known = [change for change in self._changes if related(change.scope, condition.scope)]
@@ -128,7 +128,7 @@ def _text_changes(at: float, before: TelemetryLayout, after: TelemetryLayout) ->
 
 
 def _largest_tenant(sample: TelemetrySample) -> str:
-    """Return the tenant with most of the requests; empty if no tenant has most of them."""
+    """Return the tenant with the majority of the requests, or an empty string if there is none."""
     requests: dict[str, float] = {}
     for name in sample.layout.figures:
         if name.startswith("tenants[") and name.endswith(("].running", "].waiting")):

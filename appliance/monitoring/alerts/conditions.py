@@ -1,4 +1,4 @@
-"""The state of one rule for one figure: from a value to raised and ended."""
+"""The state of one rule for one figure, which decides when an alert is raised and when it ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Condition:
     """When the condition began."""
     raised_at: float = 0.0
     clear_since: float | None = None
-    """Since when the condition is over, while the alert has not ended."""
+    """Time since which the condition no longer holds, or None. The alert may still be active."""
     seen_at: float = 0.0
     """Time of the latest sample that has the figure."""
     value: float | None = None
@@ -57,8 +57,8 @@ class Condition:
         return True
 
     def miss(self, at: float) -> bool | None:
-        """Apply a sample without the figure. The alert of a figure that has disappeared ends like that of a
-        figure that is fine. Returns False if the alert ends now, otherwise None."""
+        """Apply a sample without the figure. If a figure disappears, its alert ends as if the figure had
+        returned to normal. Returns False if the alert ends now, otherwise None."""
         if self.phase != "firing":
             self.phase = "ok"
             return None
@@ -85,8 +85,8 @@ class Condition:
         return crossed and self.armed, cleared
 
     def _number(self, at: float, value: float | None) -> tuple[bool, bool]:
-        """Return whether the measure has crossed the threshold, and whether the alert may end. An unknown
-        measure changes nothing while the alert lasts."""
+        """Return whether the measure has crossed the threshold, and whether the alert may end. While the
+        alert is active, an unknown measure changes nothing."""
         rule = self.rule
         measured = None if value is None else self._measure(at, value)
         if measured is None or math.isnan(measured):

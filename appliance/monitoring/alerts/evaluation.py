@@ -1,5 +1,5 @@
-"""Evaluates rules on samples. The same code evaluates the running service and recorded history: it reads no
-clock and has no effect other than the transitions that it returns."""
+"""Evaluates rules on samples. The running service and back-tests of recorded history use the same code,
+because it reads no clock and has no effect other than the transitions that it returns."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from appliance.monitoring.alerts.texts import filled
 from store.samples import TelemetryLayout, TelemetrySample
 
 SETTLE_S = 60.0
-"""After an alert has ended, its consequences are still explained by it for this time."""
+"""Number of seconds after the end of an alert for which it still explains other alerts."""
 GROUP_S = 30.0
-"""Alerts of one rule that are raised within this time of the first are grouped under the first."""
-_MAX_GROUP_NAMES = 5
+"""Alerts of one rule are grouped under the first of them if they are raised within this many seconds after
+it."""
 
 Event = Literal["raised", "ended", "suppressed"]
 
@@ -62,7 +62,7 @@ class Transition(msgspec.Struct, frozen=True):
 
 
 class Evaluator:
-    """The state of all rules. `step` must get the samples in the order of their times."""
+    """The state of all rules. Samples must be passed to `step` in chronological order."""
 
     def __init__(self, rules: Sequence[AlertRule]) -> None:
         self._causes = CauseFinder()
@@ -70,9 +70,9 @@ class Evaluator:
         self._selected: list[tuple[AlertRule, list[Selected]]] = []
         self._conditions: dict[tuple[str, str], Condition] = {}
         self.alerts: dict[str, Raised] = {}
-        """The alerts that last, and those that ended within `SETTLE_S`, by id."""
+        """The active alerts, and those that ended within the last `SETTLE_S` seconds, by id."""
         self._of: dict[tuple[str, str], Raised] = {}
-        """The lasting alert of each rule and subject."""
+        """The active alert of each rule and subject."""
         self.rules: dict[str, AlertRule] = {}
         self.set_rules(rules)
 
@@ -86,7 +86,7 @@ class Evaluator:
         self._layout = None
 
     def restore(self, alerts: Iterable[Raised]) -> None:
-        """Continue with alerts that an earlier run left without an end."""
+        """Restore alerts that were still active when an earlier run ended."""
         for alert in alerts:
             rule = self.rules.get(alert.rule)
             self.alerts[alert.id] = self._of[alert.rule, alert.where] = alert
@@ -120,7 +120,9 @@ class Evaluator:
                 if condition is None:
                     condition = self._conditions[key] = Condition(rule, figure.where, figure.scope)
                 elif condition.seen_at == at:
-                    continue  # Two texts of one subject, such as two reasons for throttling, are one alert.
+                    # If two texts of one subject match, such as two reasons for throttling, raise only one
+                    # alert.
+                    continue
                 value = None
                 if figure.position >= 0:
                     value = numbers[figure.position]
@@ -209,7 +211,7 @@ class Evaluator:
                     alert.announced = False
                     yield Transition(at, "suppressed", alert)
             elif not alert.announced and self._conditions[alert.rule, alert.where].clear_since is None:
-                # An alert that is no longer explained but about to end is not worth an announcement.
+                # This excludes alerts that are no longer explained but are about to end.
                 alert.announced = alert.known = True
                 yield Transition(at, "raised", alert)
 
@@ -220,15 +222,8 @@ class Evaluator:
 
 
 def _is_head(other: Raised, alert: Raised) -> bool:
-    """Return whether `alert` is grouped under the alert `other`, which lasts and was raised first."""
+    """Return whether `alert` is grouped under `other`, which must be active and have been raised first."""
     if other.rule != alert.rule or other.ended_at is not None or other.suppressed_by:
         return False
     first = (other.raised_at, other.id) < (alert.raised_at, alert.id)
     return first and alert.raised_at - other.raised_at <= GROUP_S
-
-
-def evaluate(rules: Sequence[AlertRule], samples: Iterable[TelemetrySample]) -> Iterator[Transition]:
-    """Yield the transitions of the rules' alerts over a history."""
-    evaluator = Evaluator(rules)
-    for sample in samples:
-        yield from evaluator.step(sample)

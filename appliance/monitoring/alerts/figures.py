@@ -1,4 +1,4 @@
-"""Finds the figures that a rule's pattern selects, and what they belong to."""
+"""Finds the figures that a rule's pattern selects, and the objects to which the figures belong."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _KINDS = {
     "drains": "drain",
     "current_problems": "problem",
 }
-"""Kind of the entries of each list that has subjects of alerts."""
+"""The lists whose entries can be subjects of alerts, with the kind of their entries."""
 _PLAIN = ("replica", "front", "process", "problem")
-"""Kinds whose names are understood without the kind."""
+"""Kinds that are left out of the description of a subject, because the subject's name implies its kind."""
 _ENTRY = re.compile(r"([A-Za-z_0-9]+)\[([^\]]*)\]")
 
 
@@ -41,7 +41,7 @@ class Selected(NamedTuple):
     position: int
     """Position among the sample's numbers; -1 for a text."""
     per: int
-    """Position of the figure by which it is divided; -1 without."""
+    """Position of the figure by which this figure is divided; -1 if it is not divided."""
     text: str
     """Value of a text."""
     remedy: str
@@ -71,7 +71,7 @@ def select(layout: TelemetryLayout, pattern: str, per: str, is_text: bool) -> It
 
 
 def subject(layout: TelemetryLayout, name: str) -> tuple[str, Scope]:
-    """Return what a figure belongs to, in words and as a scope."""
+    """Return the object to which a figure belongs, as a description and as a scope."""
     scope: set[tuple[str, str]] = set()
     where = name.partition(".")[0]
     for match in _ENTRY.finditer(name):
@@ -102,8 +102,8 @@ def _related(layout: TelemetryLayout, kind: str, key: str, entry: str) -> Iterat
 
 
 def related(one: Scope, other: Scope) -> bool:
-    """Return whether two alerts can have the same cause: for each kind that both scopes name, they have a
-    name in common."""
+    """Return whether two alerts can have the same cause: for each kind of object that both scopes contain,
+    they have an object in common."""
     kinds = {kind for kind, _ in one} & {kind for kind, _ in other}
     return all(any(kind == shared for shared, _ in one & other) for kind in kinds)
 

@@ -54,11 +54,11 @@ class AlertManager:
         self._silences: dict[str, Silence] = {}
         self._ended: deque[Alert] = deque(maxlen=_SHOWN_ENDED)
         self._explained: dict[str, int] = {}
-        """Number of alerts that each alert explains, as last written."""
+        """Number of alerts that each alert explains, as written to the database."""
 
     def restore(self, alerts: Sequence[AlertRow], silences: Sequence[Silence]) -> None:
-        """Continue with the alerts and silences of the previous run. Alerts that were explained by others are
-        ended, because they are raised again if they last."""
+        """Restore the alerts and silences of the previous run. Alerts that other alerts explained are ended;
+        they are raised again if their conditions still hold."""
         lasting = []
         for row in alerts:
             if row.suppressed_by:
@@ -84,8 +84,8 @@ class AlertManager:
         self._explained = {one.id: len(one.explains) for one in self._evaluator.alerts.values()}
 
     def list(self) -> list[Alert]:
-        """Return the alerts that last and are not explained by others, and those that ended within the last
-        hour; the newest first."""
+        """Return the active alerts that no other alert explains, and those that ended within the last hour,
+        newest first."""
         lasting = [
             self._shown(alert)
             for alert in self._evaluator.alerts.values()
@@ -96,7 +96,7 @@ class AlertManager:
         return sorted([*lasting, *ended], key=lambda alert: -(alert.since or 0.0))
 
     def silences(self) -> Sequence[Silence]:
-        """Return the silences that last, oldest first."""
+        """Return the active silences, oldest first."""
         now = self._clock()
         return [silence for silence in self._silences.values() if silence.until > now]
 
@@ -114,7 +114,7 @@ class AlertManager:
 
     def silence(self, rule: str, subject: str, for_s: float, reason: str, actor: str) -> Silence:
         """Do not announce alerts of matching rules and subjects for a time. Raises LookupError if no rule
-        matches, and ValueError if too many silences last."""
+        matches, and ValueError if too many silences are active."""
         if not any(fnmatchcase(name, rule) for name in self._evaluator.rules):
             known = ", ".join(sorted(self._evaluator.rules))
             raise LookupError(f"rule is {rule!r}, which matches no rule: use one of {known}")

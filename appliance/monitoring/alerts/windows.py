@@ -101,5 +101,5 @@ class Window:
 
 
 def _passed(now: float, target: float, slope: float) -> bool:
-    """Return whether the figure has reached the target and still moves in that direction."""
+    """Return whether the figure has reached the target and is still moving in the same direction."""
     return now >= target if slope > 0 else now <= target
