@@ -278,7 +278,8 @@ class AddModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class LoadModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Load a version of a model. Versions that are already loaded stay loaded."""
+    """Load a version of a model. If it does not fit into memory, idle models that are not pinned leave the
+    memory first."""
 
     model: str
     """NAME@VERSION, or NAME for the default version."""
@@ -287,7 +288,7 @@ class LoadModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class UnloadModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Unload a version of a model after its requests have finished. New requests are refused."""
+    """Unload a version of a model after its requests have finished. A later request loads it again."""
 
     model: str
     """NAME@VERSION, or NAME for the default version."""
@@ -326,6 +327,21 @@ class WakeModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """NAME@VERSION, or NAME for the default version."""
     wait: bool = False
     """Respond when the version is awake, or when it is known that it stays asleep."""
+
+
+class PinModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Keep a version of a model loaded: once it is loaded, it leaves the memory only by a command. It is not
+    loaded by this action."""
+
+    model: str
+    """NAME@VERSION, or NAME for the default version."""
+
+
+class UnpinModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Let a pinned version of a model leave the memory when it has been idle or another model needs it."""
+
+    model: str
+    """NAME@VERSION, or NAME for the default version."""
 
 
 class SetDefaultModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -452,6 +468,8 @@ ACTIONS: tuple[Action, ...] = (
         "models.unload", "Unload model", "confirm", "model", UnloadModel, VersionStatus, "model", is_long=True
     ),
     Action("models.retry", "Retry failed model", "none", "model", RetryModel, Done, "model"),
+    Action("models.pin", "Pin model", "none", "model", PinModel, Done, "model"),
+    Action("models.unpin", "Unpin model", "none", "model", UnpinModel, Done, "model"),
     Action(
         "models.sleep", "Let model sleep", "none", "model", SleepModel, VersionStatus, "model", is_long=True
     ),

@@ -79,6 +79,10 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     shadow: Shadow | None = None
     arms: tuple[Arm, ...] = ()
     """If the name is split, the units that can answer. `unit` is then the arm with the largest weight."""
+    on_demand: bool = False
+    """Whether a first request loads the model. The front then sends `Wanted`. Set only if `unit` is empty."""
+    problem: str = ""
+    """Reason why requests are refused instead of waiting: the latest load on demand failed."""
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -326,6 +330,13 @@ class Abort(msgspec.Struct, tag="abort", frozen=True):
     message: str
 
 
+class Preempted(msgspec.Struct, tag="preempted", frozen=True):
+    """The request's replica is about to be stopped so that another model can be loaded. The request continues
+    on the next replica, and this does not count as a lost replica."""
+
+    request_id: str
+
+
 class AskProgress(msgspec.Struct, tag="ask_progress", frozen=True):
     """Asks for the progress of the front's requests. The front replies with `FrontProgress`."""
 
@@ -398,6 +409,15 @@ class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
     shadow_of: str = ""
     """For a copy of a finished request, the tenant whose cached prefixes it may use. The core refuses the
     copy unless it can start at once, and does not log it."""
+    keep_alive_s: float | None = None
+    """Time in seconds for which the model stays loaded without further requests. Negative: without limit.
+    None: the model's setting `idle_unload_s` applies."""
+
+
+class Wanted(msgspec.Struct, tag="wanted", frozen=True):
+    """Reports that requests wait for a name whose model is loaded on demand (`Route.on_demand`)."""
+
+    name: str
 
 
 class Claim(msgspec.Struct, tag="claim", frozen=True):
@@ -569,11 +589,12 @@ CoreToFront = (
     | Refused
     | Claimed
     | Abort
+    | Preempted
     | AskProgress
     | StopFront
 )
-AboutRequest = Admit | Settle | Rejected | Worked | Retried | ShadowDone
-"""Messages from a front about a request."""
+AboutRequest = Admit | Settle | Rejected | Worked | Retried | ShadowDone | Wanted
+"""Messages from a front about requests."""
 FrontToCore = (
     FrontReady | AboutRequest | Claim | Release | HandOver | Keep | Taken | FrontReport | FrontProgress
 )

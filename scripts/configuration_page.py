@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from appliance.core.reload import AT_RESTART  # noqa: E402
 from appliance.sampling import SamplingDefaults  # noqa: E402
-from appliance.settings import ModelPrices, ModelSettings, Settings  # noqa: E402
+from appliance.settings import GroupSettings, ModelPrices, ModelSettings, Settings  # noqa: E402
 from appliance.settings.convert import NOT_SETTINGS  # noqa: E402
 from scripts.field_tables import (  # noqa: E402
     accepted_values,
@@ -45,6 +45,7 @@ def page(former: str) -> str:
     parts = [head, *_section(FIRST, Settings, ()), *_section("[models.NAME]", ModelSettings, ("models",))]
     parts += _section("[models.NAME.sampling]", SamplingDefaults, ("models",))
     parts += _section("[prices.NAME]", ModelPrices, ("prices",))
+    parts += _section("[groups.NAME]", GroupSettings, ("groups",))
     for field in msgspec.structs.fields(Settings):
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
             parts += _section(f"[{field.name}]", field.type, (field.name,))

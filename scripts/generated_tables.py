@@ -132,7 +132,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "tenant columns": lambda: columns(TENANT),
     "key columns": lambda: columns(KEY),
     "service metrics": lambda: metrics(FAMILIES.service),
-    "request metrics": lambda: metrics(FAMILIES.rows, FAMILIES.retries, FAMILIES.times, FAMILIES.models),
+    "request metrics": lambda: metrics(
+        FAMILIES.rows, FAMILIES.retries, FAMILIES.times, FAMILIES.models, FAMILIES.residency
+    ),
     "arm metrics": lambda: metrics(FAMILIES.arms, FAMILIES.fallbacks, FAMILIES.shadows),
     "tenant metrics": lambda: metrics(FAMILIES.tenant_rows, FAMILIES.tenants, FAMILIES.limits),
     "replica metrics": lambda: metrics(FAMILIES.replicas),

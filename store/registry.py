@@ -166,6 +166,30 @@ class ModelRegistry:
             lambda _: (before, {"default_version": version}),
         )
 
+    def set_pinned(
+        self, *, actor: Actor | str, action: str, model: str, version: int, pinned: bool
+    ) -> Future[VersionRecord]:
+        """Set whether a version always stays loaded once it is loaded (the setting `pinned`). The future
+        raises UnknownModelError."""
+        before: list[bool] = []
+
+        def apply(connection: sqlite3.Connection) -> VersionRecord:
+            known = _version(connection, model, version)
+            before[:] = [bool(known.settings.get("pinned", False))]
+            others = {name: value for name, value in known.settings.items() if name != "pinned"}
+            settings = others | ({"pinned": True} if pinned else {})
+            changed = msgspec.structs.replace(known, settings=settings)
+            records.update(connection, changed)
+            return changed
+
+        return self._change(
+            actor,
+            action,
+            {"name": model, "version": version},
+            apply,
+            lambda _: ({"pinned": before[0]}, {"pinned": pinned}),
+        )
+
     def set_loaded(self, model: str, version: int, loaded: bool) -> Future[Registry]:
         """Store whether a version is loaded again after a restart of the service. This change has no audit
         row of its own, because the rows of the action that loads or unloads the version describe it. If the

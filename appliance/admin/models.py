@@ -13,6 +13,7 @@ from typing import Any
 from appliance.actions import (
     AddModel,
     LoadModel,
+    PinModel,
     PruneModels,
     RemoveModel,
     RetryModel,
@@ -21,12 +22,14 @@ from appliance.actions import (
     SetDefaultModel,
     SleepModel,
     UnloadModel,
+    UnpinModel,
     WakeModel,
 )
 from appliance.admin.effects import Effect, committed, done
 from appliance.background import Background
 from appliance.models.manager import ModelManager
 from appliance.models.manifest import read_manifest
+from appliance.models.on_demand import OnDemand
 from appliance.models.operations import FrontRoutes, LoadError, ModelOperations
 from appliance.models.preflight import problem_of
 from appliance.models.preflight_process import Check
@@ -57,6 +60,7 @@ class ModelAdmin:
     settings."""
 
     operations: ModelOperations
+    on_demand: OnDemand
     manager: ModelManager
     routing: Routing
     fronts: FrontRoutes
@@ -122,6 +126,7 @@ class ModelAdmin:
             replicas=len(replicas),
             devices=[device for replica in replicas for device in replica.devices],
             memory_bytes=sum(one.weight_bytes + one.kv_bytes - one.freed_bytes for one in replicas),
+            expires_at=self.on_demand.expires_at(unit),
         )
 
     def _state(self, unit: str) -> tuple[VersionState, str]:
@@ -131,6 +136,11 @@ class ModelAdmin:
         replicas = self.manager.of(unit)
         if unit in self.operations.asleep and not self.operations.is_waking(unit):
             return "sleeping", next((replica.detail for replica in replicas if replica.detail), "")
+        if self.manager.is_parked(unit):
+            if replicas:
+                return "draining", "unloading; the next request loads it again"
+            failure = self.routing.failures.get(unit, "")
+            return ("failed", failure) if failure else ("available", "")
         usable = unit in self.routing.usable or self.manager.is_declared(unit)
         if usable and any(replica.answers for replica in replicas):
             return "ready", ""
@@ -208,6 +218,9 @@ class ModelAdmin:
             unit = unit_name(name, record.version)
             if version in (None, record.version) and self._state(unit)[0] not in ("available", "failed"):
                 raise ConflictError(f"{unit} is loaded: unload it first with: appliance models unload {unit}")
+        for record in self.operations.registry.current.versions_of(name):
+            if version in (None, record.version):
+                await self._withdraw(record)
         removed = await committed(self.operations.registry.remove(actor=actor, model=name, version=version))
         for record in removed:
             self.operations.failures.pop(unit_name(name, record.version), None)
@@ -220,6 +233,7 @@ class ModelAdmin:
         pruned = [one for one in registry.current.versions.values() if not self._is_named(one)]
         if not asked.dry_run:
             for one in pruned:
+                await self._withdraw(one)
                 await committed(registry.remove(actor=actor, model=one.model, version=one.version))
             self.fronts.publish_configuration()
         return Effect(
@@ -229,6 +243,11 @@ class ModelAdmin:
                 ]
             )
         )
+
+    async def _withdraw(self, record: VersionRecord) -> None:
+        """Accept no more requests for a version that is not loaded but known to the fronts."""
+        if unit_name(record.model, record.version) in self.routing.usable:
+            await self.operations.unload(record, 0.0)
 
     def _is_named(self, record: VersionRecord) -> bool:
         """Return whether a version is in use, or could be used without naming it."""
@@ -249,7 +268,7 @@ class ModelAdmin:
         """Load a version. Raises UnknownModelError, or LoadError if it cannot be loaded."""
         record = self._record(asked.model, "load")
         before = self._status(record).state
-        await self._perform(self.operations.load(record), wait=asked.wait)
+        await self._perform(self.on_demand.load(record), wait=asked.wait)
         status = self._status(record)
         return Effect(status, {"state": before}, {"state": status.state})
 
@@ -309,6 +328,24 @@ class ModelAdmin:
         return Effect(
             Done(message=f"starting {', '.join(replicas)}"), {"state": before[0]}, {"state": "loading"}
         )
+
+    async def pin(self, actor: Actor, asked: PinModel) -> Effect:
+        """Keep a version loaded."""
+        return await self._set_pinned(actor, "models.pin", asked.model, pinned=True)
+
+    async def unpin(self, actor: Actor, asked: UnpinModel) -> Effect:
+        """Let a version leave the memory again."""
+        return await self._set_pinned(actor, "models.unpin", asked.model, pinned=False)
+
+    async def _set_pinned(self, actor: Actor, action: str, target: str, *, pinned: bool) -> Effect:
+        record = self._record(target, "pin" if pinned else "unpin")
+        name, version = record.model, record.version
+        await committed(
+            self.operations.registry.set_pinned(
+                actor=actor, action=action, model=name, version=version, pinned=pinned
+            )
+        )
+        return done(f"{unit_name(name, version)} is {'pinned' if pinned else 'not pinned any more'}")
 
     # ── default version and aliases ──
 

@@ -142,7 +142,7 @@ def models_list(run_dir: RunDir = None, json: Json = False) -> None:
 
 @models.command("ps")
 def models_ps(run_dir: RunDir = None, json: Json = False) -> None:
-    """List the versions that are loaded or being loaded, with their memory."""
+    """List the versions that are loaded or being loaded, with their memory and when they are unloaded."""
     from appliance.cli.models import list_loaded
 
     list_loaded(run_dir, as_json=json)
@@ -218,6 +218,22 @@ def models_wake(model: Target, wait: Wait = False, run_dir: RunDir = None, json:
     from appliance.cli.models import change
 
     change(run_dir, WakeModel(model=model, wait=wait), as_json=json)
+
+
+@models.command("pin", help=about("models.pin"))
+def models_pin(model: Target, run_dir: RunDir = None, json: Json = False) -> None:
+    from appliance.actions import PinModel
+    from appliance.cli.actions import perform
+
+    perform(run_dir, PinModel(model=model), as_json=json)
+
+
+@models.command("unpin", help=about("models.unpin"))
+def models_unpin(model: Target, run_dir: RunDir = None, json: Json = False) -> None:
+    from appliance.actions import UnpinModel
+    from appliance.cli.actions import perform
+
+    perform(run_dir, UnpinModel(model=model), as_json=json)
 
 
 @models.command("default", help=about("models.default"))

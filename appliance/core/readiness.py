@@ -86,6 +86,8 @@ class Readiness:
         """Return the reason why the model does not answer requests, or an empty string if it does."""
         if drain := self.drains.of(model):
             return drain.why
+        if self.models.is_parked(model):
+            return self.routing.problems.get(model, "")  # its next request loads it
         replicas = self.models.of(model)
         if not any(replica.answers for replica in replicas):
             states = ", ".join(map(_state, replicas))
@@ -95,7 +97,7 @@ class Readiness:
 
     def _silence_of(self, route: Route) -> str:
         if not route.unit:
-            return f"model {route.name!r} is being loaded"
+            return route.problem if route.on_demand else f"model {route.name!r} is being loaded"
         silent = [self.silence(unit) for unit in [arm.unit for arm in route.arms] or [route.unit]]
         return "" if "" in silent else silent[0]
 

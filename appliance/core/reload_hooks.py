@@ -75,6 +75,8 @@ def reload_hooks(
         "alerts": alert_rules,
         "restarts": nothing,
         "autoscaling": nothing,
+        "groups": nothing,
+        "on_demand": nothing,
         "prices": nothing,
         "limits": nothing,
         "idempotency": nothing,

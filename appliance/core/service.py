@@ -40,6 +40,7 @@ from appliance.core.state import State, cache_salts
 from appliance.core.systemd import Manager
 from appliance.front_pool.identities import IdentityRegistry
 from appliance.front_pool.listeners import Listeners
+from appliance.models.on_demand import OnDemand
 from appliance.models.operations import ModelOperations
 from appliance.models.preflight_process import ModelChecks
 from appliance.models.registry import describe_models
@@ -100,6 +101,7 @@ class Service:
             keep=contents.keep,
             note=problems.note,
             on_availability=lambda: self.listeners.update(),
+            on_wanted=lambda name: self.on_demand.wanted(name),
             launch=launch,
             checks=checks,
             broken=broken,
@@ -107,6 +109,14 @@ class Service:
         )
         self.operations = ModelOperations(
             state.registry, parts.models, parts.routing, parts.fronts, problems.note, loaded.model_flags
+        )
+        self.on_demand = OnDemand(
+            self.settings,
+            operations=self.operations,
+            manager=parts.models,
+            routing=parts.routing,
+            requests=parts.requests,
+            fronts=parts.fronts,
         )
         self.listeners = Listeners(manager.sockets, settings, parts.fronts.balancer, problems.note)
         held.callback(self.listeners.close)
@@ -129,6 +139,7 @@ class Service:
             ),
             parts.requests.state,
             parts.models,
+            self.on_demand,
             parts.fronts,
             control,
             [state.history, state.contents],
@@ -215,6 +226,7 @@ class Service:
             traffic=parts.requests.state,
             models=ModelAdmin(
                 operations=self.operations,
+                on_demand=self.on_demand,
                 manager=parts.models,
                 routing=parts.routing,
                 fronts=parts.fronts,
@@ -253,6 +265,7 @@ class Service:
         """Load the models and accept connections."""
         self.controller.start()
         self.operations.restore()
+        self.on_demand.start()
         self.levels.start()
         self.notifier.start()
         self.housekeeper.start()
@@ -266,6 +279,7 @@ class Service:
         responds until all requests have ended."""
         log.info("stopping: running requests have %g s to finish", self.settings.current.drain_grace_s)
         self.notifier.begin_stop()
+        self.on_demand.stop()
         self.operations.stop()
         await self.controller.stop(hurry)
         self.levels.close()

@@ -49,6 +49,7 @@ class ServingParts:
         keep: Callable[[Keep, int], None],
         note: Callable[[str, str], None],
         on_availability: Callable[[], None],
+        on_wanted: Callable[[str], None],
         launch: Launch = ReplicaGroup.launch,
         checks: ModelChecks = MODEL_CHECKS,
         broken: Mapping[str, str] = MappingProxyType({}),
@@ -71,6 +72,7 @@ class ServingParts:
             keep=keep,
             note=note,
             on_availability=on_availability,
+            on_wanted=on_wanted,
             module=front_module,
         )
         self.models = ModelManager(

@@ -25,6 +25,7 @@ from appliance.messages import (
     Refused,
     Rejected,
     RequestProgress,
+    Wanted,
     Worked,
 )
 from appliance.text.fair_queue import TextMemory, WorkPool
@@ -45,6 +46,7 @@ class Running(Protocol):
     def admitted(self, message: Admitted) -> None: ...
     def refused(self, message: Refused) -> None: ...
     def abort(self, message: str) -> None: ...
+    def preempted(self) -> None: ...
     def progress(self) -> RequestProgress: ...
 
 
@@ -64,7 +66,7 @@ class AppState:
         """Limits on what clients may send. The object may be replaced at any time."""
         self.bodies = BodyBudget()
         self.denials = CountedLog("requests without a valid key or permitted user were denied")
-        self.catalog = Catalog()
+        self.catalog = Catalog(want=lambda name: to_core(Wanted(name)))
         self.identities = IdentityTable()
         self.replicas = ReplicaChannels()
         self.retries = Retries(to_core)

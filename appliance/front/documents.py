@@ -42,7 +42,8 @@ class ModelDocument(_Document):
     object: Literal["model"]
     created: int
     owned_by: str
-    max_model_len: int
+    max_model_len: int | None
+    """Null if the model is loaded on demand and has not been loaded yet."""
 
 
 class ModelListDocument(_Document):

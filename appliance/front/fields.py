@@ -3,6 +3,7 @@ express."""
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar
 
 from appliance.front.validation import UNSUPPORTED, FieldError, as_integer, shown
@@ -19,6 +20,12 @@ MAX_TEMPLATE_VARIABLES = 32
 MAX_TEMPLATE_VARIABLE_DEPTH = 200
 """Maximum nesting depth of lists and objects. It is limited because the code that renders templates is
 recursive."""
+
+MAX_KEEP_ALIVE_S = 1e9
+_UNIT_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3}
+_DURATION_PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)(h|ms|m|s)?")
+_DURATION = re.compile(r"[+-]?([0-9]+(\.[0-9]+)?|([0-9]+(\.[0-9]+)?(h|ms|m|s))+)")
+"""A number of seconds, or numbers with units, as Ollama accepts them."""
 
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
@@ -47,6 +54,39 @@ class PositiveOrMinusOne(int):
         if number is None or (number < 1 and number != -1):
             raise FieldError(f"must be an integer of at least 1, or -1, not {shown(value)}")
         return number
+
+
+class KeepAliveField(float):
+    """A duration in seconds, or a text such as "10m". A negative duration has no limit."""
+
+    json_schema: ClassVar[dict[str, Any]] = {
+        "anyOf": [
+            {"type": "number", "minimum": -MAX_KEEP_ALIVE_S, "maximum": MAX_KEEP_ALIVE_S},
+            {"type": "string", "pattern": f"^{_DURATION.pattern}$"},
+        ]
+    }
+
+    @classmethod
+    def parse(cls, value: Any) -> float:
+        """Return the duration in seconds. Raises FieldError."""
+        seconds = _seconds(value)
+        if seconds is None or seconds > MAX_KEEP_ALIVE_S:
+            raise FieldError(
+                f'must be a number of seconds up to {MAX_KEEP_ALIVE_S:g}, or a text such as "30s", "10m" or '
+                f'"1h30m", not {shown(value)}'
+            )
+        return seconds
+
+
+def _seconds(value: Any) -> float | None:
+    """Return a duration in seconds; None if the value is not a duration."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value) if abs(value) <= MAX_KEEP_ALIVE_S else None
+    if not isinstance(value, str) or len(value) > 64 or not _DURATION.fullmatch(value):
+        return None
+    sign = -1.0 if value.startswith("-") else 1.0
+    parts = _DURATION_PART.findall(value)
+    return sign * sum(float(number) * _UNIT_S[unit or "s"] for number, unit in parts)
 
 
 class TextFormatField:

@@ -84,6 +84,8 @@ class Generation:
         response."""
         self._open = len(self.samples)
         self._attempt = 0
+        self._preempted: set[int] = set()
+        """Attempts whose replica was stopped for another model. They do not count as losses."""
         self._submitted = False
         self._settled = False
         self._link: ReplicaClient | None = None
@@ -200,6 +202,10 @@ class Generation:
         """End the request immediately, because an operator or a drain has cancelled it."""
         self._fail(ApiError(503, message, code="aborted", retry_after_s=1.0))
 
+    def preempted(self) -> None:
+        """Expect the replica to be stopped, so that another model can be loaded."""
+        self._preempted.add(self._attempt)
+
     def progress(self) -> RequestProgress:
         """Return how far the request has come, for operators."""
         first = self._first_token_at
@@ -263,17 +269,19 @@ class Generation:
         self._handles.clear()
         if self.ended.is_set() or self._retry is not None:
             return
-        if self._attempt >= MAX_RESUBMISSIONS or self.task.shadow_of:
+        losses = self._attempt - len(self._preempted - {self._attempt})
+        is_lost = losses >= MAX_RESUBMISSIONS and self._attempt not in self._preempted
+        if is_lost or self.task.shadow_of:
             self._fail(
                 ApiError(
                     503,
-                    f"the model's replica was lost {self._attempt + 1} times during this request",
+                    f"the model's replica was lost {losses + 1} times during this request",
                     code="replica_lost",
                     retry_after_s=5.0,
                 )
             )
             return
-        delay_s = _RESUBMIT_DELAY_S * 2**self._attempt
+        delay_s = _RESUBMIT_DELAY_S * 2 ** min(losses, MAX_RESUBMISSIONS)
         self._retry = asyncio.get_running_loop().call_later(delay_s, self._ask_again)
 
     def _ask_again(self) -> None:
@@ -308,6 +316,7 @@ class Generation:
                 deadline_ms=context.deadline_ms,
                 retry_of=context.retry_of,
                 shadow_of=task.shadow_of,
+                keep_alive_s=task.keep_alive_s,
             )
         )
 

@@ -73,6 +73,8 @@ class GenerationTask:
     continuous_usage: bool = False
     """Whether every chunk of a stream includes token counts."""
     asked_class: str = ""
+    keep_alive_s: float | None = None
+    """Same as `Admit.keep_alive_s`."""
     may_lower: bool = False
     """Same as `Admit.may_lower`."""
     fall_back: Callable[[], Awaitable[GenerationTask]] | None = None

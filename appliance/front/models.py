@@ -74,7 +74,12 @@ class Catalog:
     """The loaded models by unit, and the names that applications use for them. A model that cannot be loaded
     keeps its names: requests for it are refused with the cause, and the other models are served as usual."""
 
-    def __init__(self) -> None:
+    def __init__(self, want: Callable[[str], None] = lambda _: None) -> None:
+        """`want` is called when requests wait for a name whose model is loaded on demand. It may be called
+        again for the same name."""
+        self._want = want
+        self._announced: set[str] = set()
+        """Names for which `want` has been called since the names last changed."""
         self._models: dict[str, LoadedModel] = {}
         self._broken: dict[str, str] = {}
         self._routes: dict[str, Route] | None = None
@@ -122,8 +127,8 @@ class Catalog:
         return [route for route in routes if route.unit not in self._broken]
 
     def serves(self, name: str) -> bool:
-        """Return whether a model with this name can be used."""
-        return self.unit_of(name) in self._models
+        """Return whether a model with this name can be used now or on demand."""
+        return self.unit_of(name) in self._models or self._is_on_demand(name)
 
     def unit_of(self, name: str) -> str:
         """Return the unit that answers requests for the name; empty if there is none."""
@@ -137,6 +142,7 @@ class Catalog:
     def route(self, routes: list[Route] | None) -> None:
         """Replace the names that applications can use, immediately."""
         self._routes = None if routes is None else {route.name: route for route in routes}
+        self._announced.clear()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -196,6 +202,9 @@ class Catalog:
                 raise _still_loading(name, f"{self._held} requests are already waiting for it")
             if (left_s := deadline - asyncio.get_running_loop().time()) <= 0:
                 raise _still_loading(name, f"the request has waited for {self.hold_timeout_s:g} s")
+            if self._is_on_demand(name) and name not in self._announced:
+                self._announced.add(name)
+                self._want(name)
             self._held += 1
             try:
                 with contextlib.suppress(TimeoutError):
@@ -213,6 +222,13 @@ class Catalog:
             raise model_not_allowed(name)
         if self._waits(name):
             raise _still_loading(name, "its files are being read")
+        if (route := self.route_of(name)) is not None and route.problem:
+            raise ApiError(
+                503,
+                f"model {name!r} could not be loaded: {route.problem}",
+                code="model_failed",
+                retry_after_s=30.0,
+            )
         unit = self._unit_for(name, caller)
         model = self._models.get(unit)
         if model is not None:
@@ -247,9 +263,21 @@ class Catalog:
         may = route is not None and identity.may_fall_back and allows(identity, name)
         return route.fallback if may and route is not None and allows(identity, route.fallback) else ""
 
+    def describe(self, name: str, identity: Identity, caller: str) -> Route:
+        """Return the description of a name for `GET /v1/models/NAME`. A model that is loaded on demand is not
+        loaded for it. Raises the errors of `get`."""
+        route = self.route_of(name)
+        if allows(identity, name) and route is not None and route.on_demand and not route.problem:
+            return route
+        return own_route(self.get(name, identity, caller).served, name)
+
     def _waits(self, name: str) -> bool:
         route = self.route_of(name)
-        return route is not None and not route.unit
+        return route is not None and not route.unit and not route.problem
+
+    def _is_on_demand(self, name: str) -> bool:
+        route = self.route_of(name)
+        return route is not None and route.on_demand
 
 
 def own_route(model: ServedModel, name: str) -> Route:

@@ -115,6 +115,7 @@ async def make_task(
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         asked_class=asked_class,
+        keep_alive_s=body.keep_alive,
         # If the client sets `min_tokens`, lowering the default limit could cause an error about a limit that
         # the client has not set.
         may_lower=may_lower and not body.min_tokens,

@@ -29,6 +29,7 @@ from appliance.messages import (
     FrontReady,
     FrontReport,
     Identities,
+    Preempted,
     Refused,
     StopFront,
     Taken,
@@ -91,6 +92,10 @@ class FrontProcess:
             generation = self._state.active.get(message.request_id)
             if generation is not None:
                 generation.abort(message.message)
+        elif isinstance(message, Preempted):
+            generation = self._state.active.get(message.request_id)
+            if generation is not None:
+                generation.preempted()
         elif isinstance(message, AskProgress):
             running = self._state.active.values()
             self._channel.send(FrontProgress(message.number, [one.progress() for one in running]))

@@ -16,7 +16,7 @@ from appliance.front.body import parse_body, read_body, receive_body
 from appliance.front.errors import ApiError, invalid
 from appliance.front.generation_task import GenerationTask, RequestCopy
 from appliance.front.idempotency import answer, key_of
-from appliance.front.models import LoadedModel, allows, own_route
+from appliance.front.models import LoadedModel, allows
 from appliance.front.prepare_chat import chat_task
 from appliance.front.prepare_completion import completion_task
 from appliance.front.prepare_task import named_model
@@ -123,8 +123,7 @@ class _Api:
         """Show one served model."""
         name = request.path_params["model"]
         context = context_of(request)
-        model = self._state.catalog.get(name, context.identity, context.caller)
-        return _json(_document(own_route(model.served, name)))
+        return _json(_document(self._state.catalog.describe(name, context.identity, context.caller)))
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a conversation."""
@@ -269,5 +268,5 @@ def _document(route: Route) -> dict[str, Any]:
         "object": "model",
         "created": route.created,
         "owned_by": "appliance",
-        "max_model_len": route.max_model_len,
+        "max_model_len": route.max_model_len or None,
     }

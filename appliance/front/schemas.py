@@ -17,6 +17,7 @@ from appliance.front.fields import (
     AllowedTokenIdsField,
     BadWordsField,
     ContentField,
+    KeepAliveField,
     LogitBiasField,
     NoToolChoiceField,
     PositiveOrMinusOne,
@@ -194,6 +195,14 @@ class GenerationRequest(RequestStruct, kw_only=True):
     service_tier: Annotated[
         Literal["auto", "default", "flex", "priority", "scale"] | None,
         _about("Selects the service class, like the header `x-appliance-class`."),
+    ] = None
+    keep_alive: Annotated[
+        KeepAliveField | None,
+        _about(
+            'How long the model stays loaded without further requests: seconds, or a text such as "10m" or '
+            '"1h30m". 0 unloads it after this request; a negative value keeps it loaded. Applies until the '
+            "model's next request. Default: the model's setting `idle_unload_s`."
+        ),
     ] = None
 
 

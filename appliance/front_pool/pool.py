@@ -45,6 +45,7 @@ from appliance.messages import (
     Retried,
     Settle,
     ShadowDone,
+    Wanted,
     Worked,
 )
 from appliance.settings import Settings
@@ -93,6 +94,7 @@ class FrontPool:
         keep: Callable[[Keep, int], None],
         note: Callable[[str, str], None],
         on_availability: Callable[[], None],
+        on_wanted: Callable[[str], None] = lambda _: None,
         module: str = "appliance.front",
     ) -> None:
         """Create the pool without starting any fronts.
@@ -102,6 +104,7 @@ class FrontPool:
         - `keep` stores prompts and answers.
         - `note` reports a problem (its location and description) to the operator.
         - `on_availability` is called when a front may have begun or ceased to accept connections.
+        - `on_wanted` is called when requests wait for a name whose model is loaded on demand.
         - `module` is the Python module to run as a front process.
         """
         self.fronts: list[Front] = []
@@ -114,6 +117,7 @@ class FrontPool:
         self._keep = keep
         self._note = note
         self._on_availability = on_availability
+        self._on_wanted = on_wanted
         self._module = module
         self._claims = Claims()
         self._by_name: dict[str, Front] = {}
@@ -327,6 +331,8 @@ class FrontPool:
             requests.charge_work(message)
         elif isinstance(message, ShadowDone):
             requests.shadow_done(message)
+        elif isinstance(message, Wanted):
+            self._on_wanted(message.name)
         else:
             requests.reject(message)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -171,11 +172,30 @@ def fit(model: ModelSettings, memory: MachineMemory, chosen: Sequence[int] = ())
     )
 
 
-def why_not_beside(model: ModelSettings, chosen: Sequence[int] = (), count: int = 1) -> str:
-    """Return the reason why `count` replicas with these settings cannot run beside the running replicas;
-    empty if they can. On GPUs, only one replica is checked, because further replicas get other GPUs.
+class Shortage(NamedTuple):
+    """Memory that is missing for a model beside the running replicas."""
 
-    `chosen` contains the numbers of the GPUs that the replica would use; if empty, the first GPUs are used.
+    bytes: int = 0
+    """Missing memory, over all ranks; 0 if the model fits."""
+    why: str = ""
+    """The reason, with the values; empty if the model fits."""
+
+
+def shortage_beside(
+    model: ModelSettings,
+    chosen: Sequence[int] = (),
+    count: int = 1,
+    *,
+    others: Sequence[ModelSettings] = (),
+    limit_bytes: int | None = None,
+) -> Shortage:
+    """Return the memory that is missing for `count` replicas with these settings beside the running replicas.
+    On GPUs, only one replica is checked, because further replicas get other GPUs.
+
+    - `chosen`: the numbers of the GPUs that the replica would use; if empty, the first GPUs are used.
+    - `others`: the settings of each running replica. With `limit_bytes`, all replicas that run on the CPU may
+      together have at most this much memory.
+
     On a GPU, the replica must have as much memory as it would have if no other replica used the GPU.
     Otherwise its cache would stay smaller for its whole lifetime. This function calls NVML and reads from the
     kernel, so it must not run on the event loop.
@@ -189,15 +209,37 @@ def why_not_beside(model: ModelSettings, chosen: Sequence[int] = (), count: int 
         wanted = fit(model, alone, chosen)
     except UnfitError:
         # The replica's load fails immediately and reports the reason, while the running replicas continue.
-        return ""
+        return Shortage()
     on_gpu = bool(wanted.gpus)
     free = min(_free(memory.gpus[gpu.number]) for gpu in wanted.gpus) if on_gpu else wanted.usable_bytes
     needed = wanted.needed_bytes if on_gpu else wanted.needed_bytes * count
-    if needed <= free and wanted.kv_blocks:
-        return ""
-    where = "of the GPU's memory" if on_gpu else "of the host's memory"
-    ranks = "each rank needs" if needed == wanted.needed_bytes else f"{count} ranks need"
-    return f"{ranks} {of_bytes(needed)}, but only {of_bytes(free)} {where} is free"
+    if needed > free or not wanted.kv_blocks:
+        where = "of the GPU's memory" if on_gpu else "of the host's memory"
+        ranks = "each rank needs" if needed == wanted.needed_bytes else f"{count} ranks need"
+        return Shortage(
+            max(1, needed - free) * wanted.ranks,
+            f"{ranks} {of_bytes(needed)}, but only {of_bytes(free)} {where} is free",
+        )
+    if on_gpu or limit_bytes is None:
+        return Shortage()
+    needed, used = count * host_bytes(model, memory), sum(host_bytes(one, memory) for one in others)
+    if needed + used <= limit_bytes:
+        return Shortage()
+    return Shortage(
+        needed + used - limit_bytes,
+        f"it needs {of_bytes(needed)}, and the models in memory use {of_bytes(used)} of the "
+        f"{of_bytes(limit_bytes)} that on_demand.memory_gb allows",
+    )
+
+
+def host_bytes(model: ModelSettings, memory: MachineMemory) -> int:
+    """Return the predicted host memory of one replica of a model. 0 if the model runs on a GPU or cannot run.
+    Without `kv_blocks`, the largest KV cache that this machine allows counts."""
+    try:
+        found = fit(model, memory.idle())
+    except UnfitError:
+        return 0
+    return 0 if found.gpus else found.needed_bytes * found.ranks
 
 
 def _gpus(gpus: list[DetectedGpu], ranks: int, chosen: Sequence[int]) -> list[DetectedGpu]:

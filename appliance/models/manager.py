@@ -28,10 +28,11 @@ import msgspec
 from appliance.messages import ServedModel
 from appliance.models.cgroups import ReplicaCgroups, descendants
 from appliance.models.changes import describe_change
-from appliance.models.fit import why_not_beside
+from appliance.models.fit import Shortage, shortage_beside
 from appliance.models.placement import GpuPlacement, machine_topology
 from appliance.models.replica import Launch, Preflight, Replica
 from appliance.models.replica_connections import FrontChannels, ReplicaConnections
+from appliance.models.residency import DRAIN_S
 from appliance.models.restarts import Restarts
 from appliance.models.scaling import ModelScaling
 from appliance.models.unit_sleep import UnitSleep
@@ -97,6 +98,8 @@ class ModelManager:
         self._grace_s: dict[str, float] = {}
         """Time that the requests of a unit have to finish when it is unloaded, if it differs from the
         settings."""
+        self._parked: set[str] = set()
+        """Units without replicas whose requests wait until the unit is loaded again."""
         self._given_up: set[str] = set()
         """Models whose new settings could not be loaded. They run with the previous settings."""
         self.connections = ReplicaConnections(self.models, self.failure, requests, channels, publish, note)
@@ -108,6 +111,9 @@ class ModelManager:
         for model in served:
             requests.add_model(model.name, model.version)
         for name, wanted in self._wanted.items():
+            if not wanted.required and name not in broken:
+                self._parked.add(name)  # `OnDemand` loads it if it fits
+                continue
             for _ in range(self._scaling.count(name, wanted)):
                 self._new(name, wanted)
 
@@ -200,6 +206,8 @@ class ModelManager:
             if wanted.get(name) == former.get(name) and name not in self._given_up:
                 continue
             self._given_up.discard(name)
+            if name in wanted and wanted[name].required:
+                self._parked.discard(name)
             if name in wanted and name not in self.models:
                 self._add(described[name])
             elif name in wanted:
@@ -233,9 +241,34 @@ class ModelManager:
     def load(self, unit: ServedModel, settings: ModelSettings) -> None:
         """Load a version of the registry. `loaded` and `load_failure` report the result."""
         self._wanted[unit.name] = settings
+        self._parked.discard(unit.name)
         self._add(unit)
         self._begin_change(unit.name)
         self._publish()
+
+    def introduce(self, unit: ServedModel, settings: ModelSettings) -> None:
+        """Accept requests for a version of the registry without loading it."""
+        self.load(unit, settings)
+        self._parked.add(unit.name)
+
+    def park(self, unit: str) -> None:
+        """Stop the replicas of a unit, but keep accepting requests for it. Running requests have `DRAIN_S` to
+        finish; those that take longer continue when the unit is loaded again."""
+        self._parked.add(unit)
+        self._begin_change(unit)
+
+    def unpark(self, unit: str) -> None:
+        """Load a unit that was introduced or parked. `loaded` and `load_failure` report the result."""
+        self._parked.discard(unit)
+        self._begin_change(unit)
+
+    def is_parked(self, unit: str) -> bool:
+        """Return whether the unit has, or will have, no replicas, but accepts requests."""
+        return unit in self._parked
+
+    def settings_of(self, unit: str) -> ModelSettings | None:
+        """Return the settings of a unit that is loaded, parked or being loaded; None for other units."""
+        return self._wanted.get(unit)
 
     def loaded(self, unit: str) -> bool:
         """Return whether all replicas of the unit are ready."""
@@ -265,13 +298,25 @@ class ModelManager:
         """Return whether no request for the unit is unfinished."""
         return self._requests.state.finished(unit)
 
+    async def shortage(self, settings: ModelSettings, count: int | None = None) -> Shortage:
+        """Return the memory that is missing for `count` replicas with these settings beside the running
+        replicas. Default: the number of replicas with which the model is loaded."""
+        limit_gb = self._settings().on_demand.memory_gb
+        if not self.replicas and limit_gb is None:
+            return Shortage()  # the replica itself reports why it cannot load
+        return await asyncio.to_thread(
+            shortage_beside,
+            settings,
+            self._placement.choose(settings.tensor_parallel_size),
+            settings.replica_range()[0] if count is None else count,
+            others=[replica.settings for replica in self.replicas if not replica.sleeping.asleep],
+            limit_bytes=None if limit_gb is None else int(limit_gb * 1e9),
+        )
+
     async def why_not_beside(self, settings: ModelSettings, count: int = 1) -> str:
         """Return the reason why `count` replicas with these settings cannot run beside the running replicas;
         empty if they can."""
-        if not self.replicas:
-            return ""
-        gpus = self._placement.choose(settings.tensor_parallel_size)
-        return await asyncio.to_thread(why_not_beside, settings, gpus, count)
+        return (await self.shortage(settings, count)).why
 
     # ── replicas by load (ScaledModels) ──
 
@@ -280,7 +325,7 @@ class ModelManager:
         the moment."""
         changing = {unit for unit, task in self._changes.items() if not task.done()}
         asleep = {replica.model for replica in self.replicas if replica.sleeping.asleep}
-        units = self.models.keys() - changing - asleep
+        units = self.models.keys() - changing - asleep - self._parked
         return {unit: one for unit, one in self._wanted.items() if unit in units}
 
     def begin_change(self, unit: str) -> None:
@@ -328,6 +373,9 @@ class ModelManager:
         if wanted is None:
             await self._remove(name)
             return False
+        if name in self._parked:
+            await asyncio.gather(*(self._retire(replica) for replica in self.of(name)))
+            return False
         staying = [replica for replica in self.of(name) if not replica.retiring]
         serving_first = sorted(staying, key=lambda replica: replica.account is None)
         current = [replica for replica in serving_first if replica.spec == wanted.spec(replica.name)]
@@ -350,9 +398,7 @@ class ModelManager:
         """Replace a replica with one that has the wanted settings. Return False if the settings cannot be
         loaded."""
         if len(current) < self._scaling.count(old.model, wanted):
-            if why_not := await asyncio.to_thread(
-                why_not_beside, wanted, self._placement.choose(wanted.tensor_parallel_size)
-            ):
+            if why_not := await self.why_not_beside(wanted):
                 log.warning("%s is stopped before its replacement loads: %s", old.name, why_not)
                 self._note(old.name, f"stopped before its replacement loaded: {why_not}")
                 await self._retire(old)
@@ -398,9 +444,11 @@ class ModelManager:
             # continued by the successor.
             alone = not any(other.account for other in self.of(replica.model) if not other.retiring)
             grace_s = self._settings().drain_grace_s if alone else None
+            grace_s = DRAIN_S if replica.model in self._parked else grace_s
             await _poll(
                 lambda: not self._requests.state.occupied(account) or replica.account is not account, grace_s
             )
+            self._requests.preempt(account)
         await replica.stop(_STOP_S)
         self.replicas.remove(replica)
         log.info("%s ended", replica.name)
@@ -408,6 +456,7 @@ class ModelManager:
     async def _remove(self, name: str) -> None:
         """Stop serving a model."""
         self.models.pop(name, None)
+        self._parked.discard(name)
         self._requests.pause_admission(name, f"model {name!r} is being removed")
         self._publish()
         grace_s = self._grace_s.pop(name, self._settings().drain_grace_s)

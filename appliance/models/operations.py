@@ -20,10 +20,11 @@ from typing import Any, Protocol
 import msgspec
 
 from appliance.background import Background
+from appliance.messages import ServedModel
 from appliance.models.manager import ModelManager
 from appliance.models.manifest import ManifestError, check_manifest
 from appliance.models.registry import describe
-from appliance.models.routing import Routing, unit_name
+from appliance.models.routing import Routing, split_target, unit_name
 from appliance.settings import ModelSettings
 from store.models import VersionRecord
 from store.registry import ModelRegistry
@@ -69,7 +70,7 @@ class ModelOperations:
         """`note` reports a problem to the operator. `model_flags` contains the command-line options for
         models, which apply to versions that do not set them."""
         self.registry = registry
-        self.failures: dict[str, str] = {}
+        self.failures = routing.failures
         """Units whose latest load failed, each with the reason."""
         self.draining: set[str] = set()
         """Units that finish their requests, and are then unloaded or put to sleep."""
@@ -90,6 +91,7 @@ class ModelOperations:
         self._one_at_a_time = asyncio.Lock()
         """Held while a unit is being loaded, so that two loads do not both count on the same free memory."""
         self._background = Background()
+        routing.sleeps = lambda unit: unit in self.asleep or unit in self._sleeps
 
     # ── start and stop ──
 
@@ -117,6 +119,11 @@ class ModelOperations:
 
     # ── load ──
 
+    @property
+    def loading(self) -> bool:
+        """Whether a command is loading a unit."""
+        return bool(self._loads)
+
     def is_loading(self, unit: str) -> bool:
         """Return whether the unit is being loaded."""
         return unit in self._loads
@@ -135,6 +142,10 @@ class ModelOperations:
                 return
             await asyncio.wait([unloading])
         if unit in self._routing.usable:
+            if self._manager.is_parked(unit):
+                await self.bring_back(unit)
+                await self._store_loaded(record, True)
+                return
             if not self._manager.failure(unit):
                 return
             # Its replicas have failed since it was loaded. Load it again from the beginning.
@@ -201,20 +212,18 @@ class ModelOperations:
 
     async def _start(self, unit: str, record: VersionRecord, settings: ModelSettings) -> None:
         """Start the unit's replicas, and wait until they and the fronts are ready. Raises LoadError."""
-        try:
-            await asyncio.to_thread(check_manifest, record.folder, record.files)
-            served = await asyncio.to_thread(describe, unit, settings)
-        except ManifestError as error:
-            raise LoadError(str(error)) from error
-        except OSError as error:
-            raise LoadError(f"{error.filename} cannot be read ({error.strerror})") from error
-        if why_not := await self._manager.why_not_beside(settings):
+        served = await _described(unit, record, settings)
+        if why_not := (await self._manager.shortage(settings)).why:
             raise NoRoomError(
                 f"{unit} does not fit beside the models that are loaded: {why_not}; unload another model "
                 "first with: appliance models unload"
             )
         self._manager.load(served, settings)
         await self._until_loaded(unit)
+        await self._fronts_ready(unit)
+
+    async def _fronts_ready(self, unit: str) -> None:
+        """Wait until every front has read the unit's tokenizer. Raises LoadError."""
         in_time = await self._fronts.applied(_FRONTS_WITHIN_S)
         if why := self._fronts.problem_with(unit):
             raise LoadError(f"{unit} could not be loaded by {why}")
@@ -226,6 +235,43 @@ class ModelOperations:
         does not have."""
         values = {"required": False} | self._model_flags | dict(settings) | {"folder": folder}
         return msgspec.convert(values, ModelSettings)
+
+    # ── load on demand ──
+
+    async def introduce(self, record: VersionRecord) -> None:
+        """Accept requests for a version without loading it: the fronts read its tokenizer, and its requests
+        wait in the queue. Raises LoadError."""
+        unit = unit_name(record.model, record.version)
+        if (unloading := self._unloads.get(unit)) is not None:
+            await asyncio.wait([unloading])
+        if unit in self._routing.usable or unit in self._loads or self._routing.sleeps(unit):
+            return
+        settings = self.settings_of(record.folder, record.settings)
+        try:
+            self._manager.introduce(await _described(unit, record, settings), settings)
+            await self._fronts_ready(unit)
+        except BaseException:
+            await self._manager.unload(unit, 0.0)
+            raise
+        self._routing.usable.add(unit)
+        await self._fronts.routed()
+
+    async def bring_back(self, unit: str) -> None:
+        """Load a unit that was introduced or parked. Raises LoadError; the unit is then parked again, unless
+        its replicas themselves wait for its files to be corrected."""
+        model, version = split_target(unit)
+        record = self.registry.current.versions.get((model, version or 0))
+        async with self._one_at_a_time:
+            try:
+                if record is not None:
+                    await _check_files(record)
+                self._manager.unpark(unit)
+                await self._until_loaded(unit)
+            except BaseException:
+                repairs_itself = record is None and self._manager.failure(unit)
+                if unit in self._manager.models and not repairs_itself:
+                    self._manager.park(unit)
+                raise
 
     # ── unload ──
 
@@ -291,7 +337,8 @@ class ModelOperations:
         unit = unit_name(record.model, record.version)
         if unit in self.asleep and unit not in self._wakes:
             return
-        if unit not in self._sleeps and unit not in self._routing.usable:
+        loaded = unit in self._routing.usable and not self._manager.is_parked(unit)
+        if unit not in self._sleeps and not loaded:
             raise LoadError(f"{unit} is not loaded: load it first with: appliance models load {unit}")
         task = self._shared(self._sleeps, unit, lambda: self._sleep(unit, record, grace_s))
         await asyncio.wait([task])
@@ -360,6 +407,8 @@ class ModelOperations:
         while not self._manager.loaded(unit):
             if why := self._manager.load_failure(unit):
                 raise LoadError(f"{unit} could not be loaded: {why}")
+            if unit not in self._manager.models:
+                raise LoadError(f"{unit} was unloaded while it was being loaded")
             await asyncio.sleep(_POLL_S)
 
     # ── swap ──
@@ -389,7 +438,8 @@ class ModelOperations:
         was_loaded = new in self._routing.usable
         if old in self._loads:
             raise LoadError(f"{old} is being loaded: wait until it is ready, or unload it first")
-        if old in self._routing.usable or self._routing.unit_of(wanted.model):
+        served = (old, self._routing.unit_of(wanted.model))
+        if any(unit in self._routing.usable and not self._manager.is_parked(unit) for unit in served):
             try:
                 await self.load(wanted)
             except NoRoomError:
@@ -449,6 +499,25 @@ class ModelOperations:
         except Exception as error:
             # The version runs or has ended in any case. Only the next start of the service is affected.
             self._note(f"{record.model}@{record.version}", f"its state could not be stored: {error}")
+
+
+async def _described(unit: str, record: VersionRecord, settings: ModelSettings) -> ServedModel:
+    """Compare a version's files with its manifest, and describe it for the fronts. Raises LoadError."""
+    await _check_files(record)
+    try:
+        return await asyncio.to_thread(describe, unit, settings)
+    except OSError as error:
+        raise LoadError(f"{error.filename} cannot be read ({error.strerror})") from error
+
+
+async def _check_files(record: VersionRecord) -> None:
+    """Compare a version's files with its manifest. Raises LoadError."""
+    try:
+        await asyncio.to_thread(check_manifest, record.folder, record.files)
+    except ManifestError as error:
+        raise LoadError(str(error)) from error
+    except OSError as error:
+        raise LoadError(f"{error.filename} cannot be read ({error.strerror})") from error
 
 
 class NoRoomError(LoadError):

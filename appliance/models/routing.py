@@ -38,6 +38,14 @@ class Routing:
         """Registered units that are loaded and that every front knows, so that names may lead to them."""
         self.held: set[str] = set()
         """Names of registered models whose requests wait, because a version is being loaded."""
+        self.failures: dict[str, str] = {}
+        """Units whose latest load failed, each with the reason. They are not listed, but a request loads them
+        again."""
+        self.problems: dict[str, str] = {}
+        """Units whose latest load on demand failed, each with the reason. Their requests are refused until
+        the next attempt is due."""
+        self.sleeps: Callable[[str], bool] = lambda unit: False
+        """Returns whether a unit sleeps or is about to. No name leads to it until it is woken."""
         self._registry = registry
         self._models = models
 
@@ -69,6 +77,17 @@ class Routing:
         """Return the unit that answers requests for the name; empty if there is none."""
         return next((route.unit for route in self.routes() if route.name == name), "")
 
+    def target_of(self, name: str) -> tuple[str, int] | None:
+        """Return the model and version of the registry to which a name leads, whether or not it is loaded;
+        None for other names."""
+        registry = self._registry()
+        alias = registry.aliases.get(name)
+        model, version = split_target(name if alias is None or name in registry.models else alias.target)
+        if model not in registry.models or self._models.is_declared(model):
+            return None
+        version = registry.models[model].default_version if version is None else version
+        return (model, version) if (model, version) in registry.versions else None
+
     def names_of(self, unit: str) -> list[str]:
         """Return the names that lead to the unit."""
         return [
@@ -91,7 +110,7 @@ class Routing:
     def answers(self, unit: str) -> bool:
         """Return whether names can lead to the unit, because it is loaded and has not failed."""
         loaded = unit in self.usable or (unit in self._models.models and self._models.is_declared(unit))
-        return loaded and not self._models.failure(unit)
+        return loaded and not (self._models.failure(unit) or unit in self.failures)
 
     def _of_model(self, registry: Registry, name: str) -> Route | None:
         if (split := registry.splits.get(name)) is not None:
@@ -100,8 +119,26 @@ class Routing:
         if name in self.held:
             fallback = registry.versions[name, version].settings.get("fallback", "")
             return Route(name=name, unit="", listed=False, fallback=fallback)
-        unit = unit_name(name, version)
-        return self._to_unit(name, unit) if unit in self.usable else None
+        return self._of_version(registry, name, name, version)
+
+    def _of_version(self, registry: Registry, name: str, model: str, version: int) -> Route | None:
+        """Return the route from `name` to a version, which is loaded at its first request if necessary. None
+        if the version sleeps."""
+        unit = unit_name(model, version)
+        if unit in self.usable:
+            return self._to_unit(name, unit)
+        if self.sleeps(unit):
+            return None
+        problem = self.problems.get(unit, "")
+        return Route(
+            name=name,
+            unit="",
+            created=int(registry.versions[model, version].created_at),
+            listed=unit not in self.failures,
+            on_demand=True,
+            problem=problem,
+            fallback=registry.versions[model, version].settings.get("fallback", ""),
+        )
 
     def _of_split(self, split: SplitRecord) -> Route | None:
         """Return the route of a split name. Arms that are not loaded or have failed get no requests; the
@@ -124,7 +161,8 @@ class Routing:
             return self._to_unit(name, target)
         model, version = split_target(target)
         if version is not None:
-            return self._to_unit(name, target) if target in self.usable else None
+            found = (model, version) in registry.versions
+            return self._of_version(registry, name, model, version) if found else None
         if model not in registry.models:
             return None
         route = self._of_model(registry, model)
@@ -137,6 +175,6 @@ class Routing:
             unit=unit,
             created=model.created,
             max_model_len=model.max_model_len,
-            listed=not self._models.failure(unit),
+            listed=not (self._models.failure(unit) or unit in self.failures),
             fallback=self._models.fallback(unit),
         )

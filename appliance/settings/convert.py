@@ -11,7 +11,7 @@ import msgspec
 from msgspec import inspect
 
 from appliance.settings.faults import Fault, Path, Place, dotted
-from appliance.settings.fields import ModelPrices, ModelSettings, Settings
+from appliance.settings.fields import GroupSettings, ModelPrices, ModelSettings, Settings
 from store.fields import either
 
 Part = TypeVar("Part", bound=msgspec.Struct)
@@ -31,10 +31,11 @@ class Converter:
     def settings(self, table: Mapping[str, Any]) -> Settings:
         """Convert all settings. A setting that cannot be used gets its default value."""
         table = dict(table)
-        models, prices = table.pop("models", {}), table.pop("prices", {})
+        models, prices, groups = (table.pop(name, {}) for name in ("models", "prices", "groups"))
         settings = self._table(table, Settings, ()) or Settings()
         settings.models |= self._named_tables(models, ModelSettings, "models")
         settings.prices |= self._named_tables(prices, ModelPrices, "prices")
+        settings.groups |= self._named_tables(groups, GroupSettings, "groups")
         return settings
 
     def _named_tables(self, tables: Any, part: type[Part], name: str) -> dict[str, Part]:

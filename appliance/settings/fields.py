@@ -30,6 +30,7 @@ UserId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 2)]
 Cpus = Annotated[float, msgspec.Meta(ge=0.1, le=4096)]
 Gigabytes = Annotated[float, msgspec.Meta(ge=0.1, le=1e6)]
 Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
+PositiveGigabytes = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 SocketMode = Annotated[
     str, msgspec.Meta(pattern="^0?[0-7]{3}$", description='an octal file mode such as "0660"')
 ]
@@ -56,7 +57,13 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     another replica when requests approach it."""
     required: bool = True
     """Whether the service is ready only if this model is ready. The startup of the service, including
-    `systemctl start`, waits for required models."""
+    `systemctl start`, waits for required models, and they always stay loaded. A model that is not required is
+    loaded at startup if it fits, otherwise at its first request ([models.md](models.md))."""
+    pinned: bool = False
+    """Whether the model always stays loaded once it is loaded."""
+    idle_unload_s: Seconds = 0.0
+    """Time to live: a model that has had no requests for this long is unloaded until its next request. With
+    0, it is never unloaded for this reason. `keep_alive` in a request takes precedence."""
     device: Device = "auto"
     """Device that runs the model. "auto" selects CUDA if a GPU is available, otherwise the CPU."""
     dtype: DType = "auto"
@@ -133,6 +140,28 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         if self.threads is None and self.cpu_limit is not None:
             fields["threads"] = max(1, int(self.cpu_limit / self.tensor_parallel_size))
         return ReplicaSpec(replica=replica, model_path=self.folder, **fields)
+
+
+class GroupSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """A group of models that must not, or must, be loaded together. NAME is any name. See
+    [models.md](models.md)."""
+
+    models: list[str]
+    """Names of the models, as applications use them. A name stands for all versions of the model."""
+    load: Literal["one", "all"]
+    """"one": at most one model of the group is loaded at a time. "all": the models are loaded and unloaded
+    together."""
+
+
+class OnDemandSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """Loading of models at their first request, and unloading of models whose memory is needed."""
+
+    memory_gb: PositiveGigabytes | None = None
+    """Host memory in GB (10^9 bytes) that models on the CPU may use together, as `appliance models fit`
+    predicts it. Default: the memory that is available. On GPUs, `gpu_memory_utilization` is the limit."""
+    min_residence_s: Seconds = 10.0
+    """Minimum time for which a model keeps its memory after its load began. A model with requests also keeps
+    it until requests for another model have waited this long."""
 
 
 class UnixSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -296,6 +325,9 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Minimum level of log messages."""
     unix: UnixSettings = UnixSettings()
     admin: AdminSettings = AdminSettings()
+    groups: dict[str, GroupSettings] = {}
+    """The groups of models by name."""
+    on_demand: OnDemandSettings = OnDemandSettings()
     queue: QueueSettings = QueueSettings()
     limits: LimitSettings = LimitSettings()
     idempotency: IdempotencySettings = IdempotencySettings()

@@ -22,6 +22,7 @@ from appliance.settings.fields import (
     Settings,
 )
 from appliance.settings.files import Tables, find_config, read_file, read_tables
+from appliance.settings.on_demand import check_on_demand
 
 _FLAGS_OF_SERVICE = tuple(
     name for name in Flags.__struct_fields__ if name in Settings.__struct_fields__ and name != "models"
@@ -204,6 +205,7 @@ def _check(settings: Settings, converter: Converter) -> None:
         converter.add(("listen",), f"listen = {error}", "use a value such as 127.0.0.1:8000 or [::1]:8000")
     _check_metrics(settings.metrics, converter)
     _check_alerts(settings.alerts, converter)
+    check_on_demand(settings, converter)
 
 
 def _check_replicas(path: faults.Path, model: ModelSettings, converter: Converter) -> None:

@@ -23,7 +23,7 @@ from typing import Protocol
 
 import msgspec
 
-from appliance.messages import Abort, Admitted, Refused
+from appliance.messages import Abort, Admitted, Preempted, Refused
 from appliance.traffic.admission import FALLBACK_CODES, Refusal, hopeless, timed_out
 from appliance.traffic.checks import Checks
 from appliance.traffic.credits import CreditAccount
@@ -36,7 +36,7 @@ from store.requests import RequestRow
 
 log = logging.getLogger(__name__)
 
-Send = Callable[[str, Admitted | Refused | Abort], None]
+Send = Callable[[str, Admitted | Refused | Abort | Preempted], None]
 """Delivers a message to the named front; does nothing if that front has disconnected."""
 
 

@@ -83,6 +83,10 @@ class ModelTraffic:
         """Requests that lost their replica while it was generating their answers. They are served first."""
         self.stranded: dict[str, Request] = {}
         """Waiting requests of broken fronts (`TrafficState.broken_fronts`). They are not dispatched."""
+        self.asked_at: float | None = None
+        """When the latest request was accepted; None before the first one."""
+        self.keep_alive_s: float | None = None
+        """`Admit.keep_alive_s` of the latest accepted request."""
         self.accounts: list[CreditAccount] = []
         self.outstanding = Outstanding()
         self.forecast = Forecast()

@@ -26,6 +26,7 @@ from appliance.messages import (
     Abort,
     Admit,
     Identity,
+    Preempted,
     Refused,
     Rejected,
     Retried,
@@ -211,6 +212,20 @@ class RequestManager:
             model.accounts.remove(account)
             model.learned()
 
+    def preempt(self, account: CreditAccount) -> None:
+        """Tell the fronts that the replica is about to be stopped although requests are running on it. They
+        continue on another replica, as after a loss, but without counting it as one."""
+        running = [one for one in self.state.in_flight.values() if account in one.dispatched]
+        for request in running:
+            if request.settled is None:
+                self._send(request.front, Preempted(request.request_id))
+        if running:
+            log.info(
+                "%s is stopped; each of its %d requests continues when a replica of its model is ready",
+                account.replica,
+                len(running),
+            )
+
     def lose_replica(self, account: CreditAccount) -> None:
         """Handle the exit of a replica. Its requests continue on other replicas once their fronts send the
         next attempt."""
@@ -326,6 +341,7 @@ class RequestManager:
         pause = state.pauses.of(request.unit)
         why = self._refusal(request, model, pause)
         if why is None:
+            model.asked_at, model.keep_alive_s = state.clock(), request.admit.keep_alive_s
             self._lifecycle.accept(request, model, hold=pause is not None)
         else:
             self._lifecycle.refuse(request, why)

@@ -21,7 +21,7 @@ from functools import partial
 import msgspec
 
 from appliance.forecasts import Outcome, QuotaForecast, TenantForecast
-from appliance.messages import Abort, Admit, Admitted, Identity, Refused, Settle
+from appliance.messages import Abort, Admit, Admitted, Identity, Preempted, Refused, Settle
 from appliance.traffic.buckets import LIMITS, rate_of
 from appliance.traffic.quotas import Quotas
 from appliance.traffic.recent import PastRequest
@@ -168,9 +168,9 @@ class _Replay:
             ),
         )
 
-    def _hear(self, front: str, message: Admitted | Refused | Abort) -> None:
+    def _hear(self, front: str, message: Admitted | Refused | Abort | Preempted) -> None:
         request = self._running.get(message.request_id)
-        if request is None or isinstance(message, Abort):
+        if request is None or isinstance(message, Abort | Preempted):
             return
         if isinstance(message, Refused):
             request.status = message.status

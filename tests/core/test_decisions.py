@@ -345,6 +345,7 @@ def test_every_action_of_the_registry_has_a_handler_for_its_parameters() -> None
         peers=PeerAdmin(control=nothing, unix=nothing, publish=nothing),
         models=ModelAdmin(
             operations=nothing,
+            on_demand=nothing,
             manager=nothing,
             routing=nothing,
             fronts=nothing,

@@ -243,7 +243,8 @@ NUMBERS = list(numbers_of(msgspec.inspect.type_info(Settings)))
 def test_every_number_has_an_upper_bound_that_its_error_names(
     tmp_path: Path, path: str, around: str, kind: Any
 ) -> None:
-    folder = f'models.m.folder = "{demo_model_folder()}"\n' if path.startswith("models.m.") else ""
+    table = f'models.m.folder = "{demo_model_folder()}"\nmodels.m.required = false\n'
+    folder = table if path.startswith("models.m.") else ""
     assert kind.le is not None
     load(tmp_path, f"{folder}{path} = {around.format(int(kind.le))}\n" if kind.le >= 1 else folder)
     for number in (10**20, int(kind.le) + 1):
@@ -256,6 +257,39 @@ def test_every_number_has_an_upper_bound_that_its_error_names(
         for word in ("inf", "nan", "1" + "0" * 400):
             with pytest.raises(SettingsError, match=rf"{path}(\[\d\])? = "):
                 load(tmp_path, f"{folder}{path} = {around.format(word)}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "what"),
+    [
+        ("models.a.idle_unload_s = 60", "models.a.idle_unload_s", "contradicts required = true"),
+        ('groups.g = {models = ["a"], load = "all"}', "groups.g.models", "is not valid"),
+        ('groups.g = {models = ["b", "b"], load = "all"}', "groups.g.models", "is not valid"),
+        ('groups.g = {models = ["a", "b"], load = "one"}', "groups.g.models", "'a' always stays loaded"),
+        ('groups.g = {models = ["b", "c"], load = "some"}', "groups.g.load", "some"),
+        (
+            'groups.g = {models = ["b", "c"], load = "all"}\ngroups.h = {models = ["c", "d"], load = "all"}',
+            "groups.h.models",
+            "'c' is in groups 'g' and 'h'",
+        ),
+        (
+            'groups.g = {models = ["b", "c"], load = "all"}\ngroups.h = {models = ["b", "c"], load = "one"}',
+            "groups.h.models",
+            "another group loads them together",
+        ),
+    ],
+)
+def test_contradictions_about_loading_are_refused(tmp_path: Path, text: str, field: str, what: str) -> None:
+    models = "".join(f'models.{name}.folder = "{demo_model_folder()}"\n' for name in "ab")
+    with pytest.raises(SettingsError) as caught:
+        load(tmp_path, f"{models}models.b.required = false\n{text}\n")
+    [fault] = caught.value.faults
+    assert fault.field == field and what in fault.what
+
+
+def test_groups_name_models_of_the_settings_and_of_the_registry(tmp_path: Path) -> None:
+    found = load(tmp_path, 'groups.g = {models = ["x", "y"], load = "all"}\non_demand.memory_gb = 0.5\n')
+    assert found.groups["g"].models == ["x", "y"] and found.on_demand.memory_gb == 0.5
 
 
 ARRAYS: dict[str, tuple[Any, str]] = {

@@ -45,14 +45,17 @@ from appliance.messages import (
     Keep,
     KeepRules,
     Limits,
+    Preempted,
     Refused,
     Rejected,
     Release,
     Retried,
     RetryRules,
+    Route,
     ServedModel,
     Settle,
     StopFront,
+    Wanted,
     Worked,
 )
 from appliance.text.tokenizer import Tokenizer
@@ -126,6 +129,8 @@ class Harness:
         self.eos = self.tokenizer.eos_ids[0]
         self.vocab_size = self.tokenizer.vocabulary_size
         self.admits: list[Admit] = []
+        self.wanted: list[str] = []
+        """Names for which the front has asked the core to load a model."""
         self.settles: list[Settle] = []
         self.refused: set[str] = set()
         self.rejected: list[Rejected] = []
@@ -210,7 +215,7 @@ class Harness:
 
         def forget() -> None:
             self.admits, self.settles, self.rejected, self.worked = [], [], [], []
-            self.claimed, self.releases, self.retried = [], [], []
+            self.claimed, self.releases, self.retried, self.wanted = [], [], [], []
             self.kept = {}
             self.claims = lambda claim: Claimed(claim.scope, False)
             self.admit, self.refusal, self.turn = "at once", None, {}
@@ -249,6 +254,7 @@ class Harness:
         limits: Limits | None = None,
         retries: RetryRules = RetryRules(),  # noqa: B008
         keeping: KeepRules = KeepRules(),  # noqa: B008
+        routes: list[Route] | None = None,
     ) -> None:
         """Send the served models and the settings to the front."""
         configure = Configure(
@@ -259,6 +265,7 @@ class Harness:
             reason=reason,
             retries=retries,
             keeping=keeping,
+            routes=routes,
             serial=self.serial + 1,
         )
         self.serial += 1
@@ -307,7 +314,7 @@ class Harness:
 
         return self.call(give)
 
-    def send(self, message: Abort | StopFront | Admitted | Claimed) -> None:
+    def send(self, message: Abort | StopFront | Admitted | Claimed | Preempted) -> None:
         """Send a message from the core to the front."""
         self.call(lambda: self.channel.send(message))
 
@@ -374,6 +381,8 @@ class Harness:
                 )
         elif isinstance(message, Settle):
             self.settles.append(message)
+        elif isinstance(message, Wanted):
+            self.wanted.append(message.name)
         elif isinstance(message, Claim):
             self.claimed.append(message)
             if (answer := self.claims(message)) is not None:

@@ -15,6 +15,11 @@ from tests.front.raw import chat, connect, events, post, read_answer, request
 from tests.prompts import prompt_of
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+KEEP_ALIVES = [
+    *[(0, 0.0), (90, 90.0), (-1, -1.0), ("90", 90.0), ("5m", 300.0)],
+    *[("1h30m", 5400.0), ("1.5s", 1.5), ("250ms", 0.25), ("-1s", -1.0)],
+]
+"""Values of `keep_alive`, and the seconds that they mean."""
 
 
 def completion(front: Harness, **fields: Any) -> Any:
@@ -33,6 +38,20 @@ def chunks(front: Harness, path: str, body: dict[str, Any]) -> list[Any]:
 
 def submitted(front: Harness) -> Submit:
     return front.replica.submits[-1]
+
+
+# ── how long the model stays loaded ───────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("sent", "seconds"),
+    [*KEEP_ALIVES, (None, None)],
+)
+def test_keep_alive_is_a_number_of_seconds_or_a_text_with_units(
+    front: Harness, sent: Any, seconds: float | None
+) -> None:
+    completion(front, keep_alive=sent)
+    assert front.admits[-1].keep_alive_s == seconds
 
 
 # ── which tokens may be generated ────────────────────────────────────────────────────────────────
@@ -73,6 +92,10 @@ def test_bad_words_are_banned_at_the_beginning_of_a_text_and_after_a_space(front
         ({"bad_words": ["a" * 257]}, "bad_words", "has 257 characters"),
         ({"bad_words": ["a"] * 129}, "bad_words", "at most 128"),
         ({"bad_words": ["a", "ß" * 40]}, "bad_words", "word 1 has"),
+        ({"keep_alive": "soon"}, "keep_alive", "must be a number of seconds"),
+        ({"keep_alive": "10 m"}, "keep_alive", "10 m"),
+        ({"keep_alive": True}, "keep_alive", "must be a number of seconds"),
+        ({"keep_alive": 1e10}, "keep_alive", "up to 1e+09"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1, or -1"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "-1"),
         ({"prompt_logprobs": 21}, "prompt_logprobs", "20"),

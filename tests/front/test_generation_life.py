@@ -9,12 +9,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
 from appliance.front.generation import Generation
 from appliance.front.generation_task import GenerationTask, Prompt
-from appliance.messages import Abort, Admitted, Identity, Refused
+from appliance.messages import Abort, Admitted, Identity, Preempted, Refused, Route
 from engine.messages import SamplingParams, Submit
 from tests.front.harness import KEY, MODEL, Harness
 from tests.front.raw import Answer, ask, chat, connect, events, read_answer, request
@@ -134,6 +135,47 @@ def test_a_request_fails_after_losing_several_replicas(front: Harness, stream: b
         assert int(answer.headers["retry-after"]) > 0
     (settle,) = front.settled(1)
     assert (settle.status, settle.finish_reason) == (503, "error")
+
+
+def test_replicas_that_are_stopped_for_other_models_do_not_count_as_lost(front: Harness) -> None:
+    names = [front.attach(f"stopped-{number}").name for number in range(6)]
+    front.admit = "hold"
+    with connect(front) as sock:
+        send(front, sock, stream=False)
+        for attempt, name in enumerate(names):
+            front.replicas[name].die_after = 2
+            front.wait_for(lambda attempt=attempt: len(front.admits) == attempt + 1)  # type: ignore[misc]
+            request_id = front.admits[-1].request_id
+            front.send(Admitted(request_id, attempt, name, "salt", 1))
+            front.send(Preempted(request_id))
+        front.wait_for(lambda: len(front.admits) == 7)
+        last = front.attach("last")
+        front.send(Admitted(front.admits[-1].request_id, 6, last.name, "salt", 1))
+        answer = read_answer(sock)
+    assert answer.status == 200 and answer.json["choices"][0]["message"]["content"] == front.text()
+
+
+def test_a_request_waits_for_a_model_that_is_loaded_on_demand(front: Harness) -> None:
+    later = Route(name="later", unit="", on_demand=True)
+    front.configure(routes=[later, Route(name=MODEL, unit=MODEL)])
+    body = {"model": "later", "prompt": "quick", "max_tokens": -1}
+    try:
+        with connect(front) as first, connect(front) as second:
+            for sock in (first, second):
+                sock.sendall(request(body, "/v1/completions"))
+            front.wait_for(lambda: front.wanted == ["later"])
+            assert ask(front, "GET", "/v1/models/later").json["max_model_len"] is None
+            assert "later" in [one["id"] for one in ask(front, "GET", "/v1/models").json["data"]]
+            front.configure(routes=[Route(name="later", unit=MODEL)])
+            assert [read_answer(sock).status for sock in (first, second)] == [200, 200]
+        front.configure(routes=[msgspec.structs.replace(later, listed=False, problem="the disk is broken")])
+        front.wait_for(lambda: ask(front, "GET", "/v1/models").json["data"] == [])
+        refused = ask(front, "POST", "/v1/completions", body)
+        assert refused.status == 503 and "the disk is broken" in refused.error["message"]
+        assert int(refused.headers["retry-after"]) > 0
+        assert front.wanted == ["later"]
+    finally:
+        front.reconfigure()
 
 
 @pytest.mark.parametrize("stream", [False, True])

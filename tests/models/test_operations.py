@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from appliance.messages import ServedModel
+from appliance.models.fit import Shortage
 from appliance.models.manifest import read_manifest
 from appliance.models.operations import LoadError, ModelOperations
 from appliance.models.routing import Routing
@@ -70,8 +71,11 @@ class SimulatedManager:
     def is_declared(self, name: str) -> bool:
         return False
 
-    async def why_not_beside(self, settings: ModelSettings) -> str:
-        return "each rank needs 2 GB" if len(self.models) >= self.room else ""
+    def is_parked(self, unit: str) -> bool:
+        return False
+
+    async def shortage(self, settings: ModelSettings) -> Shortage:
+        return Shortage(1, "each rank needs 2 GB") if len(self.models) >= self.room else Shortage()
 
 
 class SimulatedFronts:
@@ -280,7 +284,7 @@ def test_an_unload_cancels_a_load(world: World) -> None:
         await world.operations.unload(world.version(1), 0.0)
         with pytest.raises(LoadError, match="cancelled"):
             await loading
-        assert not world.manager.models and world.fronts.routes[-1] == {}
+        assert not world.manager.models and world.fronts.routes[-1] == {"chat": ""}
 
     run(scenario)
 

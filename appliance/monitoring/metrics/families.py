@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from appliance.classes import CLASS_NAMES
+from appliance.models.on_demand import Residency
 from appliance.models.replica import Replica
 from appliance.models.step_totals import StepTotal
 from appliance.monitoring.metrics.exposition import Family
@@ -90,6 +91,7 @@ class Families:
         self.fallbacks: Group[RequestRow] = Group(("model",), *FALLBACKS)
         self.shadows: Group[ShadowSums] = Group(("model", "unit"), *SHADOWS)
         self.models: Group[ModelStats] = Group(("model",), *MODELS)
+        self.residency: Group[Residency] = Group(("model",), *RESIDENCY)
         self.tenant_rows: Group[RequestRow] = Group(("tenant",), *TENANT_ROWS)
         self.tenants: Group[TenantStats] = Group(("tenant",), *TENANTS)
         self.limits: Group[Bucket] = Group(("tenant", "limit"), *LIMITS)
@@ -264,6 +266,18 @@ MODELS = (
     Metric("gauge", "appliance_overload_step", "",
            "Current load shedding step of a model, or 0 without overload.",
            lambda m: m.overload_step),
+)
+RESIDENCY = (
+    Metric("gauge", "appliance_model_in_memory", "",
+           "1 if the model is loaded or being loaded, otherwise 0.",
+           lambda r: int(r.in_memory)),
+    Metric("counter", "appliance_model_demand_loads_total", "",
+           "Loads of the model because a request waited for it.",
+           lambda r: r.loads),
+    Metric("counter", "appliance_model_evictions_total", "",
+           "Times that the model left the memory without a command: another model needed the memory, a group "
+           "forbids both, or the model was idle.",
+           lambda r: r.evictions, ("reason",)),
 )
 TENANT_ROWS = (
     Metric("counter", "appliance_tenant_requests_total", "requests",

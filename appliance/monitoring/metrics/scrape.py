@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from appliance.front_pool.pool import FrontPool
 from appliance.models.manager import ModelManager
+from appliance.models.on_demand import OnDemand
 from appliance.monitoring.metrics.counting import CountedRows
 from appliance.monitoring.metrics.exposition import render
 from appliance.monitoring.metrics.families import GatewaySource, ReplicaSource, ServiceSource
@@ -34,6 +35,7 @@ class Scraper:
         service: Callable[[], ServiceSource],
         traffic: TrafficState,
         models: ModelManager,
+        on_demand: OnDemand,
         fronts: FrontPool,
         control: ControlStore,
         writers: Sequence[Writer],
@@ -49,6 +51,7 @@ class Scraper:
         self._models = models
         self._names = names
         self._shadows = shadows
+        self._on_demand = on_demand
         self._fronts = fronts
         self._control = control
         self._databases: list[ControlStore | Writer] = [control, *writers]
@@ -104,6 +107,7 @@ class Scraper:
         families.gateways.clear()
         for model in models:
             families.models.set(model, model.name)
+            families.residency.set(self._on_demand.stats(model.name), model.name)
             ready = [
                 replica.status() for replica in self._models.of(model.name) if replica.account is not None
             ]

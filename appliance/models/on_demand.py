@@ -1,0 +1,526 @@
+"""Loads models at their first request, unloads models that have not been used for a while, and exchanges
+models that do not fit into memory together. `appliance.models.residency` decides, and this module acts.
+
+A unit of loading that requests may name is in one of three states:
+
+- unknown to the fronts: a version of the registry. At its first request, the fronts read its tokenizer
+  (`ModelOperations.introduce`), and the request is queued.
+- parked: its requests wait in the queue until the unit is loaded.
+- in memory.
+
+One load or exchange is in progress at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from appliance.background import Background
+from appliance.models.fit import host_bytes, read_memory
+from appliance.models.manager import ModelManager
+from appliance.models.operations import FrontRoutes, LoadError, ModelOperations
+from appliance.models.residency import Bundle, Evict, Load, Refuse, Wait, expired, first_waiting, next_step
+from appliance.models.routing import Routing, split_target, unit_name
+from appliance.settings import ModelSettings, Settings
+from appliance.traffic.request_manager import RequestManager
+from store.models import VersionRecord
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.05
+_RETRY_S = 30.0
+"""Time for which a model's requests are refused after its load on demand failed. Then the next request loads
+it again."""
+_FORGET_S = 600.0
+"""A version of the registry that was loaded on demand, has left the memory, and has had no requests for this
+long is removed from the fronts, so that its tokenizer does not occupy memory."""
+
+
+_GPU_FACTOR, _GPU_BYTES = 1.1, 2 << 30
+"""The memory that a replica on a GPU frees is estimated as this multiple of its weights and KV cache, plus a
+constant for its context and working memory. A high estimate is harmless: the free memory is read again before
+the next load."""
+
+
+def _host_bytes(settings: Mapping[str, ModelSettings]) -> dict[str, int]:
+    memory = read_memory()
+    return {unit: host_bytes(one, memory) for unit, one in settings.items()}
+
+
+def _key(unit: str) -> tuple[str, int]:
+    """Return the key of a unit in `Registry.versions`."""
+    model, version = split_target(unit)
+    return model, version or 0
+
+
+class Residency(NamedTuple):
+    """How often a unit entered and left the memory since the service started."""
+
+    in_memory: bool
+    loads: int
+    """Number of loads on demand."""
+    evictions: Mapping[str, int]
+    """Number of times that the unit left the memory without a command, by reason."""
+
+
+_REASONS = ("memory", "group", "idle")
+"""Why a unit leaves the memory: another model needs the memory, must not be loaded together with the unit, or
+the unit has been idle for its time to live."""
+
+
+@dataclass
+class _Times:
+    """When a unit was loaded and used, in seconds of the monotonic clock."""
+
+    load_began_at: float = 0.0
+    ready_at: float = 0.0
+    used_at: float = 0.0
+    left_at: float = -math.inf
+    """When the unit left the memory."""
+
+
+class OnDemand:
+    """Decides which units are in memory. All methods must be called on the event loop's thread."""
+
+    def __init__(
+        self,
+        settings: Callable[[], Settings],
+        *,
+        operations: ModelOperations,
+        manager: ModelManager,
+        routing: Routing,
+        requests: RequestManager,
+        fronts: FrontRoutes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.loads: Counter[str] = Counter()
+        """Number of loads on demand since the service started, by unit."""
+        self.evictions: Counter[tuple[str, str]] = Counter()
+        """Number of times that units left the memory without a command, by unit and reason (`_REASONS`)."""
+        self._settings = settings
+        self._operations = operations
+        self._manager = manager
+        self._routing = routing
+        self._requests = requests
+        self._fronts = fronts
+        self._clock = clock
+        self._times: dict[str, _Times] = {}
+        self._host_bytes: dict[str, int] = {}
+        """Predicted host memory of one replica of each unit; 0 for units on GPUs."""
+        self._introducing: set[str] = set()
+        self._incomplete: set[tuple[str, ...]] = set()
+        """Bundles of which some units have been loaded and the others are to be loaded next."""
+        self._at_start = [name for name in manager.models if manager.is_parked(name)]
+        """Models of the settings that are loaded as soon as the required models are, if they fit."""
+        self._changing = asyncio.Lock()
+        """Held while a unit is loaded or leaves the memory."""
+        self._background = Background()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to load and unload models."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def stop(self) -> None:
+        """Load and unload nothing any more."""
+        if self._task is not None:
+            self._task.cancel()
+
+    # ── for operators ──
+
+    async def load(self, record: VersionRecord) -> None:
+        """Load a version as `ModelOperations.load` does. If it does not fit, idle models that may be unloaded
+        leave the memory first. Raises LoadError."""
+        unit = unit_name(record.model, record.version)
+        async with self._changing:
+            if unit not in self._routing.usable or self._manager.is_parked(unit):
+                self._forgive(unit)
+                await self._make_room(unit, record)
+                self._note_load(unit)
+            await self._operations.load(record)
+            self._of(unit).ready_at = self._clock()
+            self._incomplete.add(self._loaded_with(unit))
+
+    def expires_at(self, unit: str) -> float | None:
+        """Return when the unit leaves the memory if no further request arrives, in unix seconds; None if it
+        stays."""
+        idle_s = self._idle_s(unit)
+        if idle_s is None or self._kept(unit) or not self._manager.of(unit):
+            return None
+        times = self._of(unit)
+        last = self._clock() if self._busy(unit) else max(times.used_at, times.ready_at)
+        return time.time() + max(0.0, last + idle_s - self._clock())
+
+    def stats(self, unit: str) -> Residency:
+        """Return how often the unit was loaded on demand and left the memory."""
+        return Residency(
+            in_memory=bool(self._manager.of(unit)),
+            loads=self.loads[unit],
+            evictions={reason: self.evictions[unit, reason] for reason in _REASONS},
+        )
+
+    # ── requests ──
+
+    def wanted(self, name: str) -> None:
+        """Handle requests for a name whose version the fronts do not know."""
+        target = self._routing.target_of(name)
+        if target is None:
+            return
+        record = self._operations.registry.current.versions[target]
+        if unit_name(*target) not in self._introducing:
+            self._background.run(self._introduce(record))
+
+    async def _introduce(self, record: VersionRecord) -> None:
+        unit = unit_name(record.model, record.version)
+        if unit in self._routing.problems:
+            return
+        self._introducing.add(unit)
+        try:
+            await self._operations.introduce(record)
+        except LoadError as error:
+            self._fail(unit, str(error))
+        finally:
+            self._introducing.discard(unit)
+
+    # ── the loop ──
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                self._observe()
+                await self._turn()
+            except Exception:
+                log.exception("loading models on demand failed")
+                await asyncio.sleep(1.0)
+            await asyncio.sleep(_POLL_S)
+
+    def _observe(self) -> None:
+        """Record which units are in use."""
+        now = self._clock()
+        for unit in self._units():
+            times, traffic = self._of(unit), self._requests.state.models.get(unit)
+            if self._busy(unit):
+                times.used_at = now
+            elif traffic is not None and traffic.asked_at is not None:
+                times.used_at = max(times.used_at, traffic.asked_at)
+            if not times.ready_at and self._manager.loaded(unit):
+                times.ready_at = now
+        for unit in self._times.keys() - self._manager.models.keys():
+            del self._times[unit]
+            self._host_bytes.pop(unit, None)
+        versions = self._operations.registry.current.versions
+        for unit in [unit for unit in self._routing.usable if _key(unit) not in versions]:
+            # A request introduced the version while a command was removing it.
+            self._routing.usable.discard(unit)
+            self._background.run(self._manager.unload(unit, 0.0))
+        for unit in [unit for unit in self._units() if self._is_forgettable(unit, now)]:
+            self._background.run(self._operations.unload(versions[_key(unit)], 0.0))
+
+    def _is_forgettable(self, unit: str, now: float) -> bool:
+        record = self._operations.registry.current.versions.get(_key(unit))
+        return (
+            record is not None
+            and record.loaded_at is None
+            and unit in self._routing.usable
+            and self._manager.is_parked(unit)
+            and not self._manager.of(unit)
+            and not self._busy(unit)
+            and now > max(self._of(unit).used_at, self._of(unit).ready_at) + _FORGET_S
+        )
+
+    async def _turn(self) -> None:
+        """Take at most one step."""
+        if self._changing.locked() or self._operations.loading:
+            return
+        async with self._changing:
+            now, bundles = self._clock(), list(self._bundles())
+            for bundle in bundles:
+                if expired(now, bundle, self._idle_of(bundle)):
+                    await self._evict(bundle.units, "idle", "its time to live has passed")
+                    return
+            wanted = first_waiting(bundles)
+            if wanted is None:
+                await self._load_at_start(bundles)
+            else:
+                await self._serve(wanted, bundles)
+
+    async def _serve(self, wanted: Bundle, bundles: list[Bundle]) -> None:
+        """Take the next step for loading a bundle whose requests wait."""
+        bundles = await self._measure(bundles)
+        wanted = next(one for one in bundles if one.units == wanted.units)
+        if unknown := [one for one in wanted.units if one not in self._manager.models]:
+            await self._introduce_member(wanted, unknown[0])
+            return
+        step = next_step(
+            self._clock(),
+            wanted,
+            bundles,
+            missing_bytes=await self._missing_bytes(wanted),
+            min_residence_s=self._settings().on_demand.min_residence_s,
+            excludes=lambda other: self._excluded(wanted, other),
+        )
+        if isinstance(step, Load):
+            unit = next(one for one in wanted.units if self._manager.is_parked(one))
+            await self._bring_back(unit, wanted)
+        elif isinstance(step, Evict):
+            reasons = {True: "group", False: "memory"}
+            for bundle in [one for one in bundles if set(one.units) & set(step.units)]:
+                reason = reasons[self._excluded(wanted, bundle)]
+                await self._evict(bundle.units, reason, f"requests wait for {', '.join(wanted.units)}")
+        elif isinstance(step, Refuse):
+            self._incomplete.discard(wanted.units)
+            for unit in wanted.units:
+                self._fail(unit, step.why)
+
+    async def _introduce_member(self, wanted: Bundle, unit: str) -> None:
+        """Introduce a version that must be loaded together with another."""
+        try:
+            await self._operations.introduce(self._operations.registry.current.versions[_key(unit)])
+        except LoadError as error:
+            self._incomplete.discard(wanted.units)
+            for one in wanted.units:
+                self._fail(one, f"{unit}, which must be loaded together with it, cannot be loaded: {error}")
+
+    async def _bring_back(self, unit: str, wanted: Bundle) -> None:
+        self._note_load(unit)
+        self.loads[unit] += 1
+        log.info("%s is loaded because requests wait for %s", unit, ", ".join(wanted.units))
+        try:
+            await self._operations.bring_back(unit)
+        except LoadError as error:
+            self._incomplete.discard(wanted.units)
+            for one in wanted.units:
+                self._fail(one, str(error))
+            return
+        self._of(unit).ready_at = self._clock()
+        self._incomplete.add(wanted.units)
+        self._routing.failures.pop(unit, None)
+        self._fronts.publish_configuration()
+
+    async def _evict(self, units: tuple[str, ...], reason: str, why: str) -> None:
+        """Let units leave the memory, and wait until it is free. This is the only place where they leave it
+        without a command."""
+        leaving = [unit for unit in units if self._manager.of(unit)]
+        self._incomplete.discard(units)
+        for unit in leaving:
+            log.info("%s is unloaded: %s", unit, why)
+            self.evictions[unit, reason] += 1
+            self._manager.park(unit)
+            self._of(unit).left_at = self._clock()
+        while any(self._manager.of(unit) for unit in leaving):
+            self._observe()
+            await asyncio.sleep(_POLL_S)
+        self._fronts.publish_configuration()
+
+    async def _load_at_start(self, bundles: list[Bundle]) -> None:
+        """Load the next optional model of the settings, if it fits."""
+        if not self._at_start or any(one.state in ("starting", "loading") for one in self._manager.replicas):
+            return
+        unit = self._at_start.pop(0)
+        bundle = next((one for one in bundles if unit in one.units), None)
+        if bundle is None or not self._manager.is_parked(unit):
+            return
+        excluded = any(one.in_memory and self._excluded(bundle, one) for one in bundles)
+        if excluded or await self._missing_bytes(bundle) > 0:
+            log.info("%s is not loaded at startup, because it does not fit; its first request loads it", unit)
+            return
+        self._note_load(unit)
+        with contextlib.suppress(LoadError):  # shown as failed; tried again when a request arrives
+            await self._operations.bring_back(unit)
+            self._incomplete.add(bundle.units)
+        self._of(unit).ready_at = self._clock()
+
+    async def _make_room(self, unit: str, record: VersionRecord) -> None:
+        """Let idle models leave the memory until a version fits, as far as that is possible."""
+        settings = self._operations.settings_of(record.folder, record.settings)
+        wanted = Bundle((unit,), waiting_since=self._clock())
+        while True:
+            idle = [one for one in self._bundles() if unit not in one.units and not one.busy]
+            bundles = await self._measure(idle)
+            step = next_step(
+                self._clock(),
+                wanted,
+                bundles,
+                missing_bytes=(await self._manager.shortage(settings)).bytes,
+                min_residence_s=0.0,
+                excludes=lambda other: self._excluded(wanted, other),
+            )
+            if isinstance(step, Evict):
+                await self._evict(step.units, "memory", f"{unit} is being loaded")
+            elif isinstance(step, Wait):
+                await asyncio.sleep(_POLL_S)
+            elif isinstance(step, Refuse) and "together" in step.why:
+                raise LoadError(f"{unit} cannot be loaded: {step.why}")
+            else:
+                return
+
+    # ── failures ──
+
+    def _fail(self, unit: str, why: str) -> None:
+        """Refuse the unit's requests for a while."""
+        log.warning("%s could not be loaded on demand: %s", unit, why)
+        self._routing.failures[unit] = self._routing.problems[unit] = why
+        if unit in self._requests.state.models:
+            self._requests.fail_model(unit, why)
+        self._fronts.publish_configuration()
+        asyncio.get_running_loop().call_later(_RETRY_S, self._forgive, unit)
+
+    def _forgive(self, unit: str) -> None:
+        """Accept requests again after a failure."""
+        if self._routing.problems.pop(unit, None) is None:
+            return
+        if unit in self._requests.state.models and not self._manager.failure(unit):
+            self._requests.recover_model(unit)
+        self._fronts.publish_configuration()
+
+    # ── the state of units ──
+
+    def _units(self) -> list[str]:
+        """Return the units for which requests are accepted."""
+        return [
+            unit
+            for unit in self._manager.models
+            if self._manager.is_declared(unit)
+            or unit in self._routing.usable
+            or unit in self._operations.draining
+        ]
+
+    def _bundles(self) -> Iterator[Bundle]:
+        seen: set[str] = set()
+        for unit in self._units():
+            if unit not in seen:
+                units = self._loaded_with(unit)
+                seen.update(units)
+                yield self._bundle(units)
+
+    def _bundle(self, units: tuple[str, ...]) -> Bundle:
+        times = [self._of(unit) for unit in units]
+        loaded = not any(map(self._manager.is_parked, units)) and set(units) <= self._manager.models.keys()
+        if loaded:
+            self._incomplete.discard(units)
+        waiting = [since for unit in units if (since := self._waiting_since(unit)) is not None]
+        if units in self._incomplete:
+            waiting.append(max(one.load_began_at for one in times))
+        return Bundle(
+            units,
+            loaded=loaded,
+            in_memory=any(self._manager.of(unit) for unit in units),
+            busy=any(map(self._busy, units)),
+            waiting_since=min(waiting, default=None),
+            load_began_at=max(one.load_began_at for one in times),
+            ready_at=max(one.ready_at for one in times),
+            used_at=max(one.used_at for one in times),
+            memory_bytes=sum(map(self._memory_bytes, units)),
+            kept=next(filter(None, map(self._kept, units)), ""),
+        )
+
+    def _loaded_with(self, unit: str) -> tuple[str, ...]:
+        """Return the units that are loaded together with this one, itself included."""
+        name = self._name(unit)
+        for group in self._settings().groups.values():
+            if group.load == "all" and name in group.models:
+                units = (unit if one == name else self._unit(one) for one in group.models)
+                return tuple(filter(None, units))
+        return (unit,)
+
+    def _excluded(self, wanted: Bundle, other: Bundle) -> bool:
+        """Return whether a group forbids that the two are loaded together."""
+        names, others = ({self._name(unit) for unit in one.units} for one in (wanted, other))
+        return any(
+            one != two and {one, two} <= set(group.models)
+            for group in self._settings().groups.values()
+            if group.load == "one"
+            for one in names
+            for two in others
+        )
+
+    def _name(self, unit: str) -> str:
+        return unit if self._manager.is_declared(unit) else split_target(unit)[0]
+
+    def _unit(self, name: str) -> str:
+        """Return the unit of a model's name; empty if there is no such model."""
+        target = self._routing.target_of(name)
+        if target is not None:
+            return unit_name(*target)
+        return name if self._manager.is_declared(name) else ""
+
+    def _busy(self, unit: str) -> bool:
+        traffic = self._requests.state.models.get(unit)
+        return traffic is not None and bool(traffic.running or traffic.queued)
+
+    def _waiting_since(self, unit: str) -> float | None:
+        """Return when the unit's requests began to wait for a load; None if none wait."""
+        now, traffic = self._clock(), self._requests.state.models.get(unit)
+        if traffic is None or not traffic.queued:
+            return None
+        return max(now - traffic.oldest_wait_s(now), self._of(unit).left_at)
+
+    def _kept(self, unit: str) -> str:
+        """Return the reason why the unit always stays loaded, or an empty string."""
+        settings = self._manager.settings_of(unit)
+        if settings is None:
+            return ""
+        record = self._operations.registry.current.versions.get(_key(unit))
+        pinned = settings.pinned if record is None else record.settings.get("pinned", False)
+        if settings.required:
+            return f"{unit!r} is required"
+        return f"{unit!r} is pinned" if pinned else ""
+
+    def _idle_s(self, unit: str) -> float | None:
+        """Return the time to live of a unit; None if there is no limit."""
+        traffic, settings = self._requests.state.models.get(unit), self._manager.settings_of(unit)
+        if traffic is not None and traffic.keep_alive_s is not None:
+            return None if traffic.keep_alive_s < 0 else traffic.keep_alive_s
+        return (settings.idle_unload_s or None) if settings is not None else None
+
+    def _idle_of(self, bundle: Bundle) -> float | None:
+        each = [self._idle_s(unit) for unit in bundle.units]
+        known = [idle_s for idle_s in each if idle_s is not None]
+        return max(known) if len(known) == len(each) else None
+
+    async def _missing_bytes(self, wanted: Bundle) -> int:
+        """Return the memory that must become free before the bundle's next unit can be loaded."""
+        for unit in wanted.units:
+            settings = self._manager.settings_of(unit)
+            if self._manager.is_parked(unit) and not self._manager.of(unit) and settings is not None:
+                return (await self._manager.shortage(settings)).bytes
+        return 0
+
+    def _memory_bytes(self, unit: str) -> int:
+        """Return the memory that becomes free when the unit leaves it, in bytes."""
+        replicas = self._manager.of(unit)
+        if not replicas:
+            return 0
+        if host_bytes := self._host_bytes.get(unit):
+            return host_bytes * len(replicas)
+        statuses = [replica.status() for replica in replicas]
+        return int(_GPU_FACTOR * sum(one.weight_bytes + one.kv_bytes for one in statuses)) + _GPU_BYTES
+
+    async def _measure(self, bundles: list[Bundle]) -> list[Bundle]:
+        """Predict the memory of the units on the CPU, and return the bundles with these values."""
+        settings = {
+            unit: one
+            for bundle in bundles
+            for unit in bundle.units
+            if unit not in self._host_bytes and (one := self._manager.settings_of(unit)) is not None
+        }
+        if settings:
+            self._host_bytes |= await asyncio.to_thread(_host_bytes, settings)
+        return [
+            bundle._replace(memory_bytes=sum(map(self._memory_bytes, bundle.units))) for bundle in bundles
+        ]
+
+    def _of(self, unit: str) -> _Times:
+        return self._times.setdefault(unit, _Times(used_at=self._clock()))
+
+    def _note_load(self, unit: str) -> None:
+        times = self._of(unit)
+        times.load_began_at, times.ready_at = self._clock(), 0.0

@@ -1,0 +1,151 @@
+"""Decides which models are loaded while not all of them fit into memory. The decision is a pure function of
+the models' state and the time.
+
+Models that wait for memory are served in the order in which their oldest requests began to wait for a load.
+The first of them gets the memory of others: first of models without requests, least recently used first, then
+of models with requests. A model keeps its memory for at least `min_residence_s` after its load began and
+`MIN_SERVICE_S` after it became ready. A model with requests also keeps it until the first waiting model has
+waited for `min_residence_s`. Requests that then do not finish within `DRAIN_S` continue when their model is
+loaded again.
+
+Two models that compete for the memory of one therefore change places at most once in `min_residence_s`, and a
+request waits at most `min_residence_s` (or the time of a load and `MIN_SERVICE_S`, if that is longer), one
+swap, and 2 × `DRAIN_S`. The second drain counts for a request that arrives while its model is being drained.
+With N competing models, a request may have to wait for N - 1 such changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+DRAIN_S = 5.0
+"""Time that running requests have to finish before their model leaves the memory. Requests that take longer
+continue when the model is loaded again."""
+MIN_SERVICE_S = 1.0
+"""Minimum time for which a model that has become ready answers requests, even if its load took longer than
+the minimum residence."""
+
+
+class Bundle(NamedTuple):
+    """Models that are loaded and unloaded together. Most bundles contain only one model. All times are in
+    seconds of one clock that never jumps."""
+
+    units: tuple[str, ...]
+    """The units of loading."""
+    loaded: bool = False
+    """Whether all units are ready."""
+    in_memory: bool = False
+    """Whether at least one unit occupies memory."""
+    busy: bool = False
+    """Whether requests are running or waiting."""
+    waiting_since: float | None = None
+    """When the oldest waiting request began to wait, or when the bundle left the memory if that was later;
+    None if no request waits. Otherwise, a model with a long queue would get its memory back at once."""
+    load_began_at: float = 0.0
+    ready_at: float = 0.0
+    used_at: float = 0.0
+    """When the latest request arrived or ended."""
+    memory_bytes: int = 0
+    """Memory that the units in memory occupy."""
+    kept: str = ""
+    """Reason why the bundle always stays loaded, such as "'chat' is pinned"; empty if it may be unloaded."""
+
+    def evictable_at(self, waiting_since: float, min_residence_s: float) -> float:
+        """Return the time from which the bundle may be unloaded for a bundle whose oldest request has waited
+        since `waiting_since`."""
+        earliest = max(self.load_began_at + min_residence_s, self.ready_at + MIN_SERVICE_S)
+        return max(earliest, waiting_since + min_residence_s) if self.busy else earliest
+
+
+class Load(NamedTuple):
+    """Load the units now."""
+
+    units: tuple[str, ...]
+
+
+class Evict(NamedTuple):
+    """Unload these units now, so that others can be loaded."""
+
+    units: tuple[str, ...]
+
+
+class Refuse(NamedTuple):
+    """Refuse the requests of the units, because they cannot be loaded."""
+
+    units: tuple[str, ...]
+    why: str
+
+
+class Wait(NamedTuple):
+    """Do nothing until this time, unless something changes."""
+
+    until: float
+
+
+Step = Load | Evict | Refuse | Wait
+
+
+def first_waiting(bundles: Iterable[Bundle]) -> Bundle | None:
+    """Return the bundle to load next: the one that is not loaded and has the oldest waiting request."""
+    waiting = [one for one in bundles if one.waiting_since is not None and not one.loaded]
+    return min(waiting, key=lambda one: (one.waiting_since, one.units), default=None)
+
+
+def next_step(
+    now: float,
+    wanted: Bundle,
+    bundles: Sequence[Bundle],
+    *,
+    missing_bytes: int,
+    min_residence_s: float,
+    excludes: Callable[[Bundle], bool],
+) -> Step:
+    """Return the next step for loading a bundle with waiting requests. No load or unload may be in progress.
+
+    - `missing_bytes` is the memory that must become free before `wanted` can be loaded. It is 0 or less if
+      the bundle fits.
+    - `excludes(bundle)` returns whether `bundle` must not be loaded together with `wanted`.
+    """
+    others = [one for one in bundles if one.in_memory and one is not wanted]
+    victims = [one for one in others if excludes(one)]
+    if kept := next((one.kept for one in victims if one.kept), ""):
+        return Refuse(wanted.units, f"it must not be loaded together with a model that stays loaded: {kept}")
+    since = now if wanted.waiting_since is None else wanted.waiting_since
+
+    def order(one: Bundle) -> tuple[bool, bool, float]:
+        return one.busy, one.evictable_at(since, min_residence_s) > now, one.used_at
+
+    candidates = sorted((one for one in others if one not in victims and not one.kept), key=order)
+    freed = sum(one.memory_bytes for one in victims)
+    chosen: list[Bundle] = []
+    while freed < missing_bytes and candidates:
+        chosen.append(candidates.pop(0))
+        freed += chosen[-1].memory_bytes
+    if freed < missing_bytes:
+        kept = "; ".join(dict.fromkeys(one.kept for one in others if one.kept))
+        return Refuse(
+            wanted.units,
+            "there is not enough memory, even if all models that may be unloaded are unloaded"
+            + (f" ({kept})" if kept else ""),
+        )
+    for one in reversed(list(chosen)):
+        # An earlier choice may be superfluous because a later one frees enough memory alone.
+        if freed - one.memory_bytes >= missing_bytes:
+            chosen.remove(one)
+            freed -= one.memory_bytes
+    victims += chosen
+    if not victims:
+        return Load(wanted.units)
+    until = max(one.evictable_at(since, min_residence_s) for one in victims)
+    if until > now:
+        return Wait(until)
+    return Evict(tuple(unit for one in victims for unit in one.units))
+
+
+def expired(now: float, bundle: Bundle, idle_s: float | None) -> bool:
+    """Return whether a loaded bundle has been without requests for `idle_s`, its time to live. None means
+    that it is never unloaded for that reason."""
+    if idle_s is None or bundle.kept or bundle.busy or not bundle.loaded:
+        return False
+    return now >= max(bundle.used_at, bundle.ready_at) + idle_s

@@ -1,0 +1,315 @@
+"""Tests of loading on demand with simulated replicas, fronts and requests, and a simulated clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from appliance.messages import ServedModel
+from appliance.models import on_demand
+from appliance.models.fit import Shortage
+from appliance.models.on_demand import OnDemand
+from appliance.models.operations import ModelOperations
+from appliance.models.routing import Routing
+from appliance.settings import GroupSettings, ModelSettings, Settings
+from tests.models.test_operations import SimulatedFronts, SimulatedManager, World, run
+
+
+class Traffic:
+    """The requests for one unit."""
+
+    def __init__(self) -> None:
+        self.running = self.queued = 0
+        self.asked_at: float | None = None
+        self.keep_alive_s: float | None = None
+        self.failure: str | None = None
+        self.since = 0.0
+
+    def oldest_wait_s(self, now: float) -> float:
+        return now - self.since
+
+
+class Manager(SimulatedManager):
+    """Loads and parks units at once. `room` is the number of units that fit into memory."""
+
+    def __init__(self, requests: Requests, declared: dict[str, ModelSettings]) -> None:
+        super().__init__()
+        self._requests = requests
+        self._declared = declared
+        self.parked = set(declared)
+        self.replicas: list[Any] = []
+        self.settings: dict[str, ModelSettings] = dict(declared)
+        for name in declared:
+            self.models[name] = served(name)
+            requests.state.models[name] = Traffic()
+
+    def load(self, unit: ServedModel, settings: ModelSettings) -> None:
+        super().load(unit, settings)
+        self.settings[unit.name] = settings
+        self.parked.discard(unit.name)
+        self._requests.state.models.setdefault(unit.name, Traffic())
+
+    def introduce(self, unit: ServedModel, settings: ModelSettings) -> None:
+        self.load(unit, settings)
+        self.history.pop()
+        self.parked.add(unit.name)
+
+    async def unload(self, unit: str, grace_s: float) -> None:
+        await super().unload(unit, grace_s)
+        self.parked.discard(unit)
+        self._requests.state.models.pop(unit, None)
+
+    def park(self, unit: str) -> None:
+        self.parked.add(unit)
+        self.history.append(f"park {unit}")
+
+    def unpark(self, unit: str) -> None:
+        self.parked.discard(unit)
+        self.history.append(f"load {unit}")
+
+    def of(self, unit: str) -> list[Any]:
+        in_memory = unit in self.models and unit not in self.parked
+        status = SimpleNamespace(weight_bytes=1 << 40, kv_bytes=0)
+        return [SimpleNamespace(status=lambda: status)] if in_memory else []
+
+    def is_parked(self, unit: str) -> bool:
+        return unit in self.parked
+
+    def is_declared(self, name: str) -> bool:
+        return name in self._declared
+
+    def loaded(self, unit: str) -> bool:
+        return super().loaded(unit) and unit not in self.parked
+
+    def settings_of(self, unit: str) -> ModelSettings | None:
+        return self.settings.get(unit)
+
+    async def shortage(self, settings: ModelSettings) -> Shortage:
+        used = sum(bool(self.of(unit)) for unit in self.models)
+        return Shortage(1, "there is no room") if used >= self.room else Shortage()
+
+
+class Requests:
+    """The request manager."""
+
+    def __init__(self) -> None:
+        self.state = SimpleNamespace(models={})
+
+    def fail_model(self, unit: str, why: str) -> None:
+        self.state.models[unit].failure = why
+        self.state.models[unit].queued = 0
+
+    def recover_model(self, unit: str) -> None:
+        self.state.models[unit].failure = None
+
+
+class Site:
+    """A registry with two versions of the model `chat`, models in the settings, and room for one unit."""
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        self.world = World(folder)
+        self.requests = Requests()
+        self.manager = Manager(self.requests, settings.models)
+        manager: Any = self.manager
+        requests: Any = self.requests
+        self.manager.room = 1
+        self.routing = Routing(lambda: self.world.registry.current, manager)
+        self.fronts = SimulatedFronts(lambda: self.routing)
+        self.operations = ModelOperations(
+            self.world.registry, manager, self.routing, self.fronts, lambda *_: None, {"device": "cpu"}
+        )
+        self.now = 10_000.0
+        self.on_demand = OnDemand(
+            lambda: settings,
+            operations=self.operations,
+            manager=manager,
+            routing=self.routing,
+            requests=requests,
+            fronts=self.fronts,
+            clock=lambda: self.now,
+        )
+
+    def traffic(self, unit: str) -> Traffic:
+        found: Traffic = self.requests.state.models[unit]
+        return found
+
+    def ask(self, unit: str, **fields: Any) -> None:
+        """Let a request for a unit wait."""
+        traffic = self.traffic(unit)
+        traffic.queued, traffic.since, traffic.asked_at = 1, self.now, self.now
+        for name, value in fields.items():
+            setattr(traffic, name, value)
+
+    def answer(self, unit: str) -> None:
+        self.traffic(unit).queued = 0
+
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Let time pass until the condition is true, for at most 1,000 simulated seconds."""
+        end = self.now + 1000
+        while not condition():
+            assert self.now < end, f"{what} did not happen; history: {self.manager.history}"
+            await asyncio.sleep(0.002)
+            self.now += 0.5
+
+
+def served(name: str) -> ServedModel:
+    return ServedModel(name=name, folder="/", version="", created=0, max_model_len=0, vocab_size=0)
+
+
+def play(site: Site, scenario: Callable[[], Any]) -> None:
+    async def started() -> None:
+        site.on_demand.start()
+        try:
+            await scenario()
+        finally:
+            site.on_demand.stop()
+
+    try:
+        run(started)
+    finally:
+        site.world.control.close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the loop take a step in every millisecond, and failures be forgiven early."""
+    monkeypatch.setattr(on_demand, "_POLL_S", 0.001)
+    monkeypatch.setattr(on_demand, "_RETRY_S", 0.2)
+    monkeypatch.setattr(on_demand, "_host_bytes", lambda settings: dict.fromkeys(settings, 0))
+
+
+def optional(**fields: Any) -> ModelSettings:
+    return ModelSettings(folder="/", required=False, **fields)
+
+
+def test_a_version_is_introduced_loaded_and_forgotten_when_it_is_not_used(tmp_path: Path) -> None:
+    site = Site(tmp_path, Settings())
+
+    async def scenario() -> None:
+        [route] = site.routing.routes()
+        assert (route.unit, route.on_demand, route.listed) == ("", True, True)
+        site.on_demand.wanted("chat")
+        site.on_demand.wanted("chat")
+        await site.until(lambda: site.routing.unit_of("chat") == "chat@1", "the introduction")
+        assert site.manager.history == []
+        site.ask("chat@1", keep_alive_s=60.0)
+        await site.until(lambda: site.manager.loaded("chat@1"), "the load")
+        site.answer("chat@1")
+        ended = site.now
+        await site.until(lambda: site.manager.is_parked("chat@1"), "the end of the time to live")
+        assert site.now >= ended + 60.0 and site.routing.unit_of("chat") == "chat@1"
+        await site.until(lambda: "chat@1" not in site.manager.models, "the tokenizer's removal")
+        assert site.now >= ended + 600.0
+        assert site.on_demand.stats("chat@1").evictions["idle"] == 1
+        [route] = site.routing.routes()
+        assert (route.unit, route.on_demand) == ("", True)
+
+    play(site, scenario)
+
+
+def test_a_failed_load_refuses_requests_for_a_while_and_is_then_tried_again(tmp_path: Path) -> None:
+    site = Site(tmp_path, Settings())
+
+    async def scenario() -> None:
+        site.on_demand.wanted("chat")
+        await site.until(lambda: site.routing.unit_of("chat") == "chat@1", "the introduction")
+        site.manager.broken.add("chat@1")
+        site.ask("chat@1")
+        await site.until(lambda: site.traffic("chat@1").failure is not None, "the failure")
+        assert "the weights are broken" in (site.traffic("chat@1").failure or "")
+        assert not site.routing.routes()[0].listed and site.manager.is_parked("chat@1")
+        site.manager.broken.clear()
+        await site.until(lambda: site.traffic("chat@1").failure is None, "the end of the refusals")
+        assert not site.routing.routes()[0].listed
+        site.ask("chat@1")
+        await site.until(lambda: site.manager.loaded("chat@1"), "the load")
+        await site.until(lambda: site.routing.routes()[0].listed, "the listing")
+
+    play(site, scenario)
+
+
+def test_optional_models_of_the_settings_are_loaded_at_startup_as_far_as_they_fit(tmp_path: Path) -> None:
+    site = Site(tmp_path, Settings(models={name: optional() for name in "abc"}))
+    site.manager.room = 2
+
+    async def scenario() -> None:
+        await site.until(lambda: site.manager.loaded("b"), "the second load")
+        assert site.manager.history == ["load a", "load b"] and site.manager.is_parked("c")
+        site.ask("c")
+        await site.until(lambda: site.manager.loaded("c"), "the exchange")
+        assert site.manager.history == ["load a", "load b", "park a", "load c"]
+
+    play(site, scenario)
+
+
+def test_a_command_unloads_idle_models_to_make_room_but_no_pinned_ones(tmp_path: Path) -> None:
+    site = Site(tmp_path, Settings(models={"a": optional(), "b": optional(pinned=True)}))
+    site.manager.room = 2
+
+    async def scenario() -> None:
+        await site.until(lambda: site.manager.loaded("b"), "the loads at startup")
+        loading = asyncio.ensure_future(site.on_demand.load(site.world.version(1)))
+        await site.until(loading.done, "the load")
+        await loading
+        assert site.manager.is_parked("a") and site.manager.loaded("b")
+        assert site.manager.loaded("chat@1")
+        assert site.on_demand.expires_at("b") is None
+
+    play(site, scenario)
+
+
+def test_models_that_must_be_loaded_together_are_loaded_and_unloaded_together(tmp_path: Path) -> None:
+    groups = {"pair": GroupSettings(models=["a", "chat"], load="all")}
+    site = Site(tmp_path, Settings(models={"a": optional(), "b": optional()}, groups=groups))
+    site.manager.room = 2
+
+    async def scenario() -> None:
+        await site.until(lambda: site.manager.loaded("chat@1"), "the load of both at startup")
+        assert site.manager.history == ["load a", "load chat@1"]
+        site.ask("b")
+        await site.until(lambda: site.manager.loaded("b"), "the exchange")
+        assert site.manager.is_parked("a") and site.manager.is_parked("chat@1")
+        site.answer("b")
+        site.ask("chat@1")
+        await site.until(lambda: site.manager.loaded("chat@1"), "the load of the first")
+        site.answer("chat@1")
+        await site.until(lambda: site.manager.loaded("a"), "the load of the second")
+        assert site.manager.is_parked("b")
+
+    play(site, scenario)
+
+
+def test_models_that_exclude_each_other_take_turns_although_both_fit(tmp_path: Path) -> None:
+    groups = {"rivals": GroupSettings(models=["a", "b"], load="one")}
+    site = Site(tmp_path, Settings(models={"a": optional(), "b": optional()}, groups=groups))
+    site.manager.room = 9
+
+    async def scenario() -> None:
+        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
+        assert site.manager.is_parked("b")
+        site.ask("b")
+        await site.until(lambda: site.manager.loaded("b"), "the exchange")
+        assert site.manager.is_parked("a")
+        assert site.on_demand.stats("a").evictions == {"memory": 0, "group": 1, "idle": 0}
+
+    play(site, scenario)
+
+
+def test_a_model_with_a_long_queue_does_not_get_its_memory_back_at_once(tmp_path: Path) -> None:
+    site = Site(tmp_path, Settings(models={"a": optional(), "b": optional()}))
+
+    async def scenario() -> None:
+        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
+        site.ask("a")
+        await site.until(lambda: site.now > 10_100.0, "the wait")
+        site.ask("b")
+        await site.until(lambda: site.manager.loaded("b"), "the exchange")
+        assert site.manager.history == ["load a", "park a", "load b"]
+        await site.until(lambda: site.manager.loaded("a"), "the return")
+
+    play(site, scenario)

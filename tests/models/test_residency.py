@@ -1,0 +1,288 @@
+"""Tests of the decision which models are in memory, with simulated models and a simulated clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from appliance.models.residency import (
+    DRAIN_S,
+    MIN_SERVICE_S,
+    Bundle,
+    Evict,
+    Load,
+    Refuse,
+    Step,
+    Wait,
+    expired,
+    first_waiting,
+    next_step,
+)
+
+TICK_S = 0.05
+UNLOAD_S = 0.3
+RESIDENCE_S = 10.0
+
+
+@dataclass
+class Model:
+    """A simulated model. A request is the time that it still has to run."""
+
+    name: str
+    bytes: int = 1
+    slots: int = 1000
+    """Number of requests that run at the same time."""
+    kept: str = ""
+    group: str = ""
+    state: str = "out"
+    changes_at: float = 0.0
+    load_began_at: float = -1e9
+    ready_at: float = -1e9
+    used_at: float = -1e9
+    left_at: float = -1e9
+    waiting: deque[tuple[float, float]] = field(default_factory=deque)
+    """When each waiting request began to wait, and how long it will run."""
+    running: list[float] = field(default_factory=list)
+    """When each running request ends."""
+
+    @property
+    def waiting_since(self) -> float | None:
+        return max(self.waiting[0][0], self.left_at) if self.waiting else None
+
+    def bundle(self) -> Bundle:
+        return Bundle(
+            (self.name,),
+            loaded=self.state == "in",
+            in_memory=self.state != "out",
+            busy=bool(self.waiting or self.running),
+            waiting_since=self.waiting_since,
+            load_began_at=self.load_began_at,
+            ready_at=self.ready_at,
+            used_at=self.used_at,
+            memory_bytes=self.bytes,
+            kept=self.kept,
+        )
+
+
+class Machine:
+    """Runs requests on models that share `room` bytes, as `OnDemand` does."""
+
+    def __init__(self, *models: Model, room: int = 1, load_s: float = 2.0) -> None:
+        self.models = {model.name: model for model in models}
+        self.room, self.load_s = room, load_s
+        self.now = 0.0
+        self.absences: list[float] = []
+        """For each load, the time for which requests have waited for it."""
+        self.waits: list[float] = []
+        """Waiting time of each request that began to run."""
+        self.loads: list[tuple[float, str]] = []
+        self.refused: list[str] = []
+        self.most_bytes = 0
+
+    def run(self, arrivals: list[tuple[float, str, float]], for_s: float = 0.0) -> None:
+        """Run until all requests have ended, but for at least `for_s`. An arrival is a time, a model, and the
+        time that the request runs."""
+        left, begin = deque(sorted(arrivals)), self.now
+        while left or self.now < begin + for_s or any(one.waiting or one.running for one in self.all()):
+            while left and left[0][0] <= self.now:
+                at, name, run_s = left.popleft()
+                self.models[name].waiting.append((at, run_s))
+            self._advance()
+            self._decide()
+            self.now += TICK_S
+            assert self.now < begin + 3600, "the requests do not end"
+
+    def all(self) -> list[Model]:
+        return list(self.models.values())
+
+    def _advance(self) -> None:
+        for model in self.all():
+            model.running = [end for end in model.running if end > self.now]
+            if model.state == "loading" and self.now >= model.changes_at:
+                if model.waiting_since is not None:
+                    self.absences.append(self.now - model.waiting_since)
+                model.state, model.ready_at = "in", self.now
+            elif model.state == "draining" and (not model.running or self.now >= model.changes_at):
+                # Requests that were not finished in time wait again.
+                model.waiting.extend((self.now, end - self.now) for end in model.running)
+                model.running, model.state, model.changes_at = [], "unloading", self.now + UNLOAD_S
+            elif model.state == "unloading" and self.now >= model.changes_at:
+                model.state = "out"
+            if model.state == "in":
+                while model.waiting and len(model.running) < model.slots:
+                    since, run_s = model.waiting.popleft()
+                    self.waits.append(self.now - since)
+                    model.running.append(self.now + run_s)
+            if model.running or model.waiting:
+                model.used_at = self.now
+        used = sum(one.bytes for one in self.all() if one.state != "out")
+        self.most_bytes = max(self.most_bytes, used)
+
+    def _decide(self) -> None:
+        if any(model.state in ("loading", "draining", "unloading") for model in self.all()):
+            return
+        bundles = [model.bundle() for model in self.all()]
+        wanted = first_waiting(bundles)
+        if wanted is None:
+            return
+        model = self.models[wanted.units[0]]
+        used = sum(one.bytes for one in self.all() if one.state != "out")
+        step = next_step(
+            self.now,
+            wanted,
+            bundles,
+            missing_bytes=used + model.bytes - self.room,
+            min_residence_s=RESIDENCE_S,
+            excludes=lambda other: bool(model.group) and self.models[other.units[0]].group == model.group,
+        )
+        if isinstance(step, Load):
+            model.state, model.changes_at = "loading", self.now + self.load_s
+            model.load_began_at = self.now
+            self.loads.append((self.now, model.name))
+        elif isinstance(step, Evict):
+            for victim in map(self.models.__getitem__, step.units):
+                victim.state, victim.changes_at = "draining", self.now + DRAIN_S
+                victim.left_at = self.now
+        elif isinstance(step, Refuse):
+            self.refused.append(f"{model.name}: {step.why}")
+            model.waiting.clear()
+
+    def most_loads_in(self, window_s: float) -> int:
+        times = [at for at, _ in self.loads]
+        return max(sum(at <= other < at + window_s for other in times) for at in times)
+
+
+def longest_wait_s(load_s: float, models: int = 2) -> float:
+    """The bound that docs/models.md states, and the ticks of this simulation."""
+    turn_s = max(RESIDENCE_S, load_s + MIN_SERVICE_S) + DRAIN_S + UNLOAD_S + load_s
+    return (models - 1) * turn_s + DRAIN_S + UNLOAD_S + 10 * models * TICK_S
+
+
+ARRIVALS = st.lists(
+    st.tuples(st.floats(0, 120), st.sampled_from("ab"), st.sampled_from([0.05, 0.5, 3.0, 30.0])),
+    min_size=1,
+    max_size=60,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ARRIVALS, st.sampled_from([0.2, 3.0, 15.0]))
+def test_no_arrival_pattern_makes_a_request_wait_longer_than_the_bound(
+    arrivals: list[tuple[float, str, float]], load_s: float
+) -> None:
+    machine = Machine(Model("a"), Model("b"), load_s=load_s)
+    machine.run(arrivals)
+    assert max(machine.waits) <= longest_wait_s(load_s)
+    assert machine.most_loads_in(60.0) <= 60.0 / RESIDENCE_S + 1
+    assert machine.most_bytes == 1 and not machine.refused
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 120), st.sampled_from("abcd"), st.sampled_from([0.05, 0.5, 3.0, 30.0])),
+        min_size=1,
+        max_size=60,
+    ),
+    st.integers(2, 5),
+)
+def test_models_of_different_sizes_stay_within_the_memory_and_none_starves(
+    arrivals: list[tuple[float, str, float]], room: int
+) -> None:
+    machine = Machine(Model("a"), Model("b"), Model("c", 2), Model("d", 2), room=room)
+    machine.run(arrivals)
+    assert machine.most_bytes <= room and not machine.refused
+    # Preempted requests wait for several turns, and each turn is bounded.
+    assert max(machine.waits) <= longest_wait_s(2.0, models=4)
+
+
+@settings(max_examples=30, deadline=None)
+@given(ARRIVALS, st.sampled_from([0.2, 3.0, 15.0]))
+def test_a_model_with_a_long_queue_keeps_no_other_out_of_the_memory(
+    arrivals: list[tuple[float, str, float]], load_s: float
+) -> None:
+    machine = Machine(Model("a", slots=2), Model("b", slots=1), load_s=load_s)
+    machine.run([(0.0, "a", 3.0)] * 40 + [(1.0, "b", 3.0)] + arrivals)
+    assert max(machine.absences) <= longest_wait_s(load_s)
+
+
+def test_two_busy_models_change_places_at_the_minimum_residence() -> None:
+    machine = Machine(Model("a"), Model("b"))
+    machine.run([(0.1 * number, "ab"[number % 2], 0.3) for number in range(1200)])
+    gaps = [second[0] - first[0] for first, second in zip(machine.loads, machine.loads[1:], strict=False)]
+    assert len(machine.loads) > 6 and min(gaps) >= RESIDENCE_S
+    assert {name for _, name in machine.loads} == {"a", "b"}
+
+
+def test_the_pattern_a_b_a_a_c_needs_one_load_for_each_model() -> None:
+    machine = Machine(Model("a"), Model("b"), Model("c"))
+    machine.run([(0.1 * number, name, 0.2) for number, name in enumerate("abaac")])
+    assert [name for _, name in machine.loads] == ["a", "b", "c"]
+
+
+def test_an_idle_model_leaves_before_a_busy_one_and_the_least_recently_used_first() -> None:
+    old = Bundle(("old",), loaded=True, in_memory=True, used_at=1.0, memory_bytes=1)
+    new = Bundle(("new",), loaded=True, in_memory=True, used_at=90.0, memory_bytes=1)
+    busy = Bundle(("busy",), loaded=True, in_memory=True, busy=True, used_at=0.0, memory_bytes=1)
+    wanted = Bundle(("wanted",), waiting_since=99.0)
+
+    def step(missing: int) -> Step:
+        return next_step(
+            100.0,
+            wanted,
+            [busy, new, old, wanted],
+            missing_bytes=missing,
+            min_residence_s=RESIDENCE_S,
+            excludes=lambda _: False,
+        )
+
+    assert step(0) == Load(("wanted",))
+    assert step(1) == Evict(("old",))
+    assert step(2) == Evict(("old", "new"))
+    assert step(3) == Wait(99.0 + RESIDENCE_S)
+    assert isinstance(step(4), Refuse)
+
+
+def test_no_model_leaves_whose_memory_would_not_help() -> None:
+    small = Bundle(("small",), loaded=True, in_memory=True, used_at=1.0, memory_bytes=1)
+    large = Bundle(("large",), loaded=True, in_memory=True, used_at=2.0, memory_bytes=10)
+    wanted = Bundle(("wanted",), waiting_since=99.0)
+    step = next_step(
+        100.0,
+        wanted,
+        [small, large],
+        missing_bytes=10,
+        min_residence_s=RESIDENCE_S,
+        excludes=lambda _: False,
+    )
+    assert step == Evict(("large",))
+
+
+@pytest.mark.parametrize(("group", "room"), [("", 1), ("g", 2)])
+def test_a_model_that_always_stays_loaded_is_named_in_the_refusal(group: str, room: int) -> None:
+    machine = Machine(Model("a", kept="'a' is pinned", group=group), Model("b", group=group), room=room)
+    machine.run([(0.0, "a", 0.1), (60.0, "b", 0.1)])
+    [refused] = machine.refused
+    assert refused.startswith("b: ") and "'a' is pinned" in refused
+    assert [name for _, name in machine.loads] == ["a"]
+
+
+def test_models_of_a_group_take_turns_although_both_fit() -> None:
+    machine = Machine(Model("a", group="g"), Model("b", group="g"), Model("c"), room=3)
+    machine.run([(0.0, "a", 0.1), (0.0, "c", 0.1), (30.0, "b", 0.1), (60.0, "c", 0.1)])
+    assert [name for _, name in machine.loads] == ["a", "c", "b"]
+    assert machine.most_bytes == 2
+
+
+def test_a_model_expires_only_when_it_has_been_idle_for_its_time_to_live() -> None:
+    idle = Bundle(("a",), loaded=True, in_memory=True, ready_at=5.0, used_at=10.0)
+    assert not expired(19.9, idle, 10.0) and expired(20.0, idle, 10.0)
+    assert not expired(1e9, idle, None)
+    assert not expired(1e9, idle._replace(kept="'a' is pinned"), 10.0)
+    assert not expired(1e9, idle._replace(busy=True), 10.0)
+    assert not expired(1e9, idle._replace(loaded=False), 10.0)
+    assert expired(10.0, idle, 0.0)

@@ -1,0 +1,208 @@
+"""Sends requests to models that do not fit into memory together, and checks every answer and waiting time:
+`python -m tests.system.alternating --rounds 20`.
+
+The checkpoints answer with different tokens. The service may use the memory of one model, so it exchanges the
+models while requests wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from appliance.actions import AddModel
+from appliance.models.fit import host_bytes, read_memory
+from appliance.settings import ModelSettings
+from tests.checkpoints import write_constant_checkpoint
+from tests.system.service import Service, service
+
+MODELS = {"a": 100, "b": 200, "c": 300}
+"""The token that each model generates."""
+SETTINGS = {"kv_blocks": 100, "threads": 1, "max_num_seqs": 16}
+MIN_RESIDENCE_S = 4.0
+SLACK_S = 10.0
+"""Time for draining: a request waits at most the minimum residence, one swap and this time."""
+WITHIN_S = 180.0
+
+
+class Answered(NamedTuple):
+    """One answer."""
+
+    model: str
+    begun_at: float
+    first_token_s: float
+    tokens: int
+
+
+class Alternating:
+    """A service with three models and the memory of one."""
+
+    def __init__(self, running: Service, folder: Path) -> None:
+        self.running = running
+        self.answers: list[Answered] = []
+        self.failures: list[str] = []
+        for name, checkpoint in checkpoints(folder).items():
+            self.running.act(AddModel(name=name, folder=str(checkpoint), settings=SETTINGS))
+
+    def ask(self, model: str, max_tokens: int = 24) -> None:
+        """Send one request, and record its answer or its failure."""
+        began, first_s, tokens = time.monotonic(), 0.0, list[int]()
+        try:
+            with self.running.client(timeout=WITHIN_S) as client:
+                for chunk in client.completions.create(
+                    model=model,
+                    prompt="import ",
+                    max_tokens=max_tokens,
+                    temperature=0,
+                    stream=True,
+                    extra_body={"ignore_eos": True, "return_token_ids": True},
+                ):
+                    for choice in chunk.choices:
+                        tokens += (choice.model_extra or {}).get("token_ids") or ()
+                        first_s = first_s or time.monotonic() - began
+        except Exception as error:
+            self.failures.append(f"{model}: {type(error).__name__}: {error}")
+            return
+        if tokens != [MODELS[model]] * max_tokens:
+            self.failures.append(f"{model} answered with the tokens {tokens}")
+        self.answers.append(Answered(model, began, first_s, len(tokens)))
+
+    def run(self, clients: dict[str, int], for_s: float) -> float:
+        """Let this many clients for each model send one request after another. Return the time in seconds
+        until the last answer."""
+        began = time.monotonic()
+
+        def send(model: str) -> None:
+            while time.monotonic() < began + for_s and not self.failures:
+                self.ask(model)
+
+        self.in_parallel([partial(send, name) for name, count in clients.items() for _ in range(count)])
+        return time.monotonic() - began
+
+    def send_in_order(self, pattern: str, every_s: float) -> None:
+        """Send one request for each letter of the pattern, at this interval, without waiting for answers."""
+        began = time.monotonic()
+
+        def send(number: int) -> None:
+            time.sleep(max(0.0, began + every_s * number - time.monotonic()))
+            self.ask(pattern[number])
+
+        self.in_parallel([partial(send, number) for number in range(len(pattern))])
+
+    def in_parallel(self, calls: list[Callable[[], object]]) -> None:
+        """Make calls in threads, and wait until all have returned."""
+        threads = [threading.Thread(target=call, daemon=True) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WITHIN_S)
+
+    def count(self, metric: str) -> dict[str, float]:
+        """Return the values of a metric, summed by model."""
+        transport = httpx.HTTPTransport(uds=str(self.running.run_dir / "admin.sock"), verify=False)
+        with httpx.Client(transport=transport, base_url="http://appliance") as client:
+            families = text_string_to_metric_families(client.get("/metrics").text)
+        found: dict[str, float] = {}
+        for sample in (sample for family in families for sample in family.samples):
+            if sample.name == metric:
+                name = sample.labels["model"].partition("@")[0]
+                found[name] = found.get(name, 0.0) + sample.value
+        return found
+
+    @property
+    def loads(self) -> int:
+        """Number of loads on demand so far."""
+        return int(sum(self.count("appliance_model_demand_loads_total").values()))
+
+    def swap_s(self) -> float:
+        """Return the longest time of a load so far, in seconds."""
+        times = re.findall(r"was ready after ([0-9.]+) s", self.running.log_path.read_text())
+        return max(map(float, times))
+
+    def check(self) -> float:
+        """Check that no request failed or waited too long. Return the longest wait in seconds."""
+        assert not self.failures, self.failures[:5]
+        longest = max(answer.first_token_s for answer in self.answers)
+        assert longest <= MIN_RESIDENCE_S + self.swap_s() + SLACK_S, (longest, self.swap_s())
+        return longest
+
+
+def checkpoints(folder: Path) -> dict[str, Path]:
+    """Write one checkpoint for each model."""
+    return {
+        name: write_constant_checkpoint(folder / f"checkpoint-{name}", token)
+        for name, token in MODELS.items()
+    }
+
+
+def memory_gb(folder: Path, models: float) -> float:
+    """Return the memory that this many of the models need, for `on_demand.memory_gb`."""
+    checkpoint = write_constant_checkpoint(folder / "measured", 1)
+    settings = ModelSettings(folder=str(checkpoint), device="cpu", **SETTINGS)
+    return models * host_bytes(settings, read_memory()) / 1e9
+
+
+@contextmanager
+def alternating(folder: Path, room: float = 1.5, more: str = "") -> Iterator[Alternating]:
+    """Run a service whose models may use the memory of `room` models. `more` are further settings."""
+    config = folder / "appliance.toml"
+    config.write_text(
+        f"fronts = 2\n[models]\n[on_demand]\nmemory_gb = {memory_gb(folder, room)}\n"
+        f"min_residence_s = {MIN_RESIDENCE_S}\n{more}"
+    )
+    with service("--config", str(config), "--device", "cpu") as running:
+        yield Alternating(running, folder)
+
+
+def measure(world: Alternating, for_s: float) -> str:
+    """Run two busy models with room for one, and compare the throughput with that of the ideal order: all
+    requests of one model before those of the other."""
+    rates = {}
+    for name in "ab":
+        world.ask(name)
+        first = len(world.answers)
+        took_s = world.run({name: 4}, 10.0)
+        rates[name] = (len(world.answers) - first) / took_s
+    first, loads = len(world.answers), world.loads
+    took_s = world.run({"a": 4, "b": 4}, for_s)
+    swaps = world.loads - loads
+    answers = [answer.model for answer in world.answers[first:]]
+    ideal_s = sum(answers.count(name) / rates[name] for name in "ab") + world.swap_s()
+    longest = max(answer.first_token_s for answer in world.answers[first:])
+    return (
+        f"{len(answers)} answers in {took_s:.1f} s, {swaps} swaps ({60 * swaps / took_s:.1f} per minute), "
+        f"longest load {world.swap_s():.1f} s, longest wait {longest:.1f} s, "
+        f"throughput {ideal_s / took_s:.0%} of the ideal order"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=20, help="times that the pattern A B A A C is sent")
+    parser.add_argument("--seconds", type=float, default=120.0, help="duration of the alternating load")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, alternating(Path(folder)) as world:
+        print(measure(world, arguments.seconds))
+        world.check()
+        before, began = world.loads, time.monotonic()
+        world.send_in_order("abaac" * arguments.rounds, every_s=0.5)
+        loads, took_s = world.loads - before, time.monotonic() - began
+        print(
+            f"{arguments.rounds} × A B A A C: {loads} loads in {took_s:.1f} s instead of "
+            f"{4 * arguments.rounds} in the order of arrival, longest wait {world.check():.1f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()

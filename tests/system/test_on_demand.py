@@ -1,0 +1,182 @@
+"""Tests of models that are loaded at their first request, on a running service with real engines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from appliance.client import AdminClient
+from tests.system.alternating import MODELS, SETTINGS, Alternating, alternating, checkpoints
+from tests.system.service import Service, service
+
+pytestmark = pytest.mark.system
+
+WITHIN_S = 60.0
+LONG = 2000
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alternating]:
+    with alternating(tmp_path_factory.mktemp("world")) as made:
+        yield made
+
+
+def states(running: Service) -> dict[str, str]:
+    return {model["name"]: model["state"] for model in running.command("models", "list")}
+
+
+def in_memory(running: Service) -> list[str]:
+    return [model["name"] for model in running.command("models", "ps")]
+
+
+def complete(running: Service, model: str, **fields: Any) -> Any:
+    with running.http() as http:
+        return http.post(
+            "/v1/completions", json={"model": model, "prompt": "import ", "max_tokens": 4} | fields
+        )
+
+
+def test_a_model_is_loaded_at_its_first_request(world: Alternating) -> None:
+    running = world.running
+    assert states(running) == dict.fromkeys(MODELS, "available") and in_memory(running) == []
+    with running.http() as http:
+        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == list(MODELS)
+        assert http.get("/v1/models/a").json()["id"] == "a"
+        assert http.get("/health/ready", params={"model": "a"}).status_code in (200, 401)
+        tokens = http.post("/tokenize", json={"model": "b", "prompt": "import "})
+    assert tokens.status_code == 200 and in_memory(running) == []
+    world.ask("a")
+    assert not world.failures
+    assert states(running)["a"] == "ready" and in_memory(running) == ["a"]
+
+
+def test_the_patterns_a_b_a_a_c_and_two_busy_models_wait_no_longer_than_the_bound(
+    world: Alternating,
+) -> None:
+    before = world.loads
+    world.send_in_order("abaac" * 2, every_s=0.3)
+    assert world.loads - before < 6, "the order of arrival needs 8 loads"
+    began, before = time.monotonic(), world.loads
+    world.run({"a": 2, "b": 2}, for_s=20.0)
+    swaps, took_s = world.loads - before, time.monotonic() - began
+    assert swaps >= 2 and swaps <= took_s / 4.0 + 1
+    world.check()
+
+
+def test_a_long_answer_continues_after_its_model_was_exchanged(world: Alternating) -> None:
+    running = world.running
+    complete(running, "a")
+    loads = world.loads
+    answer = threading.Thread(target=world.ask, args=("a", LONG))
+    answer.start()
+    [rank] = running.wait_until(lambda: stopped_ranks(running, "a"), WITHIN_S, "the answer to begin")
+    world.ask("b")
+    answer.join(2 * WITHIN_S)
+    assert not world.failures, world.failures
+    assert world.answers[-1].tokens == LONG and world.loads == loads + 2
+    assert not psutil.pid_exists(rank)
+    assert "requests continues when" in running.log_path.read_text()
+
+
+def stopped_ranks(running: Service, name: str) -> list[int]:
+    """Stop the ranks of a model if a request is running on it, so that the request cannot end. Return their
+    process ids."""
+    with AdminClient(running.run_dir) as client:
+        [replica] = [one for model in client.status().models for one in model.replicas]
+    if not replica.name.startswith(name) or not replica.running:
+        return []
+    for pid in replica.pids:
+        os.kill(pid, signal.SIGSTOP)
+    return replica.pids
+
+
+def test_keep_alive_unloads_a_model_and_wrong_values_are_refused(world: Alternating) -> None:
+    running = world.running
+    assert complete(running, "a", keep_alive=0).status_code == 200
+    running.wait_until(lambda: states(running)["a"] == "available", WITHIN_S, "the model to be unloaded")
+    assert complete(running, "a", keep_alive="1h").status_code == 200
+    [shown] = running.command("models", "ps")
+    assert 3000 < shown["expires_at"] - time.time() <= 3600
+    assert complete(running, "a", keep_alive=-1).status_code == 200
+    assert running.command("models", "ps")[0]["expires_at"] is None
+    refused = complete(running, "a", keep_alive="soon")
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "keep_alive"
+
+
+def test_a_pinned_model_is_not_unloaded_for_others(world: Alternating) -> None:
+    running = world.running
+    assert complete(running, "a").status_code == 200
+    running.command("models", "pin", "a")
+    try:
+        refused = complete(running, "b")
+        assert refused.status_code == 503 and "pinned" in refused.json()["error"]["message"]
+        assert float(refused.headers["retry-after"]) > 0
+        assert in_memory(running) == ["a"]
+        assert states(running)["b"] == "failed"
+    finally:
+        running.command("models", "unpin", "a")
+    running.wait_until(lambda: complete(running, "b").status_code == 200, WITHIN_S, "b to answer again")
+    assert in_memory(running) == ["b"]
+
+
+def test_a_model_that_cannot_be_loaded_gets_a_clear_error_and_disturbs_no_other(
+    world: Alternating, tmp_path: Path
+) -> None:
+    running = world.running
+    folder = checkpoints(tmp_path)["c"]
+    running.command("models", "add", f"broken={folder}", "--set", "kv_blocks=100")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    refused = complete(running, "broken")
+    assert refused.status_code == 503 and "model.safetensors" in refused.json()["error"]["message"]
+    assert float(refused.headers["retry-after"]) > 0
+    with running.http() as http:
+        assert "broken" not in [model["id"] for model in http.get("/v1/models").json()["data"]]
+    assert complete(running, "a").status_code == 200
+    running.command("models", "remove", "broken", "--yes")
+
+
+def test_groups_a_time_to_live_and_optional_models_of_the_settings(tmp_path: Path) -> None:
+    folders = checkpoints(tmp_path)
+    common = "\n".join(f"{name} = {value}" for name, value in SETTINGS.items())
+    config = tmp_path / "appliance.toml"
+    tables = [
+        f'[models.{name}]\nfolder = "{folder}"\nrequired = false\ndevice = "cpu"\n{common}\n'
+        + ("idle_unload_s = 3.0\n" if name == "c" else "")
+        for name, folder in folders.items()
+    ]
+    config.write_text(
+        "".join(tables)
+        + '[groups.rivals]\nmodels = ["a", "b"]\nload = "one"\n[on_demand]\nmin_residence_s = 1.0\n'
+    )
+    with service("--config", str(config)) as running:
+        running.wait_until(
+            lambda: (
+                states(running)
+                in ({"a": "ready", "b": "available", "c": one} for one in ("ready", "available"))
+            ),
+            WITHIN_S,
+            "the optional models that may be loaded together",
+        )
+        running.wait_until(lambda: states(running)["c"] == "available", WITHIN_S, "c to expire")
+        assert complete(running, "b").status_code == 200
+        assert states(running) == {"a": "available", "b": "ready", "c": "available"}
+        assert complete(running, "c", keep_alive="1h").status_code == 200
+        assert states(running)["b"] == states(running)["c"] == "ready"
+
+
+def test_models_of_a_group_are_loaded_and_unloaded_together(tmp_path: Path) -> None:
+    with alternating(tmp_path, 2.5, '[groups.pair]\nmodels = ["a", "b"]\nload = "all"\n') as world:
+        world.ask("a")
+        world.running.wait_until(lambda: in_memory(world.running) == ["a", "b"], WITHIN_S, "both models")
+        assert complete(world.running, "c").status_code == 200
+        assert in_memory(world.running) == ["c"]
+        assert not world.failures
