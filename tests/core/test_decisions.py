@@ -44,6 +44,7 @@ from appliance.admin.handlers import BackupAdmin, RequestAdmin, handlers
 from appliance.admin.keys import KeyAdmin
 from appliance.admin.models import ModelAdmin
 from appliance.admin.peers import PeerAdmin
+from appliance.admin.splits import SplitAdmin
 from appliance.admin.tenants import TenantAdmin
 from appliance.client import AdminClient, AdminError
 from appliance.protocol import Done, NewKey, Tenant
@@ -353,6 +354,7 @@ def test_every_action_of_the_registry_has_a_handler_for_its_parameters() -> None
             settings=nothing,
             declared_in=nothing,
         ),
+        splits=SplitAdmin(models=nothing),
         drains=DrainAdmin(nothing, nothing, nothing),
         requests=RequestAdmin(nothing, nothing, nothing),
         backups=BackupAdmin(nothing),
