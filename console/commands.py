@@ -17,6 +17,8 @@ _POSITIONAL = {
     "models.split": ("name", "weights"),
     "models.shadow": ("name",),
 }
+_OPTIONS = {"target": "--to"}
+"""Options whose names differ from those of their parameters."""
 CLASS_NAMES = ("P0", "P1", "P2", "P3")
 WORDS: dict[str, str] = {
     "theme": "theme NAME: dark, light, ansi, mono or high-contrast",
@@ -78,6 +80,8 @@ def parse_action(text: str) -> tuple[Action, dict[str, Any]] | None:
 
 def flag_of(parameter: str) -> str:
     """Return the CLI's option for a parameter."""
+    if parameter in _OPTIONS:
+        return _OPTIONS[parameter]
     return f"--{parameter.removesuffix('_s').removesuffix('_at').replace('_', '-')}"
 
 
@@ -104,6 +108,12 @@ def equivalent(action: Action, values: dict[str, Any]) -> str:
         named = ["=".join(named)]
     if action.name == "models.alias" and named[1:] == ["none"]:
         named[1] = "--delete"
+    if action.name == "models.shadow":
+        if given.get("target") == "none":
+            del given["target"]
+            named.append("--clear")
+        if "share" in given:
+            given["share"] = _percentage(given["share"])
     if action.name == "models.split" and named[1:]:
         named[1:] = ["--clear"] if named[1] == "none" else named[1].split(",")
     words = ["appliance", *action.name.split("."), *named]
@@ -114,6 +124,14 @@ def equivalent(action: Action, values: dict[str, Any]) -> str:
             seconds = name.endswith("_s") and str(value)[-1:].isdigit()
             words += [flag_of(name), f"{value}s" if seconds else str(value)]
     return shlex.join(words) + (" --yes" if action.danger != "none" else "")
+
+
+def _percentage(share: Any) -> Any:
+    """Return a share as the CLI takes it. A text that is no number is returned as it is."""
+    try:
+        return share if str(share).endswith("%") else f"{100 * float(share):g}%"
+    except ValueError:
+        return share
 
 
 def positional(action: Action) -> tuple[str, ...]:
@@ -197,6 +215,11 @@ def _value(action: Action, name: str, value: Any) -> Any:
         return [part.strip() for part in value.split(",") if part.strip()]
     if name.endswith("_class") and value in CLASS_NAMES:
         return CLASS_NAMES.index(value)
+    if name == "share" and value.endswith("%"):
+        try:
+            return float(value.removesuffix("%")) / 100
+        except ValueError:
+            return value
     if kind is float and name.endswith("_s"):
         for unit, factor in (
             ("min", 60.0),

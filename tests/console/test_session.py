@@ -161,6 +161,15 @@ def test_a_dialog_shows_the_cli_command_with_quoted_values() -> None:
     )
 
 
+def test_the_share_of_a_shadow_is_a_percentage_as_in_the_cli() -> None:
+    found = parse_action("models shadow chat --to chat@2 --share 10%")
+    assert found is not None
+    assert msgspec.to_builtins(build(*found)) == {"name": "chat", "target": "chat@2", "share": 0.1}
+    assert equivalent(*found) == "appliance models shadow chat --to chat@2 --share 10%"
+    values = {"name": "chat", "target": "none", "share": "0.05"}
+    assert equivalent(found[0], values) == "appliance models shadow chat --clear --share 5%"
+
+
 def test_completion_offers_screens_actions_and_targets() -> None:
     assert "overview" in completions("ov", {})
     assert "requests cancel" in completions("requests c", {})
