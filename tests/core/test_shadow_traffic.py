@@ -85,6 +85,18 @@ def test_a_copy_is_dropped_if_it_cannot_start_at_once(service: SimulatedService,
     assert copy.request_id not in service.rows.opened and not service.rows.ended
 
 
+def test_a_copy_is_dropped_while_a_request_of_another_model_waits(service: SimulatedService) -> None:
+    front, _ = started(service)
+    service.requests.add_model("busy", "v2")
+    service.ask(front)
+    waiting = front.to_core.pop()
+    service.requests.admit(front.name, msgspec.structs.replace(waiting, model="busy", unit="busy"))
+    assert service.requests.state.waiting == 1 and not front.from_core
+    service.requests.admit(front.name, copied(service, front))
+    [refused] = front.from_core
+    assert isinstance(refused, Refused) and refused.code == "shadow_dropped"
+
+
 def test_a_copy_whose_front_dies_leaves_nothing(service: SimulatedService) -> None:
     front, replica = started(service)
     copy = copied(service, front)
