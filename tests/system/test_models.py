@@ -285,6 +285,51 @@ def test_a_model_of_the_settings_is_shown_and_changed_only_there(folders: list[P
         assert ask(running, "assistant")[1]["choices"][0]["token_ids"] == [TOKENS[0]] * 4
 
 
+def test_a_reload_changes_sampling_and_template_without_another_replica(
+    folders: list[Path], tmp_path: Path
+) -> None:
+    config, template = tmp_path / "appliance.toml", tmp_path / "other.jinja"
+    template.write_text("A")
+    declared = f'[models.chat]\nfolder = "{folders[0]}"\nkv_blocks = 100\nthreads = 1\n'
+    config.write_text(declared)
+
+    def tokens() -> list[str]:
+        body = {"model": "chat", "messages": [{"role": "user", "content": "Hello"}]}
+        with running.http() as http:
+            answer = http.post("/tokenize", json=body | {"return_token_strs": True})
+        return list(answer.json()["token_strs"])
+
+    def drawn() -> list[int]:
+        body = {"model": "chat", "prompt": "import ", "max_tokens": 40, "ignore_eos": True, "seed": 1}
+        with running.http() as http:
+            answer = http.post("/v1/completions", json=body | {"return_token_ids": True})
+        return list(answer.json()["choices"][0]["token_ids"])
+
+    with service("--config", str(config)) as running:
+        pids, own = running.replica()["pids"], tokens()
+        assert own != ["A"] and drawn() == [TOKENS[0]] * 40
+        changed = (
+            f'{declared}chat_template = "other.jinja"\n[models.chat.sampling]\nrepetition_penalty = 100\n'
+        )
+        config.write_text(changed)
+        running.command("config", "reload")
+        running.wait_until(lambda: tokens() == ["A"], 60, "the template to be used")
+        assert drawn().count(TOKENS[0]) < 20
+        config.write_text(changed.replace("other.jinja", "gone.jinja"))
+        done = subprocess.run(
+            [APPLIANCE, "config", "reload", "--run-dir", str(running.run_dir)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode != 0 and "gone.jinja" in done.stderr, done
+        config.write_text(declared)
+        running.command("config", "reload")
+        running.wait_until(lambda: tokens() == own, 60, "the folder's template to be used")
+        assert drawn() == [TOKENS[0]] * 40 and running.replica()["pids"] == pids
+
+
 def test_swaps_rollbacks_and_changes_of_aliases_and_splits_fail_no_stream(tmp_path: Path) -> None:
     config = tmp_path / "appliance.toml"
     config.write_text("fronts = 2\n[models]\n")
