@@ -168,7 +168,7 @@ def models_load(model: Target, wait: Wait = False, run_dir: RunDir = None, json:
 def models_unload(
     model: Target,
     wait: Wait = False,
-    grace: Grace = "120s",
+    grace_s: Grace = "120s",
     yes: Yes = False,
     run_dir: RunDir = None,
     json: Json = False,
@@ -177,7 +177,7 @@ def models_unload(
     from appliance.cli.models import change
     from appliance.cli.times import span_s
 
-    action = UnloadModel(model=model, wait=wait, grace_s=span_s(grace, "--grace", MAX_GRACE_S))
+    action = UnloadModel(model=model, wait=wait, grace_s=span_s(grace_s, "--grace", MAX_GRACE_S))
     change(run_dir, action, yes=yes, as_json=json)
 
 
@@ -244,7 +244,7 @@ def models_default(
             metavar="NAME@VERSION", help="The model and the number of the version.", show_default=False
         ),
     ],
-    grace: Grace = "1h",
+    grace_s: Grace = "1h",
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
@@ -252,14 +252,14 @@ def models_default(
     from appliance.cli.models import change
     from appliance.cli.times import span_s
 
-    action = SetDefaultModel(model=model, grace_s=span_s(grace, "--grace", MAX_GRACE_S))
+    action = SetDefaultModel(model=model, grace_s=span_s(grace_s, "--grace", MAX_GRACE_S))
     change(run_dir, action, as_json=json)
 
 
 @models.command("rollback", help=about("models.rollback"))
 def models_rollback(
     name: Name,
-    grace: Grace = "1h",
+    grace_s: Grace = "1h",
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
@@ -267,7 +267,7 @@ def models_rollback(
     from appliance.cli.models import change
     from appliance.cli.times import span_s
 
-    action = RollbackModel(name=name, grace_s=span_s(grace, "--grace", MAX_GRACE_S))
+    action = RollbackModel(name=name, grace_s=span_s(grace_s, "--grace", MAX_GRACE_S))
     change(run_dir, action, as_json=json)
 
 

@@ -66,7 +66,7 @@ def speed_of(account: CreditAccount) -> ReplicaSpeed | None:
 
 
 @dataclass(kw_only=True)
-class Submission:
+class SimulatedSubmission:
     """One prompt of a request, with its sequences."""
 
     request_id: str
@@ -94,8 +94,8 @@ class SimulatedReplica:
         self.account = CreditAccount(speed.replica, speed.unit)
         self.account.rates.predict(speed.step_s, speed.prompt_token_s)
         self._now = 0.0
-        self._prompts: deque[Submission] = deque()
-        self._running: list[tuple[float, int, Submission]] = []
+        self._prompts: deque[SimulatedSubmission] = deque()
+        self._running: list[tuple[float, int, SimulatedSubmission]] = []
         """The submissions that decode, as a heap by the number of tokens at which they end."""
         self._prompt_tokens = 0
         """Tokens of the prompts in the queue, including those that are computed already."""
@@ -107,7 +107,7 @@ class SimulatedReplica:
         self._generated = self._computed = self._started = self._cached = 0
         self._steps, self._seconds = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
 
-    def submit(self, submission: Submission, now: float) -> None:
+    def submit(self, submission: SimulatedSubmission, now: float) -> None:
         """Queue a prompt."""
         self.advance(now)
         submission.left = submission.work
@@ -139,7 +139,7 @@ class SimulatedReplica:
         if mixed:
             self._prompts[0].left -= steps * self._chunk()
 
-    def change(self) -> tuple[list[Submission], list[Submission]]:
+    def change(self) -> tuple[list[SimulatedSubmission], list[SimulatedSubmission]]:
         """Return the submissions whose prompts are complete at this time, and those that end."""
         started, ended = [], []
         if self._prompts and self._prompts[0].left < 1e-3:
@@ -160,7 +160,7 @@ class SimulatedReplica:
             ended.append(submission)
         return started, ended
 
-    def report(self, ended: list[Submission]) -> Report:
+    def report(self, ended: list[SimulatedSubmission]) -> Report:
         """Return the report that the replica would send to the request manager."""
         steps, seconds = self._steps, self._seconds
         self._steps, self._seconds = {False: 0.0, True: 0.0}, {False: 0.0, True: 0.0}
@@ -199,7 +199,7 @@ class SimulatedReplica:
         return min(self.speed.chunk, self._prompt_tokens)
 
 
-def _finished(submission: Submission, batch_size: int) -> Finished:
+def _finished(submission: SimulatedSubmission, batch_size: int) -> Finished:
     return Finished(
         request_id=submission.request_id,
         index=submission.index,

@@ -27,7 +27,7 @@ from appliance.traffic.quotas import Quotas
 from appliance.traffic.recent import PastRequest
 from appliance.traffic.request_manager import RequestManager
 from appliance.traffic.rules import QueueRules
-from appliance.traffic.simulated_replica import ReplicaSpeed, SimulatedReplica, Submission
+from appliance.traffic.simulated_replica import ReplicaSpeed, SimulatedReplica, SimulatedSubmission
 from engine.client import module_command, module_environment
 from engine.levels import level_of
 from store.policies import KeyRecord, Policies, Quota, TenantRecord
@@ -183,7 +183,7 @@ class _Replay:
         request.submissions = past.submissions
         # The manager sends this message while it changes its own state, so the prompt arrives afterwards.
         for index in range(past.submissions):
-            submission = Submission(
+            submission = SimulatedSubmission(
                 request_id=message.request_id,
                 index=index,
                 level=level_of(message.priority, message.urgency),
@@ -194,7 +194,7 @@ class _Replay:
             )
             self._at(self.now, partial(self._submit, replica, submission))
 
-    def _submit(self, replica: SimulatedReplica, submission: Submission) -> None:
+    def _submit(self, replica: SimulatedReplica, submission: SimulatedSubmission) -> None:
         replica.submit(submission, self.now)
         self._schedule(replica)
 
@@ -219,7 +219,7 @@ class _Replay:
         for submission in ended:
             self._end(submission)
 
-    def _end(self, submission: Submission) -> None:
+    def _end(self, submission: SimulatedSubmission) -> None:
         request = self._running[submission.request_id]
         request.submissions -= 1
         if request.submissions:
@@ -238,7 +238,7 @@ class _Replay:
             ),
         )
 
-    def _report(self, replica: SimulatedReplica, ended: list[Submission]) -> None:
+    def _report(self, replica: SimulatedReplica, ended: list[SimulatedSubmission]) -> None:
         self._reported[replica.speed.replica] = self.now
         self._manager.report(replica.account, replica.report(ended))
 
