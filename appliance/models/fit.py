@@ -172,7 +172,7 @@ def fit(model: ModelSettings, memory: MachineMemory, chosen: Sequence[int] = ())
     )
 
 
-class Shortage(NamedTuple):
+class MemoryShortage(NamedTuple):
     """Memory that is missing for a model beside the running replicas."""
 
     bytes: int = 0
@@ -188,7 +188,7 @@ def shortage_beside(
     *,
     others: Sequence[ModelSettings] = (),
     limit_bytes: int | None = None,
-) -> Shortage:
+) -> MemoryShortage:
     """Return the memory that is missing for `count` replicas with these settings beside the running replicas.
     On GPUs, only one replica is checked, because further replicas get other GPUs.
 
@@ -209,23 +209,23 @@ def shortage_beside(
         wanted = fit(model, alone, chosen)
     except UnfitError:
         # The replica's load fails immediately and reports the reason, while the running replicas continue.
-        return Shortage()
+        return MemoryShortage()
     on_gpu = bool(wanted.gpus)
     free = min(_free(memory.gpus[gpu.number]) for gpu in wanted.gpus) if on_gpu else wanted.usable_bytes
     needed = wanted.needed_bytes if on_gpu else wanted.needed_bytes * count
     if needed > free or not wanted.kv_blocks:
         where = "of the GPU's memory" if on_gpu else "of the host's memory"
         ranks = "each rank needs" if needed == wanted.needed_bytes else f"{count} ranks need"
-        return Shortage(
+        return MemoryShortage(
             max(1, needed - free) * wanted.ranks,
             f"{ranks} {of_bytes(needed)}, but only {of_bytes(free)} {where} is free",
         )
     if on_gpu or limit_bytes is None:
-        return Shortage()
+        return MemoryShortage()
     needed, used = count * host_bytes(model, memory), sum(host_bytes(one, memory) for one in others)
     if needed + used <= limit_bytes:
-        return Shortage()
-    return Shortage(
+        return MemoryShortage()
+    return MemoryShortage(
         needed + used - limit_bytes,
         f"it needs {of_bytes(needed)}, and the models in memory use {of_bytes(used)} of the "
         f"{of_bytes(limit_bytes)} that on_demand.memory_gb allows",

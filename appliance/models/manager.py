@@ -28,7 +28,7 @@ import msgspec
 from appliance.messages import ServedModel
 from appliance.models.cgroups import ReplicaCgroups, descendants
 from appliance.models.changes import describe_change
-from appliance.models.fit import Shortage, shortage_beside
+from appliance.models.fit import MemoryShortage, shortage_beside
 from appliance.models.placement import GpuPlacement, machine_topology
 from appliance.models.replica import Launch, Preflight, Replica
 from appliance.models.replica_connections import FrontChannels, ReplicaConnections
@@ -298,12 +298,12 @@ class ModelManager:
         """Return whether no request for the unit is unfinished."""
         return self._requests.state.finished(unit)
 
-    async def shortage(self, settings: ModelSettings, count: int | None = None) -> Shortage:
+    async def shortage(self, settings: ModelSettings, count: int | None = None) -> MemoryShortage:
         """Return the memory that is missing for `count` replicas with these settings beside the running
         replicas. Default: the number of replicas with which the model is loaded."""
         limit_gb = self._settings().on_demand.memory_gb
         if not self.replicas and limit_gb is None:
-            return Shortage()  # the replica itself reports why it cannot load
+            return MemoryShortage()  # the replica itself reports why it cannot load
         return await asyncio.to_thread(
             shortage_beside,
             settings,

@@ -27,7 +27,16 @@ from appliance.background import Background
 from appliance.models.fit import host_bytes, read_memory
 from appliance.models.manager import ModelManager
 from appliance.models.operations import FrontRoutes, LoadError, ModelOperations, NoRoomError
-from appliance.models.residency import Bundle, Evict, Load, Refuse, Wait, expired, first_waiting, next_step
+from appliance.models.residency import (
+    Bundle,
+    Evict,
+    LoadUnits,
+    Refuse,
+    Wait,
+    expired,
+    first_waiting,
+    next_step,
+)
 from appliance.models.routing import Routing, split_target, unit_name
 from appliance.settings import ModelSettings, Settings
 from appliance.traffic.request_manager import RequestManager
@@ -280,7 +289,7 @@ class OnDemand:
             min_residence_s=self._settings().on_demand.min_residence_s,
             excludes=lambda other: self._excluded(wanted, other),
         )
-        if isinstance(step, Load):
+        if isinstance(step, LoadUnits):
             unit = next(one for one in wanted.units if self._manager.is_parked(one))
             await self._bring_back(unit, wanted)
         elif isinstance(step, Evict):

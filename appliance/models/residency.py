@@ -58,7 +58,7 @@ class Bundle(NamedTuple):
         return max(earliest, waiting_since + min_residence_s) if self.busy else earliest
 
 
-class Load(NamedTuple):
+class LoadUnits(NamedTuple):
     """Load the units now."""
 
     units: tuple[str, ...]
@@ -83,7 +83,7 @@ class Wait(NamedTuple):
     until: float
 
 
-Step = Load | Evict | Refuse | Wait
+Step = LoadUnits | Evict | Refuse | Wait
 
 
 def first_waiting(bundles: Iterable[Bundle]) -> Bundle | None:
@@ -136,7 +136,7 @@ def next_step(
             freed -= one.memory_bytes
     victims += chosen
     if not victims:
-        return Load(wanted.units)
+        return LoadUnits(wanted.units)
     until = max(one.evictable_at(since, min_residence_s) for one in victims)
     if until > now:
         return Wait(until)

@@ -74,6 +74,8 @@ class Target:
             "models.wake": {"model": "m"},
             "models.split": {"name": "m", "weights": "m=1"},
             "models.shadow": {"name": "m", "target": "m"},
+            "models.pin": {"model": "m"},
+            "models.unpin": {"model": "m"},
             "models.remove": {"model": "m"},
             "models.prune": {},
             "config.reload": {},
@@ -108,6 +110,12 @@ class Target:
             [(one.model, one.state) for one in client.status().drains],
         )
         return msgspec.json.encode(parts)
+
+
+@pytest.fixture(autouse=True)
+def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let files that the console exports be written to a temporary directory."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="module")

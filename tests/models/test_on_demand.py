@@ -12,7 +12,7 @@ import pytest
 
 from appliance.messages import ServedModel
 from appliance.models import on_demand
-from appliance.models.fit import Shortage
+from appliance.models.fit import MemoryShortage
 from appliance.models.on_demand import OnDemand
 from appliance.models.operations import ModelOperations
 from appliance.models.routing import Routing
@@ -89,9 +89,9 @@ class Manager(SimulatedManager):
     def settings_of(self, unit: str) -> ModelSettings | None:
         return self.settings.get(unit)
 
-    async def shortage(self, settings: ModelSettings) -> Shortage:
+    async def shortage(self, settings: ModelSettings) -> MemoryShortage:
         used = sum(bool(self.of(unit)) for unit in self.models)
-        return Shortage(1, "there is no room") if used >= self.room else Shortage()
+        return MemoryShortage(1, "there is no room") if used >= self.room else MemoryShortage()
 
 
 class Requests:

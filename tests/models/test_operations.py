@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from appliance.messages import ServedModel
-from appliance.models.fit import Shortage
+from appliance.models.fit import MemoryShortage
 from appliance.models.manifest import read_manifest
 from appliance.models.operations import LoadError, ModelOperations
 from appliance.models.routing import Routing
@@ -74,8 +74,10 @@ class SimulatedManager:
     def is_parked(self, unit: str) -> bool:
         return False
 
-    async def shortage(self, settings: ModelSettings) -> Shortage:
-        return Shortage(1, "each rank needs 2 GB") if len(self.models) >= self.room else Shortage()
+    async def shortage(self, settings: ModelSettings) -> MemoryShortage:
+        return (
+            MemoryShortage(1, "each rank needs 2 GB") if len(self.models) >= self.room else MemoryShortage()
+        )
 
 
 class SimulatedFronts:

@@ -14,7 +14,7 @@ from appliance.models.residency import (
     MIN_SERVICE_S,
     Bundle,
     Evict,
-    Load,
+    LoadUnits,
     Refuse,
     Step,
     Wait,
@@ -139,7 +139,7 @@ class Machine:
             min_residence_s=RESIDENCE_S,
             excludes=lambda other: bool(model.group) and self.models[other.units[0]].group == model.group,
         )
-        if isinstance(step, Load):
+        if isinstance(step, LoadUnits):
             model.state, model.changes_at = "loading", self.now + self.load_s
             model.load_began_at = self.now
             self.loads.append((self.now, model.name))
@@ -240,7 +240,7 @@ def test_an_idle_model_leaves_before_a_busy_one_and_the_least_recently_used_firs
             excludes=lambda _: False,
         )
 
-    assert step(0) == Load(("wanted",))
+    assert step(0) == LoadUnits(("wanted",))
     assert step(1) == Evict(("old",))
     assert step(2) == Evict(("old", "new"))
     assert step(3) == Wait(99.0 + RESIDENCE_S)

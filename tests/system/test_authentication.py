@@ -33,6 +33,8 @@ from appliance.admin.app import admin_app
 from appliance.admin.callers import Authenticator
 from appliance.admin.events import event_route
 from appliance.admin.log_routes import log_routes
+from appliance.admin.telemetry_routes import telemetry_routes
+from appliance.admin.what_if import what_if_routes
 from appliance.client import AdminClient
 from appliance.front.app import build_app
 from appliance.front.app_state import AppState
@@ -73,7 +75,13 @@ ADMIN_RULES = {
     ("GET", "/usage"): "read",
     ("GET", "/events"): "read",
     ("GET", "/alerts"): "read",
+    ("GET", "/alert-log"): "read",
     ("GET", "/silences"): "read",
+    ("GET", "/telemetry"): "read",
+    ("GET", "/telemetry/snapshot"): "read",
+    ("GET", "/telemetry/stored"): "read",
+    ("POST", "/what-if/keys.set"): "read",
+    ("POST", "/what-if/tenants.set"): "read",
     ("GET", "/keys"): "read",
     ("GET", "/tenants"): "read",
     ("GET", "/peers"): "read",
@@ -118,7 +126,13 @@ def admin_table() -> list[Route]:
             return lambda *words: None
 
     backend: Any = Anything()
-    backend.routes = [*log_routes(backend, backend), event_route(backend, backend), *alert_routes(backend)]
+    backend.routes = [
+        *log_routes(backend, backend),
+        event_route(backend, backend),
+        *alert_routes(backend),
+        *telemetry_routes(backend, backend),
+        *what_if_routes(backend),
+    ]
     return table(admin_app(backend, Authenticator(AdminSettings(), lambda key: None))[0])
 
 

@@ -64,9 +64,10 @@ def perform(terminal: Tmux, command: str) -> None:
 
 
 def confirm(terminal: Tmux) -> None:
-    """Confirm the dialog of an action. The focus is on Cancel at first."""
+    """Confirm the dialog of an action. The focus is on Cancel at first, and a button for
+    the forecast may be between."""
     terminal.wait_for("$ appliance")
-    terminal.keys("Tab", "Enter")
+    terminal.keys(*["Tab"] * (2 if "What if" in terminal.screen() else 1), "Enter")
     terminal.wait(lambda: "$ appliance" not in terminal.screen(), "the dialog to close")
 
 

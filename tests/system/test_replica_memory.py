@@ -21,5 +21,5 @@ def test_memory_rises_with_the_first_use_of_each_kv_block_and_then_stays() -> No
         full = fill_kv_cache(running, blocks, draw)
         again = fill_kv_cache(running, blocks, draw)
     assert kv_mb > 100
-    assert 0.7 * kv_mb < full - first < 1.1 * kv_mb
+    assert 0.5 * kv_mb < full - first < 1.1 * kv_mb
     assert again - full < 0.1 * kv_mb
