@@ -26,7 +26,7 @@ from typing import NamedTuple
 from appliance.background import Background
 from appliance.models.fit import host_bytes, read_memory
 from appliance.models.manager import ModelManager
-from appliance.models.operations import FrontRoutes, LoadError, ModelOperations, NoRoomError
+from appliance.models.operations import FrontRoutes, LoadError, ModelOperations
 from appliance.models.residency import (
     Bundle,
     Evict,
@@ -193,24 +193,11 @@ class OnDemand:
             return
         self._introducing.add(unit)
         try:
-            if self._routing.sleeps(unit):
-                await self._wake(unit, record)
             await self._operations.introduce(record)
         except LoadError as error:
             self._fail(unit, str(error))
         finally:
             self._introducing.discard(unit)
-
-    async def _wake(self, unit: str, record: VersionRecord) -> None:
-        """Wake a sleeping version, because requests for it wait in the fronts. If there is not enough memory
-        for that, unload it, so that it is loaded when it is its turn. Raises LoadError."""
-        await self._operations.finish_sleep(unit)
-        log.info("%s is woken because of a request", unit)
-        try:
-            await self.load(record)
-        except NoRoomError as error:
-            log.info("%s is unloaded and will be loaded again: %s", unit, error)
-            await self._operations.unload(record, 0.0)
 
     # ── the loop ──
 
