@@ -389,7 +389,7 @@ class SplitModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class ShadowModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Copy a share of a name's requests to another loaded model or version, to compare its answers and times.
     The copies run after the originals, in the lowest class, and only when nothing waits. Their answers are
-    discarded, and nobody is billed."""
+    discarded and not billed."""
 
     name: str
     """The name whose requests are copied."""

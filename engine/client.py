@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
-from engine.launch import ReplicaGroup, module_command, module_environment
+from engine.launch import ReplicaGroup, module_command, module_environment, run_module
 from engine.messages import Cancel, Output, StepFrame, Submit
 from engine.process_memory import return_freed_memory
 from engine.wire import MAX_BACKLOG_BYTES, Channel, socketpair
@@ -21,6 +21,7 @@ __all__ = [
     "module_command",
     "module_environment",
     "return_freed_memory",
+    "run_module",
     "socketpair",
 ]
 

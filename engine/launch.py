@@ -66,6 +66,22 @@ def module_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
 
 
+def run_module(module: str, question: bytes, timeout_s: float) -> bytes:
+    """Run a module in a new interpreter with `question` as standard input, and return its standard output.
+
+    Raises OSError if the process cannot be started, subprocess.TimeoutExpired after `timeout_s`, and
+    subprocess.CalledProcessError if the process fails.
+    """
+    return subprocess.run(
+        module_command(module),
+        input=question,
+        capture_output=True,
+        timeout=timeout_s,
+        env=module_environment(),
+        check=True,
+    ).stdout
+
+
 def spawn_rank(
     module: str, gpus: tuple[str, ...] = ()
 ) -> tuple[subprocess.Popen[bytes], Channel[RankOutbound]]:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from appliance.actions import ACTIONS, Action
-from appliance.admin.auditing import ActionError
+from appliance.admin.bodies import RequestError, error_answer, json_answer, read_parameters
 from appliance.admin.callers import Authenticator, Caller, DeniedError
 from appliance.calls import READ_ONLY_HEADER
 from appliance.http import Connection
@@ -37,7 +37,6 @@ from store.audit import Actor
 
 log = logging.getLogger(__name__)
 
-_MAX_BODY_BYTES = 64 << 10
 _READ_ONLY = (
     "this session is read-only: to act on the service, start the console with --write, or send the request "
     f"without the header {READ_ONLY_HEADER}"
@@ -72,7 +71,7 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
     is the one to serve: it authenticates each caller and then calls the first."""
 
     async def openapi(request: Request) -> Response:
-        return _json(openapi_document("Appliance admin API", check_routes(app)))
+        return json_answer(openapi_document("Appliance admin API", check_routes(app)))
 
     async def metrics(request: Request) -> Response:
         return Response(backend.metrics(), headers={"content-type": CONTENT_TYPE})
@@ -85,11 +84,11 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
         action = next((one for one in ACTIONS if request.scope["path"] == f"/actions/{one.name}"), None)
         if action is not None and request.method == "POST":
             backend.record_denied(caller.actor, action, str(error))
-        return _error(403, str(error))
+        return error_answer(403, str(error))
 
     async def fail(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        response = _error(error.status_code, error.detail)
+        response = error_answer(error.status_code, error.detail)
         response.headers.update(error.headers or {})
         return response
 
@@ -143,13 +142,13 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
             caller = authenticator.identify(scope["headers"], state.get("peer"))
         except DeniedError as error:
             log.warning("denied %s: %s", _asked(scope), error)
-            response = _error(error.status, str(error))
+            response = error_answer(error.status, str(error))
             response.headers["connection"] = "close"
             await response(scope, receive, send)
             return
         connection: Connection | None = state.get("connection")
         if connection is not None and not connection.authenticate():
-            response = _error(503, "too many connections are open: retry in a moment")
+            response = error_answer(503, "too many connections are open: retry in a moment")
             response.headers.update({"connection": "close", "retry-after": "1"})
             await response(scope, receive, send)
             return
@@ -167,7 +166,7 @@ def _asked(scope: Scope) -> str:
 def _shown(path: str, read: Callable[[], Any], result: Any, summary: str) -> ScopedRoute:
     async def show(request: Request) -> Response:
         shown = read()
-        return _json(await shown if inspect.isawaitable(shown) else shown)
+        return json_answer(await shown if inspect.isawaitable(shown) else shown)
 
     operation = Operation(summary, answer=result, errors=_ERRORS)
     return ScopedRoute("GET", path, show, wanted="read", operation=operation)
@@ -175,20 +174,12 @@ def _shown(path: str, read: Callable[[], Any], result: Any, summary: str) -> Sco
 
 def _action_route(backend: Backend, action: Action) -> ScopedRoute:
     async def act(request: Request) -> Response:
-        body = b""
-        async for piece in request.stream():
-            body += piece
-            if len(body) > _MAX_BODY_BYTES:
-                return _error(413, f"the request body is larger than the limit of {_MAX_BODY_BYTES} bytes")
         try:
-            parameters = msgspec.json.decode(body or b"{}", type=action.parameters)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return _error(400, f"{action.name}: {error}")
-        try:
+            parameters = await read_parameters(request, action.name, action.parameters)
             caller: Caller = request.scope["state"]["caller"]
-            return _json(await backend.act(caller.actor, parameters))
-        except ActionError as error:
-            return _error(error.status, str(error))
+            return json_answer(await backend.act(caller.actor, parameters))
+        except RequestError as error:
+            return error_answer(error.status, str(error))
 
     operation = Operation(
         action.title,
@@ -198,11 +189,3 @@ def _action_route(backend: Backend, action: Action) -> ScopedRoute:
         errors=_ERRORS,
     )
     return ScopedRoute("POST", f"/actions/{action.name}", act, wanted="admin", operation=operation)
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
-
-
-def _error(status: int, message: str) -> Response:
-    return _json(ErrorBody(message=message), status)

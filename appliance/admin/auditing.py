@@ -14,6 +14,7 @@ from concurrent.futures import Future
 import msgspec
 
 from appliance.actions import Action, ReloadConfig, action_of
+from appliance.admin.bodies import RequestError
 from appliance.admin.effects import Effect, Handler
 from appliance.background import Background
 from appliance.core.drains import DrainError
@@ -48,12 +49,8 @@ _STATUSES: Mapping[type[Exception], int] = {
 """HTTP status code for each type of error that refuses an action."""
 
 
-class ActionError(Exception):
-    """Raised if an action was refused or failed. `status` is the HTTP status code."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+class ActionError(RequestError):
+    """Raised if an action was refused or failed."""
 
 
 class AuditedActions:

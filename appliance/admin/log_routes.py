@@ -9,6 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from appliance.admin.bodies import error_answer, json_answer
 from appliance.admin.log_reading import LogReading
 from appliance.admin.query import QueryError, parse_query, query_parameters
 from appliance.admin.streams import Streams, TooManyStreamsError
@@ -40,7 +41,7 @@ def log_routes(reading: LogReading, streams: Streams) -> list[ScopedRoute]:
         return reading.log_page(query)
 
     async def usage(request: Request) -> Response:
-        return _json(await reading.usage_report(parse_query(request, UsageQuery)))
+        return json_answer(await reading.usage_report(parse_query(request, UsageQuery)))
 
     return [
         ScopedRoute(
@@ -98,7 +99,7 @@ def _route(
         query = parse_query(request, query_type)
         if query.follow:
             return streams.response(follow(query))
-        return _json(await page(query))
+        return json_answer(await page(query))
 
     operation = Operation(
         summary,
@@ -119,14 +120,10 @@ def answered(
         try:
             return await endpoint(request)
         except (QueryError, SlowQueryError, TooManyValuesError) as error:
-            return _json(ErrorBody(message=str(error)), 400)
+            return error_answer(400, str(error))
         except NotRecordedError as error:
-            return _json(ErrorBody(message=str(error)), 404)
+            return error_answer(404, str(error))
         except (StoreError, TooManyStreamsError) as error:
-            return _json(ErrorBody(message=str(error)), 503)
+            return error_answer(503, str(error))
 
     return answer
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")

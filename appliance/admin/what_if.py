@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from appliance.actions import SetKey, SetTenant
+from appliance.admin.bodies import RequestError, error_answer, json_answer, read_parameters
 from appliance.admin.tenants import changes
 from appliance.forecasts import QuotaForecast
 from appliance.http.openapi import Operation
@@ -26,16 +27,11 @@ from store.policies import KeyFields, KeyRecord, Policies, TenantRecord
 from store.rules import check_key, check_tenant
 from store.tenants import replaced
 
-_MAX_BODY_BYTES = 64 << 10
 _ERRORS = dict.fromkeys((400, 401, 403, 404, 409, 503), ErrorBody)
 
 
-class WhatIfError(Exception):
-    """Raised if no forecast can be given. `status` is the HTTP status code."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+class WhatIfError(RequestError):
+    """Raised if no forecast can be given."""
 
 
 class WhatIf:
@@ -110,18 +106,11 @@ def what_if_routes(what_if: WhatIf) -> list[ScopedRoute]:
 
 def _route(what_if: WhatIf, action: str, parameters: type[msgspec.Struct]) -> ScopedRoute:
     async def answer(request: Request) -> Response:
-        body = b""
-        async for piece in request.stream():
-            body += piece
-            if len(body) > _MAX_BODY_BYTES:
-                return _error(413, f"the request body is larger than the limit of {_MAX_BODY_BYTES} bytes")
         try:
-            asked = msgspec.json.decode(body or b"{}", type=parameters)
-            return Response(msgspec.json.encode(await what_if.forecast(asked)), media_type="application/json")
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return _error(400, f"{action}: {error}")
-        except WhatIfError as error:
-            return _error(error.status, str(error))
+            asked = await read_parameters(request, action, parameters)
+            return json_answer(await what_if.forecast(asked))
+        except RequestError as error:
+            return error_answer(error.status, str(error))
 
     operation = Operation(
         "Replay the last minutes with other limits. Nothing is changed",
@@ -130,7 +119,3 @@ def _route(what_if: WhatIf, action: str, parameters: type[msgspec.Struct]) -> Sc
         errors=_ERRORS,
     )
     return ScopedRoute("POST", f"/what-if/{action}", answer, wanted="read", operation=operation)
-
-
-def _error(status: int, message: str) -> Response:
-    return Response(msgspec.json.encode(ErrorBody(message=message)), status, media_type="application/json")

@@ -17,7 +17,7 @@ from appliance.models.fit import read_memory
 from appliance.models.preflight import ModelFinding, check_model, problem_of
 from appliance.models.readable import this_process
 from appliance.settings import ModelSettings
-from engine.client import module_command, module_environment
+from engine.client import run_module
 
 _TIMEOUT_S = 120.0
 """Time limit for the checks of all models."""
@@ -42,15 +42,8 @@ def check_apart(models: Mapping[str, ModelSettings]) -> Findings:
     if not models:
         return {}
     try:
-        done = subprocess.run(
-            module_command("appliance.models.preflight_process"),
-            input=msgspec.json.encode(models),
-            capture_output=True,
-            timeout=_TIMEOUT_S,
-            env=module_environment(),
-            check=True,
-        )
-        return msgspec.json.decode(done.stdout, type=Findings)
+        found = run_module("appliance.models.preflight_process", msgspec.json.encode(models), _TIMEOUT_S)
+        return msgspec.json.decode(found, type=Findings)
     except subprocess.TimeoutExpired:
         what = f"the model's files could not be checked within {_TIMEOUT_S:g} s"
         remedy = "check that the disk with the model responds"

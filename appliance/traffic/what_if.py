@@ -28,7 +28,7 @@ from appliance.traffic.recent import PastRequest
 from appliance.traffic.request_manager import RequestManager
 from appliance.traffic.rules import QueueRules
 from appliance.traffic.simulated_replica import ReplicaSpeed, SimulatedReplica, SimulatedSubmission
-from engine.client import module_command, module_environment
+from engine.client import run_module
 from engine.levels import level_of
 from store.policies import KeyRecord, Policies, Quota, TenantRecord
 from store.quotas import QuotaLevels, QuotaState
@@ -283,15 +283,8 @@ def replay(given: ReplayInput) -> QuotaForecast:
 def replay_apart(given: ReplayInput) -> QuotaForecast:
     """Run a replay in a separate process, and wait for its result. Raises ReplayError."""
     try:
-        done = subprocess.run(
-            module_command("appliance.traffic.what_if"),
-            input=msgspec.msgpack.encode(given),
-            capture_output=True,
-            timeout=MAX_REPLAY_S,
-            env=module_environment(),
-            check=True,
-        )
-        return msgspec.msgpack.decode(done.stdout, type=QuotaForecast)
+        found = run_module("appliance.traffic.what_if", msgspec.msgpack.encode(given), MAX_REPLAY_S)
+        return msgspec.msgpack.decode(found, type=QuotaForecast)
     except subprocess.TimeoutExpired as error:
         raise ReplayError(
             f"the replay of {len(given.requests):,} requests took longer than {MAX_REPLAY_S:g} s: "

@@ -27,7 +27,7 @@ from console.live import LiveSource
 from console.palette import ConsoleCommands
 from console.source import SourceError
 from tests.console.test_app import opened, shown, until
-from tests.core.conftest import Service, wait_until
+from tests.core.conftest import Service, running_core, wait_until
 
 pytestmark = pytest.mark.system
 
@@ -120,15 +120,8 @@ def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    service = Service(tmp_path_factory.mktemp("core"))
-    service.start()
-    assert service.process is not None
-    try:
-        service.wait_ready()
+    with running_core(tmp_path_factory.mktemp("core")) as service:
         yield Target(service)
-    finally:
-        service.process.kill()
-        service.process.wait()
 
 
 def read_only(target: Target) -> ConsoleApp:

@@ -23,7 +23,7 @@ from console.live import LiveSource
 from console.replay import ReplaySource
 from console.stored_recording import file_recording
 from tests.console.recorded import record
-from tests.core.conftest import Service, read_answer, wait_until
+from tests.core.conftest import read_answer, running_core, wait_until
 
 _NOT_RECORDED = ("kv[].blocks.",)
 _ONLY_IN_SOME_STATES = (
@@ -146,11 +146,7 @@ def undelivered(snapshots: list[Snapshot], areas: tuple[str, ...]) -> set[str]:
 
 @pytest.mark.system
 def test_a_service_delivers_every_figure_and_its_past_delivers_the_same(tmp_path: Path) -> None:
-    service = Service(tmp_path)
-    service.start()
-    assert service.process is not None
-    try:
-        service.wait_ready()
+    with running_core(tmp_path) as service:
         # The fake front's requests belong to the tenant "t".
         service.admin.act(CreateTenant(name="t", tokens_per_minute=1_000_000))
         service.admin.act(CreateTenant(name="other"))
@@ -170,9 +166,6 @@ def test_a_service_delivers_every_figure_and_its_past_delivers_the_same(tmp_path
         wait_until(lambda: any(one.generated_tokens for one in service.admin.in_flight()))
         seen = asyncio.run(live())
         asked.close()
-    finally:
-        service.process.kill()
-        service.process.wait()
     # Fields that need no load and no machine.
     plain = ("started_at", "uptime_s", "version", "pid", "state", "run_dir", "audit_rows", "queue.limit")
     assert delivered(seen) >= set(plain)

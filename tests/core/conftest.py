@@ -101,6 +101,20 @@ class Service:
         return self.process.wait(60)
 
 
+@contextlib.contextmanager
+def running_core(folder: Path) -> Iterator[Service]:
+    """Run a core in `folder` until the block ends. It is ready when the block begins."""
+    service = Service(folder)
+    service.start()
+    assert service.process is not None
+    try:
+        service.wait_ready()
+        yield service
+    finally:
+        service.process.kill()
+        service.process.wait()
+
+
 def read_answer(sock: socket.socket) -> list[str]:
     """Return all lines of an answer."""
     with sock, sock.makefile() as lines:

@@ -18,7 +18,7 @@ from appliance.calls import AdminError
 from appliance.client import AdminClient
 from appliance.snapshot import Snapshot, UnfinishedRequest
 from appliance.snapshot_stream import Frame, FrameLostError, SnapshotAssembler
-from tests.core.conftest import Service, read_answer
+from tests.core.conftest import Service, read_answer, running_core
 from tests.core.test_snapshot import snapshot
 
 pytestmark = pytest.mark.system
@@ -26,15 +26,8 @@ pytestmark = pytest.mark.system
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    service = Service(tmp_path_factory.mktemp("core"))
-    service.start()
-    assert service.process is not None
-    try:
-        service.wait_ready()
+    with running_core(tmp_path_factory.mktemp("core")) as service:
         yield service
-    finally:
-        service.process.kill()
-        service.process.wait()
 
 
 def first(snapshots: Iterator[Snapshot], matches: Callable[[Snapshot], bool]) -> Snapshot:

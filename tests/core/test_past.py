@@ -26,22 +26,15 @@ from appliance.telemetry_pages import AlertLogQuery, SnapshotQuery, StoredQuery,
 from store.alerts import AlertRow
 from store.requests import LoggedRequest
 from store.telemetry import RESOLUTIONS
-from tests.core.conftest import Service, read_answer, wait_until
+from tests.core.conftest import Service, read_answer, running_core, wait_until
 
 pytestmark = pytest.mark.system
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    service = Service(tmp_path_factory.mktemp("core"))
-    service.start()
-    assert service.process is not None
-    try:
-        service.wait_ready()
+    with running_core(tmp_path_factory.mktemp("core")) as service:
         yield service
-    finally:
-        service.process.kill()
-        service.process.wait()
 
 
 def equal(live: Snapshot, past: Snapshot) -> None:

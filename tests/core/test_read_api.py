@@ -19,7 +19,7 @@ from appliance.async_client import AsyncAdminClient
 from appliance.calls import AdminError
 from appliance.client import AdminClient, ServiceNotRunningError
 from appliance.pages import AuditQuery, LogQuery, NamedRequest, RequestLogQuery, UsageQuery
-from tests.core.conftest import Service, read_answer, wait_until
+from tests.core.conftest import Service, read_answer, running_core, wait_until
 
 pytestmark = pytest.mark.system
 
@@ -27,18 +27,11 @@ pytestmark = pytest.mark.system
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """Return a core that has answered five requests, the third with four tokens."""
-    service = Service(tmp_path_factory.mktemp("core"))
-    service.start()
-    assert service.process is not None
-    try:
-        service.wait_ready()
+    with running_core(tmp_path_factory.mktemp("core")) as service:
         for tokens in (1, 2, 4, 2, 1):
             read_answer(service.connect(f"m {tokens}"))
         wait_until(lambda: [row.state for row in service.rows()] == ["ended"] * 5)
         yield service
-    finally:
-        service.process.kill()
-        service.process.wait()
 
 
 def raw(service: Service, path: str, key: str | None = None) -> httpx.Response:

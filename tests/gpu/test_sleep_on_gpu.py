@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from engine.rank_memory import GpuMemory
 from engine.sleeping import RankSleep
 from tests.demo_model.asking import engine, questions
 from tests.engine.rank_group import Member, RankEngine, results, start_ranks
+from tests.gpu.test_ranks_on_gpu import SHAPE
 
 pytestmark = pytest.mark.gpu
 
@@ -170,28 +170,9 @@ def test_the_demo_model_gives_the_same_answers_in_fifty_rounds_that_leak_nothing
     assert descriptors_end == descriptors
 
 
-SHAPE: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "vocab_size": 2044,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-}
-
-
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 def test_two_ranks_sleep_and_wake_together(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"num_key_value_heads": 4}))
     spec = ReplicaSpec(
         replica="two-0",
         model_path=str(tmp_path),

@@ -132,6 +132,10 @@ def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds * _MS
 
 
+def _successful_seconds(row: RequestRow) -> float | None:
+    return _seconds(row.e2e_ms) if outcome(row) == "ok" else None
+
+
 def _cpu_seconds(source: ServiceSource) -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
@@ -213,7 +217,7 @@ TIMES = (
            lambda row: _seconds(row.itl_ms), bounds=NEXT_TOKEN_BOUNDS_S),
     Metric("histogram", "appliance_request_seconds", "seconds",
            "Time from a request's arrival to the end of its answer (E2E), for requests with outcome ok.",
-           lambda row: _seconds(row.e2e_ms) if outcome(row) == "ok" else None, bounds=REQUEST_BOUNDS_S),
+           _successful_seconds, bounds=REQUEST_BOUNDS_S),
 )
 ARMS = (
     Metric("counter", "appliance_arm_requests_total", "requests",
@@ -224,7 +228,7 @@ ARMS = (
            lambda row: _seconds(row.ttft_ms), bounds=FIRST_TOKEN_BOUNDS_S),
     Metric("histogram", "appliance_arm_request_seconds", "seconds",
            "E2E of these requests, for requests with outcome ok.",
-           lambda row: _seconds(row.e2e_ms) if outcome(row) == "ok" else None, bounds=REQUEST_BOUNDS_S),
+           _successful_seconds, bounds=REQUEST_BOUNDS_S),
 )
 FALLBACKS = (
     Metric("counter", "appliance_fallbacks_total", "requests",

@@ -1,0 +1,47 @@
+"""The JSON bodies of the admin API's requests and answers."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from appliance.protocol import ErrorBody
+
+Parameters = TypeVar("Parameters", bound=msgspec.Struct)
+
+_MAX_BODY_BYTES = 64 << 10
+
+
+class RequestError(Exception):
+    """Raised if a request is refused or fails. `status` is the HTTP status code."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+async def read_parameters(request: Request, action: str, kind: type[Parameters]) -> Parameters:
+    """Return the parameters in the request's body. An empty body is an empty object. Raises RequestError,
+    which names the action."""
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > _MAX_BODY_BYTES:
+            raise RequestError(413, f"the request body is larger than the limit of {_MAX_BODY_BYTES} bytes")
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(400, f"{action}: {error}") from error
+
+
+def json_answer(value: Any, status: int = 200) -> Response:
+    """Return an answer with this JSON value."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def error_answer(status: int, message: str) -> Response:
+    """Return an answer with an error message."""
+    return json_answer(ErrorBody(message=message), status)
