@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from appliance.actions import ACTIONS, Action
-from appliance.admin.bodies import RequestError, error_answer, json_answer, read_parameters
+from appliance.admin.bodies import AdminRequestError, error_answer, json_answer, read_parameters
 from appliance.admin.callers import Authenticator, Caller, DeniedError
 from appliance.calls import READ_ONLY_HEADER
 from appliance.http import Connection
@@ -178,7 +178,7 @@ def _action_route(backend: Backend, action: Action) -> ScopedRoute:
             parameters = await read_parameters(request, action.name, action.parameters)
             caller: Caller = request.scope["state"]["caller"]
             return json_answer(await backend.act(caller.actor, parameters))
-        except RequestError as error:
+        except AdminRequestError as error:
             return error_answer(error.status, str(error))
 
     operation = Operation(

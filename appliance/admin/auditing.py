@@ -14,7 +14,7 @@ from concurrent.futures import Future
 import msgspec
 
 from appliance.actions import Action, ReloadConfig, action_of
-from appliance.admin.bodies import RequestError
+from appliance.admin.bodies import AdminRequestError
 from appliance.admin.effects import Effect, Handler
 from appliance.background import Background
 from appliance.core.drains import DrainError
@@ -49,7 +49,7 @@ _STATUSES: Mapping[type[Exception], int] = {
 """HTTP status code for each type of error that refuses an action."""
 
 
-class ActionError(RequestError):
+class ActionError(AdminRequestError):
     """Raised if an action was refused or failed."""
 
 

@@ -15,7 +15,7 @@ Parameters = TypeVar("Parameters", bound=msgspec.Struct)
 _MAX_BODY_BYTES = 64 << 10
 
 
-class RequestError(Exception):
+class AdminRequestError(Exception):
     """Raised if a request is refused or fails. `status` is the HTTP status code."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -24,17 +24,19 @@ class RequestError(Exception):
 
 
 async def read_parameters(request: Request, action: str, kind: type[Parameters]) -> Parameters:
-    """Return the parameters in the request's body. An empty body is an empty object. Raises RequestError,
+    """Return the parameters in the request's body. An empty body is an empty object. Raises AdminRequestError,
     which names the action."""
     body = b""
     async for piece in request.stream():
         body += piece
         if len(body) > _MAX_BODY_BYTES:
-            raise RequestError(413, f"the request body is larger than the limit of {_MAX_BODY_BYTES} bytes")
+            raise AdminRequestError(
+                413, f"the request body is larger than the limit of {_MAX_BODY_BYTES} bytes"
+            )
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(400, f"{action}: {error}") from error
+        raise AdminRequestError(400, f"{action}: {error}") from error
 
 
 def json_answer(value: Any, status: int = 200) -> Response:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from appliance.actions import SetKey, SetTenant
-from appliance.admin.bodies import RequestError, error_answer, json_answer, read_parameters
+from appliance.admin.bodies import AdminRequestError, error_answer, json_answer, read_parameters
 from appliance.admin.tenants import changes
 from appliance.forecasts import QuotaForecast
 from appliance.http.openapi import Operation
@@ -30,7 +30,7 @@ from store.tenants import replaced
 _ERRORS = dict.fromkeys((400, 401, 403, 404, 409, 503), ErrorBody)
 
 
-class WhatIfError(RequestError):
+class WhatIfError(AdminRequestError):
     """Raised if no forecast can be given."""
 
 
@@ -109,7 +109,7 @@ def _route(what_if: WhatIf, action: str, parameters: type[msgspec.Struct]) -> Sc
         try:
             asked = await read_parameters(request, action, parameters)
             return json_answer(await what_if.forecast(asked))
-        except RequestError as error:
+        except AdminRequestError as error:
             return error_answer(error.status, str(error))
 
     operation = Operation(

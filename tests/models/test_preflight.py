@@ -266,10 +266,10 @@ def test_a_separate_process_finds_the_same(model: Path) -> None:
 
 
 def test_a_check_that_dies_is_a_problem_of_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("appliance.models.preflight_process.module_command", lambda module: ["false"])
+    monkeypatch.setattr("engine.launch.module_command", lambda module: ["false"])
     found = check_apart({"m": ModelSettings(folder="/")})
     assert "the check of the model's files failed" in str(problem_of(found["m"]))
-    monkeypatch.setattr("appliance.models.preflight_process.module_command", lambda module: ["sleep", "60"])
+    monkeypatch.setattr("engine.launch.module_command", lambda module: ["sleep", "60"])
     monkeypatch.setattr("appliance.models.preflight_process._TIMEOUT_S", 0.2)
     found = check_apart({"m": ModelSettings(folder="/")})
     assert "could not be checked within 0.2 s" in str(problem_of(found["m"]))

@@ -71,7 +71,12 @@ def act(running: Service, action: Any) -> None:
 
 def row(running: Service, answer: dict[str, Any]) -> dict[str, Any]:
     request_id = answer["id"].removeprefix("cmpl-")
-    [found] = running.command("requests", "--id", request_id)
+    # The row is written after the answer.
+    [found] = running.wait_until(
+        lambda: [one for one in running.command("requests") if one["request_id"] == request_id],
+        60.0,
+        "the row of the request",
+    )
     return dict(found)
 
 
