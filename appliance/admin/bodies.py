@@ -24,8 +24,9 @@ class AdminRequestError(Exception):
 
 
 async def read_parameters(request: Request, action: str, kind: type[Parameters]) -> Parameters:
-    """Return the parameters in the request's body. An empty body is an empty object. Raises AdminRequestError,
-    which names the action."""
+    """Return the parameters in the request's body; an empty body is an empty object.
+
+    Raises AdminRequestError, which names the action."""
     body = b""
     async for piece in request.stream():
         body += piece
