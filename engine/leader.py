@@ -64,7 +64,7 @@ class LeaderLoop:
         self._selector.register(sleeping, selectors.EVENT_READ)
         self._stopping = False
         self._reported_at = 0.0
-        self._decode_steps, self._mixed_steps = _StepMeans(), _StepMeans()
+        self._decode_steps, self._mixed_steps = StepMeans(), StepMeans()
 
     def run(self) -> None:
         """Serve requests until the core sends Stop or closes its channel."""
@@ -190,7 +190,7 @@ class LeaderLoop:
         self._reported_at = time.monotonic()
 
 
-class _StepMeans:
+class StepMeans:
     """Mean duration and mean idle time of decode-only or mixed steps since the last report."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from appliance.traffic.rules import QueueRules
 from store.policies import TenantRecord
-from tests.core.simulated_replica import HOST_S, Speed
+from tests.core.scheduler_replica import HOST_S, Speed
 from tests.core.simulated_server import RESUBMIT_S, Asked, Shape, SimulatedServer
 
 SPEED = Speed()

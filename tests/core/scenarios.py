@@ -20,8 +20,8 @@ from typing import Any
 
 from store.policies import TenantRecord
 from tests.core import isolation
+from tests.core.scheduler_replica import Speed
 from tests.core.simulated_clients import backlogged, fixed, percentile, poisson, uniform
-from tests.core.simulated_replica import Speed
 from tests.core.simulated_server import Asked, Shape, SimulatedServer
 
 SLOTS = 256

@@ -26,7 +26,7 @@ from appliance.traffic.rules import QueueRules
 from engine.messages import Output, SamplingParams, Submit, pack_tokens
 from store.policies import KeyRecord, Policies, TenantRecord
 from store.requests import RequestRow
-from tests.core.simulated_replica import FRONT, HOP_S, MODEL, Replica, Speed
+from tests.core.scheduler_replica import FRONT, HOP_S, MODEL, SchedulerReplica, Speed
 
 RESUBMIT_S = 0.05
 """Delay between a replica's death and the resubmission by its fronts."""
@@ -75,7 +75,7 @@ class Asked:
     unfinished: set[int] = field(default_factory=set)
     """Indices into `tokens_of` for the samples that are still running."""
     attempt: int = 0
-    replica: Replica | None = None
+    replica: SchedulerReplica | None = None
 
     @property
     def ttft_s(self) -> float:
@@ -126,7 +126,7 @@ class SimulatedServer:
         self.draw = random.Random(seed)
         self.rows = _Rows()
         self.asked: list[Asked] = []
-        self.replicas: list[Replica] = []
+        self.replicas: list[SchedulerReplica] = []
         self._replicas_made = 0
         self.served: dict[str, float] = {}
         """Weighted number of computed tokens per tenant. Prompt tokens are counted when the first output
@@ -159,12 +159,12 @@ class SimulatedServer:
         blocks: int = 20_000,
         speed: Speed = Speed(),  # noqa: B008
         predicted: bool = True,
-    ) -> Replica:
+    ) -> SchedulerReplica:
         """Add a replica that is ready immediately. `predicted` is true if the engine predicts the replica's
         rates, as it does on GPUs."""
         self._replicas_made += 1
         name = f"{MODEL}-{self._replicas_made}"
-        replica = Replica(
+        replica = SchedulerReplica(
             self,
             name,
             slots=slots,
@@ -177,10 +177,10 @@ class SimulatedServer:
             replica.account.rates.predict(PREDICTED * speed.step_s, PREDICTED * speed.prompt_token_s)
         self.replicas.append(replica)
         self.requests.add_replica(replica.account)
-        replica._report([])
+        replica.report([])
         return replica
 
-    def kill_replica(self, replica: Replica) -> None:
+    def kill_replica(self, replica: SchedulerReplica) -> None:
         """Kill a replica. The front resubmits the remaining part of each of its requests."""
         replica.dead = True
         self.replicas.remove(replica)
@@ -304,7 +304,7 @@ class SimulatedServer:
             )
         self.after(HOP_S, lambda: [replica.submit(submit) for submit in submits])
 
-    def hear(self, replica: Replica, outputs: list[Output]) -> None:
+    def hear(self, replica: SchedulerReplica, outputs: list[Output]) -> None:
         """Deliver the frame of a step to the front."""
         served, weight = self.served, self.rules.output_weight
         for output in outputs:

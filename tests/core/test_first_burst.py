@@ -8,7 +8,7 @@ from appliance.traffic.rates import FIRST_STEPS, ReplicaRates
 from appliance.traffic.rules import QueueRules
 from engine.messages import Report
 from store.policies import TenantRecord
-from tests.core.simulated_replica import Speed
+from tests.core.scheduler_replica import Speed
 from tests.core.simulated_server import Asked, Shape, SimulatedServer
 
 SLOW_FIRST = Speed(step_s=0.012, first_steps=8, first_step_s=2.0)

@@ -1,12 +1,22 @@
-"""A replica in virtual time: the real scheduler on a simulated device (see `tests.core.simulated_server`)."""
+"""A replica in virtual time: the engine's step loop and scheduler on a simulated device (see
+`tests.core.simulated_server`).
+
+The tests compare forecasts with this replica. The replica of the forecasts
+(`appliance.traffic.simulated_replica`) has no scheduler, so the two share no code that could be wrong in
+both.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
 
 from appliance.traffic.credits import CreditAccount
 from engine.core import EngineCore
-from engine.messages import Report, Submit
+from engine.leader import StepMeans
+from engine.messages import Finished, Report, Submit
 from engine.plan import StepPlan, StepTokens
 from engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.simulated_runner import sampling_slots
@@ -79,8 +89,8 @@ class _Device:
         return _Step(self, plan, self._busy_until, seconds)
 
 
-class Replica:
-    """A replica's step loop around the real scheduler."""
+class SchedulerReplica:
+    """A replica with the engine's scheduler."""
 
     def __init__(
         self,
@@ -108,7 +118,7 @@ class Replica:
         self.core = EngineCore(self.scheduler, self.device)
         self._inbox: list[Submit] = []
         self._looping = False
-        self._steps = {False: [0, 0.0], True: [0, 0.0]}
+        self._decode_steps, self._mixed_steps = StepMeans(), StepMeans()
         self._reported_at = 0.0
         self.longest_step_s = 0.0
         self.dead = False
@@ -128,15 +138,14 @@ class Replica:
         self._inbox.clear()
         if not self.core.has_work:
             self._looping = False
-            self._report([])
+            self.report([])
             return
         self.device.waited_until = self.server.now
         result = self.core.step()
         if result.timing is not None:
-            steps = self._steps[result.timing.mixed]
-            steps[0] += 1
+            steps = self._mixed_steps if result.timing.mixed else self._decode_steps
+            steps.add(replace(result.timing, ms=1e3 * self.device.step_s))
             self.longest_step_s = max(self.longest_step_s, self.device.step_s)
-            steps[1] += 1e3 * self.device.step_s
 
         def emit() -> None:
             if self.dead:
@@ -146,36 +155,22 @@ class Replica:
                 self.server.after(HOP_S, lambda: self.server.hear(self, outputs))
             news = result.finished or result.credits_changed
             if news or self.server.now - self._reported_at >= 0.5:
-                self._report(result.finished)
+                self.report(result.finished)
             self.server.after(HOST_S, self._loop)
 
         self.server.at(self.device.waited_until, emit)
 
-    def _report(self, finished: list) -> None:  # type: ignore[type-arg]
-        gauges = self.core.gauges()
-        (decode_steps, decode_ms), (mixed_steps, mixed_ms) = self._steps[False], self._steps[True]
-        self._steps = {False: [0, 0.0], True: [0, 0.0]}
+    def report(self, finished: list[Finished]) -> None:
+        """Send the replica's state and the ended submissions to the request manager."""
+        decode_steps, step_ms, _ = self._decode_steps.take()
+        mixed_steps, mixed_step_ms, _ = self._mixed_steps.take()
         report = Report(
-            step=gauges.step,
-            credit_seqs=gauges.credit_seqs,
-            credit_tokens=gauges.credit_tokens,
-            waiting_seqs=gauges.waiting_seqs,
-            returned_seqs=gauges.returned_seqs,
-            returned_tokens=gauges.returned_tokens,
+            **msgspec.structs.asdict(self.core.gauges()),
             finished=finished,
-            running=gauges.running,
-            waiting=gauges.waiting,
-            blocks_total=gauges.blocks_total,
-            blocks_used=gauges.blocks_used,
-            preemptions=gauges.preemptions,
-            prompt_tokens=gauges.prompt_tokens,
-            cached_tokens=gauges.cached_tokens,
-            computed_tokens=gauges.computed_tokens,
-            generated_tokens=gauges.generated_tokens,
-            decode_steps=int(decode_steps),
-            step_ms=decode_ms / max(1, decode_steps),
-            mixed_steps=int(mixed_steps),
-            mixed_step_ms=mixed_ms / max(1, mixed_steps),
+            decode_steps=decode_steps,
+            step_ms=step_ms,
+            mixed_steps=mixed_steps,
+            mixed_step_ms=mixed_step_ms,
         )
         self._reported_at = self.server.now
         self.server.after(
