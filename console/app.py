@@ -22,8 +22,9 @@ from appliance.protocol import Done
 from console.commands import CommandError, parse_action
 from console.dialogs import ActionDialog, ChoiceDialog, TextDialog
 from console.impact import forecast_lines, impact, result_lines, watch
-from console.keys import SCREENS, offered
-from console.palette import ConsoleCommands
+from console.keymap import DEFAULT_KEYMAP, Keymap
+from console.keys import NO_KEY, SCREENS, offered
+from console.palette import ConsoleCommands, ConsolePalette
 from console.prompt import PromptLine
 from console.replay import PAST_IS_FIXED
 from console.screens.table import TableView
@@ -53,14 +54,26 @@ class ConsoleApp(App[int]):
     CSS = "Screen { layout: vertical; overflow: hidden; }"
     COMMANDS: ClassVar = {ConsoleCommands}
     ENABLE_COMMAND_PALETTE = True
+    COMMAND_PALETTE_BINDING = NO_KEY
+    """The palette opens by the key table, so that a keymap can change its key."""
     BINDINGS: ClassVar = [("ctrl+c", "quit", "Quit"), ("ctrl+q", "quit", "Quit")]
     ESCAPE_TO_MINIMIZE = False
 
-    def __init__(self, source: SnapshotSource, *, write: bool = False, theme: str = "dark") -> None:
+    def __init__(
+        self,
+        source: SnapshotSource,
+        *,
+        write: bool = False,
+        theme: str = "dark",
+        keymap: Keymap = DEFAULT_KEYMAP,
+    ) -> None:
         super().__init__(ansi_color=None)
         self.source = source
         self.session = ConsoleSession(source, write=write)
         self.session.theme = theme
+        self.session.context.keys = keymap.keys
+        self._keymap_problems = keymap.problems
+        self.set_keymap(keymap.overrides)
         self.frame_widget = FrameWidget()
         self.prompt = PromptLine()
         self.travel = TimeTravel(self)
@@ -86,6 +99,8 @@ class ConsoleApp(App[int]):
         else:
             self._feeding = self.feed()
         self.set_interval(1.0, self._tick)
+        if self._keymap_problems:
+            self.push_screen(TextDialog("The default keys are used", self._keymap_problems))
 
     # ── drawing ──────────────────────────────────────────────────────────────────────────────
 
@@ -160,7 +175,7 @@ class ConsoleApp(App[int]):
             self.exit(0)
             return
         elif word == "palette":
-            self.action_command_palette()
+            self.push_screen(ConsolePalette())
         elif word == "redraw":
             self.refresh(repaint=True, layout=True)
             self.frame_widget.refresh()

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from appliance.snapshot import Snapshot
 from console.glyphs import GlyphSet
 from console.history import History
+from console.keys import KEYS, KeyTable
 from console.source import ListName, ListRow
 
 
@@ -32,6 +33,8 @@ class Context:
     """The newest snapshot, or None before the first one."""
     history: History = field(default_factory=History)
     glyphs: GlyphSet = "braille"
+    keys: KeyTable = KEYS
+    """The commands with the operator's keys."""
     rows: dict[ListName, list[ListRow]] = field(default_factory=dict)
     """Lists that have been read."""
     row_errors: dict[ListName, str] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from appliance.snapshot import Snapshot
 from console import units
 from console.context import Context
 from console.help import help_lines
-from console.keys import KEYS, shown_name
+from console.keys import key_of
 from console.lines import BLANK, Line, Span, clip, line, span, spread, width_of, wrap
 from console.screens.base import MIN_HEIGHT, MIN_WIDTH, View
 from console.screens.panels import STATE_ROLES
@@ -67,7 +67,7 @@ def _body(state: FrameState, width: int, height: int, small: bool) -> list[Line]
     if height <= 0 or width < _MIN_SCREEN[0]:
         return []
     if state.help:
-        lines = help_lines(state.view, width)
+        lines = help_lines(state.view, width, state.context.keys)
         state.help_scroll = max(0, min(state.help_scroll, len(lines) - height))
         return lines[state.help_scroll : state.help_scroll + height]
     if state.context.snapshot is None:
@@ -138,11 +138,11 @@ def _tabs(state: FrameState, width: int) -> Line:
     def tabs(title: str) -> Line:
         spans: Line = [Span(" ")]
         for view in views:
-            action, text = f"screen {view.key}", getattr(view, title)
+            action, key, text = f"screen {view.key}", _key_of_view(state, view), getattr(view, title)
             if view is state.view:
-                spans.append(span(f" {view.key} {text} ", "tab", action))
+                spans.append(span(f" {key} {text} ", "tab", action))
             else:
-                spans += [span(f" {view.key}", "key", action), span(f" {text} ", "text", action)]
+                spans += [span(f" {key}", "key", action), span(f" {text} ", "text", action)]
         return spans
 
     wide = tabs("title")
@@ -151,13 +151,18 @@ def _tabs(state: FrameState, width: int) -> Line:
     # In a narrow terminal, the spaces around the titles are left out.
     spans: Line = []
     for view in views:
-        action = f"screen {view.key}"
+        action, key = f"screen {view.key}", _key_of_view(state, view)
         if view is state.view:
-            spans.append(span(f"{view.key} {view.short}", "tab", action))
+            spans.append(span(f"{key} {view.short}", "tab", action))
         else:
-            spans += [span(view.key, "key", action), span(f" {view.short}", "text", action)]
+            spans += [span(key, "key", action), span(f" {view.short}", "text", action)]
         spans.append(Span(" "))
     return spans
+
+
+def _key_of_view(state: FrameState, view: View) -> str:
+    """Return the name of the key that shows a screen."""
+    return key_of(state.context.keys, f"screen {view.key}" if view in state.views else view.name)
 
 
 def _banners(state: FrameState, width: int) -> list[Line]:
@@ -166,11 +171,12 @@ def _banners(state: FrameState, width: int) -> list[Line]:
     if state.error and snapshot is not None and state.past is None:
         lines.append(clip([span(f" {state.error} ", "badge_bad")], width))
     if snapshot is not None:
-        lines += _drains(snapshot, width, past=state.past is not None)
+        key = key_of(state.context.keys, "act resume") if state.past is None else ""
+        lines += _drains(snapshot, width, f"; {key} resumes" if key else "")
     return lines
 
 
-def _drains(snapshot: Snapshot, width: int, *, past: bool) -> list[Line]:
+def _drains(snapshot: Snapshot, width: int, remedy: str) -> list[Line]:
     lines = []
     for one in snapshot.drains:
         name = "SERVICE" if one.model is None else f"MODEL {one.model}"
@@ -188,7 +194,7 @@ def _drains(snapshot: Snapshot, width: int, *, past: bool) -> list[Line]:
         if one.queue:
             facts.append(f"{one.held:,} held")
         facts.append("new requests wait" if one.queue else "new requests are refused")
-        text = f" {name} {one.state.upper()}: {', '.join(facts)}" + ("" if past else "; R resumes")
+        text = f" {name} {one.state.upper()}: {', '.join(facts)}" + remedy
         lines.append([span(clip([span(text)], width)[0].text.ljust(width), "badge")])
     return lines
 
@@ -197,14 +203,15 @@ def _footer(state: FrameState, width: int) -> Line:
     if state.message:
         return [span(f" {state.message}", state.message_role)]
     spans: Line = [Span(" ")]
-    keys = [("esc", "close help", "back")] if state.help else []
-    for key in KEYS:
+    table = state.context.keys
+    keys = [(key_of(table, "back"), "close help", "back")] if state.help else []
+    for key in table:
         if text := key.footer if state.past is None else key.past:
-            keys.append((shown_name(key.keys[0]), text, key.command))
+            keys.append((key_of(table, key.command), text, key.command))
     if state.view.variants and not state.help:
-        keys.insert(3, ("v", f"view: {state.view.variant}", "variant"))
+        keys.insert(3, (key_of(table, "variant"), f"view: {state.view.variant}", "variant"))
     for name, text, command in keys:
-        if command == "actions" and not state.context.write:
+        if not name or (command == "actions" and not state.context.write):
             continue
         part = [span(name, "key", command), span(f" {text}  ", "dim", command)]
         if width_of(spans) + width_of(part) > width:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from console.figures import FIGURES
-from console.keys import KEYS, shown_name
+from console.keys import KeyTable, key_of, shown_name
 from console.lines import BLANK, Line, clip, heading, line, span, wrap
 from console.screens.base import View
 from console.screens.table import TableView
@@ -11,10 +11,15 @@ from console.screens.table import TableView
 _NAME_WIDTH = 18
 
 
-def help_lines(view: View, width: int) -> list[Line]:
-    """Return the help of a screen."""
-    doc = " ".join((view.help_text or "").split())
-    lines = [heading(f"Help: {view.title}", width, "esc closes"), *wrap(doc, width, "bold"), BLANK]
+def help_lines(view: View, width: int, keys: KeyTable) -> list[Line]:
+    """Return the help of a screen. `keys` are the commands with the operator's keys."""
+    doc = " ".join((view.help_text or "").split()).replace("{variant}", key_of(keys, "variant"))
+    closing = key_of(keys, "back") or key_of(keys, "help")
+    lines = [
+        heading(f"Help: {view.title}", width, f"{closing} closes" if closing else ""),
+        *wrap(doc, width, "bold"),
+        BLANK,
+    ]
     lines += [heading("Figures", width, "unit · window · source")]
     for name in dict.fromkeys(view.figures):
         figure = FIGURES[name]
@@ -26,14 +31,16 @@ def help_lines(view: View, width: int) -> list[Line]:
         lines += [[span(" " * _NAME_WIDTH), *row] for row in wrap(notes, width - _NAME_WIDTH, "dim")]
     if isinstance(view, TableView):
         names = ", ".join(column.name for column in view.columns)
-        lines += [BLANK, heading("Filter", width, "/")]
+        lines += [BLANK, heading("Filter", width, key_of(keys, "filter"))]
         lines += wrap(
             "Rows must match all terms, separated by spaces: text, field:text, !field:text, field>100, "
             f"field<=2.5k; >100 concerns the column that the table is sorted by. Fields: {names}.",
             width,
         )
     group = ""
-    for key in KEYS:
+    for key in keys:
+        if not key.keys:
+            continue
         if key.group != group:
             group = key.group
             lines += [BLANK, heading(f"Keys: {group.lower()}", width)]

@@ -1,7 +1,9 @@
-"""The key table. Key bindings, the help, the footer and `docs/keys.md` are derived from it."""
+"""The key table. Key bindings, the help, the footer and `docs/keys.md` are derived from it. The operator's
+keymap file replaces its keys (`console.keymap`)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from appliance.actions import ACTIONS, Action
@@ -11,7 +13,7 @@ class KeyBinding(NamedTuple):
     """One binding."""
 
     command: str
-    """What the key does, and its id in a keymap file."""
+    """What the keys do, and the name of the entry in a keymap file."""
     keys: tuple[str, ...]
     """The keys, by Textual's names."""
     title: str
@@ -34,6 +36,42 @@ SCREENS = (
     ("9", "audit", "Audit"),
     ("0", "logs", "Logs"),
 )
+
+CHARACTERS = {
+    "question_mark": "?",
+    "exclamation_mark": "!",
+    "quotation_mark": '"',
+    "apostrophe": "'",
+    "number_sign": "#",
+    "dollar_sign": "$",
+    "percent_sign": "%",
+    "ampersand": "&",
+    "left_parenthesis": "(",
+    "right_parenthesis": ")",
+    "asterisk": "*",
+    "plus": "+",
+    "comma": ",",
+    "minus": "-",
+    "full_stop": ".",
+    "slash": "/",
+    "colon": ":",
+    "semicolon": ";",
+    "less_than_sign": "<",
+    "equals_sign": "=",
+    "greater_than_sign": ">",
+    "at": "@",
+    "left_square_bracket": "[",
+    "backslash": "\\",
+    "right_square_bracket": "]",
+    "circumflex_accent": "^",
+    "underscore": "_",
+    "grave_accent": "`",
+    "left_curly_bracket": "{",
+    "vertical_line": "|",
+    "right_curly_bracket": "}",
+    "tilde": "~",
+}
+"""Textual's names of the keys of ASCII characters other than letters and digits."""
 
 KEYS: tuple[KeyBinding, ...] = (
     *(KeyBinding(f"screen {key}", (key,), f"Show {title}", "Screens") for key, _, title in SCREENS),
@@ -137,21 +175,36 @@ KEYS: tuple[KeyBinding, ...] = (
 )
 
 
+KeyTable = tuple[KeyBinding, ...]
+NO_KEY = "no-key"
+"""Textual's bindings need a key. No terminal sends this one."""
+
+
+def offered() -> list[Action]:
+    """Return the actions that operators can choose in the console."""
+    return [action for action in ACTIONS if action.visibility == "shown"]
+
+
+def _without_key() -> Iterator[KeyBinding]:
+    commands = {binding.command for binding in KEYS}
+    for action in offered():
+        if (command := f"act {action.name}") not in commands:
+            yield KeyBinding(command, (), action.title, "Actions")
+
+
+ALL_COMMANDS: KeyTable = (*KEYS, *_without_key())
+"""All commands that keys can be given to: the key table, and the actions that have no key by default."""
+
+
+def key_of(keys: KeyTable, command: str) -> str:
+    """Return the name of a command's first key as the help shows it, or an empty text if it has none."""
+    return next((shown_name(one.keys[0]) for one in keys if one.command == command and one.keys), "")
+
+
 def shown_name(key: str) -> str:
     """Return the name of a key as the help shows it."""
     return {
-        "question_mark": "?",
-        "colon": ":",
-        "slash": "/",
-        "plus": "+",
-        "equals_sign": "=",
-        "left_square_bracket": "[",
-        "right_square_bracket": "]",
-        "left_curly_bracket": "{",
-        "right_curly_bracket": "}",
-        "less_than_sign": "<",
-        "greater_than_sign": ">",
-        "minus": "-",
+        **CHARACTERS,
         "escape": "esc",
         "pageup": "pgup",
         "pagedown": "pgdn",
@@ -161,8 +214,3 @@ def shown_name(key: str) -> str:
         "right": "→",
         "backspace": "⌫",
     }.get(key, key.replace("ctrl+", "^"))
-
-
-def offered() -> list[Action]:
-    """Return the actions that operators can choose in the console."""
-    return [action for action in ACTIONS if action.visibility == "shown"]

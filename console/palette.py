@@ -5,12 +5,23 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from textual.command import DiscoveryHit, Hit, Hits, Provider
+from textual.command import CommandPalette, DiscoveryHit, Hit, Hits, Provider, SearchIcon
+from textual.widgets import Input
 
-from console.keys import KEYS, offered, shown_name
+from console.keys import KeyTable, key_of, offered
 
 if TYPE_CHECKING:
     from console.app import ConsoleApp
+
+
+class ConsolePalette(CommandPalette):
+    """The palette without a blinking cursor, which costs bytes over SSH, and without symbols that some
+    terminals lack."""
+
+    def on_mount(self) -> None:
+        """Prepare the input line."""
+        self.query_one(Input).cursor_blink = False
+        self.query_one(SearchIcon).icon = ">"
 
 
 class ConsoleCommands(Provider):
@@ -22,13 +33,17 @@ class ConsoleCommands(Provider):
 
     def _entries(self) -> list[tuple[str, str, str]]:
         """Return title, help and command of each entry."""
+        context = self._console.session.context
         found = [
-            (key.title, f"key {shown_name(key.keys[0])}", key.command)
-            for key in KEYS
+            (key.title, _key_note(context.keys, key.command), key.command)
+            for key in context.keys
             if not key.command.startswith(("act ", "move", "palette"))
         ]
-        if self._console.session.context.write:
-            found += [(action.title, action.description, f"act {action.name}") for action in offered()]
+        if context.write:
+            for action in offered():
+                command = f"act {action.name}"
+                notes = (action.description, _key_note(context.keys, command))
+                found.append((action.title, " · ".join(filter(None, notes)), command))
         return found
 
     async def discover(self) -> Hits:
@@ -44,3 +59,7 @@ class ConsoleCommands(Provider):
                 yield Hit(
                     score, matcher.highlight(title), partial(self._console.action_run, command), help=note
                 )
+
+
+def _key_note(keys: KeyTable, command: str) -> str:
+    return f"key {name}" if (name := key_of(keys, command)) else ""

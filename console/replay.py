@@ -18,7 +18,7 @@ SPEEDS = (1, 2, 5, 10, 30, 60, 300)
 _HALF_MS = 0.0005
 _GAP_S = 2.5
 """A longer time without a recorded second is a gap."""
-PAST_IS_FIXED = "the past cannot be changed: press N to return to the live service"
+PAST_IS_FIXED = "the past cannot be changed: return to the present with the command :live"
 
 
 class ReplaySource:

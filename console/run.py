@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from console.app import ConsoleApp
+from console.keymap import read_keymap
 from console.source import SnapshotSource
 
 
-def run(source: SnapshotSource, *, write: bool, theme: str) -> int:
-    """Run the console until the operator quits or a signal ends it. Returns the exit code."""
-    app = ConsoleApp(source, write=write, theme=theme)
+def run(source: SnapshotSource, *, write: bool, theme: str, keys: str | None) -> int:
+    """Run the console until the operator quits or a signal ends it. `keys` is the path of a keymap file.
+    Returns the exit code."""
+    app = ConsoleApp(source, write=write, theme=theme, keymap=read_keymap(keys))
     code = app.run()
     return code if code is not None else app.return_code or 0

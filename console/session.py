@@ -122,7 +122,7 @@ class ConsoleSession:
         """Show an instant of the past in all screens. Nothing can be acted upon there."""
         if self.state.past is None:
             live = self._live
-            self.state.context = Context(glyphs=live.glyphs, compared=live.compared)
+            self.state.context = Context(glyphs=live.glyphs, keys=live.keys, compared=live.compared)
         self.state.past = past
         self.context.snapshot, self.context.history = past.instant.snapshot, history
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.moments import past_time
 from console import units
 from console.context import Compared
+from console.keys import key_of
 from console.past_dialogs import Slice, SliceDialog, TimeDialog
 from console.recordings import PastTimeline
 from console.replay import SPEEDS, ReplaySource
@@ -243,7 +244,7 @@ class TimeTravel:
             session.pin(shown)
             session.say(
                 f"the first instant of the comparison is {units.date(shown.at)}: go to another instant, and "
-                "press c"
+                f"press {key_of(session.context.keys, 'compare')}"
             )
         elif session.view.name == "compare":
             session.run("history back")

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from console.app import ConsoleApp
+from console.keymap import read_keymap
 from console.source import SnapshotSource
 
 
@@ -17,8 +18,10 @@ def main() -> None:
     parser.add_argument("--demo", action="store_true")
     parser.add_argument("--run-dir", type=Path)
     parser.add_argument("--theme", default="dark")
+    parser.add_argument("--keys")
     flags = parser.parse_args()
-    ConsoleApp(_source(flags.run_dir, demo=flags.demo), write=False, theme=flags.theme).run()
+    source = _source(flags.run_dir, demo=flags.demo)
+    ConsoleApp(source, write=False, theme=flags.theme, keymap=read_keymap(flags.keys)).run()
 
 
 def _source(run_dir: Path | None, *, demo: bool) -> SnapshotSource:

@@ -13,7 +13,7 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from console.keys import KEYS
+from console.keys import ALL_COMMANDS, NO_KEY
 from console.lines import Line, Span, cells
 from console.themes import style
 
@@ -24,8 +24,14 @@ class FrameWidget(Widget, can_focus=True):
     ALLOW_SELECT = False
     DEFAULT_CSS = "FrameWidget { height: 1fr; width: 1fr; }"
     BINDINGS: ClassVar = [
-        Binding(",".join(key.keys), f"app.run({key.command!r})", key.title, show=False, id=key.command)
-        for key in KEYS
+        Binding(
+            ",".join(key.keys) or NO_KEY,
+            f"app.run({key.command!r})",
+            key.title,
+            show=False,
+            id=key.command,
+        )
+        for key in ALL_COMMANDS
     ]
 
     class Clicked(Message):

@@ -27,23 +27,34 @@ def open_console(
     replay: str | None,
     write: bool,
     theme: str | None,
+    keys: str | None = None,
     web: bool = False,
     port: int = 0,
 ) -> int:
     """Run the console until the operator quits. Returns the exit code."""
     chosen = theme or ("mono" if os.environ.get("NO_COLOR") else "dark")
     if web:
-        return _serve(run_dir, demo=demo, replay=replay, write=write, theme=chosen, port=port)
+        return _serve(run_dir, demo=demo, replay=replay, write=write, theme=chosen, keys=keys, port=port)
     if not (is_terminal(sys.stdin) and is_terminal(sys.stdout)):
         raise CommandLineError(
             "the console needs a terminal: run it in one, or use appliance top for a single frame"
         )
     from console.run import run
 
-    return run(_source(run_dir, demo=demo, replay=replay, at=None, write=write), write=write, theme=chosen)
+    source = _source(run_dir, demo=demo, replay=replay, at=None, write=write)
+    return run(source, write=write, theme=chosen, keys=keys)
 
 
-def _serve(run_dir: str | None, *, demo: bool, replay: str | None, write: bool, theme: str, port: int) -> int:
+def _serve(
+    run_dir: str | None,
+    *,
+    demo: bool,
+    replay: str | None,
+    write: bool,
+    theme: str,
+    keys: str | None,
+    port: int,
+) -> int:
     if write:
         raise CommandLineError("--web is always read-only: leave out --write")
     if replay is not None:
@@ -52,7 +63,8 @@ def _serve(run_dir: str | None, *, demo: bool, replay: str | None, write: bool, 
 
     source = ["--demo"] if demo else ["--run-dir", str(find_run_dir(run_dir).absolute())]
     with as_failure(WebError):
-        return serve([*source, "--theme", theme], port)
+        named = [] if keys is None else ["--keys", str(Path(keys).absolute())]
+        return serve([*source, "--theme", theme, *named], port)
 
 
 def print_frame(

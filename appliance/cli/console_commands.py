@@ -40,6 +40,15 @@ def console(
             show_default=False,
         ),
     ] = None,
+    keys: Annotated[
+        str | None,
+        typer.Option(
+            "--keys",
+            metavar="FILE",
+            help="The keymap file. Default: ~/.config/appliance/keys.toml, if it exists.",
+            show_default=False,
+        ),
+    ] = None,
     web: Annotated[
         bool,
         typer.Option(
@@ -58,7 +67,9 @@ def console(
     from appliance.cli.console import open_console
 
     raise typer.Exit(
-        open_console(run_dir, demo=demo, replay=replay, write=write, theme=theme, web=web, port=port)
+        open_console(
+            run_dir, demo=demo, replay=replay, write=write, theme=theme, keys=keys, web=web, port=port
+        )
     )
 
 

@@ -9,6 +9,7 @@ from appliance.snapshot import Snapshot
 from appliance.snapshot_figures import Value, named_values
 from console import units
 from console.context import Context
+from console.keys import key_of
 from console.lines import BLANK, Line, heading, span, wrap
 from console.screens.table import TableColumn, TableView
 
@@ -54,7 +55,7 @@ class CompareView(TableView[Difference]):
     short = "Compare"
     help_text = (
         "The figures of two instants: the first was chosen with c, the second is on screen. Names are those "
-        "of the admin API. v shows all figures instead of those that differ."
+        "of the admin API. {variant} shows all figures instead of those that differ."
     )
     variants = ("changed", "all")
     sorted_by = ""
@@ -110,7 +111,8 @@ class CompareView(TableView[Difference]):
 
     def render(self, context: Context, width: int, height: int) -> list[Line]:
         if context.compared is None:
-            text = "Go to an instant and press c, then go to another and press c again."
+            key = key_of(context.keys, "compare")
+            text = f"Go to an instant and press {key}, then go to another and press {key} again."
             return [heading(self.title, width), BLANK, *wrap(text, width, "dim")]
         return super().render(context, width, height)
 

@@ -208,7 +208,7 @@ def alerts(snapshot: Snapshot, width: int, height: int) -> list[Line]:
     room = height - 1
     for number, one in enumerate(active):
         if len(lines) - 1 >= room - 1 and number < len(active) - 1:
-            lines.append([span(f"… {len(active) - number} more: press 8", "dim")])
+            lines.append([span(f"… {len(active) - number} more on the screen Alerts", "dim")])
             break
         lines.append(alert_line(one, width))
     return lines[:height]

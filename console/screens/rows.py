@@ -105,9 +105,8 @@ class LogsView(ListView):
     title = "Logs"
     short = "Logs"
     help_text = (
-        "The newest lines of the service's log; v shows the settings in effect with the source of each, "
-        "and what "
-        "`appliance doctor` finds."
+        "The newest lines of the service's log; {variant} shows the settings in effect with the source of "
+        "each, and what `appliance doctor` finds."
     )
     variants = ("logs", "settings", "findings")
     sorted_by = "at"

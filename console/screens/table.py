@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from console.context import Context
 from console.filters import Cell, FilterError, matcher, sort_rows
+from console.keys import key_of
 from console.lines import BLANK, Line, Span, clip, fit, heading, span
 from console.screens.base import View
 
@@ -103,16 +104,23 @@ class TableView(View, Generic[R]):
         if self.filter:
             lines.append(
                 [
-                    span("/", "key"),
+                    span(key_of(context.keys, "filter"), "key"),
                     span(self.filter, "bold"),
                     span(
-                        f"  {self.error}" if self.error else "  (esc clears)", "bad" if self.error else "dim"
+                        f"  {self.error or self._hint(context, '({} clears)')}",
+                        "bad" if self.error else "dim",
                     ),
                 ]
             )
         shown = self._fitting(width)
         lines.append(self._titles(shown, width))
         return [*lines, *self._body(rows, shown, width, height - len(lines))]
+
+    @staticmethod
+    def _hint(context: Context, text: str) -> str:
+        """Return a text about the key that goes back, or an empty text if there is none."""
+        key = key_of(context.keys, "back")
+        return text.format(key) if key else ""
 
     def facts(self, context: Context) -> list[tuple[str, str, str]]:
         facts = []
@@ -201,7 +209,7 @@ class TableView(View, Generic[R]):
 
     def _detail(self, rows: list[R], context: Context, width: int, height: int) -> list[Line]:
         row = next((row for row in rows if self.id_of(row) == self.detail), None)
-        top = heading(f"{self.title} ▸ {self.detail}", width, "esc closes")
+        top = heading(f"{self.title} ▸ {self.detail}", width, self._hint(context, "{} closes"))
         if row is None:
             return [top, BLANK, [span("no longer in the list", "dim")]]
         body = self.describe(row, context, width)

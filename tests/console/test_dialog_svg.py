@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from textual.command import CommandList, CommandPalette
 from textual.widgets import Button, Static
 
 from appliance.actions import action_named
@@ -16,6 +17,7 @@ from appliance.snapshot import Snapshot
 from console.app import ConsoleApp
 from console.dialogs import ChoiceDialog, TextDialog
 from console.fake import FIXED_TIME, FakeSource
+from console.palette import ConsoleCommands
 from tests.console.frames import SIZES, source
 from tests.console.test_app import opened, until
 from tests.console.test_svg import compare, utc  # noqa: F401
@@ -57,6 +59,17 @@ class FrozenSource(FakeSource):
         )
 
 
+def listed(app: ConsoleApp) -> bool:
+    """Return whether the palette shows all its entries."""
+    return app.screen.query_one(CommandList).option_count == len(ConsoleCommands(app.screen)._entries())
+
+
+KEYMAP_PROBLEMS = (
+    "/home/ada/.config/appliance/keys.toml, line 2: unknown command 'past bakc': did you mean 'past back'?",
+    "/home/ada/.config/appliance/keys.toml, line 5: \"theme\" = 'ctrl+i': terminals send the same code for "
+    "this key as for tab: write 'tab'",
+)
+
 DIALOGS: dict[str, tuple[str, Callable[[ConsoleApp], object], Callable[[ConsoleApp], object]]] = {
     "cancel": ("4", lambda app: app.action_run("act requests.cancel"), opened),
     "drain": ("6", lambda app: app.run_line("drain --grace 60s"), opened),
@@ -76,6 +89,16 @@ DIALOGS: dict[str, tuple[str, Callable[[ConsoleApp], object], Callable[[ConsoleA
         lambda app: app.push_screen(
             TextDialog("Create key", ["id: key_3f1a", "key: ak-…", "tenant: search"])
         ),
+        lambda app: isinstance(app.screen, TextDialog),
+    ),
+    "palette": (
+        "4",
+        lambda app: app.action_run("palette"),
+        lambda app: isinstance(app.screen, CommandPalette) and listed(app),
+    ),
+    "keymap": (
+        "1",
+        lambda app: app.push_screen(TextDialog("The default keys are used", KEYMAP_PROBLEMS)),
         lambda app: isinstance(app.screen, TextDialog),
     ),
     "command": ("1", lambda app: app.action_run("command"), lambda app: app.prompt.display),
