@@ -308,8 +308,7 @@ class RetryModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class SleepModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Release the memory of a loaded version after its requests have finished. On GPUs, its weights are
-    copied to host memory, so that waking takes about a second. New requests are refused until the version is
-    woken."""
+    copied to host memory, so that waking takes about a second. The next request wakes the version."""
 
     model: str
     """NAME@VERSION, or NAME for the default version."""

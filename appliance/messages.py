@@ -80,7 +80,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     arms: tuple[Arm, ...] = ()
     """If the name is split, the units that can answer. `unit` is then the arm with the largest weight."""
     on_demand: bool = False
-    """Whether a first request loads the model. The front then sends `Wanted`. Set only if `unit` is empty."""
+    """Whether a request loads or wakes the model (`FrontReport.wanted`). Set only if `unit` is empty."""
     problem: str = ""
     """Reason why requests are refused instead of waiting: the latest load on demand failed."""
 
@@ -414,12 +414,6 @@ class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
     None: the model's setting `idle_unload_s` applies."""
 
 
-class Wanted(msgspec.Struct, tag="wanted", frozen=True):
-    """Reports that requests wait for a name whose model is loaded on demand (`Route.on_demand`)."""
-
-    name: str
-
-
 class Claim(msgspec.Struct, tag="claim", frozen=True):
     """Claims a request with an `Idempotency-Key` for this front. The reply is `Claimed`, which says whether
     this front or another front runs the request. If this front runs it, the claim lasts until `Release`."""
@@ -567,7 +561,8 @@ class Keep(msgspec.Struct, tag="keep", frozen=True, kw_only=True):
 
 
 class FrontReport(FrontStats, tag="front_report", frozen=True, kw_only=True):
-    """The state of a front, sent every half second and before `FrontReady`."""
+    """The state of a front, sent every half second, before `FrontReady`, when routes have taken effect, and
+    when requests begin to wait for a name without a unit."""
 
     template_problems: dict[str, tuple[int, str]] = msgspec.field(default_factory=dict)
     """Models whose chat templates have exceeded a limit since startup. Each entry gives the number of times
@@ -578,6 +573,10 @@ class FrontReport(FrontStats, tag="front_report", frozen=True, kw_only=True):
     """`serial` of the last `Configure` message whose routes are in effect."""
     preparing: tuple[str, ...] = ()
     """Units for which the front is preparing requests that it has not yet sent to the core."""
+    wanted: tuple[str, ...] = ()
+    """Names for which requests wait in the front until their models are loaded or woken (`Route.on_demand`).
+    Every report repeats them, so the core may ignore a name while an operation on its model is in
+    progress."""
 
 
 CoreToFront = (
@@ -593,7 +592,7 @@ CoreToFront = (
     | AskProgress
     | StopFront
 )
-AboutRequest = Admit | Settle | Rejected | Worked | Retried | ShadowDone | Wanted
+AboutRequest = Admit | Settle | Rejected | Worked | Retried | ShadowDone
 """Messages from a front about requests."""
 FrontToCore = (
     FrontReady | AboutRequest | Claim | Release | HandOver | Keep | Taken | FrontReport | FrontProgress

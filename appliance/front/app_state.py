@@ -25,7 +25,6 @@ from appliance.messages import (
     Refused,
     Rejected,
     RequestProgress,
-    Wanted,
     Worked,
 )
 from appliance.text.fair_queue import TextMemory, WorkPool
@@ -57,7 +56,9 @@ class AppState:
         self,
         to_core: Callable[[FrontToCore], None],
         hand_over: Callable[[HandOver | Keep, tuple[int, ...]], None],
+        report: Callable[[], None] = lambda: None,
     ) -> None:
+        """`report` sends the core a `FrontReport`."""
         self.to_core = to_core
         self.hand_over = hand_over
         """Sends a message with file descriptors. The caller must still close its descriptors."""
@@ -66,7 +67,7 @@ class AppState:
         """Limits on what clients may send. The object may be replaced at any time."""
         self.bodies = BodyBudget()
         self.denials = CountedLog("requests without a valid key or permitted user were denied")
-        self.catalog = Catalog(want=lambda name: to_core(Wanted(name)))
+        self.catalog = Catalog(report)
         self.identities = IdentityTable()
         self.replicas = ReplicaChannels()
         self.retries = Retries(to_core)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from appliance.front.arms import choose_arm
@@ -74,12 +74,9 @@ class Catalog:
     """The loaded models by unit, and the names that applications use for them. A model that cannot be loaded
     keeps its names: requests for it are refused with the cause, and the other models are served as usual."""
 
-    def __init__(self, want: Callable[[str], None] = lambda _: None) -> None:
-        """`want` is called when requests wait for a name whose model is loaded on demand. It may be called
-        again for the same name."""
-        self._want = want
-        self._announced: set[str] = set()
-        """Names for which `want` has been called since the names last changed."""
+    def __init__(self, on_waiting: Callable[[], None] = lambda: None) -> None:
+        """`on_waiting` is called when requests begin to wait for a name without a model."""
+        self._on_waiting = on_waiting
         self._models: dict[str, LoadedModel] = {}
         self._broken: dict[str, str] = {}
         self._routes: dict[str, Route] | None = None
@@ -87,7 +84,8 @@ class Catalog:
         self._changed = asyncio.Event()
         """Set, and replaced by a new event, when the names change."""
         self._preparing: Counter[str] = Counter()
-        self._held = 0
+        self._held: Counter[str] = Counter()
+        """Number of requests that wait for each name without a model."""
         self.max_held, self.hold_timeout_s = 0, 0.0
         """Limits on the requests that wait for a name without a model."""
 
@@ -118,6 +116,11 @@ class Catalog:
         return tuple(self._preparing)
 
     @property
+    def wanted(self) -> tuple[str, ...]:
+        """The names for which requests wait until their models are loaded or woken on demand."""
+        return tuple(name for name in self._held if self._waits(name) and self._is_on_demand(name))
+
+    @property
     def listed(self) -> list[Route]:
         """The names whose models can answer requests."""
         if self._routes is None:
@@ -142,7 +145,6 @@ class Catalog:
     def route(self, routes: list[Route] | None) -> None:
         """Replace the names that applications can use, immediately."""
         self._routes = None if routes is None else {route.name: route for route in routes}
-        self._announced.clear()
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -196,22 +198,35 @@ class Catalog:
         """Return the model for this name, as `get` does. If the name is waiting for a model, wait too, until
         `lost` returns true because the client has disconnected. Raises a 503 if that takes too long or too
         many requests are waiting."""
+        if allows(identity, name) and self._waits(name):
+            if (held := self._held.total()) >= self.max_held:
+                raise _still_loading(name, f"{held} requests are already waiting for it")
+            with self._holding(name):
+                await self._until_routed(name, lost)
+        return self.get(name, identity, caller)
+
+    @contextlib.contextmanager
+    def _holding(self, name: str) -> Iterator[None]:
+        """Count a request that waits for the name."""
+        self._held[name] += 1
+        try:
+            if self._held[name] == 1:
+                self._on_waiting()
+            yield
+        finally:
+            self._held[name] -= 1
+            if not self._held[name]:
+                del self._held[name]
+
+    async def _until_routed(self, name: str, lost: Callable[[], bool]) -> None:
+        """Wait until the name has a model or a problem, or `lost` returns true. Raises a 503 if that takes
+        too long."""
         deadline = asyncio.get_running_loop().time() + self.hold_timeout_s
-        while allows(identity, name) and self._waits(name) and not lost():
-            if self._held >= self.max_held:
-                raise _still_loading(name, f"{self._held} requests are already waiting for it")
+        while self._waits(name) and not lost():
             if (left_s := deadline - asyncio.get_running_loop().time()) <= 0:
                 raise _still_loading(name, f"the request has waited for {self.hold_timeout_s:g} s")
-            if self._is_on_demand(name) and name not in self._announced:
-                self._announced.add(name)
-                self._want(name)
-            self._held += 1
-            try:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), min(left_s, _CHECK_CLIENT_S))
-            finally:
-                self._held -= 1
-        return self.get(name, identity, caller)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), min(left_s, _CHECK_CLIENT_S))
 
     def get(self, name: str, identity: Identity, caller: str = "") -> LoadedModel:
         """Return the model for this name. If the name is split, `caller` determines the arm. Raises a 403 if

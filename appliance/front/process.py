@@ -53,7 +53,7 @@ class FrontProcess:
 
     def __init__(self, sock: socket.socket) -> None:
         self._channel: Channel[CoreToFront] = Channel(sock, CoreToFront)
-        self._state = AppState(self._channel.send, self._channel.send)
+        self._state = AppState(self._channel.send, self._channel.send, self._tell)
         _, application = build_app(self._state)
         identities = self._state.identities
         self._server = HttpServer(application, known=identities.knows, tenant_of=identities.tenant_of)
@@ -242,6 +242,7 @@ class FrontProcess:
                 configured=self._configured,
                 routed=self._routed,
                 preparing=state.catalog.preparing,
+                wanted=state.catalog.wanted,
             )
         )
 

@@ -98,6 +98,10 @@ class FrontEvents(Protocol):
         """Handle a message that shows that the front responds or has free places. The front may now accept
         connections again."""
 
+    def name_wanted(self, name: str) -> None:
+        """Handle requests that wait in a front for a name whose model is loaded or woken on demand. Called
+        for every report until the requests do not wait any more."""
+
     def request_message(self, front: Front, message: AboutRequest) -> None:
         """Handle a message about a request."""
 
@@ -363,6 +367,8 @@ class Front:
             if message.problems != problems:
                 self._events.front_changed(self, problems)
             self._events.front_reported(self)
+            for name in message.wanted:
+                self._events.name_wanted(name)
             for problem in self._refusals.problems(message):
                 self._events.front_problem(self, problem)
             counted = before.template_problems if before is not None else {}

@@ -45,7 +45,6 @@ from appliance.messages import (
     Retried,
     Settle,
     ShadowDone,
-    Wanted,
     Worked,
 )
 from appliance.settings import Settings
@@ -104,7 +103,8 @@ class FrontPool:
         - `keep` stores prompts and answers.
         - `note` reports a problem (its location and description) to the operator.
         - `on_availability` is called when a front may have begun or ceased to accept connections.
-        - `on_wanted` is called when requests wait for a name whose model is loaded on demand.
+        - `on_wanted` is called repeatedly while requests wait for a name whose model is loaded or woken on
+          demand.
         - `module` is the Python module to run as a front process.
         """
         self.fronts: list[Front] = []
@@ -315,6 +315,9 @@ class FrontPool:
         self.balancer.assign_again()
         self._on_availability()
 
+    def name_wanted(self, name: str) -> None:
+        self._on_wanted(name)
+
     def request_message(self, front: Front, message: AboutRequest) -> None:
         requests = self._requests
         if isinstance(message, Admit) and message.shadow_of:
@@ -331,8 +334,6 @@ class FrontPool:
             requests.charge_work(message)
         elif isinstance(message, ShadowDone):
             requests.shadow_done(message)
-        elif isinstance(message, Wanted):
-            self._on_wanted(message.name)
         else:
             requests.reject(message)
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from appliance.background import Background
 from appliance.models.fit import host_bytes, read_memory
 from appliance.models.manager import ModelManager
-from appliance.models.operations import FrontRoutes, LoadError, ModelOperations
+from appliance.models.operations import FrontRoutes, LoadError, ModelOperations, NoRoomError
 from appliance.models.residency import (
     Bundle,
     Evict,
@@ -179,25 +179,40 @@ class OnDemand:
     # ── requests ──
 
     def wanted(self, name: str) -> None:
-        """Handle requests for a name whose version the fronts do not know."""
+        """Handle requests that wait in a front for a name whose version is not loaded or sleeps. Fronts call
+        this repeatedly while the requests wait, so a call may be ignored if an operation is in
+        progress."""
         target = self._routing.target_of(name)
         if target is None:
             return
-        record = self._operations.registry.current.versions[target]
-        if unit_name(*target) not in self._introducing:
-            self._background.run(self._introduce(record))
+        unit = unit_name(*target)
+        if unit not in self._introducing and unit not in self._routing.problems:
+            self._introducing.add(unit)
+            record = self._operations.registry.current.versions[target]
+            self._background.run(self._introduce(unit, record))
 
-    async def _introduce(self, record: VersionRecord) -> None:
-        unit = unit_name(record.model, record.version)
-        if unit in self._routing.problems:
-            return
-        self._introducing.add(unit)
+    async def _introduce(self, unit: str, record: VersionRecord) -> None:
         try:
+            if self._routing.sleeps(unit):
+                await self._wake(unit, record)
             await self._operations.introduce(record)
         except LoadError as error:
             self._fail(unit, str(error))
         finally:
             self._introducing.discard(unit)
+
+    async def _wake(self, unit: str, record: VersionRecord) -> None:
+        """Wake a sleeping version, because requests for it wait in the fronts. If there is not enough memory
+        for that, unload it, so that it is loaded when it is its turn. Raises LoadError."""
+        await self._operations.finish_sleep(unit)
+        if unit not in self._operations.asleep:
+            return
+        log.info("%s is woken because of a request", unit)
+        try:
+            await self.load(record)
+        except NoRoomError as error:
+            log.info("%s is unloaded and will be loaded again: %s", unit, error)
+            await self._operations.unload(record, 0.0)
 
     # ── the loop ──
 

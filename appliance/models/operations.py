@@ -344,6 +344,11 @@ class ModelOperations:
         await asyncio.wait([task])
         await _result(task, unit)
 
+    async def finish_sleep(self, unit: str) -> None:
+        """Wait until a unit that is about to sleep does, or stays awake."""
+        if (task := self._sleeps.get(unit)) is not None:
+            await asyncio.wait([task])
+
     async def _sleep(self, unit: str, record: VersionRecord, grace_s: float) -> None:
         self._routing.usable.discard(unit)
         self.draining.add(unit)

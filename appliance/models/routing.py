@@ -45,7 +45,7 @@ class Routing:
         """Units whose latest load on demand failed, each with the reason. Their requests are refused until
         the next attempt is due."""
         self.sleeps: Callable[[str], bool] = lambda unit: False
-        """Returns whether a unit sleeps or is about to. No name leads to it until it is woken."""
+        """Returns whether a unit sleeps or is about to."""
         self._registry = registry
         self._models = models
 
@@ -122,13 +122,11 @@ class Routing:
         return self._of_version(registry, name, name, version)
 
     def _of_version(self, registry: Registry, name: str, model: str, version: int) -> Route | None:
-        """Return the route from `name` to a version, which is loaded at its first request if necessary. None
-        if the version sleeps."""
+        """Return the route from `name` to a version, which is loaded or woken at its first request if
+        necessary."""
         unit = unit_name(model, version)
         if unit in self.usable:
             return self._to_unit(name, unit)
-        if self.sleeps(unit):
-            return None
         problem = self.problems.get(unit, "")
         return Route(
             name=name,

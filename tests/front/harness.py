@@ -55,7 +55,6 @@ from appliance.messages import (
     ServedModel,
     Settle,
     StopFront,
-    Wanted,
     Worked,
 )
 from appliance.text.tokenizer import Tokenizer
@@ -129,7 +128,6 @@ class Harness:
         self.eos = self.tokenizer.eos_ids[0]
         self.vocab_size = self.tokenizer.vocabulary_size
         self.admits: list[Admit] = []
-        self.wanted: list[str] = []
         """Names for which the front has asked the core to load a model."""
         self.settles: list[Settle] = []
         self.refused: set[str] = set()
@@ -215,7 +213,7 @@ class Harness:
 
         def forget() -> None:
             self.admits, self.settles, self.rejected, self.worked = [], [], [], []
-            self.claimed, self.releases, self.retried, self.wanted = [], [], [], []
+            self.claimed, self.releases, self.retried = [], [], []
             self.kept = {}
             self.claims = lambda claim: Claimed(claim.scope, False)
             self.admit, self.refusal, self.turn = "at once", None, {}
@@ -381,8 +379,6 @@ class Harness:
                 )
         elif isinstance(message, Settle):
             self.settles.append(message)
-        elif isinstance(message, Wanted):
-            self.wanted.append(message.name)
         elif isinstance(message, Claim):
             self.claimed.append(message)
             if (answer := self.claims(message)) is not None:

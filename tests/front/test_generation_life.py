@@ -163,17 +163,20 @@ def test_a_request_waits_for_a_model_that_is_loaded_on_demand(front: Harness) ->
         with connect(front) as first, connect(front) as second:
             for sock in (first, second):
                 sock.sendall(request(body, "/v1/completions"))
-            front.wait_for(lambda: front.wanted == ["later"])
+            front.wait_for(lambda: front.reports[-1].wanted == ("later",))
+            # Every report repeats the name while the requests wait.
+            assert front.report().wanted == ("later",)
             assert ask(front, "GET", "/v1/models/later").json["max_model_len"] is None
             assert "later" in [one["id"] for one in ask(front, "GET", "/v1/models").json["data"]]
             front.configure(routes=[Route(name="later", unit=MODEL)])
             assert [read_answer(sock).status for sock in (first, second)] == [200, 200]
+        assert front.report().wanted == ()
         front.configure(routes=[msgspec.structs.replace(later, listed=False, problem="the disk is broken")])
         front.wait_for(lambda: ask(front, "GET", "/v1/models").json["data"] == [])
         refused = ask(front, "POST", "/v1/completions", body)
         assert refused.status == 503 and "the disk is broken" in refused.error["message"]
         assert int(refused.headers["retry-after"]) > 0
-        assert front.wanted == ["later"]
+        assert front.report().wanted == ()
     finally:
         front.reconfigure()
 

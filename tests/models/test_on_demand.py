@@ -313,3 +313,27 @@ def test_a_model_with_a_long_queue_does_not_get_its_memory_back_at_once(tmp_path
         await site.until(lambda: site.manager.loaded("a"), "the return")
 
     play(site, scenario)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_request_wakes_a_sleeping_version_or_loads_it_again_if_it_does_not_fit(
+    tmp_path: Path, fits: bool
+) -> None:
+    site = Site(tmp_path, Settings())
+    version = site.world.version(1)
+
+    async def scenario() -> None:
+        await site.operations.load(version)
+        await site.operations.sleep(version, 60.0)
+        [route] = site.routing.routes()
+        assert (route.unit, route.on_demand, route.listed) == ("", True, True)
+        site.manager.stuck = "" if fits else "no memory"
+        site.on_demand.wanted("chat")
+        await site.until(lambda: site.routing.unit_of("chat") == "chat@1", "the request's unit")
+        assert site.manager.loaded("chat@1") == fits and not site.operations.asleep
+        site.ask("chat@1")
+        await site.until(lambda: site.manager.loaded("chat@1"), "the load")
+        ended = [] if fits else ["unload chat@1", "load chat@1"]
+        assert site.manager.history == ["load chat@1", "sleep chat@1", "wake chat@1", *ended]
+
+    play(site, scenario)

@@ -142,7 +142,17 @@ def test_a_model_whose_process_is_killed_while_it_wakes_answers_afterwards(sleep
     assert sleeps.state() == "ready" and sleeps.tokens() == [TOKEN] * 8
 
 
-def test_requests_during_rounds_of_sleep_are_answered_or_refused_and_none_is_lost(sleeps: Sleeps) -> None:
+def test_a_request_wakes_a_sleeping_model(sleeps: Sleeps) -> None:
+    sleeps.act(SleepModel(model="chat", wait=True))
+    rank = sleeps.rank()
+    assert sleeps.state() == "sleeping"
+    with sleeps.running.http() as http:
+        assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["chat"]
+    assert sleeps.tokens() == [TOKEN] * 8
+    assert sleeps.state() == "ready" and sleeps.rank().pid == rank.pid
+
+
+def test_requests_during_rounds_of_sleep_are_all_answered(sleeps: Sleeps) -> None:
     stop, answered, failures = threading.Event(), list[int](), list[str]()
 
     def ask() -> None:
@@ -151,15 +161,14 @@ def test_requests_during_rounds_of_sleep_are_answered_or_refused_and_none_is_los
             while not stop.is_set():
                 answer = http.post("/v1/completions", json=body | {"ignore_eos": True})
                 answered.append(answer.status_code)
-                if answer.status_code not in (200, 404, 503):
+                if answer.status_code != 200:
                     failures.append(answer.text)
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
         thread.start()
     for _ in range(3):
-        assert sleeps.act(SleepModel(model="chat", wait=True)).state == "sleeping"
-        assert sleeps.act(WakeModel(model="chat", wait=True)).state == "ready"
+        sleeps.act(SleepModel(model="chat", wait=True))  # a request may have woken it already
     until = len(answered) + 8
     sleeps.running.wait_until(lambda: len(answered) >= until, WITHIN_S, "answers after the last round")
     stop.set()
@@ -169,6 +178,6 @@ def test_requests_during_rounds_of_sleep_are_answered_or_refused_and_none_is_los
     assert failures == [] and answered.count(200) >= 4
 
     def all_ended() -> bool:
-        return {row["status"] for row in sleeps.running.rows(5000)} <= {200, 404, 503}
+        return {row["status"] for row in sleeps.running.rows(5000)} <= {200}
 
     sleeps.running.wait_until(all_ended, WITHIN_S, "every request to be recorded as ended")

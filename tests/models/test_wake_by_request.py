@@ -1,0 +1,166 @@
+"""Tests of requests that wait in a front while the version that they name sleeps. The front's catalog and the
+core's operations are real; the messages between them are passed by the test."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.front.errors import ApiError
+from appliance.front.models import Catalog, LoadedModel
+from appliance.messages import Identity, ServedModel
+from appliance.models.on_demand import OnDemand
+from appliance.models.operations import ModelOperations
+from appliance.settings import Settings
+from tests.models.test_on_demand import Site, play, served
+from tests.models.test_operations import SimulatedFronts
+
+IDENTITY = Identity(tenant="acme")
+
+
+class OneFront(SimulatedFronts):
+    """One front. It gets new routes at once, but confirms routes to a model only when `confirms` is set."""
+
+    def __init__(self, site: WaitingSite) -> None:
+        super().__init__(lambda: site.routing)
+        self.catalog = Catalog()
+        self.catalog.max_held, self.catalog.hold_timeout_s = 10, 60.0
+        self.confirms = asyncio.Event()
+        self.confirms.set()
+        self._site = site
+
+    def publish_configuration(self) -> None:
+        super().publish_configuration()
+        self.catalog.route(self._site.routing.routes())
+
+    async def routed(self) -> None:
+        await super().routed()
+        if self._site.routing.unit_of("chat"):
+            await self.confirms.wait()
+
+
+class WaitingSite(Site):
+    """A site with one front."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, Settings())
+        self.front = OneFront(self)
+        manager: Any = self.manager
+        requests: Any = self.requests
+        self.operations = ModelOperations(
+            self.world.registry, manager, self.routing, self.front, lambda *_: None, {"device": "cpu"}
+        )
+        self.on_demand = OnDemand(
+            Settings,
+            operations=self.operations,
+            manager=manager,
+            routing=self.routing,
+            requests=requests,
+            fronts=self.front,
+            clock=lambda: self.now,
+        )
+
+    def request(self, lost: bool = False) -> asyncio.Task[LoadedModel]:
+        """Send a request to the front."""
+        found = self.front.catalog.find("chat", IDENTITY, lambda: lost)
+        return asyncio.get_running_loop().create_task(found)
+
+    def report(self) -> None:
+        """Pass one report of the front to the core."""
+        for name in self.front.catalog.wanted:
+            self.on_demand.wanted(name)
+
+    async def start(self) -> None:
+        """Load version 1."""
+        await self.front.catalog.replace([served("chat@1")])
+        await self.operations.load(self.world.version(1))
+
+    async def begin_sleep(self) -> asyncio.Task[None]:
+        """Begin to let version 1 sleep, until no route leads to it any more."""
+        sleeping = asyncio.ensure_future(self.operations.sleep(self.world.version(1), 60.0))
+        await self.until(lambda: not self.routing.unit_of("chat"), "the new routes")
+        return sleeping
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WaitingSite:
+    async def load_model(model: ServedModel) -> LoadedModel:
+        nothing: Any = None
+        return LoadedModel(model, nothing, nothing)
+
+    monkeypatch.setattr("appliance.front.models.load_model", load_model)
+    return WaitingSite(tmp_path)
+
+
+def test_a_request_wakes_a_version_that_sleeps(site: WaitingSite) -> None:
+    async def scenario() -> None:
+        await site.start()
+        await (await site.begin_sleep())
+        waiting = site.request()
+        await site.until(lambda: site.front.catalog.wanted == ("chat",), "the request")
+        site.report()
+        assert (await waiting).unit == "chat@1"
+        assert site.manager.history == ["load chat@1", "sleep chat@1", "wake chat@1"]
+        assert site.front.catalog.wanted == ()
+
+    play(site, scenario)
+
+
+def test_a_request_that_arrives_before_the_version_sleeps_wakes_it_afterwards(site: WaitingSite) -> None:
+    async def scenario() -> None:
+        await site.start()
+        site.manager.busy.add("chat@1")
+        sleeping = await site.begin_sleep()
+        waiting = site.request()
+        await site.until(lambda: site.front.catalog.wanted == ("chat",), "the request")
+        site.report()
+        await asyncio.sleep(0.05)
+        assert site.manager.history == ["load chat@1"] and not waiting.done()
+        site.manager.busy.clear()
+        await sleeping
+        assert (await waiting).unit == "chat@1"
+        assert site.manager.history == ["load chat@1", "sleep chat@1", "wake chat@1"]
+
+    play(site, scenario)
+
+
+def test_a_request_that_the_core_ignores_is_reported_again_and_wakes_the_version(site: WaitingSite) -> None:
+    """The version goes to sleep a second time while its first wake is not complete, because the front has not
+    confirmed the routes yet. The first report of the second request is then ignored."""
+
+    async def scenario() -> None:
+        await site.start()
+        await (await site.begin_sleep())
+        first = site.request()
+        await site.until(lambda: site.front.catalog.wanted == ("chat",), "the first request")
+        site.front.confirms.clear()
+        site.report()
+        assert (await first).unit == "chat@1"
+        sleeping = await site.begin_sleep()
+        second = site.request()
+        await site.until(lambda: site.front.catalog.wanted == ("chat",), "the second request")
+        site.report()
+        site.front.confirms.set()
+        await sleeping
+        await asyncio.sleep(0.05)
+        twice = ["load chat@1", "sleep chat@1", "wake chat@1", "sleep chat@1"]
+        assert site.manager.history == twice and not second.done()  # the report was ignored
+        site.report()
+        assert (await second).unit == "chat@1"
+        assert site.manager.history == [*twice, "wake chat@1"]
+
+    play(site, scenario)
+
+
+def test_a_request_whose_client_has_disconnected_wakes_nothing(site: WaitingSite) -> None:
+    async def scenario() -> None:
+        await site.start()
+        await (await site.begin_sleep())
+        with pytest.raises(ApiError):
+            await site.request(lost=True)
+        assert site.front.catalog.wanted == ()
+
+    play(site, scenario)
