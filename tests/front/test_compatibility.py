@@ -12,7 +12,7 @@ import msgspec
 import openai
 import pytest
 
-from appliance.messages import Admitted, Limits, Refused
+from appliance.messages import Admitted, Limits, Refused, RetryRules
 from tests.front.harness import KEY, MODEL, Harness
 from tests.front.raw import ask, chat, connect, read_answer, request
 
@@ -22,10 +22,12 @@ ORIGIN = "https://chat.example.com"
 
 @pytest.fixture
 def configured(front: Harness) -> Iterator[Any]:
-    """Return a function that changes the front's limits. The limits are restored after the test."""
+    """Return a function that changes the front's limits, and ends requests with an `Idempotency-Key` when
+    their client disconnects. Both are restored after the test."""
 
     def configure(**limits: Any) -> None:
-        front.reconfigure(limits=msgspec.structs.replace(Limits(), **limits))
+        changed = msgspec.structs.replace(Limits(), **limits)
+        front.reconfigure(limits=changed, retries=RetryRules(grace_s=0.0))
 
     yield configure
     front.reconfigure()
