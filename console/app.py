@@ -204,6 +204,8 @@ class ConsoleApp(App[int]):
                 self.begin(found[0], found[1], given=True)
             elif word in names:
                 self.action_run(f"screen {names[word]}")
+            elif word in ("finished", "usage"):
+                self.action_run(f"screen {word}")
             elif word in ("q", "quit", "exit"):
                 self.exit(0)
             elif word in ("time", "compare", "incident", "live"):

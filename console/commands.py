@@ -26,6 +26,8 @@ WORDS: dict[str, str] = {
     "interval": "interval SECONDS: time between two refreshes",
     "filter": "filter TEXT: show only matching rows",
     "sort": "sort COLUMN",
+    "finished": "finished: show the finished requests",
+    "usage": "usage: show the usage by day, tenant and key",
     "export": "export csv|json [FILE]: write the rows of this table to a file",
     "help": "help: explain the keys and figures of this screen",
     "pause": "pause: freeze the screen, or continue",

@@ -3,6 +3,7 @@ screens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from appliance.snapshot import Snapshot
 from console.glyphs import GlyphSet
 from console.history import History
 from console.keys import KEYS, KeyTable
-from console.source import ListName, ListRow
+from console.source import ListName, Row
 
 
 class Compared(NamedTuple):
@@ -35,7 +36,7 @@ class Context:
     glyphs: GlyphSet = "braille"
     keys: KeyTable = KEYS
     """The commands with the operator's keys."""
-    rows: dict[ListName, list[ListRow]] = field(default_factory=dict)
+    rows: dict[ListName, Sequence[Row]] = field(default_factory=dict)
     """Lists that have been read."""
     row_errors: dict[ListName, str] = field(default_factory=dict)
     """Reasons why a list could not be read."""

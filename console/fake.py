@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -48,7 +49,7 @@ from console.fake_machine import alerts_of, gpus_of
 from console.fake_recording import FakeRecording
 from console.fake_rows import FakeRows
 from console.simulation import BLOCK_TOKENS, WINDOW_S, Ended, SimReplica, SimRequest, SimTenant, Simulation
-from console.source import ListName, ListRow, SourceError
+from console.source import ListName, Row, SourceError
 
 FIXED_TIME = 1_790_000_000.0
 """Clock of tests, in unix seconds."""
@@ -115,7 +116,7 @@ class FakeSource:
         self._recording.add(snapshot)
         return snapshot
 
-    async def rows(self, name: ListName) -> list[ListRow]:
+    async def rows(self, name: ListName) -> Sequence[Row]:
         """Return a list of the simulated service."""
         return self._rows.of(name)
 
@@ -344,14 +345,13 @@ class FakeSource:
 
     def _request(self, one: SimRequest) -> UnfinishedRequest:
         now = self.simulation.now
-        key = f"{one.tenant}-{('web', 'worker', 'mobile')[one.key]}"
         queued = one.started is None
         return UnfinishedRequest(
             request_id=one.id,
             state="queued" if queued else "running",
             model=one.model,
             tenant=one.tenant,
-            key_id=f"key_{abs(hash((len(key), one.key))) % 0xFFFF:04x}",
+            key_id=one.key_id,
             peer="",
             front=f"front-{1 + one.key % 2}",
             replica=one.replica,
@@ -361,7 +361,7 @@ class FakeSource:
             max_tokens=one.max_tokens,
             class_name=f"P{one.number}",
             phase="queued" if queued else "prefill" if one.first_token is None else "decode",
-            key_name=key,
+            key_name=one.key_name,
             stream=one.key != 1,
             queue_s=(now if one.started is None else one.started) - one.arrived,
             ttft_s=None if one.first_token is None else one.first_token - one.arrived,

@@ -5,16 +5,18 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from appliance.pages import NamedRequest
 from appliance.snapshot import Snapshot
 from appliance.telemetry_pages import PastSnapshot
 from console.fake_rows import FakeRows
 from console.history import History
-from console.recordings import HISTORY_POINTS, NOT_RECORDED, Mark, PastTimeline
-from console.source import ListName, ListRow, SourceError, UnsupportedListError
+from console.recordings import HISTORY_POINTS, NOT_RECORDED, USAGE_NOT_RECORDED, Mark, PastTimeline
+from console.source import ListName, ListRow, Row, SourceError, UnsupportedListError
 
 _EVERY_S = 1.0
 _KEPT = 900
@@ -90,11 +92,13 @@ class FakeRecording:
         marks += [mark for mark in self._alerts.values() if since <= mark.at <= until]
         return PastTimeline(since, until, values, sorted(marks))
 
-    async def rows(self, name: ListName, until: float) -> list[ListRow]:
+    async def rows(self, name: ListName, until: float) -> Sequence[Row]:
         """Return a list as it was at a time, newest rows first."""
         if name in ("settings", "findings"):
             raise UnsupportedListError(NOT_RECORDED)
-        return [row for row in self._rows.of(name) if row.at is None or row.at <= until]
+        if name == "usage":
+            raise UnsupportedListError(USAGE_NOT_RECORDED)
+        return [row for row in self._rows.of(name) if (_time(row) or 0.0) <= until]
 
     async def export(self, since: float, until: float, path: Path) -> str:
         """Refuse, because the demo has no history."""
@@ -102,3 +106,10 @@ class FakeRecording:
 
     async def close(self) -> None:
         """Do nothing."""
+
+
+def _time(row: Row) -> float | None:
+    """Return the time of a row: of a request, when it finished."""
+    if isinstance(row, ListRow):
+        return row.at
+    return row.finished_at if isinstance(row, NamedRequest) else None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
+from console.fake_requests import finished_requests, usage_rows
 from console.simulation import Simulation
-from console.source import ListName, ListRow
+from console.source import ListName, ListRow, Row
 
 _SETTINGS = (
     ("run_dir", "/run/appliance", "/etc/appliance/appliance.toml:2"),
@@ -49,10 +51,14 @@ class FakeRows:
         """Add the audit row of an action."""
         self._add(self._simulation.now, action, target, "uid:1000 (demo)")
 
-    def of(self, name: ListName) -> list[ListRow]:
+    def of(self, name: ListName) -> Sequence[Row]:
         """Return a list, newest rows first."""
         if name == "audit":
             return self.audit[::-1]
+        if name == "finished":
+            return finished_requests(self._simulation)
+        if name == "usage":
+            return usage_rows(self._simulation)
         if name == "settings":
             return [ListRow(id=key, actor=place, subject=key, text=value) for key, value, place in _SETTINGS]
         if name == "findings":

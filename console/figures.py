@@ -20,6 +20,7 @@ class Figure(NamedTuple):
 
 _NOW, _SLICE, _MINUTE = "now", "since the frame before", "last 60 s"
 _RATE, _START, _LIFE = "last 10 s", "since the start", "so far"
+_DAY, _REQUEST_OR_DAY = "the day", "the request, or the day"
 
 FIGURES: dict[str, Figure] = {
     "generated_tokens_per_s": Figure(
@@ -176,7 +177,13 @@ FIGURES: dict[str, Figure] = {
     "age_s": Figure("AGE", "s", _LIFE, "Time since the request arrived.", "requests: age_s"),
     "queue_s": Figure("QUEUE", "s", _LIFE, "Time until the first dispatch.", "requests: queue_s"),
     "ttft_s": Figure("TTFT", "s", _LIFE, "Time from arrival to the first token.", "requests: ttft_s"),
-    "prompt_tokens": Figure("PROMPT", "tokens", _LIFE, "Length of the prompt.", "requests: prompt_tokens"),
+    "prompt_tokens": Figure(
+        "PROMPT",
+        "tokens",
+        f"a request: so far; usage: {_DAY}",
+        "Length of the prompt, or prompt tokens of all requests of the day.",
+        "requests, usage: prompt_tokens",
+    ),
     "generated_tokens": Figure(
         "OUT, OUTPUT", "tokens", _LIFE, "Output tokens generated.", "requests, replicas: generated_tokens"
     ),
@@ -248,7 +255,11 @@ FIGURES: dict[str, Figure] = {
         "appliance_tenant_requests_total",
     ),
     "requests": Figure(
-        "REQUESTS", "requests", _START, "Requests that ended.", "appliance_tenant_requests_total"
+        "REQUESTS",
+        "requests",
+        f"a tenant: since the start; usage: {_DAY}",
+        "Requests that ended.",
+        "appliance_tenant_requests_total; usage: requests",
     ),
     "billed_tokens": Figure(
         "BILLED",
@@ -359,6 +370,39 @@ FIGURES: dict[str, Figure] = {
         _SLICE,
         "Prompt tokens computed and output tokens generated.",
         "batches: computed_tokens",
+    ),
+    "finished_at": Figure("ENDED", "time of day", "", "When the request ended.", "request-log: finished_at"),
+    "result": Figure(
+        "RESULT",
+        "",
+        "",
+        "Why the request ended: stop, length or cancelled. After an error, its HTTP status comes first.",
+        "request-log: finish_reason, status, error",
+    ),
+    "duration_s": Figure(
+        "TIME", "s", "the request", "Time from the request's arrival to its end.", "request-log: e2e_ms"
+    ),
+    "day": Figure("DAY", "day in UTC", "", "Day on which the requests ended.", "usage: day"),
+    "failed": Figure(
+        "FAILED", "requests", _DAY, "Requests with an error or a status of 400 or more.", "usage: failed"
+    ),
+    "cached_tokens": Figure(
+        "CACHED",
+        "tokens",
+        _REQUEST_OR_DAY,
+        "Prompt tokens that were found in the prefix cache. PROMPT contains them.",
+        "request-log, usage: cached_tokens",
+    ),
+    "output_tokens": Figure(
+        "OUTPUT", "tokens", _DAY, "Output tokens delivered to the tenant.", "usage: output_tokens"
+    ),
+    "cost": Figure(
+        "COST",
+        "as the prices",
+        _DAY,
+        "Cost by the prices in the settings. Tokens of models without a price are not part of it; -- if no "
+        "model has a price.",
+        "usage: cost",
     ),
     "number": Figure("GPU", "", _NOW, "Number of the GPU, as NVML counts.", "gpus: number"),
     "sm_clock_mhz": Figure("MHz", "MHz", _NOW, "Clock of the processors.", "NVML clocks.sm"),

@@ -133,13 +133,14 @@ def _badges(state: FrameState) -> Line:
 
 
 def _tabs(state: FrameState, width: int) -> Line:
-    views = state.views if state.view in state.views else [*state.views, state.view]
+    shown = next((view for view in state.views if view.key == state.view.key), state.view)
+    views = state.views if shown in state.views else [*state.views, shown]
 
     def tabs(title: str) -> Line:
         spans: Line = [Span(" ")]
         for view in views:
             action, key, text = f"screen {view.key}", _key_of_view(state, view), getattr(view, title)
-            if view is state.view:
+            if view is shown:
                 spans.append(span(f" {key} {text} ", "tab", action))
             else:
                 spans += [span(f" {key}", "key", action), span(f" {text} ", "text", action)]
@@ -152,7 +153,7 @@ def _tabs(state: FrameState, width: int) -> Line:
     spans: Line = []
     for view in views:
         action, key = f"screen {view.key}", _key_of_view(state, view)
-        if view is state.view:
+        if view is shown:
             spans.append(span(f"{key} {view.short}", "tab", action))
         else:
             spans += [span(key, "key", action), span(f" {view.short}", "text", action)]
@@ -208,7 +209,9 @@ def _footer(state: FrameState, width: int) -> Line:
     for key in table:
         if text := key.footer if state.past is None else key.past:
             keys.append((key_of(table, key.command), text, key.command))
-    if state.view.variants and not state.help:
+    if state.view.alternate and not state.help:
+        keys.insert(3, (key_of(table, "variant"), state.view.alternate, "variant"))
+    elif state.view.variants and not state.help:
         keys.insert(3, (key_of(table, "variant"), f"view: {state.view.variant}", "variant"))
     for name, text, command in keys:
         if not name or (command == "actions" and not state.context.write):

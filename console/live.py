@@ -8,7 +8,8 @@ import math
 import platform
 import sys
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -20,20 +21,21 @@ from appliance.calls import AdminError
 from appliance.client import ServiceNotRunningError
 from appliance.forecasts import QuotaForecast
 from appliance.ownership import UntrustedError
-from appliance.pages import AuditQuery, LogQuery
+from appliance.pages import AuditQuery, LogQuery, RequestLogQuery, UsageQuery, UsageRow
 from appliance.protocol import Configuration
 from appliance.snapshot import Snapshot
 from appliance.snapshot_stream import FrameLostError
 from console.list_rows import audit_row, log_row
 from console.recordings import RecordedPast
-from console.source import ListName, ListRow, SourceError, UnsupportedListError
+from console.source import USAGE_DAYS, ListName, ListRow, Row, SourceError, UnsupportedListError
 
 _MAX_HZ = 4
 _ROWS = 500
-"""Number of audit rows and log lines that the console shows."""
+"""Number of audit rows, finished requests and log lines that the console shows."""
 
 
 _FINDINGS_EVERY_S = 60.0
+_USAGE_EVERY_S = 15.0
 
 
 class _Finding(msgspec.Struct):
@@ -71,6 +73,8 @@ class LiveSource:
         """Name of the machine on which the service runs."""
         self._found: list[ListRow] = []
         self._examined_at = -math.inf
+        self._usage: list[UsageRow] = []
+        self._usage_at = -math.inf
 
     async def next(self) -> Snapshot:
         """Wait for the next snapshot."""
@@ -93,7 +97,7 @@ class LiveSource:
             await self.close()
             raise
 
-    async def rows(self, name: ListName) -> list[ListRow]:
+    async def rows(self, name: ListName) -> Sequence[Row]:
         """Return a list of the service."""
         with _explained():
             match name:
@@ -103,9 +107,22 @@ class LiveSource:
                 case "logs":
                     lines = (await self._client.call(calls.log_lines(LogQuery(limit=_ROWS)))).lines
                     return [log_row(one) for one in reversed(lines)]
+                case "finished":
+                    query = RequestLogQuery(state="ended", limit=_ROWS)
+                    return (await self._client.call(calls.request_log(query))).rows
+                case "usage":
+                    return await self._daily_usage()
                 case "settings":
                     return _settings(await self._client.call(calls.CONFIGURATION))
         return await self._findings()
+
+    async def _daily_usage(self) -> list[UsageRow]:
+        """Return the usage of the last days, read at most every 15 seconds."""
+        if time.monotonic() - self._usage_at >= _USAGE_EVERY_S:
+            since = (datetime.now(UTC).date() - timedelta(days=USAGE_DAYS - 1)).isoformat()
+            self._usage = (await self._client.call(calls.usage(UsageQuery(since=since)))).rows
+            self._usage_at = time.monotonic()
+        return self._usage
 
     async def _findings(self) -> list[ListRow]:
         """Return what `appliance doctor` finds on this machine, at most once a minute."""

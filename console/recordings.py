@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from appliance.telemetry_pages import PastSnapshot
 from console.history import History
-from console.source import ListName, ListRow
+from console.source import ListName, Row
 
 HISTORY_POINTS = 480
 """Points of the charts: more than wide terminals show."""
 NOT_RECORDED = (
     "settings and findings of the past are not recorded: Audit (9) shows when settings were reloaded"
 )
+USAGE_NOT_RECORDED = "usage is counted per day: press N, which shows the usage of the last days at present"
 
 
 class Mark(NamedTuple):
@@ -58,7 +60,7 @@ class RecordedPast(Protocol):
         """Return a part of the past as an overview."""
         ...
 
-    async def rows(self, name: ListName, until: float) -> list[ListRow]:
+    async def rows(self, name: ListName, until: float) -> Sequence[Row]:
         """Return a list as it was at a time, newest rows first."""
         ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -12,7 +13,7 @@ from appliance.snapshot import Snapshot
 from appliance.telemetry_pages import PastSnapshot
 from console.history import History
 from console.recordings import RecordedPast
-from console.source import ListName, ListRow, SourceError
+from console.source import ListName, Row, SourceError
 
 SPEEDS = (1, 2, 5, 10, 30, 60, 300)
 _HALF_MS = 0.0005
@@ -98,7 +99,7 @@ class ReplaySource:
         except SourceError:
             return await self.seek(following + _HALF_MS)
 
-    async def rows(self, name: ListName) -> list[ListRow]:
+    async def rows(self, name: ListName) -> Sequence[Row]:
         """Return a list as it was at the instant."""
         if self.instant is None:
             raise SourceError("the recording has not been read yet")

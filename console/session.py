@@ -20,9 +20,9 @@ from console.history import History
 from console.lines import Line
 from console.screens.base import View
 from console.screens.compare import CompareView
-from console.screens.registry import all_views
+from console.screens.registry import all_views, alternate_views
 from console.screens.table import TableView
-from console.source import ListName, ListRow, SnapshotSource
+from console.source import ListName, Row, SnapshotSource
 from console.themes import THEMES
 from console.timeline import PastState
 
@@ -54,6 +54,8 @@ class ConsoleSession:
             demo=source.kind == "demo",
         )
         self.comparison = CompareView()
+        self._hidden = [*alternate_views(), self.comparison]
+        """Screens that have no tab."""
         self._live = self.state.context
         """The input of the screens while they show the present."""
         self._received: float | None = None
@@ -95,7 +97,7 @@ class ConsoleSession:
         self.state.error = reason
 
     def take_rows(
-        self, name: ListName, rows: list[ListRow], error: str = "", *, context: Context | None = None
+        self, name: ListName, rows: Sequence[Row], error: str = "", *, context: Context | None = None
     ) -> None:
         """Take a list that was read, or the reason why it could not be read. `context` is the input of the
         screens to which it belongs, by default that of the present."""
@@ -188,7 +190,10 @@ class ConsoleSession:
             else:
                 view.back()
         elif word == "variant":
-            view.next_variant()
+            if view.alternate:
+                self._screen(view.alternate)
+            else:
+                view.next_variant()
         elif word == "pause":
             self._pause()
         elif word == "mark" and isinstance(view, TableView):
@@ -247,12 +252,12 @@ class ConsoleSession:
             self.view.move(_MOVES[where])
 
     def _screen(self, name: str) -> None:
-        index = self.views.index(self.view) if self.view in self.views else 0
+        keys = [view.key for view in self.views]
+        index = keys.index(self.view.key) if self.view.key in keys else 0
         if name in ("next", "previous"):
             chosen = self.views[(index + (1 if name == "next" else -1)) % len(self.views)]
         else:
-            every = [*self.views, self.comparison]
-            chosen = next(view for view in every if name in (view.key, view.name))
+            chosen = next(view for view in [*self.views, *self._hidden] if name in (view.key, view.name))
         if chosen is not self.view:
             self._back.append(self.view)
             self._forward.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+import zlib
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
@@ -31,6 +32,15 @@ BLOCK_TOKENS = 64
 """Tokens per KV block of the simulated models."""
 
 
+KEY_NAMES = ("web", "worker", "mobile")
+"""Each tenant has these keys."""
+
+
+def key_id(name: str) -> str:
+    """Return the id of a key."""
+    return f"key_{zlib.crc32(name.encode()) & 0xFFFF:04x}"
+
+
 @dataclass(kw_only=True)
 class SimRequest:
     """An unfinished request."""
@@ -54,7 +64,18 @@ class SimRequest:
     generated: float = 0.0
     blocks: list[int] = field(default_factory=list)
     preemptions: int = 0
-    ending: bool = False
+    ended_at: float | None = None
+    finish_reason: str = ""
+
+    @property
+    def key_name(self) -> str:
+        """Name of the request's key."""
+        return f"{self.tenant}-{KEY_NAMES[self.key]}"
+
+    @property
+    def key_id(self) -> str:
+        """Id of the request's key."""
+        return key_id(self.key_name)
 
 
 @dataclass(kw_only=True)
@@ -177,6 +198,8 @@ class Ended:
 
 
 WINDOW_S = 60.0
+_FINISHED = 500
+"""Finished requests that the request log of the simulated service returns."""
 _LONGEST = (*[1.0, 1.02, 1.05, 1.1] * 10, 2.4)
 """Durations of the longest step of a slice, as multiples of the mean."""
 
@@ -195,6 +218,8 @@ class Simulation:
         self.replicas = self._replicas(gpus, blocks)
         self.queue: list[SimRequest] = []
         self.ended: deque[Ended] = deque()
+        self.finished: deque[SimRequest] = deque(maxlen=_FINISHED)
+        """The newest requests that have ended, oldest first."""
         self.counts = dict.fromkeys(("admitted", "refused", "ended", "failed", "cancelled", "billed"), 0)
         self.paused: dict[str | None, float] = {}
         """Drained models and when their drains began. None is the whole service."""
@@ -231,6 +256,7 @@ class Simulation:
                 self.queue.remove(request)
                 self.tenants[request.tenant].waiting -= 1
                 self.counts["cancelled"] += 1
+                self._finish(request, "cancelled")
                 return True
         for replica in self.replicas:
             for request in replica.running:
@@ -305,6 +331,7 @@ class Simulation:
         if over or tenant.suspended_at is not None or self.paused.keys() & {None, model}:
             tenant.refused += 1
             self.counts["refused"] += 1
+            self._refuse(tenant.name, model, at, prompt)
             return
         self._number += 1
         tenant.level += prompt + output
@@ -325,6 +352,23 @@ class Simulation:
                 max_tokens=1 << max(6, output.bit_length()),
             )
         )
+
+    def _refuse(self, tenant: str, model: str, at: float, prompt: int) -> None:
+        """Record a refused request. Its id is not drawn, so that refusals do not change what follows."""
+        number = zlib.crc32(f"{tenant}{at}".encode())
+        refused = SimRequest(
+            id=f"req-{number:012x}",
+            tenant=tenant,
+            key=number % len(KEY_NAMES),
+            number=1,
+            model=model,
+            arrived=at,
+            prompt=prompt,
+            cached=0,
+            output=0,
+            max_tokens=0,
+        )
+        self._finish(refused, "error")
 
     def _dispatch(self) -> None:
         waiting = []
@@ -411,6 +455,10 @@ class Simulation:
             "longest_ms": mixed_ms * self.random.choice(_LONGEST) if mixed else step_ms * 1.1,
         }
 
+    def _finish(self, request: SimRequest, reason: str) -> None:
+        request.ended_at, request.finish_reason = self.now, reason
+        self.finished.append(request)
+
     def _end(self, replica: SimReplica, request: SimRequest, *, cancelled: bool = False) -> None:
         replica.running.remove(request)
         replica.give_back(request, self.now, keep=request.prompt // BLOCK_TOKENS)
@@ -424,6 +472,8 @@ class Simulation:
         cost = request.prompt - request.cached + 2.0 * generated
         tenant.service += cost
         tenant.recent.append((self.now, cost))
+        # One request in eight ends because it reaches its maximum length.
+        self._finish(request, "cancelled" if cancelled else "stop" if request.output % 8 else "length")
         self.counts["ended"] += 1
         self.counts["billed"] += generated
         if cancelled:

@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
 from appliance.forecasts import QuotaForecast
+from appliance.pages import NamedRequest, UsageRow
 from appliance.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from console.recordings import RecordedPast
 
-ListName = Literal["audit", "logs", "settings", "findings"]
+ListName = Literal["audit", "logs", "settings", "findings", "finished", "usage"]
 """Lists that are read when their screen is shown, because they are not part of a snapshot."""
+
+
+USAGE_DAYS = 7
+"""Number of days, with today, whose usage the console shows."""
 
 
 class SourceError(Exception):
@@ -42,6 +48,11 @@ class ListRow(msgspec.Struct, frozen=True, kw_only=True):
     """Further fields, by their names."""
 
 
+Row = ListRow | NamedRequest | UsageRow
+"""A row of a list: a `NamedRequest` of the finished requests, a `UsageRow` of the usage, a `ListRow` of the
+other lists."""
+
+
 class SnapshotSource(Protocol):
     """Delivers snapshots and lists, and performs actions."""
 
@@ -60,7 +71,7 @@ class SnapshotSource(Protocol):
         repeated."""
         ...
 
-    async def rows(self, name: ListName) -> list[ListRow]:
+    async def rows(self, name: ListName) -> Sequence[Row]:
         """Return a list, newest rows first. Raises SourceError."""
         ...
 

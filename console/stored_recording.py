@@ -4,22 +4,26 @@ operator opens the past, because the readers of the databases take time to load.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from appliance.incident_export import export_incident
-from appliance.pages import AuditQuery, LogQuery
+from appliance.pages import MAX_PAGE_ROWS, AuditQuery, LogQuery, NamedRequest, RequestLogQuery
 from appliance.past_sources import FilePast, PastError, PastSource, ServicePast
 from appliance.telemetry_pages import AlertLogQuery, PastSnapshot, SnapshotQuery, TelemetryQuery
 from console.history import HISTORY_FIGURES, History
 from console.list_rows import audit_row, log_row
-from console.recordings import HISTORY_POINTS, NOT_RECORDED, Mark, PastTimeline
-from console.source import ListName, ListRow, SourceError, UnsupportedListError
+from console.recordings import HISTORY_POINTS, NOT_RECORDED, USAGE_NOT_RECORDED, Mark, PastTimeline
+from console.source import ListName, Row, SourceError, UnsupportedListError
 
 _ROWS = 500
 _MARKS = 500
+_PAGES = 4
+"""Pages of the request log that are searched for requests which had finished."""
 _TIMELINE_FIGURE = "rates.generated_tokens_per_s"
 _TIMELINE_POINTS = 600
 
@@ -76,7 +80,7 @@ class StoredRecording:
 
         return await _in_thread(read)
 
-    async def rows(self, name: ListName, until: float) -> list[ListRow]:
+    async def rows(self, name: ListName, until: float) -> Sequence[Row]:
         """Return a list as it was at a time, newest rows first."""
         match name:
             case "audit":
@@ -93,7 +97,24 @@ class StoredRecording:
                         "(appliance logs)"
                     )
                 return [log_row(one) for one in reversed(lines)]
+            case "finished":
+                return await _in_thread(lambda: self._finished(until))
+            case "usage":
+                raise UnsupportedListError(USAGE_NOT_RECORDED)
         raise UnsupportedListError(NOT_RECORDED)
+
+    def _finished(self, until: float) -> list[NamedRequest]:
+        """Return the requests that had finished at a time, those that arrived last first. The log is in the
+        order of arrival, so that requests which finished later are skipped."""
+        query = RequestLogQuery(until=until, state="ended", limit=MAX_PAGE_ROWS)
+        found: list[NamedRequest] = []
+        for _ in range(_PAGES):
+            page = self._past.request_log(query)
+            found += [row for row in page.rows if row.finished_at is not None and row.finished_at <= until]
+            if len(found) >= _ROWS or page.next is None:
+                break
+            query = msgspec.structs.replace(query, before=page.next)
+        return found[:_ROWS]
 
     async def export(self, since: float, until: float, path: Path) -> str:
         """Write a slice to an incident file, and return a text about it."""

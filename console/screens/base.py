@@ -24,6 +24,8 @@ class View:
     """Kind of object that the screen's rows are, for the actions that the screen offers."""
     variants: tuple[str, ...] = ()
     """Alternative contents, which `v` cycles through."""
+    alternate = ""
+    """Name of the screen under the same key to which `v` switches."""
     help_text = ""
     """What the screen shows, in one or two sentences."""
     figures: tuple[str, ...] = ()

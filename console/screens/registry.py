@@ -5,6 +5,7 @@ from __future__ import annotations
 from console.screens.alerts import AlertsView
 from console.screens.base import View
 from console.screens.batches import BatchesView
+from console.screens.finished import FinishedView
 from console.screens.gpus import GpusView
 from console.screens.kv import KvView
 from console.screens.models import ModelsView
@@ -12,6 +13,7 @@ from console.screens.overview import OverviewView
 from console.screens.requests import RequestsView
 from console.screens.rows import AuditView, LogsView
 from console.screens.tenants import TenantsView
+from console.screens.usage import UsageView
 
 
 def all_views() -> list[View]:
@@ -28,3 +30,8 @@ def all_views() -> list[View]:
         AuditView(),
         LogsView(),
     ]
+
+
+def alternate_views() -> list[View]:
+    """Return new screens that share the key of another screen (`View.alternate`)."""
+    return [FinishedView(), UsageView()]

@@ -1,4 +1,5 @@
-"""Requests: the unfinished requests, with a detail that shows where a request's time went."""
+"""Requests: the unfinished requests, with a detail that shows where a request's time went. `v` switches to
+the finished requests (`console.screens.finished`)."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from appliance.actions import TargetKind
 from appliance.snapshot import UnfinishedRequest
 from console import units
 from console.context import Context
-from console.lines import BLANK, Line, Span, heading, span
+from console.lines import BLANK, Line, span
 from console.screens.panels import CLASS_ROLES
+from console.screens.request_time import Part, time_lines
 from console.screens.table import TableColumn, TableView
 
 _PHASES = {
@@ -47,7 +49,11 @@ class RequestsView(TableView[UnfinishedRequest]):
     key = "4"
     title = "Requests"
     short = "Reqs"
-    help_text = "All unfinished requests, oldest first. Enter shows where the time of a request went."
+    alternate = "finished"
+    help_text = (
+        "All unfinished requests, oldest first. Enter shows where the time of a request went; v shows the "
+        "finished requests."
+    )
     target: TargetKind = "request"
     sorted_by = "age_s"
     reverse = True
@@ -106,7 +112,11 @@ class RequestsView(TableView[UnfinishedRequest]):
         return " · ".join(f"{count} {phase}" for phase, count in counts.items() if count)
 
     def describe(self, row: UnfinishedRequest, context: Context, width: int) -> list[Line]:
-        lines: list[Line] = [BLANK, *_timeline(row, width), BLANK]
+        lines: list[Line] = [
+            BLANK,
+            *time_lines("Time since arrival", row.age_s, _parts(row), width),
+            BLANK,
+        ]
         facts = (
             ("state", row.state),
             ("phase", _phase(row)),
@@ -134,26 +144,14 @@ class RequestsView(TableView[UnfinishedRequest]):
         return lines + [[span(f"{name:<18}", "dim"), span(value)] for name, value in facts]
 
 
-def _timeline(row: UnfinishedRequest, width: int) -> list[Line]:
-    """Return the parts of a request's time so far as a bar, with their lengths."""
-    parts = []
-    if row.queue_s is not None:
-        parts.append(("queue", row.queue_s, "warn"))
-        if row.ttft_s is not None:
-            parts.append(("prefill", max(0.0, row.ttft_s - row.queue_s), "prefill"))
-            parts.append(("decode", max(0.0, row.age_s - row.ttft_s), "decode"))
-        elif row.phase == "prefill":
-            parts.append(("prefill", max(0.0, row.age_s - row.queue_s), "prefill"))
-    title = heading("Time since arrival", width, units.seconds(row.age_s))
-    if not parts:
-        return [title, [span("this service does not report the phases of a request", "dim")]]
-    total = sum(length for _, length, _ in parts) or 1.0
-    bar: Line = []
-    for name, length, role in parts:
-        size = max(1, round(length / total * (width - len(parts))))
-        letter = {"queue": "░", "prefill": "▒", "decode": "█"}[name]
-        bar.append(Span(letter * size, role))
-    legend: Line = []
-    for name, length, role in parts:
-        legend += [span(f"{name} ", role), span(units.seconds(length), "bold"), Span("   ")]
-    return [title, bar, legend]
+def _parts(row: UnfinishedRequest) -> list[Part]:
+    """Return the parts of a request's time so far."""
+    if row.queue_s is None:
+        return []
+    parts = [Part("queue", row.queue_s)]
+    if row.ttft_s is not None:
+        parts.append(Part("prefill", row.ttft_s - row.queue_s))
+        parts.append(Part("decode", row.age_s - row.ttft_s))
+    elif row.phase == "prefill":
+        parts.append(Part("prefill", row.age_s - row.queue_s))
+    return parts

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from console import units
 from console.context import Context
-from console.lines import BLANK, Line, heading, span, wrap
+from console.lines import BLANK, Line, span, wrap
 from console.screens.table import TableColumn, TableView
 from console.source import ListName, ListRow
 
@@ -33,18 +33,10 @@ class ListView(TableView[ListRow]):
         return (self.list_name(),)
 
     def rows(self, context: Context) -> Sequence[ListRow]:
-        return context.rows.get(self.list_name(), [])
+        return [row for row in context.rows.get(self.list_name(), ()) if isinstance(row, ListRow)]
 
     def id_of(self, row: ListRow) -> str:
         return row.id
-
-    def render(self, context: Context, width: int, height: int) -> list[Line]:
-        name = self.list_name()
-        if name in context.row_errors and name not in context.rows:
-            return [heading(self.title, width), BLANK, *wrap(context.row_errors[name], width, "warn")]
-        if name not in context.rows:
-            return [heading(self.title, width), BLANK, [span("reading…", "dim")]]
-        return super().render(context, width, height)
 
     def describe(self, row: ListRow, context: Context, width: int) -> list[Line]:
         facts = {

@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from console.context import Context
 from console.filters import Cell, FilterError, matcher, sort_rows
 from console.keys import key_of
-from console.lines import BLANK, Line, Span, clip, fit, heading, span
+from console.lines import BLANK, Line, Span, clip, fit, heading, span, wrap
 from console.screens.base import View
 
 R = TypeVar("R")
@@ -93,6 +93,8 @@ class TableView(View, Generic[R]):
         return list(found)
 
     def render(self, context: Context, width: int, height: int) -> list[Line]:
+        if missing := self._missing(context):
+            return [heading(self.title, width), BLANK, *wrap(missing[0], width, missing[1])]
         rows = self.ordered(context)
         self._order = [self.id_of(row) for row in rows]
         if self.detail:
@@ -122,7 +124,17 @@ class TableView(View, Generic[R]):
         key = key_of(context.keys, "back")
         return text.format(key) if key else ""
 
+    def _missing(self, context: Context) -> tuple[str, str] | None:
+        """Return the reason and its role if a list of the screen has not been read."""
+        for name in self.lists():
+            if name not in context.rows:
+                error = context.row_errors.get(name, "")
+                return (error, "warn") if error else ("reading…", "dim")
+        return None
+
     def facts(self, context: Context) -> list[tuple[str, str, str]]:
+        if missing := self._missing(context):
+            return [(self.title.lower(), *missing)]
         facts = []
         for row in self.ordered(context):
             cells = [

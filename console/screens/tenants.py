@@ -41,7 +41,11 @@ class TenantsView(TableView[TenantUse]):
     key = "7"
     title = "Tenants"
     short = "Tenants"
-    help_text = "The use of each tenant against its limits and its fair share. Enter shows every limit."
+    alternate = "usage"
+    help_text = (
+        "The use of each tenant against its limits and its fair share. Enter shows every limit; v shows the "
+        "usage by day, tenant and key."
+    )
     target: TargetKind = "tenant"
     sorted_by = "tokens_per_s"
     reverse = True

@@ -14,7 +14,7 @@ import pytest
 
 from appliance.actions import CreateTenant, DrainService, SuspendTenant
 from appliance.monitoring.metrics.families import Families
-from appliance.pages import AuditAction, LogLine
+from appliance.pages import AuditAction, LogLine, NamedRequest, UsageRow
 from appliance.protocol import Configuration, Status
 from appliance.snapshot import Alert, Batch, Gpu, KvCache, Snapshot, TenantUse, UnfinishedRequest
 from console.fake import FIXED_TIME, FakeSource
@@ -194,6 +194,8 @@ _TYPES: dict[str, tuple[type[msgspec.Struct], ...]] = {
 _LISTS = {
     "audit": {"target", "outcome", *AuditAction.__struct_fields__},
     "logs": {"process", *LogLine.__struct_fields__},
+    "request-log": set(NamedRequest.__struct_fields__),
+    "usage": set(UsageRow.__struct_fields__),
 }
 _OUTSIDE = re.compile(r"NVML [a-z_.]+( throughput)?|/proc/loadavg|kernel log|GET /telemetry")
 

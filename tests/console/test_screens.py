@@ -7,13 +7,14 @@ import pytest
 from console.figures import FIGURES
 from console.lines import cells, plain
 from console.screens.base import View
-from console.screens.registry import all_views
+from console.screens.registry import all_views, alternate_views
 from console.screens.requests import RequestsView
 from console.screens.table import TableView
 from console.session import ConsoleSession
 from tests.console.frames import context, session, unknown
 
-NAMES = [view.name for view in all_views()]
+VIEWS = [*all_views(), *alternate_views()]
+NAMES = [view.name for view in VIEWS]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def test_every_variant_and_detail_of_a_screen_can_be_shown(shown: ConsoleSession
         shown.run("variant")
 
 
-@pytest.mark.parametrize("view", all_views(), ids=NAMES)
+@pytest.mark.parametrize("view", VIEWS, ids=NAMES)
 def test_a_screen_of_a_service_that_has_measured_nothing_shows_no_zeros_for_figures(view: View) -> None:
     lines = [plain(row) for row in view.render(context(unknown()), 120, 40)]
     assert lines
@@ -53,7 +54,7 @@ def test_a_screen_of_a_service_that_has_measured_nothing_shows_no_zeros_for_figu
     assert all("--" in row and "0" not in row for row in measured), measured
 
 
-@pytest.mark.parametrize("view", all_views(), ids=NAMES)
+@pytest.mark.parametrize("view", VIEWS, ids=NAMES)
 def test_the_help_explains_every_figure_of_a_screen(view: View) -> None:
     assert view.help_text
     assert view.figures

@@ -1,0 +1,40 @@
+"""The time of a request, from the queue through prefill to decode, as a bar with a legend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from console import units
+from console.lines import Line, Span, heading, span
+
+_LOOKS = {"queue": ("░", "warn"), "prefill": ("▒", "prefill"), "decode": ("█", "decode")}
+"""Character and role of each part."""
+
+
+class Part(NamedTuple):
+    """A part of a request's time."""
+
+    name: Literal["queue", "prefill", "decode"]
+    seconds: float
+
+
+def time_lines(title: str, total_s: float | None, parts: Sequence[Part], width: int) -> list[Line]:
+    """Return the parts of a request's time as a bar, with their lengths. The heading shows `total_s`."""
+    top = heading(title, width, units.UNKNOWN if total_s is None else _duration(total_s))
+    if not parts:
+        return [top, [span("the phases of this request are not known", "dim")]]
+    # The clocks of two processes can differ by a few microseconds.
+    lengths = [max(0.0, part.seconds) for part in parts]
+    whole = sum(lengths) or 1.0
+    bar: Line = []
+    legend: Line = []
+    for part, length in zip(parts, lengths, strict=True):
+        letter, role = _LOOKS[part.name]
+        bar.append(Span(letter * max(1, round(length / whole * (width - len(parts)))), role))
+        legend += [span(f"{part.name} ", role), span(_duration(length), "bold"), Span("   ")]
+    return [top, bar, legend]
+
+
+def _duration(seconds: float) -> str:
+    return units.ms(seconds * 1000) if seconds < 60 else units.seconds(seconds)
