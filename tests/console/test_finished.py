@@ -53,6 +53,8 @@ def test_a_request_that_was_cancelled_is_among_the_finished_requests() -> None:
     fake = source()
     fake.step()
     sim = fake.simulation
+    while not sim.queue:
+        sim._arrive(sim.now)
     running = next(request for replica in sim.replicas for request in replica.running)
     waiting = {one.id for one in sim.queue} | {running.id}
     for request_id in waiting:
