@@ -64,7 +64,7 @@ class FinishedView(TableView[NamedRequest]):
     alternate = "requests"
     help_text = (
         "The newest 500 requests of the request log that have ended, newest first. Enter shows where the "
-        "time of a request went; v shows the unfinished requests."
+        "time of a request went; {variant} shows the unfinished requests."
     )
     target: TargetKind = "request"
     sorted_by = "finished_at"

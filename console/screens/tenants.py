@@ -43,8 +43,8 @@ class TenantsView(TableView[TenantUse]):
     short = "Tenants"
     alternate = "usage"
     help_text = (
-        "The use of each tenant against its limits and its fair share. Enter shows every limit; v shows the "
-        "usage by day, tenant and key."
+        "The use of each tenant against its limits and its fair share. Enter shows every limit; {variant} "
+        "shows the usage by day, tenant and key."
     )
     target: TargetKind = "tenant"
     sorted_by = "tokens_per_s"
