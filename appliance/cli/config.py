@@ -15,6 +15,8 @@ from appliance.cli.service import admin_key, find_run_dir
 from appliance.protocol import Configuration, Reloaded
 from appliance.settings import Fault, Flags, SettingsError, dotted, read_settings
 from appliance.settings.table import as_table
+from store.errors import StoreError
+from store.models import Registry
 
 
 class ConfigCheck(msgspec.Struct, kw_only=True):
@@ -31,6 +33,7 @@ def check(file: str | None, *, as_json: bool) -> int:
     from appliance.models.fit import read_memory
     from appliance.models.preflight import check_model
     from appliance.models.readable import service_user
+    from appliance.models.references import fallback_faults, stored_registry
     from appliance.models.registry import model_faults, model_warnings
 
     faults: list[Fault] = []
@@ -44,6 +47,14 @@ def check(file: str | None, *, as_json: bool) -> int:
             name: check_model(model, memory, reader) for name, model in loaded.settings.models.items()
         }
         faults, warnings = model_faults(loaded, findings), model_warnings(loaded, findings)
+        try:
+            faults += fallback_faults(loaded, stored_registry(loaded.settings.state_dir))
+        except StoreError as error:
+            # A fallback that the settings do not declare may be a model of the registry.
+            warnings += [
+                msgspec.structs.replace(fault, remedy=f"{fault.remedy}, unless the registry has it ({error})")
+                for fault in fallback_faults(loaded, Registry())
+            ]
     except SettingsError as error:
         faults = list(error.faults)
     if as_json:

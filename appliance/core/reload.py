@@ -18,6 +18,7 @@ from appliance.http.sockets import ListenError
 from appliance.messages import ServedModel
 from appliance.models.manager import ModelManager
 from appliance.models.preflight_process import Check
+from appliance.models.references import fallback_faults, unknown_targets
 from appliance.models.registry import describe_models, model_faults, model_warnings
 from appliance.protocol import Configuration, Reloaded
 from appliance.settings import Fault, Loaded, Place, Settings, SettingsError, dotted
@@ -103,6 +104,8 @@ class Reloader:
             loaded = await asyncio.to_thread(self.reread)
             check_still_there(former, loaded)
             check_names(former, loaded, self.registry())
+            if faults := fallback_faults(loaded, self.registry()):
+                raise SettingsError(*faults)
             changes = list(differences(former.settings, loaded.settings))
             waiting = [change for change in changes if change.path[0] in AT_RESTART]
             applied = [change for change in changes if change not in waiting]
@@ -122,6 +125,8 @@ class Reloader:
             self.loaded = loaded
             for line in (*map(str, applied), *models):
                 log.info("reload: %s", line)
+            for record, what in unknown_targets(self.registry(), loaded.settings.models):
+                log.warning("%s: %s", record, what)
             return Reloaded(
                 changed=list(map(str, applied)), models=models, at_restart=list(map(str, waiting))
             )

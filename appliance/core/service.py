@@ -43,6 +43,7 @@ from appliance.front_pool.listeners import Listeners
 from appliance.models.on_demand import OnDemand
 from appliance.models.operations import ModelOperations
 from appliance.models.preflight_process import ModelChecks
+from appliance.models.references import fallback_faults, unknown_targets
 from appliance.models.registry import describe_models
 from appliance.models.replica import Launch
 from appliance.monitoring.ended import EndedRequests
@@ -124,6 +125,10 @@ class Service:
             lambda: control.policies, parts.requests, parts.models, parts.fronts, self.listeners, parts.drains
         )
         self.controller.apply_policies()
+        for fault in fallback_faults(loaded, state.registry.current):
+            problems.note(str(fault.place), f"{fault.what}: {fault.remedy}")
+        for record, what in unknown_targets(state.registry.current, settings.models):
+            problems.note(record, what)
         self.levels.restore(state.history.path)
         # Monitoring.
         scrape = Scraper(

@@ -276,6 +276,11 @@ def test_unusable_settings_change_nothing_and_the_error_names_the_line(make_serv
             ('[models.x]\nfolder = "nothing"', ":4: ", "is not a folder"),
             ('[models.x]\nfolder = "empty"', ":4: ", "config.json: No such file or directory"),
             ("[queue]\nlimt = 3", ":4: ", "did you mean 'limit'?"),
+            (
+                '[models.x]\nfolder = "m"\nfallback = "y"',
+                ":6: ",
+                "models.x.fallback = 'y' is not another model",
+            ),
             (f'listen = "127.0.0.1:{taken.getsockname()[1]}"', "", "(Address already in use)"),
         ):
             service.config.write_text(good)
@@ -288,6 +293,18 @@ def test_unusable_settings_change_nothing_and_the_error_names_the_line(make_serv
     assert service.pids() == pids
     assert service.admin.configuration().settings == settings
     assert read_answer(service.connect("m 1"))[-1] == "front-0 length"
+
+
+def test_a_fallback_that_does_not_exist_is_shown_as_a_problem_at_the_start(make_service: Make) -> None:
+    service = make_service()
+    service.config.write_text(
+        service.config.read_text().replace('folder = "m"', 'folder = "m"\nfallback = "y"')
+    )
+    service.start()
+    service.wait_ready()
+    [problem] = [one for one in service.admin.status().problems if "fallback" in one.what]
+    assert problem.where.startswith(f"{service.config}:")
+    assert problem.what == "models.m.fallback = 'y' is not another model or alias: remove it"
 
 
 def test_a_change_that_fails_leaves_no_address_open() -> None:

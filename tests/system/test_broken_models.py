@@ -62,6 +62,22 @@ def test_config_check_names_the_missing_shard_and_its_line(broken: Path, tmp_pat
     assert fault["field"] == "models.chat.folder" and SHARD in fault["what"]
 
 
+def test_config_check_names_a_fallback_that_does_not_exist(tmp_path: Path) -> None:
+    config, folder = tmp_path / "appliance.toml", demo_model_folder()
+    text = f'state_dir = "{tmp_path}/state"\n[models.chat]\nfolder = "{folder}"\nfallback = "chta"\n'
+    config.write_text(text)
+    done = run("config", "check", config)
+    assert done.returncode == 1
+    said = "models.chat.fallback = 'chta' is not another model or alias: remove it"
+    assert done.stdout.rstrip() == f"{config}:4: {said}"
+    # If the registry cannot be read, it may have a model of this name.
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "control.db").write_bytes(b"no database" * 400)
+    done = run("config", "check", config)
+    assert done.returncode == 0
+    assert f"warning: {config}:4: {said}, unless the registry has it (" in done.stdout
+
+
 def test_config_check_warns_about_a_model_without_a_template(broken: Path, tmp_path: Path) -> None:
     shutil.copy(demo_model_folder() / SHARD, broken)
     (broken / "tokenizer_config.json").write_text("{}")

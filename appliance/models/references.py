@@ -1,0 +1,88 @@
+"""Finds the names of unknown models in the settings and in the registry: fallbacks, targets of aliases and
+splits, and targets of shadows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from appliance.models.routing import split_target
+from appliance.settings import Fault, Loaded, Place, dotted
+from store.errors import MissingDatabaseError
+from store.models import Registry
+from store.registry import read_registry
+
+
+def stored_registry(state_dir: str) -> Registry:
+    """Return the models in the registry of the service with this state directory. The registry is empty if no
+    service has used the directory yet. Raises a StoreError."""
+    try:
+        return read_registry(Path(state_dir) / "control.db")
+    except MissingDatabaseError:
+        return Registry()
+
+
+def fallback_faults(loaded: Loaded, registry: Registry) -> list[Fault]:
+    """Return the fallbacks in the settings that are not another model or alias."""
+    models = loaded.settings.models
+    known = {*models, *registry.models, *registry.aliases}
+    faults = []
+    for name, model in models.items():
+        others = sorted(known - {name})
+        if not model.fallback or model.fallback in others:
+            continue
+        path = ("models", name, "fallback")
+        remedy = f"use one of {', '.join(others)}, or remove it" if others else "remove it"
+        faults.append(
+            Fault(
+                place=loaded.places.get(path, Place("default")),
+                field=dotted(path),
+                what=f"{dotted(path)} = {model.fallback!r} is not another model or alias",
+                remedy=remedy,
+            )
+        )
+    return faults
+
+
+def unknown_targets(registry: Registry, declared: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield each record of the registry that names a model which neither the registry nor the settings have,
+    such as a model that was removed from the settings. `declared` are the models of the settings. Each pair
+    contains the record, and the problem with its remedy."""
+
+    def is_known(target: str) -> bool:
+        model, version = split_target(target)
+        if version is None:
+            return target in declared or target in registry.models
+        return target in declared or (model, version) in registry.versions
+
+    for alias in registry.aliases.values():
+        if not is_known(alias.target):
+            yield (
+                f"alias {alias.name}",
+                f"its target {alias.target!r} is not a model, so the name is unknown to applications: run: "
+                f"appliance models alias {alias.name} TARGET",
+            )
+    for split in registry.splits.values():
+        for target in split.weights:
+            if not is_known(target):
+                yield (
+                    f"split of {split.name}",
+                    f"its target {target!r} is not a model, so it gets no requests: run: appliance models "
+                    f"split {split.name} with other targets, or with --clear",
+                )
+    for shadow in registry.shadows.values():
+        if not is_known(shadow.target):
+            yield (
+                f"shadow of {shadow.name}",
+                f"its target {shadow.target!r} is not a model, so nothing is copied: run: appliance models "
+                f"shadow {shadow.name} with another target, or with --clear",
+            )
+    names = {*declared, *registry.models, *registry.aliases}
+    for version in registry.versions.values():
+        fallback = version.settings.get("fallback")
+        if fallback and fallback not in names:
+            yield (
+                f"{version.model}@{version.version}",
+                f"its fallback {fallback!r} is not a model or alias, so it is not used: add a model or an "
+                f"alias with this name, or add a version of {version.model} with another fallback",
+            )
