@@ -167,20 +167,27 @@ def iso_utc(seconds: float) -> str:
 # ── log lines ──
 
 
+CORE = "core"
+"""Name of the core in log lines."""
+
+
 class LogLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the core's log."""
+    """A line of the log."""
 
     number: int
     """Number of the line, counted from the start of the service."""
     at: float
     level: Level
     area: str
-    """Part of the service that wrote the line, such as "replica"."""
+    """Part of the process that wrote the line, such as "replica"."""
     message: str
+    process: str = CORE
+    """The process that wrote the line: "core", the name of a front, or the name of a replica, with the rank
+    if it has several."""
 
 
 class LogPage(msgspec.Struct, kw_only=True):
-    """The newest lines of the core's log, oldest first."""
+    """The newest lines of the log, oldest first."""
 
     lines: list[LogLine]
     first: int
@@ -202,6 +209,8 @@ class LogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_de
     """Only lines of at least this level."""
     text: Text | None = None
     """Only lines that contain this text, ignoring case."""
+    process: Text | None = None
+    """Only lines of this process: "core", or the name of a front or replica, with all its ranks."""
     until: Time | None = None
     """Only lines that were written at this time or before, in unix seconds."""
 

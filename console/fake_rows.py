@@ -88,12 +88,19 @@ class FakeRows:
         for index in range(40):
             at = now - index * 6.5
             number = int(at // 6.5)
-            level, process, text = (
-                ("info", "front-1", "connection from 10.0.3.7 closed by the client"),
-                ("info", "core", "history.db: 412 rows committed in 3 ms"),
-                ("info", "llama-3.3-70b-1", "steps 812,000 to 812,400: 13.9 ms mean, 6 µs idle"),
-                ("warning", "front-2", "tenant batch-jobs: 429, tokens_per_minute is exhausted for 12 s"),
-                ("info", "core", "audit head anchored in the journal"),
+            level, process, area, text = (
+                ("info", "front-1", "connection", "connection from 10.0.3.7 closed by the client"),
+                ("info", "core", "recording", "history.db: 412 rows committed in 3 ms"),
+                ("info", "llama-3.3-70b-1", "leader", "steps 812,000 to 812,400: 13.9 ms mean, 6 µs idle"),
+                (
+                    "warning",
+                    "front-2",
+                    "gate",
+                    "tenant batch-jobs: 429, tokens_per_minute is exhausted for 12 s",
+                ),
+                ("info", "core", "heads", "audit head anchored in the journal"),
             )[number % 5]
-            rows.append(ListRow(id=f"log-{number}", at=at, level=level, actor=process, text=text))
+            rows.append(
+                ListRow(id=f"log-{number}", at=at, level=level, actor=process, subject=area, text=text)
+            )
         return rows

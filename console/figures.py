@@ -460,7 +460,15 @@ FIGURES: dict[str, Figure] = {
     ),
     "at": Figure("TIME", "", "", "When the line was written.", "logs: at"),
     "level": Figure("LEVEL", "", "", "Level of the line or finding.", "logs: level"),
-    "process": Figure("PROCESS", "", "", "The process that wrote the line.", "logs: process"),
+    "process": Figure(
+        "PROCESS",
+        "",
+        "",
+        "The process that wrote the line: core, a front or a replica. The filter process:front-0 shows the "
+        "lines of one process.",
+        "logs: process",
+    ),
+    "area": Figure("AREA", "", "", "The part of the process that wrote the line.", "logs: area"),
     "figure": Figure("FIGURE", "", "", "Name of the figure, as in the admin API.", "GET /telemetry: figures"),
     "first": Figure(
         "FIRST",

@@ -37,7 +37,14 @@ def audit_row(action: AuditAction) -> ListRow:
 
 def log_row(line: LogLine) -> ListRow:
     """Return a log line as a row."""
-    return ListRow(id=str(line.number), at=line.at, level=line.level, actor=line.area, text=line.message)
+    return ListRow(
+        id=str(line.number),
+        at=line.at,
+        level=line.level,
+        actor=line.process,
+        subject=line.area,
+        text=line.message,
+    )
 
 
 def _json(value: object) -> str:

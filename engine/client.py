@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
+from engine.child_log import ChildLog, child_records
 from engine.launch import ReplicaGroup, module_command, module_environment, run_module
 from engine.messages import Cancel, Output, StepFrame, Submit
 from engine.process_memory import return_freed_memory
@@ -16,8 +17,10 @@ from engine.wire import MAX_BACKLOG_BYTES, Channel, socketpair
 
 __all__ = [
     "Channel",
+    "ChildLog",
     "ReplicaClient",
     "ReplicaGroup",
+    "child_records",
     "module_command",
     "module_environment",
     "return_freed_memory",

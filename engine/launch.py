@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from engine.child_log import ChildLog
 from engine.memory_kills import count_memory_kills, memory_kill_note
 from engine.messages import (
     Attach,
@@ -83,23 +84,23 @@ def run_module(module: str, question: bytes, timeout_s: float) -> bytes:
 
 
 def spawn_rank(
-    module: str, gpus: tuple[str, ...] = ()
+    module: str, gpus: tuple[str, ...] = (), log: ChildLog | None = None
 ) -> tuple[subprocess.Popen[bytes], Channel[RankOutbound]]:
     """Start `python -m module` as the process of a rank, and return the process and the channel to it.
 
     `gpus` lists the UUIDs of all ranks' GPUs, which become the only visible GPUs of the process. Each rank
     must see all of them, because it accesses the memory of the other GPUs. If the list is empty, all GPUs
-    stay visible. The rank is killed by the operating system when the calling thread ends. Raises OSError if
-    the process cannot be started.
+    stay visible. `log` gets a copy of the rank's log. The rank is killed by the operating system when the
+    calling thread ends. Raises OSError if the process cannot be started.
     """
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     ours, theirs = socketpair()
     try:
         process = subprocess.Popen(
             [*module_command(module), "--channel", str(theirs.fileno())],
-            pass_fds=(theirs.fileno(),),
+            pass_fds=(theirs.fileno(), *([log.descriptor] if log else [])),
             stdin=subprocess.DEVNULL,
-            env={**RANK_ENVIRONMENT, **module_environment(), **visible},
+            env={**RANK_ENVIRONMENT, **module_environment(), **visible, **(log.environment if log else {})},
             start_new_session=True,
         )
     except OSError:
@@ -129,8 +130,11 @@ def remove_rendezvous(spec: ReplicaSpec) -> None:
 class _Rank:
     """The process of one rank, with the channel to it."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], channel: Channel[RankOutbound]) -> None:
+    def __init__(
+        self, rank: int, process: subprocess.Popen[bytes], channel: Channel[RankOutbound], log: ChildLog
+    ) -> None:
         self.rank = rank
+        self.log = log
         self.process = process
         self.channel = channel
         self.pidfd = os.pidfd_open(process.pid)
@@ -244,8 +248,14 @@ class ReplicaGroup:
             asyncio.get_running_loop().call_later(_STOP_CHECK_S, self._check_stopped)
 
     def _spawn(self, number: int) -> _Rank:
-        process, channel = spawn_rank(self._module, self.spec.gpus)
-        rank = _Rank(number, process, channel)
+        log = ChildLog(self.spec.process_name(number))
+        try:
+            process, channel = spawn_rank(self._module, self.spec.gpus, log)
+        except OSError:
+            log.close()
+            raise
+        log.listen()
+        rank = _Rank(number, process, channel, log)
         channel.listen(lambda message: self._on_message(number, message), lambda: self._closed(rank))
         asyncio.get_running_loop().add_reader(rank.pidfd, self._exited, rank)
         return rank
@@ -268,6 +278,7 @@ class ReplicaGroup:
         rank.returncode = rank.process.wait()
         os.close(rank.pidfd)
         rank.channel.close()
+        rank.log.finish()
         reason = f"rank {rank.rank} (pid {rank.process.pid}) {describe_exit(rank.returncode)}"
         if not self._reason:
             reason += memory_kill_note(rank.returncode, self._memory_kills)

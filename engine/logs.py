@@ -4,6 +4,9 @@ A write to standard error blocks if the pipe's reader is not reading, the termin
 stalled. An event loop or a step loop must not wait for such a write. Loggers therefore put formatted lines
 into a bounded queue, and a daemon thread writes them. If the queue is full, new lines are dropped and
 counted. Once standard error is writable again, the number of dropped lines is logged.
+
+A process that the core started also sends a copy of its records to a pipe of the core (`engine.child_log`),
+by a second queue and thread, so that a core that does not read delays nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ import sys
 import time
 from logging.handlers import QueueHandler, QueueListener
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 MAX_QUEUED_LINES = 10_000
 """Maximum number of queued lines. At the usual line length, a full queue takes about 2 MB."""
@@ -24,7 +29,11 @@ MAX_LINE_CHARS = 16_384
 """Maximum length of one record including its traceback. Longer records are truncated."""
 FLUSH_S = 1.0
 """Maximum time, in seconds, that a process waits at exit for its last lines to be written."""
+MAX_MESSAGE_CHARS = 2_000
+"""Maximum length of a record's message, including its traceback, in the copy of a log."""
 STDERR = 2
+COPY_DESCRIPTOR = "APPLIANCE_LOG_DESCRIPTOR"
+"""Environment variable with the descriptor to which a process sends a copy of its log."""
 
 log = logging.getLogger(__name__)
 
@@ -52,15 +61,51 @@ class UtcFormatter(logging.Formatter):
         return time.gmtime(seconds)
 
 
+class CopiedRecord(msgspec.Struct, frozen=True):
+    """A log record in the copy of a log."""
+
+    at: Annotated[float, msgspec.Meta(ge=0)]
+    level: Annotated[int, msgspec.Meta(ge=0, le=100)]
+    area: Annotated[str, msgspec.Meta(max_length=100)]
+    message: Annotated[str, msgspec.Meta(max_length=MAX_MESSAGE_CHARS + 100)]
+
+
+class CopyFormatter(logging.Formatter):
+    """Formats a record as a line of JSON, a `CopiedRecord`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        copied = CopiedRecord(record.created, record.levelno, area_of(record), short_message(record))
+        return msgspec.json.encode(copied).decode()
+
+
+def area_of(record: logging.LogRecord) -> str:
+    """Return the last component of the logger's name."""
+    return record.name.rpartition(".")[2][:100]
+
+
+def short_message(record: logging.LogRecord) -> str:
+    """Return a record's message with its traceback, truncated to `MAX_MESSAGE_CHARS`, as valid UTF-8."""
+    text = record.getMessage()
+    if record.exc_info:
+        text += "\n" + logging.Formatter().formatException(record.exc_info)
+    if len(text) > MAX_MESSAGE_CHARS:
+        text = f"{text[:MAX_MESSAGE_CHARS]}… ({len(text) - MAX_MESSAGE_CHARS} more characters cut)"
+    return text.encode("utf-8", "replace").decode()
+
+
 class LineQueue(QueueHandler):
     """Formats log records on the caller's thread and queues the resulting lines."""
 
-    def __init__(self, formatter: logging.Formatter, descriptor: int = STDERR) -> None:
+    def __init__(
+        self, formatter: logging.Formatter, descriptor: int = STDERR, reader: str = "standard error"
+    ) -> None:
+        """`reader` names the reader of the descriptor in the report about dropped lines."""
         self._lines: queue.Queue[Any] = queue.Queue(MAX_QUEUED_LINES)
         super().__init__(self._lines)
         self.setFormatter(formatter)
         self.dropped = 0
-        self.writer = LineWriter(self, descriptor)
+        self.writer = LineWriter(self, descriptor, reader)
 
     def prepare(self, record: logging.LogRecord) -> Any:
         """Return the formatted record as a line of bytes."""
@@ -92,8 +137,9 @@ class LineQueue(QueueHandler):
 class LineWriter(QueueListener):
     """The thread that writes the queued lines of a `LineQueue`."""
 
-    def __init__(self, lines: LineQueue, descriptor: int) -> None:
+    def __init__(self, lines: LineQueue, descriptor: int, reader: str) -> None:
         super().__init__(lines.queue)
+        self._reader = reader
         self.writing_since: float | None = None
         """`time.monotonic()` at the start of the current write, or None if no write is in progress."""
         self._lines = lines
@@ -109,7 +155,7 @@ class LineWriter(QueueListener):
             self._reported += dropped
             waited_s = time.monotonic() - began
             text = (
-                f"{dropped} lines of this log were dropped: standard error was blocked for {waited_s:.1f} s"
+                f"{dropped} lines of this log were dropped: {self._reader} was blocked for {waited_s:.1f} s"
             )
             report = log.makeRecord(log.name, logging.WARNING, __file__, 0, text, (), None)
             self._write(self._lines.prepare(report))
@@ -132,16 +178,21 @@ class LineWriter(QueueListener):
 
 
 def log_to_stderr(formatter: logging.Formatter) -> None:
-    """Send this process's log to standard error without blocking. The log includes Python warnings and
+    """Send this process's log to standard error without blocking, and a copy to the core's pipe if the core
+    started the process. The log includes Python warnings and
     unhandled exceptions, which would otherwise be written directly."""
     root = logging.getLogger()
     if (former := _line_queue()) is not None:
         former.setFormatter(formatter)
-        root.handlers[:] = [former]
+        root.handlers[:] = [one for one in root.handlers if isinstance(one, LineQueue)]
         return
-    lines = LineQueue(formatter)
-    lines.writer.start()
-    root.handlers[:] = [lines]
+    queues = [LineQueue(formatter)]
+    if (descriptor := os.environ.pop(COPY_DESCRIPTOR, None)) is not None:
+        os.set_inheritable(int(descriptor), False)
+        queues.append(LineQueue(CopyFormatter(), int(descriptor), "the core's pipe"))
+    for lines in queues:
+        lines.writer.start()
+    root.handlers[:] = queues
     logging.captureWarnings(True)
     sys.excepthook = _log_exception
     sys.unraisablehook = _log_unraisable

@@ -90,6 +90,11 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether other replicas may read the same weights at the same time. The files are then read through the
     page cache, so that they are read from disk only once."""
 
+    def process_name(self, rank: int) -> str:
+        """Return the name of a rank's process in the log: the replica's name, with the rank if there are
+        several."""
+        return f"{self.replica} rank {rank}" if self.tensor_parallel_size > 1 else self.replica
+
 
 class ReplicaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of a loaded replica, sent as part of `Ready`. Byte counts are sums over all ranks."""

@@ -70,8 +70,7 @@ def main() -> None:
         # Threads that are started later, and memory that they allocate, stay near these CPUs.
         os.sched_setaffinity(0, start.spec.cpus)
     ranks = start.spec.tensor_parallel_size
-    name = start.spec.replica + (f" rank {start.rank}" if ranks > 1 else "")
-    log_to_stderr(UtcFormatter(name.replace("%", "%%")))
+    log_to_stderr(UtcFormatter(start.spec.process_name(start.rank).replace("%", "%%")))
     code = 0
     try:
         runner = build_runner(start.spec, start.rank, control.send)

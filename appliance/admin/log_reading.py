@@ -116,7 +116,7 @@ class LogReading:
         return await self._in_thread(lambda: self._usage.report(query))
 
     def log_page(self, query: LogQuery) -> LogPage:
-        """Return lines of the core's log."""
+        """Return lines of the log."""
         return self._lines.page(query)
 
     # ── following ──
@@ -162,7 +162,7 @@ class LogReading:
         return self._follow(head, read)
 
     def follow_log(self, query: LogQuery) -> AsyncIterator[bytes]:
-        """Return a stream of the core's new log lines."""
+        """Return a stream of new log lines."""
         after = self._lines.number if query.after is None else query.after
 
         async def read() -> tuple[list[bytes], bool]:

@@ -35,7 +35,7 @@ _ERRORS = dict.fromkeys((400, 401, 403, 503), ErrorBody)
 
 
 def log_routes(reading: LogReading, streams: Streams) -> list[ScopedRoute]:
-    """Return the routes of the request log, the audit trail, the core's log lines and the usage."""
+    """Return the routes of the request log, the audit trail, the log lines and the usage."""
 
     async def log_page(query: LogQuery) -> LogPage:
         return reading.log_page(query)
@@ -81,7 +81,7 @@ def log_routes(reading: LogReading, streams: Streams) -> list[ScopedRoute]:
             log_page,
             reading.follow_log,
             streams,
-            "Return the newest lines of the core's log, or follow the log",
+            "Return the newest log lines of the core, the fronts and the replicas, or follow the log",
         ),
     ]
 

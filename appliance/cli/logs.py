@@ -1,4 +1,4 @@
-"""Implements `appliance logs`, which shows the lines of the core's log that the service keeps in memory."""
+"""Implements `appliance logs`, which shows the log lines that the service keeps in memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from appliance.cli.following import following
 from appliance.cli.output import paint, print_json, printable
 from appliance.cli.service import admin_client
 from appliance.client import AdminClient
-from appliance.pages import MAX_PAGE_ROWS, LogLine, LogQuery
+from appliance.pages import CORE, MAX_PAGE_ROWS, LogLine, LogQuery
 from appliance.protocol import LogLevel
 
 _COLOURS = {"debug": "dim", "warning": "yellow", "error": "red", "critical": "red"}
@@ -25,10 +25,11 @@ def show_logs(
     follow: bool,
     level: LogLevel | None,
     text: str | None,
+    process: str | None,
     as_json: bool,
 ) -> None:
     """Print the newest lines, oldest first. With `follow`, keep running and print new lines."""
-    query = LogQuery(limit=min(limit, MAX_PAGE_ROWS), level=level, text=text)
+    query = LogQuery(limit=min(limit, MAX_PAGE_ROWS), level=level, text=text, process=process)
     with admin_client(run_dir) as client:
         page = client.call(calls.log_lines(query))
         if as_json and not follow:
@@ -61,6 +62,7 @@ def _print(line: LogLine, as_json: bool) -> None:
         print_json(line, line=True)
         return
     at = datetime.fromtimestamp(line.at, UTC).isoformat(timespec="milliseconds").removesuffix("+00:00")
-    text = f"{at}Z {line.level.upper():7} {line.area}: {printable(line.message)}"
+    process = "" if line.process == CORE else f"{line.process} "
+    text = f"{at}Z {line.level.upper():7} {printable(process + line.area)}: {printable(line.message)}"
     colour = _COLOURS.get(line.level)
     print(paint(text, colour) if colour else text, flush=True)

@@ -131,14 +131,23 @@ def logs(
             "--text", metavar="TEXT", help="Show only lines that contain this text.", show_default=False
         ),
     ] = None,
+    process: Annotated[
+        str | None,
+        typer.Option(
+            "--process",
+            metavar="NAME",
+            help="Show only lines of this process: core, or the name of a front or replica.",
+            show_default=False,
+        ),
+    ] = None,
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
-    """Show the newest lines of the core's log, oldest first. The journal also has the lines of the fronts and
-    replicas."""
+    """Show the newest log lines of the core, the fronts and the replicas, oldest first. Older lines are in
+    the journal."""
     from appliance.cli.logs import show_logs
 
-    show_logs(run_dir, limit=limit, follow=follow, level=level, text=text, as_json=json)
+    show_logs(run_dir, limit=limit, follow=follow, level=level, text=text, process=process, as_json=json)
 
 
 def doctor(

@@ -1,4 +1,5 @@
-"""Keeps the newest lines of the core's log in memory, so that operators can read them over the admin API."""
+"""Keeps the newest log lines of all processes in memory, so that operators can read them over the admin
+API."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ import threading
 from collections import deque
 from typing import get_args
 
-from appliance.pages import Level, LogLine, LogPage, LogQuery
+from appliance.pages import CORE, Level, LogLine, LogPage, LogQuery
+from engine.client import child_records
+from engine.logs import area_of, short_message
 
 MAX_LINES = 2000
-MAX_LINE_CHARS = 2000
-"""Longer lines, such as tracebacks, are truncated. `MAX_LINES` lines of this length take 4 MB."""
+"""At the maximum length of a message (`engine.logs.MAX_MESSAGE_CHARS`), these lines take 4 MB."""
 _LEVELS: tuple[Level, ...] = get_args(Level)
 
 
@@ -26,25 +28,23 @@ class LogLines(logging.Handler):
         self._order = threading.Lock()
 
     def attach(self) -> None:
-        """Add this handler to the root logger."""
-        logging.getLogger().addHandler(self)
+        """Add this handler to the root logger and to the logger of the fronts' and replicas' records."""
+        for logger in (logging.getLogger(), child_records):
+            logger.addHandler(self)
 
     def close(self) -> None:
-        """Remove this handler from the root logger."""
-        logging.getLogger().removeHandler(self)
+        """Remove this handler from the loggers."""
+        for logger in (logging.getLogger(), child_records):
+            logger.removeHandler(self)
         super().close()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep a record."""
         try:
-            text = record.getMessage()
-            if record.exc_info:
-                text += "\n" + logging.Formatter().formatException(record.exc_info)
+            text = short_message(record)
         except Exception:
             self.handleError(record)
             return
-        if len(text) > MAX_LINE_CHARS:
-            text = f"{text[:MAX_LINE_CHARS]}… ({len(text) - MAX_LINE_CHARS} more characters cut)"
         with self._order:
             self.number += 1
             self._lines.append(
@@ -52,14 +52,18 @@ class LogLines(logging.Handler):
                     number=self.number,
                     at=record.created,
                     level=_level(record.levelno),
-                    area=record.name.rpartition(".")[2],
-                    message=text.encode("utf-8", "backslashreplace").decode(),
+                    process=getattr(record, "process_name", CORE),
+                    area=area_of(record),
+                    message=text,
                 )
             )
 
     def page(self, query: LogQuery) -> LogPage:
         """Return the newest lines that match, oldest first. If `query.after` is set, return the first lines
-        after it instead."""
+        after it instead, by their numbers.
+
+        The lines of fronts and replicas arrive a moment after they are written, so the order of the numbers
+        is not exactly that of time."""
         with self._order:
             lines, number = list(self._lines), self.number
         first = lines[0].number if lines else 0
@@ -71,10 +75,19 @@ class LogLines(logging.Handler):
             if line.number > (query.after or 0)
             and _LEVELS.index(line.level) >= least
             and text in line.message.lower()
+            and (query.process is None or is_of(line.process, query.process))
             and (query.until is None or line.at <= query.until)
         ]
-        chosen = found[-query.limit :] if query.after is None else found[: query.limit]
+        if query.after is None:
+            chosen = sorted(found, key=lambda line: line.at)[-query.limit :]
+        else:
+            chosen = found[: query.limit]
         return LogPage(lines=chosen, first=first, number=number)
+
+
+def is_of(process: str, wanted: str) -> bool:
+    """Return whether a process is the wanted one, one of its ranks, or a later process of the same front."""
+    return process == wanted or process.startswith((f"{wanted}.", f"{wanted} "))
 
 
 def _level(number: int) -> Level:

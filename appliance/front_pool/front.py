@@ -41,7 +41,7 @@ from appliance.messages import (
     Taken,
 )
 from appliance.protocol import FrontState, FrontStatus
-from engine.client import Channel, module_command, module_environment, socketpair
+from engine.client import Channel, ChildLog, module_command, module_environment, socketpair
 from engine.memory_kills import count_memory_kills, memory_kill_note
 
 log = logging.getLogger(__name__)
@@ -164,6 +164,7 @@ class Front:
         self._backoff = Backoff()
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
+        self._log: ChildLog | None = None
         self._channel: Channel[FrontToCore] | None = None
         self._report: FrontReport | None = None
         self._kill_reason = ""
@@ -262,6 +263,8 @@ class Front:
         with contextlib.ExitStack() as undo:
             ours, theirs = socketpair()
             undo.callback(ours.close)
+            copied = ChildLog(self.name)
+            undo.callback(copied.close)
             with theirs:
                 process = subprocess.Popen(
                     [
@@ -270,16 +273,17 @@ class Front:
                         *("--name", self.name),
                         *("--log-level", self.log_level),
                     ],
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=(theirs.fileno(), copied.descriptor),
                     stdin=subprocess.DEVNULL,
-                    env=module_environment(),
+                    env={**module_environment(), **copied.environment},
                     start_new_session=True,
                 )
             undo.callback(process.wait)
             undo.callback(process.kill)
             self._pidfd = os.pidfd_open(process.pid)
             undo.pop_all()
-        self._process = process
+        self._process, self._log = process, copied
+        copied.listen()
         self._ended.clear()
         self._channel = Channel(ours, FrontToCore)
         self._channel.listen(self._message, lambda: self.kill_soon("it closed its channel to the core"))
@@ -434,6 +438,8 @@ class Front:
             self._message(message)
         channel.close()
         channel.release_fds()
+        if self._log is not None:
+            self._log.finish()
         returncode = process.wait()
         os.close(self._pidfd)
         self._process = self._channel = self._report = None

@@ -97,8 +97,8 @@ class LogsView(ListView):
     title = "Logs"
     short = "Logs"
     help_text = (
-        "The newest lines of the service's log; {variant} shows the settings in effect with the source of "
-        "each, and what `appliance doctor` finds."
+        "The newest log lines of the core, the fronts and the replicas; {variant} shows the settings in "
+        "effect with the source of each, and what `appliance doctor` finds."
     )
     variants = ("logs", "settings", "findings")
     sorted_by = "at"
@@ -114,7 +114,8 @@ class LogsView(ListView):
             right=False,
             role=lambda r: _LEVEL_ROLES.get(r.level, "text"),
         ),
-        TableColumn("actor", "PROCESS", 18, lambda r: r.actor, right=False, role=lambda r: "bold"),
+        TableColumn("process", "PROCESS", 18, lambda r: r.actor, right=False, role=lambda r: "bold"),
+        TableColumn("area", "AREA", 14, lambda r: r.subject, right=False, drop=1, role=lambda r: "dim"),
         TableColumn("text", "MESSAGE", 30, lambda r: r.text, right=False, flexible=True),
     )
     _settings = (
@@ -137,7 +138,7 @@ class LogsView(ListView):
         TableColumn("subject", "SUBJECT", 16, lambda r: r.subject, right=False, role=lambda r: "bold"),
         TableColumn("text", "FINDING", 30, lambda r: r.text, right=False, flexible=True),
     )
-    figures = ("at", "level", "process", "setting_source")
+    figures = ("at", "level", "process", "area", "setting_source")
 
     def list_name(self) -> ListName:
         return self.variant  # type: ignore[return-value]

@@ -11,12 +11,14 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from logging.handlers import BufferingHandler
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from engine import launch
+from engine.child_log import child_records
 from engine.client import ReplicaGroup
 from engine.messages import (
     Fatal,
@@ -323,6 +325,8 @@ def test_only_unexpected_errors_are_logged_with_time_name_and_traceback(
 ) -> None:
     (tmp_path / "breaking_replica.py").write_text(BREAKS.replace("{error}", error))
     monkeypatch.syspath_prepend(tmp_path)
+    copied = BufferingHandler(10)
+    child_records.addHandler(copied)
 
     async def scenario() -> list[Fatal]:
         spec = ReplicaSpec(replica="bad-0", model_path=str(tmp_path), device="cpu", kv_blocks=8)
@@ -334,15 +338,22 @@ def test_only_unexpected_errors_are_logged_with_time_name_and_traceback(
             await watched.end
         return watched.fatal
 
-    (fatal,) = asyncio.run(scenario())
+    try:
+        (fatal,) = asyncio.run(scenario())
+    finally:
+        child_records.removeHandler(copied)
     assert fatal.kind == kind
     said = capfd.readouterr().err
     if kind == "internal":
         first, *rest = said.splitlines()
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z ERROR   bad-0: the engine failed", first)
         assert rest[0].startswith("Traceback") and rest[-1] == "KeyError: 'layer'"
+        (record,) = copied.buffer
+        assert (record.__dict__["process_name"], record.levelname) == ("bad-0", "ERROR")
+        assert record.getMessage().splitlines()[0] == "the engine failed"
+        assert record.getMessage().endswith("KeyError: 'layer'")
     else:
-        assert said == ""
+        assert said == "" and not copied.buffer
 
 
 def test_a_rank_sees_only_the_gpus_of_its_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -338,3 +338,12 @@ def test_swaps_rollbacks_and_changes_of_aliases_and_splits_fail_no_stream(tmp_pa
         assert swaps.swap_and_roll_back(rounds=1) >= 2 * STREAMS
         assert swaps.change_alias(rounds=1) >= 2 * STREAMS
         assert swaps.change_split(rounds=1) >= 4 * STREAMS
+
+
+def test_the_lines_of_each_front_are_in_the_logs_of_the_service(running: Service) -> None:
+    for name in ("front-0", "front-1"):
+        lines = running.command("logs", "--process", name)
+        assert any("serving" in line["message"] for line in lines)
+        assert {line["process"] for line in lines} == {name}
+    core = running.command("logs", "--process", "core", "--text", "is ready")
+    assert {"front-0 is ready", "front-1 is ready"} <= {line["message"] for line in core}

@@ -1,0 +1,101 @@
+"""Collects the log of a child process in the process that started it.
+
+A child writes its log to standard error, which both processes share, and a copy to a pipe (`engine.logs`).
+The pipe exists because standard error may be a journal, which cannot be read back. The copied records are
+passed to the handlers of the logger `child_records`, with the name of the child's process in the attribute
+`process_name`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+
+import msgspec
+
+from engine.logs import COPY_DESCRIPTOR, CopiedRecord
+
+READ_BYTES = 1 << 16
+"""Maximum number of bytes that are read at once."""
+_PAUSE_S = 0.1
+"""Pause after a read of `READ_BYTES`, so that a child that floods its log does not occupy the event loop."""
+
+child_records = logging.getLogger("engine.child_records")
+child_records.propagate = False  # the child has written the records to standard error already
+child_records.addHandler(logging.NullHandler())
+
+
+class ChildLog:
+    """The copied log of one child process. Must be used on the event loop's thread."""
+
+    def __init__(self, process: str) -> None:
+        """Create the pipe. `process` is the name of the child's process. Raises OSError if too many files are
+        open."""
+        self._process = process
+        self._reader, self.descriptor = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._open = {self._reader, self.descriptor}
+        self._unread = b""
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables for the child's environment. The child must also inherit `descriptor`."""
+        return {COPY_DESCRIPTOR: str(self.descriptor)}
+
+    def listen(self) -> None:
+        """Read the log from now on. The child must have been started."""
+        self._close(self.descriptor)
+        asyncio.get_running_loop().add_reader(self._reader, self._readable)
+
+    def finish(self) -> None:
+        """Read the records that are left after the child has ended, and close the pipe."""
+        while self._open and self._read() > 0:
+            pass
+        self.close()
+
+    def close(self) -> None:
+        """Close the pipe. Unread records are lost."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._reader in self._open:
+            with contextlib.suppress(RuntimeError):  # no event loop is running
+                asyncio.get_running_loop().remove_reader(self._reader)
+        for descriptor in list(self._open):
+            self._close(descriptor)
+
+    def _close(self, descriptor: int) -> None:
+        self._open.discard(descriptor)
+        os.close(descriptor)
+
+    def _readable(self) -> None:
+        count = self._read()
+        if count == 0:
+            self.close()
+        elif count == READ_BYTES:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._reader)
+            self._timer = loop.call_later(_PAUSE_S, loop.add_reader, self._reader, self._readable)
+
+    def _read(self) -> int:
+        """Read records that are available. Return the number of bytes: 0 at the end of the file, and -1 if
+        none are available."""
+        try:
+            chunk = os.read(self._reader, READ_BYTES)
+        except BlockingIOError:
+            return -1
+        *lines, rest = (self._unread + chunk).split(b"\n")
+        # A record is much shorter. A child that is not trusted could send a line without end.
+        self._unread = rest[:READ_BYTES]
+        for line in lines:
+            with contextlib.suppress(msgspec.DecodeError):
+                self._pass_on(msgspec.json.decode(line, type=CopiedRecord))
+        return len(chunk)
+
+    def _pass_on(self, copied: CopiedRecord) -> None:
+        record = logging.LogRecord(copied.area, copied.level, "", 0, copied.message, None, None)
+        record.created = min(copied.at, time.time())
+        record.__dict__["process_name"] = self._process
+        child_records.handle(record)
