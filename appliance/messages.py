@@ -410,8 +410,8 @@ class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
     """For a copy of a finished request, the tenant whose cached prefixes it may use. The core refuses the
     copy unless it can start at once, and does not log it."""
     keep_alive_s: float | None = None
-    """Time in seconds for which the model stays loaded without further requests. Negative: without limit.
-    None: the model's setting `idle_unload_s` applies."""
+    """Time in seconds for which the model stays loaded for the tenant without further requests. Negative:
+    without limit. None: the model's setting `idle_unload_s` applies."""
 
 
 class Claim(msgspec.Struct, tag="claim", frozen=True):

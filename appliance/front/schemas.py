@@ -200,8 +200,9 @@ class GenerationRequest(RequestStruct, kw_only=True):
         KeepAliveField | None,
         _about(
             'How long the model stays loaded without further requests: seconds, or a text such as "10m" or '
-            '"1h30m". 0 unloads it after this request; a negative value keeps it loaded. Applies until the '
-            "model's next request. Default: the model's setting `idle_unload_s`."
+            '"1h30m". 0 unloads it after this request; a negative value keeps it loaded. Applies to the '
+            "use by the request's tenant, until its next request for the model. Default: the model's setting "
+            "`idle_unload_s`."
         ),
     ] = None
 

@@ -161,12 +161,10 @@ class OnDemand:
     def expires_at(self, unit: str) -> float | None:
         """Return when the unit leaves the memory if no further request arrives, in unix seconds; None if it
         stays."""
-        idle_s = self._idle_s(unit)
-        if idle_s is None or self._kept(unit) or not self._manager.of(unit):
+        leaves_at = self._leaves_at(unit)
+        if leaves_at == math.inf or self._kept(unit) or not self._manager.of(unit):
             return None
-        times = self._of(unit)
-        last = self._clock() if self._busy(unit) else max(times.used_at, times.ready_at)
-        return time.time() + max(0.0, last + idle_s - self._clock())
+        return time.time() + max(0.0, leaves_at - self._clock())
 
     def stats(self, unit: str) -> Residency:
         """Return how often the unit was loaded on demand and left the memory."""
@@ -267,7 +265,7 @@ class OnDemand:
         async with self._changing:
             now, bundles = self._clock(), list(self._bundles())
             for bundle in bundles:
-                if expired(now, bundle, self._idle_of(bundle)):
+                if expired(now, bundle, max(map(self._leaves_at, bundle.units))):
                     await self._evict(bundle.units, "idle", "its time to live has passed")
                     return
             wanted = first_waiting(bundles)
@@ -498,17 +496,16 @@ class OnDemand:
             return f"{unit!r} is required"
         return f"{unit!r} is pinned" if pinned else ""
 
-    def _idle_s(self, unit: str) -> float | None:
-        """Return the time to live of a unit; None if there is no limit."""
-        traffic, settings = self._requests.state.models.get(unit), self._manager.settings_of(unit)
-        if traffic is not None and traffic.keep_alive_s is not None:
-            return None if traffic.keep_alive_s < 0 else traffic.keep_alive_s
-        return (settings.idle_unload_s or None) if settings is not None else None
-
-    def _idle_of(self, bundle: Bundle) -> float | None:
-        each = [self._idle_s(unit) for unit in bundle.units]
-        known = [idle_s for idle_s in each if idle_s is not None]
-        return max(known) if len(known) == len(each) else None
+    def _leaves_at(self, unit: str) -> float:
+        """Return when the time to live of a unit ends if no further request arrives; infinite if there is no
+        limit."""
+        times, settings = self._of(unit), self._manager.settings_of(unit)
+        idle_s = (settings.idle_unload_s or math.inf) if settings is not None else math.inf
+        traffic = self._requests.state.models.get(unit)
+        if traffic is None:
+            return max(times.used_at, times.ready_at) + idle_s
+        not_before = self._clock() if self._busy(unit) else times.ready_at
+        return traffic.uses.leaves_at(idle_s, times.load_began_at, not_before)
 
     async def _missing_bytes(self, wanted: Bundle) -> int:
         """Return the memory that must become free before the bundle's next unit can be loaded."""

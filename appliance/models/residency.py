@@ -143,9 +143,7 @@ def next_step(
     return Evict(tuple(unit for one in victims for unit in one.units))
 
 
-def expired(now: float, bundle: Bundle, idle_s: float | None) -> bool:
-    """Return whether a loaded bundle has been without requests for `idle_s`, its time to live. None means
-    that it is never unloaded for that reason."""
-    if idle_s is None or bundle.kept or bundle.busy or not bundle.loaded:
-        return False
-    return now >= max(bundle.used_at, bundle.ready_at) + idle_s
+def expired(now: float, bundle: Bundle, leaves_at: float) -> bool:
+    """Return whether a loaded bundle without requests is to be unloaded because its time to live ended at
+    `leaves_at`."""
+    return now >= leaves_at and bundle.loaded and not bundle.busy and not bundle.kept

@@ -63,7 +63,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Whether the model always stays loaded once it is loaded."""
     idle_unload_s: Seconds = 0.0
     """Time to live: a model that has had no requests for this long is unloaded until its next request. With
-    0, it is never unloaded for this reason. `keep_alive` in a request takes precedence."""
+    0, it is never unloaded for this reason. `keep_alive` in a request takes precedence for its tenant."""
     device: Device = "auto"
     """Device that runs the model. "auto" selects CUDA if a GPU is available, otherwise the CPU."""
     dtype: DType = "auto"

@@ -215,7 +215,9 @@ class RequestLifecycle:
         if request.dispatched:
             return
         self._state.running -= 1
-        self._state.models[account.model].stop(request)
+        model = self._state.models[account.model]
+        model.stop(request)
+        model.uses.end(request.tenant, self._state.clock())
         self._charge(request)
         if lost and request.settled is None:
             # The request will continue, so it still counts against its limits. Otherwise another request

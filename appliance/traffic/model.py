@@ -11,6 +11,7 @@ from appliance.traffic.credits import REAL_TIME, CreditAccount
 from appliance.traffic.fairness import QueuedTokens, Ticket
 from appliance.traffic.forecast import Forecast
 from appliance.traffic.load_shedder import LoadShedder
+from appliance.traffic.model_uses import ModelUses
 from appliance.traffic.queue import RequestQueue
 from appliance.traffic.rates import DecayingMean
 from appliance.traffic.recent_ttft import RecentTtft
@@ -85,8 +86,8 @@ class ModelTraffic:
         """Waiting requests of broken fronts (`TrafficState.broken_fronts`). They are not dispatched."""
         self.asked_at: float | None = None
         """When the latest request was accepted; None before the first one."""
-        self.keep_alive_s: float | None = None
-        """`Admit.keep_alive_s` of the latest accepted request."""
+        self.uses = ModelUses()
+        """The tenants' uses, which determine how long the model stays loaded."""
         self.accounts: list[CreditAccount] = []
         self.outstanding = Outstanding()
         self.forecast = Forecast()

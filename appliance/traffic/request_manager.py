@@ -341,7 +341,8 @@ class RequestManager:
         pause = state.pauses.of(request.unit)
         why = self._refusal(request, model, pause)
         if why is None:
-            model.asked_at, model.keep_alive_s = state.clock(), request.admit.keep_alive_s
+            model.asked_at = state.clock()
+            model.uses.accept(request.tenant, request.admit.keep_alive_s, model.asked_at)
             self._lifecycle.accept(request, model, hold=pause is not None)
         else:
             self._lifecycle.refuse(request, why)

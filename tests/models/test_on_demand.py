@@ -17,6 +17,7 @@ from appliance.models.on_demand import OnDemand
 from appliance.models.operations import ModelOperations
 from appliance.models.routing import Routing
 from appliance.settings import GroupSettings, ModelSettings, Settings
+from appliance.traffic.model_uses import ModelUses
 from tests.models.test_operations import SimulatedFronts, SimulatedManager, World, run
 
 
@@ -26,7 +27,7 @@ class Traffic:
     def __init__(self) -> None:
         self.running = self.queued = 0
         self.asked_at: float | None = None
-        self.keep_alive_s: float | None = None
+        self.uses = ModelUses()
         self.failure: str | None = None
         self.since = 0.0
 
@@ -138,15 +139,15 @@ class Site:
         found: Traffic = self.requests.state.models[unit]
         return found
 
-    def ask(self, unit: str, **fields: Any) -> None:
+    def ask(self, unit: str, tenant: str = "acme", keep_alive_s: float | None = None) -> None:
         """Let a request for a unit wait."""
         traffic = self.traffic(unit)
         traffic.queued, traffic.since, traffic.asked_at = 1, self.now, self.now
-        for name, value in fields.items():
-            setattr(traffic, name, value)
+        traffic.uses.accept(tenant, keep_alive_s, self.now)
 
-    def answer(self, unit: str) -> None:
+    def answer(self, unit: str, tenant: str = "acme") -> None:
         self.traffic(unit).queued = 0
+        self.traffic(unit).uses.end(tenant, self.now)
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
         """Let time pass until the condition is true, for at most 1,000 simulated seconds."""
@@ -208,6 +209,29 @@ def test_a_version_is_introduced_loaded_and_forgotten_when_it_is_not_used(tmp_pa
         assert site.on_demand.stats("chat@1").evictions["idle"] == 1
         [route] = site.routing.routes()
         assert (route.unit, route.on_demand) == ("", True)
+
+    play(site, scenario)
+
+
+def test_a_tenant_does_not_unload_a_model_that_another_tenant_uses(tmp_path: Path) -> None:
+    site = Site(tmp_path, Settings(models={"a": optional(idle_unload_s=60.0)}))
+
+    async def scenario() -> None:
+        site.ask("a", "acme")
+        await site.until(lambda: site.manager.loaded("a"), "the load")
+        site.answer("a", "acme")
+        ended = site.now
+        site.ask("a", "other", keep_alive_s=0.0)
+        site.answer("a", "other")
+        await site.until(lambda: site.manager.is_parked("a"), "the end of the time to live")
+        assert ended + 60.0 <= site.now < ended + 120.0
+        # The other tenant alone may unload the model.
+        site.ask("a", "other", keep_alive_s=0.0)
+        await site.until(lambda: site.manager.loaded("a"), "the second load")
+        site.answer("a", "other")
+        ended = site.now
+        await site.until(lambda: site.manager.is_parked("a"), "the second end")
+        assert site.now < ended + 60.0
 
     play(site, scenario)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -280,9 +281,8 @@ def test_models_of_a_group_take_turns_although_both_fit() -> None:
 
 def test_a_model_expires_only_when_it_has_been_idle_for_its_time_to_live() -> None:
     idle = Bundle(("a",), loaded=True, in_memory=True, ready_at=5.0, used_at=10.0)
-    assert not expired(19.9, idle, 10.0) and expired(20.0, idle, 10.0)
-    assert not expired(1e9, idle, None)
-    assert not expired(1e9, idle._replace(kept="'a' is pinned"), 10.0)
-    assert not expired(1e9, idle._replace(busy=True), 10.0)
-    assert not expired(1e9, idle._replace(loaded=False), 10.0)
-    assert expired(10.0, idle, 0.0)
+    assert not expired(19.9, idle, 20.0) and expired(20.0, idle, 20.0)
+    assert not expired(1e9, idle, math.inf)
+    assert not expired(1e9, idle._replace(kept="'a' is pinned"), 20.0)
+    assert not expired(1e9, idle._replace(busy=True), 20.0)
+    assert not expired(1e9, idle._replace(loaded=False), 20.0)
