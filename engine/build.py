@@ -86,7 +86,7 @@ def read_served(
     file = folder / "config.json"
     if (chosen := dtype or config.dtype) not in DTYPES:
         raise UnsupportedError(
-            f"{file}: dtype is {chosen}; GPU kernels support {', '.join(DTYPES)}: choose one with --dtype"
+            f"{file}: dtype is {chosen}; GPU kernels support {', '.join(DTYPES)}", "choose one with --dtype"
         )
     served = ReplicaModel(
         config=config,
@@ -100,7 +100,7 @@ def read_served(
     try:
         served.check_shapes()
     except UnsupportedError as error:
-        raise UnsupportedError(f"{file}: {error}") from None
+        raise UnsupportedError(f"{file}: {error.cause}", error.remedy) from None
     return served
 
 

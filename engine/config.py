@@ -33,12 +33,24 @@ def fp8_block(part: int) -> int:
     return gcd(FP8_BLOCK, part)
 
 
-class CheckpointError(Exception):
-    """The files of a checkpoint cannot be used. The message contains the file, the field or tensor, its
-    value, and the remedy."""
+class ModelError(Exception):
+    """A model cannot be loaded with the given settings. `cause` says why, with the values, and `remedy` says
+    what to do."""
+
+    def __init__(self, cause: str, remedy: str) -> None:
+        super().__init__(cause, remedy)
+        self.cause, self.remedy = cause, remedy
+
+    def __str__(self) -> str:
+        return f"{self.cause}; {self.remedy}"
 
 
-class UnsupportedError(ValueError):
+class CheckpointError(ModelError):
+    """The files of a checkpoint cannot be used. The cause contains the file, the field or tensor, and its
+    value."""
+
+
+class UnsupportedError(ModelError):
     """The requested configuration is not supported, for example because of the number of ranks or the maximum
     length."""
 
@@ -257,7 +269,8 @@ class ModelConfig:
         if the model has no experts."""
         if self.experts is None:
             raise UnsupportedError(
-                f"expert_parallel is true, but {self.model_type} models have no experts: remove this setting"
+                f"expert_parallel is true, but {self.model_type} models have no experts",
+                "remove this setting",
             )
         return replace(self, experts=replace(self.experts, whole=True))
 
@@ -269,7 +282,8 @@ class ModelConfig:
         if not 1 <= requested <= self.context_limit:
             raise UnsupportedError(
                 f"max_model_len is {requested}; this checkpoint allows 1 to {self.context_limit} "
-                f"(max_position_embeddings {self.max_position_embeddings}, rope {self.rope.kind})"
+                f"(max_position_embeddings {self.max_position_embeddings}, rope {self.rope.kind})",
+                "choose a length in this range",
             )
         return requested
 
@@ -279,7 +293,7 @@ class ModelConfig:
         padded if necessary."""
         problems = []
         if size < 1:
-            raise UnsupportedError(f"tensor_parallel_size is {size}; it must be at least 1")
+            raise UnsupportedError(f"tensor_parallel_size is {size}", "it must be at least 1")
         if self.heads % size:
             problems.append(f"{self.heads} attention heads")
         if self.kv_heads % size and size % self.kv_heads:
@@ -290,8 +304,8 @@ class ModelConfig:
         if problems:
             fitting = [n for n in range(1, self.heads + 1) if self._divides(n)]
             raise UnsupportedError(
-                f"tensor_parallel_size is {size}, which does not divide {' and '.join(problems)}; "
-                f"this model supports {', '.join(map(str, fitting))}"
+                f"tensor_parallel_size is {size}, which does not divide {' and '.join(problems)}",
+                f"this model supports {', '.join(map(str, fitting))}",
             )
 
     def _divides(self, size: int) -> bool:
@@ -317,7 +331,7 @@ class ModelConfig:
         self.check_parallel(size)
         if not 0 <= rank < size:
             raise UnsupportedError(
-                f"rank is {rank}; with tensor_parallel_size {size} it must be 0 to {size - 1}"
+                f"rank is {rank}", f"with tensor_parallel_size {size} it must be 0 to {size - 1}"
             )
         vocab = -(-self.vocab_size // size)
         first_vocab = min(rank * vocab, self.vocab_size)

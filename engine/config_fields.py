@@ -25,17 +25,21 @@ class Fields:
         try:
             values = json.loads(file.read_bytes())
         except FileNotFoundError:
-            raise CheckpointError(f"{file}: no such file; a Hugging Face checkpoint has one") from None
+            raise CheckpointError(
+                f"{file}: no such file", "a Hugging Face checkpoint has one: give the folder of a checkpoint"
+            ) from None
         except OSError as error:
-            raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
+            raise CheckpointError(
+                f"{file}: cannot be read: {error.strerror}", "check the disk and the permissions"
+            ) from None
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{file}: is not JSON: {error}; copy the file again") from None
+            raise CheckpointError(f"{file}: is not JSON: {error}", "copy the file again") from None
         if not isinstance(values, dict):
-            raise CheckpointError(f"{file}: is not a JSON object; copy the file again")
+            raise CheckpointError(f"{file}: is not a JSON object", "copy the file again")
         return cls(file, values)
 
     def error(self, name: str, remedy: str) -> CheckpointError:
-        return CheckpointError(f"{self.file}: {self.prefix}{name} is {self.values.get(name)!r}; {remedy}")
+        return CheckpointError(f"{self.file}: {self.prefix}{name} is {self.values.get(name)!r}", remedy)
 
     def get(self, name: str) -> Any:
         return self.values.get(name)
@@ -66,6 +70,9 @@ class Fields:
         value = self.get(name)
         if value is None:
             if default is None:
-                raise CheckpointError(f"{self.file}: {self.prefix}{name} is missing; the model needs it")
+                raise CheckpointError(
+                    f"{self.file}: {self.prefix}{name} is missing; the model needs it",
+                    "copy the file from the original model",
+                )
             return default
         return value

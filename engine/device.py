@@ -19,7 +19,7 @@ def select_device(wanted: str, rank: int, size: int) -> torch.device:
     of `wanted`.
     """
     if wanted not in ("auto", "cuda", "cpu"):
-        raise UnsupportedError(f'device is {wanted!r}: use "auto", "cuda" or "cpu"')
+        raise UnsupportedError(f"device is {wanted!r}", 'use "auto", "cuda" or "cpu"')
     if wanted == "cpu":
         return torch.device("cpu")
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -33,7 +33,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder; give the folder of a Hugging Face checkpoint")
+        raise CheckpointError(f"{folder}: no such folder", "give the folder of a Hugging Face checkpoint")
     return _from_fields(Fields.read(folder / "config.json"))
 
 

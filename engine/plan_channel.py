@@ -69,8 +69,8 @@ def check_plan_size(
     if largest > MAX_PLAN_BYTES:
         raise UnsupportedError(
             f"max_num_seqs is {max_num_seqs} and max_model_len is {max_model_len}: a step's plan for the "
-            f"other ranks could take {largest} bytes, but at most {MAX_PLAN_BYTES} can be sent; "
-            "lower one of the two"
+            f"other ranks could take {largest} bytes, but at most {MAX_PLAN_BYTES} can be sent",
+            "lower one of the two",
         )
 
 

@@ -43,38 +43,38 @@ class ReplicaModel:
         group, experts = shard.heads // shard.kv_heads, config.experts
         serve = f"serve this model {_WITHOUT_KERNELS}"
         serve_unquantised = f"serve this model with weights that are not FP8, {_WITHOUT_KERNELS}"
-        problem = None
+        problem: tuple[str, str] | None = None
         if config.head_dim not in limits.HEAD_DIMS:
             served = ", ".join(map(str, limits.HEAD_DIMS))
-            problem = f"head_dim is {config.head_dim}; the GPU kernels support {served}: {serve}"
+            problem = f"head_dim is {config.head_dim}; the GPU kernels support {served}", serve
         elif group > limits.MAX_GROUP:
             problem = (
                 f"num_attention_heads is {config.heads} and num_key_value_heads {config.kv_heads}; the GPU "
-                f"kernels support at most {limits.MAX_GROUP} query heads per KV head, not {group}: {serve}"
+                f"kernels support at most {limits.MAX_GROUP} query heads per KV head, not {group}",
+                serve,
             )
         elif config.hidden_size > limits.LARGEST_ROW:
             problem = (
-                f"hidden_size is {config.hidden_size}; the GPU kernels support at most {limits.LARGEST_ROW}: "
-                f"{serve}"
+                f"hidden_size is {config.hidden_size}; the GPU kernels support at most {limits.LARGEST_ROW}",
+                serve,
             )
         elif self.fp8 and config.hidden_size % limits.FP8_ALIGNMENT:
             problem = (
                 f"hidden_size is {config.hidden_size}; FP8 weights on a GPU need a multiple of "
-                f"{limits.FP8_ALIGNMENT}: {serve_unquantised}"
+                f"{limits.FP8_ALIGNMENT}",
+                serve_unquantised,
             )
         elif experts is not None and experts.whole and size > 1:
             problem = (
-                "expert_parallel is true; the GPU kernels split every expert across the ranks: set "
-                f"expert_parallel = false, or serve this model {_WITHOUT_KERNELS}"
+                "expert_parallel is true; the GPU kernels split every expert across the ranks",
+                f"set expert_parallel = false, or serve this model {_WITHOUT_KERNELS}",
             )
         elif experts is not None and experts.count > limits.MAX_EXPERTS:
             has = f"{experts.count_field} is {experts.count}"
-            problem = f"{has}; the GPU kernels support at most {limits.MAX_EXPERTS}: {serve}"
+            problem = f"{has}; the GPU kernels support at most {limits.MAX_EXPERTS}", serve
         elif experts is not None and experts.top_k > limits.MAX_TOP_K:
             most = limits.MAX_TOP_K
-            problem = (
-                f"num_experts_per_tok is {experts.top_k}; the GPU kernels support at most {most}: {serve}"
-            )
+            problem = f"num_experts_per_tok is {experts.top_k}; the GPU kernels support at most {most}", serve
         for _, name, width in config.mlp_widths if self.fp8 and problem is None else ():
             part = shard.part(width)
             each = f" ({part} on each of {size} ranks)" if size > 1 else ""
@@ -84,9 +84,9 @@ class ReplicaModel:
                 allowed = f"allow at most {limits.LARGEST_ROW}"
             else:
                 continue
-            problem = f"{name} is {width}{each}; FP8 weights on a GPU {allowed}: {serve_unquantised}"
+            problem = f"{name} is {width}{each}; FP8 weights on a GPU {allowed}", serve_unquantised
         if problem is not None:
-            raise UnsupportedError(problem)
+            raise UnsupportedError(*problem)
 
     def check_gpu(self, gpu: GpuModel) -> None:
         """Raise UnsupportedError if the GPU does not support the kernels of this model."""
@@ -95,17 +95,18 @@ class ReplicaModel:
         elsewhere = f"serve this model on another GPU, {_WITHOUT_KERNELS}"
         if capability < limits.MIN_CAPABILITY:
             raise UnsupportedError(
-                f"{has}; the GPU kernels need at least {limits.MIN_CAPABILITY / 10}: {elsewhere}"
+                f"{has}; the GPU kernels need at least {limits.MIN_CAPABILITY / 10}", elsewhere
             )
         if self.config.head_dim > 128 and gpu.shared_bytes < limits.WIDE_HEADS_SHARED:
             raise UnsupportedError(
                 f"head_dim is {self.config.head_dim}, but {has} and {gpu.shared_bytes >> 10} KiB of shared "
-                f"memory per program; attention needs {limits.WIDE_HEADS_SHARED >> 10}: {elsewhere}"
+                f"memory per program; attention needs {limits.WIDE_HEADS_SHARED >> 10}",
+                elsewhere,
             )
         if capability < limits.MIN_FP8_CAPABILITY and (self.fp8 or self.kv_fp8):
             what = "weights are" if self.fp8 else "kv_cache_dtype is"
             whole = "weights that are not FP8" if self.fp8 else 'kv_cache_dtype "auto"'
             raise UnsupportedError(
-                f"{what} fp8, but {has}; FP8 needs at least {limits.MIN_FP8_CAPABILITY / 10}: serve this "
-                f"model with {whole}, or on another GPU"
+                f"{what} fp8, but {has}; FP8 needs at least {limits.MIN_FP8_CAPABILITY / 10}",
+                f"serve this model with {whole}, or on another GPU",
             )

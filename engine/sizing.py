@@ -12,7 +12,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from math import gcd
 
-from engine.config import DTYPE_BYTES, EXPERTS, CheckpointError, ModelConfig, Shard, fp8_block
+from engine.config import DTYPE_BYTES, EXPERTS, CheckpointError, ModelConfig, ModelError, Shard, fp8_block
 from engine.families import read_config
 from engine.memory import CPU_MAX_KV_BYTES, available_host_bytes
 from engine.messages import BLOCK_TOKENS
@@ -23,6 +23,7 @@ __all__ = [
     "INDEX",
     "SINGLE",
     "CheckpointError",
+    "ModelError",
     "Sizing",
     "available_host_bytes",
     "decode_capture_sizes",

@@ -160,8 +160,7 @@ def _check_weights(folder: Path) -> None:
     try:
         sizing.read_entries(folder)
     except sizing.CheckpointError as error:
-        text, _, remedy = str(error).rpartition("; ")
-        raise FolderFault(text or str(error), remedy if text else "download the model again") from error
+        raise FolderFault(error.cause, error.remedy) from error
 
 
 def _shards(index: Path) -> list[str]:

@@ -145,11 +145,10 @@ def fit(model: ModelSettings, memory: MachineMemory, chosen: Sequence[int] = ())
             blocks=None,
             on_gpu=on_gpu,
         )
-    except Exception as error:  # The engine's message says what is wrong with the checkpoint or the settings.
-        text, _, remedy = str(error).rpartition("; ")
-        raise UnfitError(
-            text or str(error), remedy if text else "fix the model's folder or settings"
-        ) from error
+    except sizing.ModelError as error:
+        raise UnfitError(error.cause, error.remedy) from error
+    except Exception as error:  # such as the overflow of a size in config.json
+        raise UnfitError(str(error), "fix the model's folder or settings") from error
     room = max(0, usable - predicted.fixed_bytes)
     most = room if on_gpu else min(room, sizing.CPU_MAX_KV_BYTES // ranks)
     return MemoryFit(

@@ -116,8 +116,7 @@ def _check_text(model: ModelSettings, reader: FileReader, compile_text: bool) ->
         if compile_text:
             _compile_text(folder, sources, special_tokens)
     except TokenizerFilesError as error:
-        text, _, remedy = str(error).rpartition("; ")
-        yield _problem(text or str(error), remedy if text else "copy the file again from the original model")
+        yield _problem(error.cause, error.remedy)
         return
     except (KeyboardInterrupt, SystemExit):
         raise

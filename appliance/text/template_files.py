@@ -23,8 +23,8 @@ def read_template_sources(folder: Path, replacement: str | None = None) -> dict[
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise TokenizerFilesError(
-                f"chat_template = {replacement!r} cannot be read as UTF-8 text ({why}); set it to a file "
-                "with a Jinja template of at most 1 MiB"
+                f"chat_template = {replacement!r} cannot be read as UTF-8 text ({why})",
+                "set it to a file with a Jinja template of at most 1 MiB",
             ) from error
     sources: dict[str, str] = {}
     files = {"default": folder / "chat_template.jinja"} | {

@@ -115,15 +115,16 @@ class TemplateProcess:
                 self.close()
                 if isinstance(error, UnicodeEncodeError):
                     raise TokenizerFilesError(
-                        "the chat template or a special token contains a lone surrogate; use valid "
-                        "Unicode text"
+                        "the chat template or a special token contains a lone surrogate",
+                        "use valid Unicode text",
                     ) from error
                 if isinstance(error, ChatTemplateError):
                     raise TokenizerFilesError(
-                        f"{error}; fix the chat template, or restore the model's original template"
+                        str(error), "fix the chat template, or restore the model's original template"
                     ) from error
                 raise TokenizerFilesError(
-                    f"the chat template process could not be started ({type(error).__name__}: {error})"
+                    f"the chat template process could not be started ({type(error).__name__}: {error})",
+                    "check the memory and the number of processes of the machine",
                 ) from error
 
     async def render(

@@ -67,15 +67,14 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise TokenizerFilesError(
-                f"{path} does not exist; copy it from the original model, or create it with "
-                "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+                f"{path} does not exist",
+                "copy it from the original model, or create it with "
+                "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # The Rust extension raises plain `Exception`.
-            raise TokenizerFilesError(
-                f"{path} is not a valid tokenizer file ({error}); copy it again from the original model"
-            ) from error
+            raise TokenizerFilesError(f"{path} is not a valid tokenizer file ({error})") from error
         backend.no_truncation()
         backend.no_padding()
         files = read_tokenizer_files(folder)
@@ -205,7 +204,8 @@ def _add_declared_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles, p
         if actual != token_id:
             raise TokenizerFilesError(
                 f"{path}: added_tokens_decoder gives {token.content!r} the id {token_id}, but "
-                f"tokenizer.json gives it {actual}; use both files from the same version of the model"
+                f"tokenizer.json gives it {actual}",
+                "use both files from the same version of the model",
             )
     special = {token.content for token in present.values() if token.special}
     backend.add_special_tokens(

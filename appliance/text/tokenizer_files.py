@@ -25,7 +25,14 @@ NAMED_SPECIAL_TOKENS = (
 
 
 class TokenizerFilesError(ValueError):
-    """Raised if a tokenizer file is missing or invalid. The message names the file and the remedy."""
+    """A tokenizer file is missing or invalid. `cause` names the file, and `remedy` says what to do."""
+
+    def __init__(self, cause: str, remedy: str = "copy the file again from the original model") -> None:
+        super().__init__(cause, remedy)
+        self.cause, self.remedy = cause, remedy
+
+    def __str__(self) -> str:
+        return f"{self.cause}; {self.remedy}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +76,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        raise TokenizerFilesError(
-            f"{path} cannot be read as JSON ({error}); copy it again from the original model"
-        ) from error
+        raise TokenizerFilesError(f"{path} cannot be read as JSON ({error})") from error
     if not isinstance(value, dict):
         raise TokenizerFilesError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value

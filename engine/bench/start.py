@@ -135,8 +135,8 @@ def _max_model_len(
     )
     if given is not None and given < needed:
         raise UnsupportedError(
-            f"--max-model-len is {given} tokens, but {longest_text}: "
-            "raise it, leave it out, or choose other workloads"
+            f"--max-model-len is {given} tokens, but {longest_text}",
+            "raise it, leave it out, or choose other workloads",
         )
     config = read_config(model)
     config.check_parallel(arguments.tensor_parallel_size)
@@ -144,8 +144,8 @@ def _max_model_len(
     if limit < needed:
         model_name = arguments.model or arguments.shape
         raise UnsupportedError(
-            f"{model_name} allows sequences of {limit} tokens, but {longest_text}: "
-            "choose other workloads or another model"
+            f"{model_name} allows sequences of {limit} tokens, but {longest_text}",
+            "choose other workloads or another model",
         )
     return given or needed
 

@@ -50,7 +50,7 @@ def read_entries(folder: Path) -> dict[str, TensorEntry]:
     for shard in sorted(set(weight_map.values())):
         file = folder / shard
         if not file.exists():
-            raise CheckpointError(f"{file}: no such file, but {INDEX} lists it; download the missing shard")
+            raise CheckpointError(f"{file}: no such file, but {INDEX} lists it", "download the missing shard")
         for name, entry in _read_header(file).items():
             if weight_map.get(name, shard) == shard:
                 entries[name] = entry
@@ -58,7 +58,8 @@ def read_entries(folder: Path) -> dict[str, TensorEntry]:
         if name not in entries:
             raise CheckpointError(
                 f"{folder / shard}: contains no tensor {name}, but {INDEX} lists it; shards and index "
-                "belong to different checkpoints: download them again"
+                "belong to different checkpoints",
+                "download them again",
             )
     return entries
 
@@ -69,8 +70,8 @@ def _single_file(folder: Path) -> Path:
         return file
     found = sorted(path.name for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".pth"))
     raise CheckpointError(
-        f"{file}: no such file, and no {INDEX}; found {', '.join(found) or 'no weights'} instead; "
-        "save the model with save_pretrained(safe_serialization=True)"
+        f"{file}: no such file, and no {INDEX}; found {', '.join(found) or 'no weights'} instead",
+        "save the model with save_pretrained(safe_serialization=True)",
     )
 
 
@@ -78,12 +79,14 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
     except (OSError, *_MALFORMED) as error:
-        raise CheckpointError(f"{index}: has no readable weight_map ({error!r}); download it again") from None
+        raise CheckpointError(
+            f"{index}: has no readable weight_map ({error!r})", "download it again"
+        ) from None
     for name, shard in weight_map.items() if isinstance(weight_map, dict) else [("weight_map", weight_map)]:
         # Only plain file names are accepted, so that an index cannot refer to files outside its folder.
         if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".."):
             raise CheckpointError(
-                f"{index}: {name} is {shard!r}; it must be the name of a file in the folder"
+                f"{index}: {name} is {shard!r}", "it must be the name of a file in the folder"
             )
     return weight_map
 
@@ -96,11 +99,11 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
             prefix = stream.read(8)
             header_bytes = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or header_bytes > _LARGEST_HEADER_BYTES:
-                raise CheckpointError(f"{file}: is not a safetensors file; download it again")
+                raise CheckpointError(f"{file}: is not a safetensors file", "download it again")
             if 8 + header_bytes > size:
                 raise CheckpointError(
-                    f"{file}: is truncated: its header needs {8 + header_bytes} bytes, the file has {size}; "
-                    "download it again"
+                    f"{file}: is truncated: its header needs {8 + header_bytes} bytes, the file has {size}",
+                    "download it again",
                 )
             header = json.loads(stream.read(header_bytes))
         header.pop("__metadata__", None)
@@ -108,14 +111,16 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
         entries = {name: _entry(file, value, data, status.st_mtime_ns) for name, value in header.items()}
         expected = max((entry.offset + entry.nbytes for entry in entries.values()), default=data)
     except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
+        raise CheckpointError(
+            f"{file}: cannot be read: {error.strerror}", "check the disk and the permissions"
+        ) from None
     except _MALFORMED as error:
         raise CheckpointError(
-            f"{file}: has an invalid safetensors header ({error!r}); download it again"
+            f"{file}: has an invalid safetensors header ({error!r})", "download it again"
         ) from None
     if size < expected:
         raise CheckpointError(
-            f"{file}: is truncated: {expected} bytes expected, {size} found; download it again"
+            f"{file}: is truncated: {expected} bytes expected, {size} found", "download it again"
         )
     return entries
 

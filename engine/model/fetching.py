@@ -34,7 +34,9 @@ def open_weights(path: Path) -> WeightFile:
     try:
         return WeightFile(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror})", "check the disk and the permissions"
+        ) from error
 
 
 class FileBlock:
@@ -173,10 +175,12 @@ def check_unchanged(file: WeightFile, entry: TensorEntry) -> None:
     try:
         modified_ns = file.status().st_mtime_ns
     except OSError as error:
-        raise CheckpointError(f"{entry.file}: cannot be read ({error.strerror})") from error
+        raise CheckpointError(
+            f"{entry.file}: cannot be read ({error.strerror})", "check the disk and the permissions"
+        ) from error
     if modified_ns != entry.modified_ns:
         raise CheckpointError(
-            f"{entry.file}: was modified while it was read; start again when it is complete"
+            f"{entry.file}: was modified while it was read", "start again when it is complete"
         )
 
 
@@ -184,12 +188,13 @@ def _truncated(block: FileBlock) -> CheckpointError:
     entry, found = block.rows.entry, block.file.status().st_size
     return CheckpointError(
         f"{entry.file}: is truncated: {block.rows.name} needs {entry.offset + entry.nbytes} bytes, the file "
-        f"has {found}; download it again"
+        f"has {found}",
+        "download it again",
     )
 
 
 def _unreadable(block: FileBlock, error: OSError) -> CheckpointError:
     return CheckpointError(
-        f"{block.rows.entry.file}: {block.rows.name} cannot be read ({error.strerror}); check the disk, or "
-        "download it again"
+        f"{block.rows.entry.file}: {block.rows.name} cannot be read ({error.strerror})",
+        "check the disk, or download it again",
     )

@@ -38,6 +38,7 @@ _STATIC_SCALES = (".input_scale", ".k_scale", ".v_scale", ".kv_scale", ".q_scale
 """Suffixes of precomputed scales for activations and the KV cache. They are ignored, because the engine
 computes scales per token."""
 _NAMES_SHOWN = 4
+_MISMATCH = "use config.json and the weights from the same checkpoint"
 _PROGRESS_S = 0.1
 """Minimum time, in seconds, between progress reports within a file."""
 
@@ -114,7 +115,7 @@ def _check(
     missing = [name for name in sorted(shards) if name not in entries]
     if missing:
         raise CheckpointError(
-            f"{folder}: {_names(missing)} missing; config.json describes a model that needs them"
+            f"{folder}: {_names(missing)} missing; config.json describes a model that needs them", _MISMATCH
         )
     for name, shard in shards.items():
         _check_dtype(entries[name], name, (*_LOADABLE, _FP8) if len(shard.shape) == 2 else _LOADABLE)
@@ -123,26 +124,29 @@ def _check(
     missing = [name for name in sorted(scales) if name not in entries]
     if missing:
         needs = "scales, one per block" if blocks else "one scale, or one per output"
-        raise CheckpointError(f"{folder}: {_names(missing)} missing; an FP8 weight needs {needs}")
+        raise CheckpointError(f"{folder}: {_names(missing)} missing; an FP8 weight needs {needs}", _MISMATCH)
     wanted = {*shards, *scales}
     unknown = [name for name in entries if name not in wanted and not _is_ignored(name, tied)]
     if unknown:
         raise CheckpointError(
             f"{entries[unknown[0]].file}: {_names(unknown)} unknown; "
-            "config.json describes a model without them"
+            "config.json describes a model without them",
+            _MISMATCH,
         )
     for name, shard in shards.items():
         entry = entries[name]
         if entry.shape != shard.shape:
             raise CheckpointError(
-                f"{entry.file}: {name} has shape {list(entry.shape)}, config.json needs {list(shard.shape)}"
+                f"{entry.file}: {name} has shape {list(entry.shape)}, config.json needs {list(shard.shape)}",
+                _MISMATCH,
             )
         if name in quantised:
             _check_scales(entries[name + suffix], name + suffix, entry.shape, blocks)
         elif shard.block is not None:
             raise CheckpointError(
                 f"{entry.file}: {name} has dtype {entry.dtype}; with weight_block_size, every matrix of a "
-                f'layer must be {_FP8}: set quantization = "fp8", which converts all of them'
+                f"layer must be {_FP8}",
+                'set quantization = "fp8", which converts all of them',
             )
 
 
@@ -156,13 +160,13 @@ def _check_scales(scale: TensorEntry, name: str, shape: tuple[int, ...], blocks:
         allowed = ((), (1,), shape[:1], (shape[0], 1))
         needed = f"one scale, or one for each of {shape[0]} outputs, is needed"
     if scale.shape not in allowed:
-        raise CheckpointError(f"{scale.file}: {name} has shape {list(scale.shape)}; {needed}")
+        raise CheckpointError(f"{scale.file}: {name} has shape {list(scale.shape)}; {needed}", _MISMATCH)
 
 
 def _check_dtype(entry: TensorEntry, name: str, loadable: tuple[str, ...]) -> None:
     if entry.dtype not in loadable:
         raise CheckpointError(
-            f"{entry.file}: {name} has dtype {entry.dtype}; it must be {' or '.join(loadable)}"
+            f"{entry.file}: {name} has dtype {entry.dtype}", f"it must be {' or '.join(loadable)}"
         )
 
 
@@ -328,8 +332,8 @@ def _read_scales(
     if not sound.all():
         bad = [name for name, good in zip(found, sound.split(sizes), strict=True) if not good.all()]
         raise CheckpointError(
-            f"{entries[bad[0]].file}: {_names(bad)} invalid: scales must be finite and not "
-            "negative; download it again"
+            f"{entries[bad[0]].file}: {_names(bad)} invalid: scales must be finite and not negative",
+            "download it again",
         )
     if suffix == _BLOCK_SCALE:
         found = {name: scales.view(entries[name].shape) for name, scales in found.items()}

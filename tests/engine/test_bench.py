@@ -354,7 +354,7 @@ def refused(
 def test_a_workload_that_does_not_fit_is_reported_with_its_length(
     refused: Callable[..., str], tmp_path: Path, module: str, workload: list[str]
 ) -> None:
-    its = "b8_decode has sequences of 768 (512 in, 256 out): "
+    its = "b8_decode has sequences of 768 (512 in, 256 out); "
     said = refused(module, *workload, "--max-model-len", "100")
     assert said.startswith(f"--max-model-len is 100 tokens, but {its}raise it, leave it out,")
     assert refused(module, *workload) == (

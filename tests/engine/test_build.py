@@ -134,8 +134,8 @@ def test_a_checkpoint_that_kernels_cannot_serve_is_named_with_its_field(tmp_path
 
 
 ELSEWHERE = "on the CPU, or in float32, for which a GPU does not use these kernels$"
-SERVE = f": serve this model {ELSEWHERE}"
-SERVE_UNQUANTISED = f": serve this model with weights that are not FP8, {ELSEWHERE}"
+SERVE = f"; serve this model {ELSEWHERE}"
+SERVE_UNQUANTISED = f"; serve this model with weights that are not FP8, {ELSEWHERE}"
 
 GPU = torch.device("cuda")
 
@@ -231,24 +231,24 @@ def test_a_model_that_no_kernel_serves_is_refused_before_anything_is_compiled_or
         (
             ("Tesla T4", 75),
             {},
-            f"Tesla T4 has compute capability 7.5; .* need at least 8.0: .* on another GPU, {ELSEWHERE}",
+            f"Tesla T4 has compute capability 7.5; .* need at least 8.0; .* on another GPU, {ELSEWHERE}",
         ),
         (
             ("NVIDIA A100-SXM4-80GB", 80),
             {"fp8": True, "kv_fp8": True},
-            "weights are fp8, but NVIDIA A100-SXM4-80GB has compute capability 8.0; FP8 needs at least 8.9: "
+            "weights are fp8, but NVIDIA A100-SXM4-80GB has compute capability 8.0; FP8 needs at least 8.9; "
             "serve this model with weights that are not FP8, or on another GPU$",
         ),
         (
             ("NVIDIA A10", 86),
             {"kv_fp8": True},
-            "kv_cache_dtype is fp8, but NVIDIA A10 .*: "
+            "kv_cache_dtype is fp8, but NVIDIA A10 .*; "
             'serve this model with kv_cache_dtype "auto", or on another GPU$',
         ),
         (
             ("NVIDIA L4", 89),
             {"head_dim": 256},
-            f"head_dim is 256, but NVIDIA L4 .* 8.9 and 99 KiB of .* needs 113: .* another GPU, {ELSEWHERE}",
+            f"head_dim is 256, but NVIDIA L4 .* 8.9 and 99 KiB of .* needs 113; .* another GPU, {ELSEWHERE}",
         ),
         (("NVIDIA A100-SXM4-80GB", 80), {"head_dim": 256}, ""),
         (("NVIDIA A10", 86), {}, ""),

@@ -314,7 +314,7 @@ engine.replica.main()
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        ("CheckpointError('config.json is bad')", "checkpoint"),
+        ("CheckpointError('config.json is bad', 'copy it again')", "checkpoint"),
         ("engine.device.DeviceError('no GPU')", "device"),
         ("PoolTooSmall('3 blocks')", "memory"),
         ("KeyError('layer')", "internal"),

@@ -65,6 +65,31 @@ def test_a_missing_shard_is_named_with_the_index_that_lists_it(model: Path) -> N
     assert f"{model / SHARD} does not exist, but model.safetensors.index.json lists it" in problem(model)
 
 
+@pytest.mark.parametrize(
+    ("settings", "cause", "remedy"),
+    [
+        (
+            {"expert_parallel": True},
+            "expert_parallel is true, but llama models have no experts",
+            "remove this setting",
+        ),
+        (
+            {"max_model_len": 99_999_999},
+            "max_model_len is 99999999; this checkpoint allows 1 to ",
+            "choose a length",
+        ),
+    ],
+    ids=["expert_parallel", "max_model_len"],
+)
+def test_the_engines_cause_and_remedy_are_separate(
+    model: Path, settings: dict[str, object], cause: str, remedy: str
+) -> None:
+    found = problem_of(check(model, **settings))
+    assert found is not None
+    assert found.text.startswith(cause) and remedy not in found.text
+    assert found.remedy.startswith(remedy)
+
+
 def test_several_missing_shards_are_counted(model: Path) -> None:
     for path in model.glob("*.safetensors"):
         path.unlink()

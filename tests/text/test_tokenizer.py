@@ -118,7 +118,7 @@ def test_padding_and_truncation_in_the_file_are_ignored(tmp_path):
     ("name", "content", "message"),
     [
         ("tokenizer.json", None, r"tokenizer.json does not exist; copy it"),
-        ("tokenizer.json", "{", r"tokenizer.json is not a valid tokenizer file .* copy it again"),
+        ("tokenizer.json", "{", r"tokenizer.json is not a valid tokenizer file .* copy the file again"),
         ("tokenizer_config.json", "[1", r"tokenizer_config.json cannot be read as JSON"),
         ("tokenizer_config.json", "[]", r"tokenizer_config.json: expected a JSON object, found list"),
         ("tokenizer_config.json", '{"bos_token": 5}', r"bos_token must be a token .* found 5"),

@@ -99,7 +99,7 @@ def test_the_maximum_length_is_lowered_to_what_memory_holds(
         (
             {"max_num_seqs": 2, "max_mixed_tokens": 1},
             UnsupportedError,
-            "max_mixed_tokens is 1: it must be at least max_num_seqs",
+            "max_mixed_tokens is 1; it must be at least max_num_seqs",
         ),
         ({"gpu_memory_utilization": float("nan")}, UnsupportedError, "gpu_memory_utilization is nan"),
         ({"gpu_memory_utilization": 1.5}, UnsupportedError, "gpu_memory_utilization is 1.5"),
