@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from store.database import WritableDatabase, integrity_problems, open_readonly
+from store.database import PAGE_CACHE_BYTES, WritableDatabase, integrity_problems, open_readonly
 from store.errors import (
     CorruptDatabaseError,
     DatabaseInUseError,
@@ -42,6 +42,7 @@ def test_a_new_database_has_the_pragmas_that_the_design_asks_for(tmp_path):
     assert pragma(connection, "foreign_keys") == 1
     assert pragma(connection, "busy_timeout") == 5000
     assert pragma(connection, "mmap_size") == 0
+    assert pragma(connection, "cache_size") == -PAGE_CACHE_BYTES // 1024
     database.close()
 
 
