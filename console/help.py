@@ -14,6 +14,7 @@ _NAME_WIDTH = 18
 def help_lines(view: View, width: int, keys: KeyTable) -> list[Line]:
     """Return the help of a screen. `keys` are the commands with the operator's keys."""
     doc = " ".join((view.help_text or "").split()).replace("{variant}", key_of(keys, "variant"))
+    doc = doc.replace("{zoom}", key_of(keys, "zoom"))
     closing = key_of(keys, "back") or key_of(keys, "help")
     lines = [
         heading(f"Help: {view.title}", width, f"{closing} closes" if closing else ""),

@@ -153,6 +153,9 @@ KEYS: tuple[KeyBinding, ...] = (
     KeyBinding("mark", ("space",), "Mark the row; in the past, play or pause", "Rows"),
     KeyBinding("variant", ("v",), "Show the next variant of this screen", "Rows"),
     KeyBinding(
+        "zoom", ("z",), "Show the panel chosen with the arrow keys alone, or all panels again", "Rows"
+    ),
+    KeyBinding(
         "copy", ("y",), "Copy the marked rows, or the row under the cursor, to the clipboard (OSC 52)", "Rows"
     ),
     KeyBinding(

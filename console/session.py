@@ -189,6 +189,9 @@ class ConsoleSession:
                 self.state.help = False
             else:
                 view.back()
+        elif word == "zoom":
+            if not view.zoom():
+                self.say(f"{view.title} has only one panel", "warn")
         elif word == "variant":
             if view.alternate:
                 self._screen(view.alternate)

@@ -70,6 +70,10 @@ class View:
             self.variant = self.variants[(self.variants.index(self.variant) + 1) % len(self.variants)]
             self.scroll = 0
 
+    def zoom(self) -> bool:
+        """Show the chosen panel alone, or all panels again. Returns False if the screen has one panel."""
+        return False
+
     def open(self) -> bool:
         """Open the detail of the row under the cursor. Returns whether the view has details."""
         return False

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from appliance.snapshot import Snapshot
 from console import units
 from console.context import Context
-from console.lines import BLANK, Line, beside
+from console.lines import BLANK, Line, Span, beside
 from console.screens import panels
 from console.screens.base import View
 
@@ -19,7 +20,8 @@ class OverviewView(View):
     title = "Overview"
     short = "Overview"
     help_text = (
-        "What the service does at present: throughput, latency, queue, KV caches, GPUs, alerts and processes."
+        "What the service does at present: throughput, latency, queue, KV caches, GPUs, alerts and "
+        "processes. The arrow keys choose a panel; {zoom} shows it alone."
     )
     figures = (
         *("generated_tokens_per_s", "prompt_tokens_per_s", "cached", "ttft", "itl", "queue", "e2e"),
@@ -35,6 +37,15 @@ class OverviewView(View):
         ),
     )
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen = ""
+        """Name of the panel that the operator has chosen."""
+        self.zoomed = False
+        """Whether the chosen panel is shown alone."""
+        self._columns: list[list[str]] = [[], []]
+        """Names of the panels that were shown last, by column."""
+
     def render(self, context: Context, width: int, height: int) -> list[Line]:
         snapshot = context.snapshot
         assert snapshot is not None
@@ -43,26 +54,76 @@ class OverviewView(View):
         tall = height >= 30
         models = min(6, len(snapshot.models)) + 1
         charts = max(6, min(16, height - 16 - models)) if tall else 7
-        left = [
-            panels.throughput(context, snapshot, left_width, charts),
-            panels.latency(snapshot, left_width),
-            panels.queue(context, snapshot, left_width),
-        ]
-        if tall:
-            left.append(panels.models(snapshot, left_width, models))
-        alerts = panels.alerts(snapshot, right_width, 8 if tall else 4)
-        right = [
-            panels.gpus(context, snapshot, right_width),
-            panels.kv(context, snapshot, right_width),
-            alerts,
-        ]
-        if not tall:
-            right = [alerts, *right[:2]]
-        used = sum(len(panel) for panel in right) + (len(right) if tall else 0)
+        if self.zoomed:
+            return _panel(self.chosen, context, snapshot, width, height)[:height]
+        left_heights = {
+            "throughput": charts,
+            "latency": 0,
+            "queue": 0,
+            **({"models": models} if tall else {}),
+        }
+        left = {
+            name: _panel(name, context, snapshot, left_width, room) for name, room in left_heights.items()
+        }
+        order = ("gpus", "kv", "alerts") if tall else ("alerts", "gpus", "kv")
+        right = {name: _panel(name, context, snapshot, right_width, 8 if tall else 4) for name in order}
+        used = sum(len(panel) for panel in right.values()) + (len(right) if tall else 0)
         if height - used >= 3:
-            right.append(panels.processes(context, snapshot, right_width, height - used))
-        lines = beside(_stack(left, tall), _stack(right, tall), left_width, right_width, _GAP)
+            right["processes"] = _panel("processes", context, snapshot, right_width, height - used)
+        self._columns = [list(left), list(right)]
+        for panel in (left, right):
+            if self.chosen in panel:
+                panel[self.chosen] = _marked(panel[self.chosen])
+        lines = beside(
+            _stack(list(left.values()), tall),
+            _stack(list(right.values()), tall),
+            left_width,
+            right_width,
+            _GAP,
+        )
         return lines[:height]
+
+    def move(self, rows: int) -> None:
+        super().move(rows)
+        column, row = self._position()
+        names = self._columns[column]
+        self._choose(column, max(0, min(len(names) - 1, row + rows)) if self.chosen else 0)
+
+    def sideways(self, columns: int) -> None:
+        column, row = self._position()
+        self._choose(max(0, min(1, column + columns)) if self.chosen else 0, row)
+
+    def zoom(self) -> bool:
+        if not self.chosen:
+            self._choose(0, 0)
+        self.zoomed = bool(self.chosen) and not self.zoomed
+        return True
+
+    def open(self) -> bool:
+        if not self.zoomed:
+            self.zoom()
+        return True
+
+    def back(self) -> bool:
+        if self.zoomed:
+            self.zoomed = False
+        elif self.chosen:
+            self.chosen = ""
+        else:
+            return False
+        return True
+
+    def _position(self) -> tuple[int, int]:
+        """Return the column and row of the chosen panel."""
+        for column, names in enumerate(self._columns):
+            if self.chosen in names:
+                return column, names.index(self.chosen)
+        return 0, 0
+
+    def _choose(self, column: int, row: int) -> None:
+        names = self._columns[column]
+        if names:
+            self.chosen = names[min(row, len(names) - 1)]
 
     def facts(self, context: Context) -> list[tuple[str, str, str]]:
         snapshot = context.snapshot
@@ -97,6 +158,31 @@ class OverviewView(View):
             text = f"{units.percent(use)} memory {units.percent(memory)} {panels.celsius(gpu.temperature_c)}"
             facts.append((f"GPU {gpu.number}", text, "warn" if gpu.throttle_reasons else "text"))
         return facts
+
+
+def _panel(name: str, context: Context, snapshot: Snapshot, width: int, height: int) -> list[Line]:
+    """Return a panel. `height` is that of panels which can have different heights."""
+    match name:
+        case "throughput":
+            return panels.throughput(context, snapshot, width, height)
+        case "latency":
+            return panels.latency(snapshot, width)
+        case "queue":
+            return panels.queue(context, snapshot, width)
+        case "models":
+            return panels.models(snapshot, width, height)
+        case "gpus":
+            return panels.gpus(context, snapshot, width)
+        case "kv":
+            return panels.kv(context, snapshot, width)
+        case "alerts":
+            return panels.alerts(snapshot, width, height)
+    return panels.processes(context, snapshot, width, height)
+
+
+def _marked(panel: list[Line]) -> list[Line]:
+    """Return a panel whose heading shows that it is chosen."""
+    return [[Span("▸ ", "accent"), *panel[0][1:]], *panel[1:]]
 
 
 def _stack(blocks: list[list[Line]], spaced: bool) -> list[Line]:

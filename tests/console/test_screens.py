@@ -11,7 +11,7 @@ from console.screens.registry import all_views, alternate_views
 from console.screens.requests import RequestsView
 from console.screens.table import TableView
 from console.session import ConsoleSession
-from tests.console.frames import context, session, unknown
+from tests.console.frames import SIZES, context, session, unknown
 
 VIEWS = [*all_views(), *alternate_views()]
 NAMES = [view.name for view in VIEWS]
@@ -115,3 +115,34 @@ def test_a_small_terminal_gets_one_line_per_fact(shown: ConsoleSession) -> None:
     lines = [plain(row) for row in shown.lines(50, 16)]
     assert any(row.startswith("output tokens/s") for row in lines)
     assert any(row.startswith("TTFT") for row in lines)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_panel_of_the_overview_is_zoomed_and_all_panels_return(size: tuple[int, int]) -> None:
+    made = session()
+
+    def titles() -> list[str]:
+        text = "\n".join(plain(row) for row in made.lines(*size)[2:])
+        return [name for name in ("Tokens per second", "Latency", "KV cache", "GPUs", "Host") if name in text]
+
+    every = titles()
+    made.run("zoom")
+    assert titles() == every[:1]
+    made.run("zoom")
+    assert titles() == every
+    for command in ("move down", "move right", "open"):
+        made.run(command)
+        made.lines(*size)
+    alone = titles()
+    assert len(alone) == 1 and alone != every[:1]
+    made.run("move up")
+    made.run("move left")
+    assert titles() == every[:1]
+    made.run("back")
+    assert titles() == every
+    assert any(plain(row).startswith("▸ Tokens per second") for row in made.lines(*size))
+    made.run("back")
+    assert not any("▸" in plain(row) for row in made.lines(*size))
+    made.run("screen gpus")
+    made.run("zoom")
+    assert "only one panel" in plain(made.lines(*size)[-1])

@@ -87,14 +87,18 @@ def test_a_screen_looks_like_its_picture(shown: ConsoleSession, name: str, size:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
-@pytest.mark.parametrize("name", ["requests-detail", "finished", "finished-detail", "finished-help", "usage"])
-def test_requests_and_usage_look_like_their_pictures(utc: None, name: str, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "name", ["overview-zoom", "requests-detail", "finished", "finished-detail", "finished-help", "usage"]
+)
+def test_details_and_alternate_screens_look_like_their_pictures(
+    utc: None, name: str, size: tuple[int, int]
+) -> None:
     made = session()
     made._received = None
     screen, _, part = name.partition("-")
     made.run(f"screen {screen}")
     made.lines(*size)
-    made.run({"detail": "open", "help": "help", "": "move first"}[part])
+    made.run({"detail": "open", "help": "help", "zoom": "zoom", "": "move first"}[part])
     compare(f"{name}-{size[0]}x{size[1]}.svg", picture(made.lines(*size), "dark", size[0]))
 
 
