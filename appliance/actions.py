@@ -386,9 +386,9 @@ class SplitModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ShadowModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Copy a share of a name's requests to another loaded model or version, to compare its answers and times.
-    The copies run after the originals, in the lowest class, and only when nothing waits. Their answers are
-    discarded and not billed."""
+    """Mirror a share of a name's requests to another loaded model or version, to compare answers and latency.
+    Copies run after the originals, in the lowest class, and only when no other request is waiting. Their
+    answers are discarded and not billed."""
 
     name: str
     """The name whose requests are copied."""

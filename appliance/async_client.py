@@ -1,5 +1,5 @@
-"""The admin client for programs with an event loop, such as the console. `appliance.client` has the client
-for all other programs; both perform the calls of `appliance.calls`."""
+"""The admin client for asyncio programs, such as the console. All other programs use `appliance.client`. Both
+make the calls defined in `appliance.calls`."""
 
 from __future__ import annotations
 

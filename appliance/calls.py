@@ -64,7 +64,8 @@ class AdminError(Exception):
 
 
 class Call(NamedTuple, Generic[Answer]):
-    """A call of the admin API. `answer` is the type of the answer, or of each line of a stream."""
+    """A call to the admin API. `answer` is the type of the response or, for a stream, of each of its
+    lines."""
 
     method: str
     path: str

@@ -1,4 +1,4 @@
-"""The forecast of new limits, as the admin API returns it (`POST /what-if/tenants.set`)."""
+"""The forecast effect of new limits, as returned by the admin API (`POST /what-if/tenants.set`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a tenant's requests in a time."""
+    """The outcomes of a tenant's requests in a period."""
 
     admitted: int
     over_quota: int
@@ -18,24 +18,25 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantForecast(msgspec.Struct, frozen=True, kw_only=True):
-    """The effect of new limits on one tenant, if the requests of the last minutes came again."""
+    """The effect that new limits would have had on one tenant in the last minutes."""
 
     tenant: str
     recorded: Outcome
     """What happened."""
     simulated: Outcome
-    """Result of the replay with the present limits, which shows how well the replay fits."""
+    """Result of the replay with the current limits. Compare it with `recorded` to see how accurate the replay
+    is."""
     predicted: Outcome
     """What would have happened with the new limits: `recorded`, changed by the difference between the replays
-    with the new and with the present limits."""
+    with the new and the current limits."""
 
 
 class QuotaForecast(msgspec.Struct, frozen=True, kw_only=True):
-    """The effect of new limits, from a replay of the requests of the last minutes."""
+    """The effect that new limits would have had, from a replay of the last minutes' requests."""
 
     since: float
     until: float
-    """The replayed time, in unix seconds."""
+    """The replayed period, in unix seconds."""
     requests: int
     left_out: int
     """Requests that are not replayed: their request was invalid, or no replica of their model is ready whose

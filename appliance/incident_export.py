@@ -18,7 +18,7 @@ from store.incidents import IncidentWriter
 MAX_INCIDENT_BYTES = 256 << 20
 MAX_INCIDENT_S = 86_400.0
 _EARLIER_S = 30.0
-"""The details of a second are changes since at most this long before."""
+"""Details are stored as changes relative to a full frame, which is at most this many seconds older."""
 _RUNNING_S = 3600.0
 """Requests that arrived at most this long before the slice are exported too, because they may have been
 unfinished."""
@@ -82,7 +82,8 @@ def export_incident(past: PastSource, since: float, until: float, path: Path) ->
 def _samples(past: PastSource, writer: IncidentWriter, since: float, until: float) -> int:
     count = 0
     for resolution_s in _RESOLUTIONS:
-        # An interval that contains the beginning of the slice begins before it.
+        # Start before the slice: the interval that covers its beginning, and the full frame of details that
+        # its first changes are relative to, are older.
         query = StoredQuery(
             since=since - max(_EARLIER_S, resolution_s), until=until, resolution_s=resolution_s
         )

@@ -25,8 +25,8 @@ class LineFormatter(logs.UtcFormatter):
 
 
 def configure_logging(level: str, process: str = "") -> None:
-    """Write the process's log records of at least `level` ("debug", "info", …) to standard error. Writing
-    never waits for the reader of standard error. `process` is the process name; for the core, it is empty."""
+    """Configure logging to write records of at least `level` ("debug", "info", …) to standard error. A slow
+    reader of standard error never blocks logging. `process` is the process name, empty for the core."""
     logs.log_to_stderr(LineFormatter(process))
     root = logging.getLogger()
     root.setLevel(level.upper())

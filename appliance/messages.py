@@ -470,8 +470,8 @@ class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
 
 
 class Rejected(LoggedFields, tag="rejected", frozen=True, kw_only=True):
-    """Log record of a request from an authenticated caller that the front refused (4xx). If refusing the
-    request took much work, the work is charged against the caller's rate limits.
+    """Log record of a request from an authenticated caller that the front rejected (4xx). If rejecting it was
+    expensive, the cost counts against the caller's rate limits.
 
     Requests from unauthenticated callers are only counted, so that a flood of requests cannot fill the disk.
     """

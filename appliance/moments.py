@@ -1,4 +1,4 @@
-"""Times as people write them: a time of day, a time before now, or a date."""
+"""Parses times as people write them: a time of day, a time before now, or a date."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _CLOCK = re.compile(r"([0-9]{1,2}):([0-9]{2})(?::([0-9]{2}))?")
 
 
 def span_seconds(text: str) -> float | None:
-    """Return the seconds of a duration such as 90s, 30m, 12h or 7d; None for another text."""
+    """Parse a duration such as 90s, 30m, 12h or 7d into seconds. Return None if the text is not a
+    duration."""
     found = _SPAN.fullmatch(text.strip())
     return None if found is None else float(found[1]) * _SECONDS[found[2]]
 
@@ -25,8 +26,8 @@ def span_text(seconds: float) -> str:
 
 
 def clock_time(text: str, now: float) -> float | None:
-    """Return the unix time of a local time of day such as 14:03 or 14:03:20: the last before `now`. Returns
-    None if the text is not a time of day."""
+    """Return the unix time of the latest occurrence, not after `now`, of a local time of day such as 14:03 or
+    14:03:20. Returns None if the text is not a time of day."""
     found = _CLOCK.fullmatch(text.strip())
     if found is None:
         return None
@@ -40,8 +41,9 @@ def clock_time(text: str, now: float) -> float | None:
 
 
 def past_time(text: str, now: float) -> float:
-    """Return the unix time of a past moment: 14:03, 14:03:20, -20m, 20m, or a date in ISO 8601, in local time
-    unless it has an offset. Raises ValueError, whose message gives the remedy."""
+    """Return the unix time of a past moment: 14:03, 14:03:20, 20m or -20m (both mean 20 minutes ago), or an
+    ISO 8601 date. Times are local unless they carry an offset. Raises ValueError with a message that says how
+    to fix the input."""
     text = text.strip()
     if (at := clock_time(text, now)) is not None:
         return at

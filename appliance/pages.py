@@ -1,6 +1,5 @@
-"""The types of the admin API's lists that are read in pages or followed: the request log, the audit trail,
-the core's log lines and the usage. They are separate from `appliance.protocol`, because they load the store's
-modules, which fronts do not need."""
+"""Types of the admin API's paginated or streamed lists: request log, audit trail, core log and usage. They
+are kept out of `appliance.protocol` because they import store modules, which fronts do not need."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ class NamedRequest(LoggedRequest, frozen=True, kw_only=True):
     """A row of the request log, with the name of its key."""
 
     key_name: str | None = None
-    """Current name of the key `key_id`. Null without a key, or if the key is not known to the service."""
+    """Current name of the key `key_id`. Null if the request used no key, or an unknown one."""
 
 
 class RequestPage(msgspec.Struct, kw_only=True):
@@ -39,10 +38,10 @@ class RequestPage(msgspec.Struct, kw_only=True):
 
     rows: list[NamedRequest]
     next: str | None
-    """Value of `before` for the page with the next older requests. Null if there are none."""
+    """Pass this as `before` to get the next page of older requests. Null if there are none."""
     sequence: int
-    """Sequence number of the log's latest change when the page was read. With this number as `after`, a
-    reader that follows the log misses nothing."""
+    """Sequence number of the log's latest change when the page was read. Pass this as `after` to follow the
+    log without missing a change."""
 
 
 class RequestLogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -113,9 +112,9 @@ class AuditPage(msgspec.Struct, kw_only=True):
 
     rows: list[AuditAction]
     next: int | None
-    """Value of `before` for the page with the next older actions. Null if there are none."""
+    """Pass this as `before` to get the next page of older actions. Null if there are none."""
     sequence: int
-    """Newest row of the chain when the page was read, for `after`."""
+    """Newest row of the chain when the page was read. Pass this as `after` to follow the chain."""
 
 
 class AuditQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -68,8 +68,8 @@ class PastReader:
             snapshot = msgspec.convert(sample.tree(), Snapshot)
         except msgspec.ValidationError as error:
             raise StoreError(
-                f"the sample at {_local(sample.at)} has another format ({error}): open it with the version "
-                "that recorded it"
+                f"the sample at {_local(sample.at)} is in a different format ({error}): read it with the "
+                "appliance version that recorded it"
             ) from error
         if not fine:
             snapshot.at = sample.at

@@ -75,14 +75,14 @@ class PastSource(Protocol):
         """Return a page of operators' actions, the newest first."""
 
     def log_lines(self, query: LogQuery) -> LogPage:
-        """Return the newest lines of the core's log that match, the oldest first."""
+        """Return the most recent matching lines of the core's log, in chronological order."""
 
     def close(self) -> None:
         """Release files."""
 
 
 class ServicePast:
-    """Reads the past of a running service through the admin API. Threads may use it at the same time."""
+    """Reads recorded history from a running service through the admin API. Thread-safe."""
 
     def __init__(self, run_dir: Path, key: str | None = None) -> None:
         """`key` is needed only by users who are not operators."""
@@ -115,7 +115,7 @@ class ServicePast:
         return self._call(calls.audit(query))
 
     def log_lines(self, query: LogQuery) -> LogPage:
-        """Return the newest lines of the core's log that match, the oldest first."""
+        """Return the most recent matching lines of the core's log, in chronological order."""
         return self._call(calls.log_lines(query))
 
     def close(self) -> None:
@@ -129,8 +129,8 @@ class ServicePast:
 
 
 class FilePast:
-    """Reads the past from `history.db` or an incident file. With `history.db`, operators' actions are read
-    from `control.db` in the same folder. Threads may use it at the same time."""
+    """Reads recorded history from `history.db` or an incident file. For `history.db`, operators' actions come
+    from `control.db` in the same folder. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         """Raises PastError if the file cannot be read."""
@@ -193,7 +193,7 @@ class FilePast:
         return AuditPage(rows=shown, next=shown[-1].seq if len(rows) > query.limit else None, sequence=0)
 
     def log_lines(self, query: LogQuery) -> LogPage:
-        """Return the newest lines of the core's log that match, the oldest first."""
+        """Return the most recent matching lines of the core's log, in chronological order."""
         if self.facts is None:
             raise PastError(
                 "history.db contains no log lines: read the journal, or open an incident file, which "

@@ -1,7 +1,7 @@
 """The part of a snapshot that telemetry does not sample as figures: the unfinished requests and the alerts.
 
-They are recorded every second as frames. A whole frame lists everything. The other frames contain the changes
-since the frame before, in a few bytes per request, so an hour of frames takes megabytes.
+They are recorded every second as frames. A full frame lists everything. A partial frame is a delta: it
+contains the changes since the preceding frame, in a few bytes per request. An hour of frames takes megabytes.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from appliance.snapshot import Alert, Snapshot, UnfinishedRequest
 from appliance.snapshot_stream import let_pass, signature
 
 MAX_RECORDED_REQUESTS = 1000
-"""Number of unfinished requests that are recorded in a second, the oldest first."""
+"""Maximum number of unfinished requests that are recorded each second. The oldest are recorded first."""
 DETAIL_BYTES_PER_S = 16 << 10
-"""Mean size of the frames. While they need more, seconds are left out."""
+"""Maximum average size of the frames. If frames are larger, some seconds are skipped."""
 _SAVED_BYTES = 1 << 20
-"""Bytes that may accumulate for a large frame."""
+"""Maximum unused bytes that can be saved up for a large frame."""
 _WHOLE_EVERY = 30
-"""A whole frame is recorded at least every this many frames, so a reader needs at most as many frames."""
+"""At least one in this many frames is a full frame, so a reader decodes at most this many frames."""
 
 
 class RecordedDetails(NamedTuple):
-    """What a frame and the frames before it contain."""
+    """The state after a frame."""
 
     at: float
     requests: list[UnfinishedRequest]
@@ -35,15 +35,15 @@ class RecordedDetails(NamedTuple):
 
 class _Frame(msgspec.Struct, array_like=True, frozen=True):
     number: int
-    """A frame that is not whole changes the state after the frame with the number before."""
+    """A partial frame applies to the state after the frame with the preceding number."""
     whole: bool
     at: float
     requests: list[UnfinishedRequest]
-    """New requests, and requests that have changed in more than their tokens and times."""
+    """New requests, and requests of which fields other than the tokens and times have changed."""
     ended: list[int]
-    """Positions of the requests that have ended, in the list before."""
+    """Positions, in the preceding list, of the requests that have ended."""
     tokens: list[int]
-    """Further output tokens of each other request, in the order of the list before."""
+    """Number of new output tokens of each remaining request, in the order of the preceding list."""
     alerts: list[Alert] | None
     """All alerts, or None if they have not changed."""
 
@@ -111,8 +111,8 @@ class DetailEncoder:
 
 
 def decode_details(documents: Iterable[bytes]) -> RecordedDetails | None:
-    """Return the state after the last of some successive frames, of which the first is whole. Returns None
-    without frames or if one is missing. Raises ValueError if a frame is damaged."""
+    """Return the state after the last of consecutive frames. The first must be a full frame. Returns None if
+    there are no frames or one is missing. Raises ValueError if a frame is damaged."""
     number, at = -1, 0.0
     requests: list[UnfinishedRequest] = []
     alerts: list[Alert] = []

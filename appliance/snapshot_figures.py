@@ -1,5 +1,5 @@
-"""All figures and texts of a snapshot by their names, such as `queue.running` or `models[demo].state`, which
-are those of recorded telemetry (`store.samples`)."""
+"""All numeric and text values of a snapshot, keyed by the names that recorded telemetry uses
+(`store.samples`), such as `queue.running` or `models[demo].state`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ Value = str | float | int | bool | None
 
 
 def named_values(snapshot: Snapshot) -> dict[str, Value]:
-    """Return every figure and text of a snapshot by its name, apart from single requests and KV blocks."""
+    """Return every numeric and text value of a snapshot, keyed by name, excluding those of individual
+    requests and KV blocks."""
     kept = msgspec.structs.replace(
         snapshot,
         requests=[],

@@ -36,7 +36,7 @@ class Frame(msgspec.Struct, kw_only=True, omit_defaults=True):
     fields: dict[str, msgspec.Raw] = {}
     """Changed fields of the snapshot, apart from `requests`, by name."""
     requests: list[UnfinishedRequest] = []
-    """New requests, and requests that have changed in more than their tokens and times."""
+    """New requests, and requests of which fields other than the tokens and times have changed."""
     ended: list[str] = []
     """Ids of requests that are no longer unfinished."""
     generated_tokens: dict[str, int] = {}
@@ -103,7 +103,7 @@ def signature(one: UnfinishedRequest) -> tuple[object, ...]:
 
 
 def let_pass(request: UnfinishedRequest, seconds: float) -> None:
-    """Let time pass for a request whose other fields have not changed."""
+    """Advance the elapsed times of a request whose other fields are unchanged."""
     request.age_s += seconds
     if request.phase == "queued" and request.queue_s is not None:
         request.queue_s += seconds

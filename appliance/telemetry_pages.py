@@ -126,6 +126,7 @@ class AlertLogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, om
 
 
 class AlertLogPage(msgspec.Struct, kw_only=True):
-    """The alerts that were raised between two times or were active at the first, newest first."""
+    """Alerts raised between two times, plus those already active at the start of the interval. Newest
+    first."""
 
     rows: list[AlertRow]

@@ -1,5 +1,5 @@
-"""The timeline above the screens while the console shows the past: output tokens per second as a chart of one
-line, the events in it, and the instant that is shown."""
+"""The timeline above the screens while the console shows the past: a one-row chart of output tokens per
+second, the events in the displayed period, and a marker at the displayed moment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BARS: dict[GlyphSet, str] = {"braille": "▁▂▃▄▅▆▇█", "block": "�
 
 @dataclass
 class PastState:
-    """The instant that is shown."""
+    """The displayed moment of the past."""
 
     instant: PastSnapshot
     timeline: PastTimeline | None = None
@@ -29,7 +29,7 @@ class PastState:
 
     @property
     def restarted(self) -> bool:
-        """Whether the service had been restarted within the minute before."""
+        """Whether the service had restarted within the last minute before the displayed moment."""
         snapshot = self.instant.snapshot
         return snapshot.uptime_s < 60.0 and self.instant.first < snapshot.started_at - 1.0
 
@@ -40,13 +40,13 @@ def resolution_text(seconds: int) -> str:
 
 
 def badge_text(past: PastState) -> str:
-    """Return the text that says which instant is shown."""
+    """Return the text that names the displayed moment."""
     at = past.instant.snapshot.at
     return f"PAST {units.date(at)} · {resolution_text(past.instant.resolution_s)}"
 
 
 def timeline_lines(past: PastState, width: int, glyphs: GlyphSet) -> list[Line]:
-    """Return the timeline in two lines."""
+    """Return the timeline as two lines."""
     timeline = past.timeline
     if timeline is None:
         return [clip([span(" reading the timeline…", "dim")], width), clip([], width)]
@@ -58,7 +58,7 @@ def timeline_lines(past: PastState, width: int, glyphs: GlyphSet) -> list[Line]:
 
 
 def event_at(past: PastState, size: int = 100) -> Mark | None:
-    """Return the newest event at the instant, in a timeline of `size` columns."""
+    """Return the event closest to the displayed moment, in a timeline of `size` columns."""
     if past.timeline is None:
         return None
     begin = past.instant.at
@@ -94,8 +94,8 @@ def _chart(timeline: PastTimeline, at: float, size: int, glyphs: GlyphSet) -> Li
 
 
 def _values(timeline: PastTimeline, size: int, column_s: float) -> list[float | None]:
-    """Return the largest value of each column. Columns between two samples get the value of the sample
-    before."""
+    """Return the largest value of each column. Columns between two samples get the value of the preceding
+    sample."""
     times = [at for at, _ in timeline.values]
     gaps = sorted(after - before for before, after in pairwise(times))
     step = gaps[len(gaps) // 2] if gaps else column_s

@@ -83,8 +83,8 @@ def every_kind(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: in
     """
     if max_model_len < _LENGTH or max_num_batched_tokens < 2:
         return []
-    # One token of the budget is left for the first sequence, which may have two tokens. All other sequences
-    # have one token.
+    # Reserve one token of the budget so that the first sequence can have two tokens; every other sequence has
+    # one.
     rows = list(range(min(max_num_seqs, max_num_batched_tokens - 1, _ROWS)))
     plans = []
     for params in _WAYS_TO_SAMPLE:

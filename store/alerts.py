@@ -98,9 +98,8 @@ class AlertReader:
         )
 
     def shown(self, at: float, ended_s: float, limit: int) -> list[AlertRow]:
-        """Return the newest alerts that had been raised at a time (unix seconds) and either lasted or had
-        ended at most `ended_s` seconds before. Alerts that others explain are left out. The newest come
-        first."""
+        """Return the newest `limit` alerts that were active at a time (unix seconds) or had ended at most
+        `ended_s` seconds earlier. Suppressed alerts are left out. Newest first."""
         return self._alerts(
             "WHERE raised_at <= ? AND (ended_at IS NULL OR ended_at > ?) AND suppressed_by = '' "
             "ORDER BY since DESC LIMIT ?",
@@ -108,8 +107,8 @@ class AlertReader:
         )
 
     def between(self, since: float, until: float, limit: int) -> list[AlertRow]:
-        """Return the newest `limit` alerts that were raised between two times or were active at the first,
-        the newest first."""
+        """Return the newest `limit` alerts that were raised between two times or were already active at
+        `since`. Newest first."""
         return self._alerts(
             "WHERE raised_at <= ? AND (raised_at >= ? OR ended_at IS NULL OR ended_at > ?) "
             "ORDER BY raised_at DESC LIMIT ?",

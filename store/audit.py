@@ -182,8 +182,8 @@ def append(connection: sqlite3.Connection, entry: Entry) -> Head:
     """
     if not connection.in_transaction:
         raise ValueError(
-            f"the audit row for {entry.action} was appended outside a transaction: append it in the "
-            "transaction of the change"
+            f"the audit row for {entry.action} was appended outside a transaction: append it in the same "
+            "transaction as the change that it records"
         )
     previous = head(connection)
     # Use a seq above every seq ever used, so that a chain that lost its last rows does not reuse their

@@ -167,7 +167,7 @@ class IncidentWriter:
 
 
 class IncidentReader:
-    """Reads the tables that only incident files have. Raises a `StoreError`."""
+    """Reads the tables that only incident files have. Raises `StoreError` if they cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

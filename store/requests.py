@@ -307,7 +307,7 @@ class RequestReader:
         return int(self._fetch("SELECT ifnull(max(sequence), 0) FROM requests", ())[0][0])
 
     def double_ends(self) -> int:
-        """Return the sum of `double_ends` over all rows. If it is above 0, the service has a defect."""
+        """Return the sum of `double_ends` over all rows. A value above 0 indicates a bug in the service."""
         return int(
             self._fetch("SELECT ifnull(sum(double_ends), 0) FROM requests WHERE double_ends > 0", ())[0][0]
         )

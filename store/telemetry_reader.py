@@ -240,7 +240,7 @@ class TelemetryReader:
         return [StoredDetails(at, bool(whole), document) for at, whole, document in rows]
 
     def layouts(self, ids: Iterable[int]) -> dict[int, bytes]:
-        """Return the documents of layouts, not compressed, by their ids."""
+        """Return the decompressed layout documents, keyed by layout id."""
         with self._reading() as connection:
             return {one: self._layout(connection, one).document for one in ids}
 

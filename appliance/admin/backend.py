@@ -1,4 +1,4 @@
-"""Creates the admin API's backend, and passes to each of its parts the parts of the service that it needs."""
+"""Creates the admin API's backend, and gives each of its components the service objects that it needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The admin API's routes for lists that are read in pages or followed. All of them need the scope `read`."""
+"""The admin API's routes for paginated or streamed lists. All of them require the scope `read`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Distributes the requests for a name over several models or versions, for operators."""
+"""Admin operations for traffic splits: distributing a name's requests over several models or versions."""
 
 from __future__ import annotations
 

@@ -81,6 +81,6 @@ def telemetry_routes(history: Path, threads: ThreadPoolExecutor) -> list[ScopedR
             AlertLogQuery,
             AlertLogPage,
             past.alert_log,
-            "Return the alerts that were raised between two times or were active at the first",
+            "Return the alerts raised between two times, plus those active at the start",
         ),
     ]

@@ -89,7 +89,7 @@ BUILT_IN: tuple[AlertRule, ...] = (
         measure="change",
         window_s=3600.0,
         above=1.0,
-        what="{where} had {value} memory errors that could not be corrected",
+        what="{where}: uncorrectable memory errors: {value}",
         remedy="drain the GPU's models and reset the GPU; if it recurs, replace the GPU",
     ),
     AlertRule(

@@ -41,7 +41,7 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     window_s: Window = 300.0
     """Time span of the measure, in seconds."""
     target: Number = 0.0
-    """The value for which "time_to" predicts when the figure reaches it."""
+    """The target value: "time_to" predicts when the figure will reach it."""
     at_least: Number | None = None
     """The rule applies only while the figure, divided by `per`, has at least this value."""
     above: Number | None = None

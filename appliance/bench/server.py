@@ -34,7 +34,7 @@ class Server(msgspec.Struct, frozen=True):
     vocab_size_source: str
     """Source of the vocabulary size, as shown to the operator."""
     max_model_len: int | None = None
-    """Maximum length of prompt and output together; None if the server reports none."""
+    """Maximum number of prompt and output tokens combined, or None if the server does not report it."""
 
     def check_length(self, shape: Shape) -> None:
         """Raise BenchError if the model's maximum length is too short for a request of this shape."""

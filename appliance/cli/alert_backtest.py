@@ -1,4 +1,5 @@
-"""Implements `appliance alerts test`, which reads the recorded history itself."""
+"""Implements `appliance alerts test`. It reads the recorded history from disk, without going through the
+service."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ the answer at the actual context length."""
 
 
 class LengthLimit(NamedTuple):
-    """The context length of a request: the maximum number of tokens in prompt and answer together."""
+    """The context length that applies to a request: the maximum number of prompt and output tokens
+    combined."""
 
     owner: str
     """Owner of the limit, for messages: "this model's", or a tenant's name in the possessive."""

@@ -1,11 +1,11 @@
-"""Runs of requests with an `Idempotency-Key`, and their recorded answers.
+"""Executions of requests with an `Idempotency-Key`, and their stored answers.
 
-    claimed ──► running ──► kept ──► dropped after its time, or for lack of memory
-        │          └──► dropped: it failed, or no client came back in time
-        └──► dropped: another front has the run
+    claimed ──► running ──► kept ──► evicted: expired, or memory needed
+        │          └──► dropped: failed, or no client reconnected in time
+        └──► dropped: another front owns the key
 
-The core records which front has which run (`appliance.front_pool.claims`), and the front keeps the answers.
-When the front's process exits, its answers are lost, and retries run again.
+The core records which front owns which key (`appliance.front_pool.claims`), and the front stores the answers.
+When the front's process exits, its answers are lost, and a retry executes the request again.
 """
 
 from __future__ import annotations

@@ -301,8 +301,8 @@ class Front:
         self.send(configure)
 
     def attach(self, replica: str, model: str, descriptor: int) -> None:
-        """Send the process a channel to a replica, and close the descriptor here. Raises OSError if too many
-        files are open."""
+        """Send the front process the descriptor of a channel to a replica, and close this process's copy.
+        Raises OSError if too many files are open."""
         try:
             if self._channel is not None:
                 self._channel.send(AttachReplica(replica, model), (descriptor,))

@@ -255,7 +255,7 @@ class FrontPool:
         return any(front.routed < serial or unit in front.preparing for front in self._serving())
 
     def problem_with(self, unit: str) -> str:
-        """Return the reason why a front cannot serve this unit, or an empty string if all fronts can."""
+        """Return why at least one front cannot serve this unit, or an empty string if all fronts can."""
         found = (f"{front.name}: {front.problems[unit]}" for front in self.fronts if unit in front.problems)
         return next(found, "")
 

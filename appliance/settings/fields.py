@@ -172,7 +172,8 @@ class UnixSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     that the file mode permits), or a list of numeric user ids (in addition to the service's user and
     root)."""
     api_mode: SocketMode = "0660"
-    """Octal file mode of `api.sock`. A socket created by systemd has the mode set in its unit."""
+    """Octal file mode of `api.sock`. If systemd creates the socket, its mode comes from `SocketMode=` in the
+    unit instead."""
     admin_mode: SocketMode = "0660"
     """Octal file mode of `admin.sock`. A mode that admits other users gives them no access: only operators,
     and clients with a key of scope `admin` or `read`, can use `admin.sock`."""

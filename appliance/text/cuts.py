@@ -85,7 +85,7 @@ def split_text(text: str) -> Iterator[str]:
 
 
 def last_cut(text: str) -> int:
-    """Return the position of the last cut in `text`, or 0 if the text cannot be cut."""
+    """Return the last position at which `text` can be cut, or 0 if there is none."""
     return max((found.start() + 1 for found in _CUT.finditer(text)), default=0)
 
 

@@ -32,7 +32,7 @@ class TooManyTokensError(ValueError):
         self.index = index
         """Index of the text."""
         self.tokens = tokens
-        """Number of tokens in the text, or None if it was not encoded to its end."""
+        """Number of tokens in the text, or None if encoding stopped early."""
         self.encoded_tokens = encoded_tokens
         """Number of tokens in all texts that were encoded before the error."""
 

@@ -19,7 +19,7 @@ requests for a while can start immediately."""
 
 
 class _Availability(NamedTuple):
-    """Results of `free_slots` for each level, of `slot_levels` and of `open_levels`."""
+    """Cached results of `free_slots` (one per level), `slot_levels` and `open_levels`."""
 
     free: list[int]
     slot_levels: int

@@ -47,12 +47,12 @@ class OutputLengths:
         self._buckets: list[float] = []
         self._likely_most = 0.0
 
-    def learn(self, tokens: int, most: float) -> None:
-        """Learn from a finished answer. `most` was its token limit."""
+    def learn(self, tokens: int, max_tokens: float) -> None:
+        """Update the statistics from a finished answer. `max_tokens` was its token limit."""
         self.count += 1
         self.known = self.known or self.count >= _ENOUGH + _FOR_EACH_RUNNING * self.running
         share = max(_OF_THE_NEW, 1.0 / self.count)
-        whole = tokens >= _ALL_BUT * most
+        whole = tokens >= _ALL_BUT * max_tokens
         self.used_up += share * (whole - self.used_up)
         if whole:
             return
@@ -61,15 +61,15 @@ class OutputLengths:
         self.mean += share * (tokens - self.mean)
         self._count(tokens)
 
-    def expected(self, most: float) -> float:
+    def expected(self, max_tokens: float) -> float:
         """Return the expected length of an answer with this token limit."""
-        return self.used_up * most + (1.0 - self.used_up) * min(most, self.mean)
+        return self.used_up * max_tokens + (1.0 - self.used_up) * min(max_tokens, self.mean)
 
-    def likely_most(self, most: float) -> float:
+    def likely_most(self, max_tokens: float) -> float:
         """Return a length that few answers with this token limit exceed."""
         if self.others < _ENOUGH or self.used_up > _OF_THE_NEW:
-            return most
-        return min(most, self._likely_most)
+            return max_tokens
+        return min(max_tokens, self._likely_most)
 
     def _count(self, tokens: int) -> None:
         buckets = self._buckets
@@ -87,15 +87,15 @@ class OutputLengths:
         self._likely_most = math.exp((last + 1) * _BUCKET) * (1.0 + _FEW / total)
 
 
-def expected_tokens(lengths: OutputLengths, of_all: OutputLengths, most: float) -> float:
+def expected_tokens(lengths: OutputLengths, of_all: OutputLengths, max_tokens: float) -> float:
     """Return the expected length of an answer with this token limit. It is based on the tenant's answers if
     enough of them have ended, otherwise on all answers."""
     known = lengths if lengths.known else of_all
-    return known.expected(most) if known.known else min(most, UNKNOWN_TOKENS)
+    return known.expected(max_tokens) if known.known else min(max_tokens, UNKNOWN_TOKENS)
 
 
-def most_tokens(lengths: OutputLengths, of_all: OutputLengths, most: float) -> float:
+def most_tokens(lengths: OutputLengths, of_all: OutputLengths, max_tokens: float) -> float:
     """Return a length that few answers with this token limit exceed. It is based on the same answers as
     `expected_tokens`."""
     known = lengths if lengths.known else of_all
-    return known.likely_most(most) if known.known else min(most, _UNKNOWN_MOST_TOKENS)
+    return known.likely_most(max_tokens) if known.known else min(max_tokens, _UNKNOWN_MOST_TOKENS)

@@ -117,7 +117,8 @@ class RequestQueue(Generic[Item]):
                 self._owed[lower] = 0.0
 
     def oldest(self, request_class: int) -> float | None:
-        """Return the time when the oldest request of a class was queued; None if no request waits."""
+        """Return the time at which the oldest waiting request of a class was queued, or None if none is
+        waiting."""
         arrivals = self._arrivals[request_class]
         while arrivals and not arrivals[0].waiting:
             arrivals.popleft()

@@ -176,10 +176,11 @@ class Tenants:
         key = self._policies.keys.get(self.limits_key(key_id)) if key_id else None
         return key.quota if key is not None else _NO_LIMITS
 
-    def learn_output(self, name: str, tokens: int, most: float) -> None:
-        """Learn from a finished answer to this tenant. `most` was its token limit."""
+    def learn_output(self, name: str, tokens: int, max_tokens: float) -> None:
+        """Update the tenant's output-length estimates from a finished answer. `max_tokens` was its token
+        limit."""
         for outputs in (self.of(name).outputs, self.outputs):
-            outputs.learn(tokens, most)
+            outputs.learn(tokens, max_tokens)
 
     def count_answer(self, name: str, sign: int) -> None:
         """Count an answer to this tenant that begins (`sign` 1) or ends (`sign` -1)."""

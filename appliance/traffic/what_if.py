@@ -52,7 +52,7 @@ class ReplayInput(msgspec.Struct, kw_only=True):
 
     since: float
     until: float
-    """The replayed time, in unix seconds."""
+    """The replayed period, in unix seconds."""
     requests: list[PastRequest]
     replicas: list[ReplicaSpeed]
     rules: QueueRules

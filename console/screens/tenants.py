@@ -15,7 +15,7 @@ from console.screens.table import TableColumn, TableView
 
 
 def fullest(row: TenantUse) -> LimitUsage | None:
-    """Return the limit that is closest to being exhausted, or None without limits."""
+    """Return the limit that is closest to being exhausted, or None if there are no limits."""
     return max(row.usage, key=lambda one: one.used / max(1, one.capacity), default=None)
 
 

@@ -118,7 +118,8 @@ class Mixture:
         return MixtureActivation(routed, shared * gate)
 
     def count(self, x: MixtureActivation, live: torch.Tensor) -> None:
-        """Add the choices of the tokens for which `live` is 1 to `choices`. Does not wait for the device."""
+        """Add to `choices` the experts chosen for each token whose `live` flag is 1. Does not synchronise
+        with the device."""
         chosen = x.routed.chosen
         each = live.unsqueeze(1).expand(-1, chosen.shape[1])
         self.choices.index_add_(0, chosen.flatten(), each.flatten())

@@ -75,8 +75,8 @@ class ParameterFactory:
         values = self._empty(shape, torch.float8_e4m3fn)
         if not self.fp8_blocks:
             return Fp8Weight(values, self._empty(shape[:-1], torch.float32))
-        # A block of the checkpoint may be cut by ranks, or by tensors that share a weight. It is then stored
-        # as several smaller blocks with equal scales.
+        # The split across ranks, or between the tensors fused into one weight, may cut through a quantization
+        # block of the checkpoint. The block is then stored as several smaller blocks with the same scale.
         block = fp8_block(row_part), fp8_block(column_part)
         blocks = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
         return Fp8Weight(values, self._empty(blocks, torch.float32), block)

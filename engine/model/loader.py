@@ -165,9 +165,8 @@ def _check_scales(scale: TensorEntry, name: str, shape: tuple[int, ...], blocks:
 
 def _check_dtype(entry: TensorEntry, name: str, loadable: tuple[str, ...]) -> None:
     if entry.dtype not in loadable:
-        raise CheckpointError(
-            f"{entry.file}: {name} has dtype {entry.dtype}", f"it must be {' or '.join(loadable)}"
-        )
+        expected = f"expected {', '.join(loadable[:-1])} or {loadable[-1]}"
+        raise CheckpointError(f"{entry.file}: {name} has dtype {entry.dtype}", expected)
 
 
 def _is_ignored(name: str, tied: bool) -> bool:

@@ -78,7 +78,8 @@ class PrefixChain:
         self._shared: list[BlockKey] = []
         """Keys of blocks within the prompt."""
         self._own: list[BlockKey] = []
-        """Keys of later blocks. It is empty until all keys of the prompt's blocks are known."""
+        """Keys of the blocks after the prompt's full blocks; empty until the keys of all of those have been
+        computed."""
 
     @property
     def _shared_blocks(self) -> int:

@@ -33,7 +33,7 @@ _PROGRAMS = 128
 has multiprocessors. It is a constant, so results do not depend on the GPU."""
 
 _LINES = 2
-"""Number of lines of 128 bytes of each row of the router that `route_many` loads ahead."""
+"""Number of 128-byte cache lines of each router row that `route_many` prefetches."""
 
 _MAX_SPLITS = 16
 """Largest number of parts into which the sums of logits are divided."""
@@ -231,7 +231,7 @@ def _check(x: torch.Tensor, norm_weight: torch.Tensor, router: torch.Tensor, top
 
 @triton.jit
 def _prefetch(at):
-    """Load the lines of 128 bytes that contain the addresses `at` into the L2 cache."""
+    """Prefetch into L2 the 128-byte cache lines that contain the addresses `at`."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
     )

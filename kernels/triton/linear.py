@@ -122,9 +122,9 @@ def linear_fp8(
     """Compute `linear` with e4m3 weights `[N, K]` and x quantised per token. `weight_scale [N]` contains a
     float32 scale for each weight row.
 
-    x: `[rows, K]` in the model's dtype; it is quantised after the norm. Alternatively, x is e4m3 with float32
-    scales `x_scale`, `[rows]` or `[rows, 1]`. In that case, norm_weight must be None, and dtype is the
-    model's dtype. The result has the model's dtype unless `out` has another dtype.
+    x: `[rows, K]` in the model's dtype, which is quantised after the optional RMSNorm; or already e4m3 with
+    float32 scales `x_scale`, `[rows]` or `[rows, 1]`. In the latter case, norm_weight must be None, and dtype
+    must be the model's dtype. The result has the model's dtype unless `out` has another dtype.
     """
     extras = FusedOps(bias, residual, norm_weight, eps, silu_mul)
     _check(x, weight, extras, out)

@@ -112,8 +112,8 @@ def table_path(gpu: str) -> Path:
 
 
 def load_table(gpu: str, shared_bytes: int = linear_plans.HOPPER_SHARED) -> Table:
-    """Load the shipped table of a GPU with `shared_bytes` of shared memory per program. Return an empty table
-    if none is shipped for this GPU. Raises TableError."""
+    """Load the tuning table shipped for a GPU, or an empty table if none is shipped. `shared_bytes` is the
+    GPU's shared memory per program. Raises TableError if the table is invalid."""
     path = table_path(gpu)
     table = read_table(path) if path.exists() else Table(gpu)
     return replace(table, shared_bytes=shared_bytes)

@@ -32,7 +32,7 @@ def _outcome(over_quota: int, ttft_ms: float, e2e_ms: float) -> Outcome:
 
 
 class FrozenSource(FakeSource):
-    """A simulated service that delivers the same snapshot for ever after its first ones."""
+    """A simulated service that delivers its first few snapshots, then repeats the last one forever."""
 
     taken: list[Snapshot]
 

@@ -24,7 +24,7 @@ from tests.console.test_app import run, shown, until
 
 
 class SecondsSource(FakeSource):
-    """A simulated service that delivers a second of its clock twenty times a second."""
+    """A simulated service that delivers a snapshot of its next second every 50 ms."""
 
     async def next(self) -> Snapshot:
         await asyncio.sleep(0.05)

@@ -69,7 +69,7 @@ def past(server: SimulatedServer, one: Asked) -> PastRequest:
 
 
 def given(server: SimulatedServer, changed: float | None) -> ReplayInput:
-    """Return the input of a replay of what the server has answered."""
+    """Return a replay input built from the requests that the server has handled."""
     [account] = [replica.account for replica in server.replicas]
     speed = speed_of(account)
     assert speed is not None

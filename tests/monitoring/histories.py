@@ -102,17 +102,17 @@ def history(seconds: int, change: Change, **service: int) -> Iterator[TelemetryS
 def transitions(
     rules: Iterable[AlertRule], samples: Iterable[TelemetrySample]
 ) -> list[tuple[int, str, str, str]]:
-    """Return the transitions of the rules as (second, event, rule, subject)."""
+    """Return the alert rules' transitions as tuples (time in seconds, event, rule, subject)."""
     return [summary(one) for one in evaluate(list(rules), samples)]
 
 
 def summary(one: Transition) -> tuple[int, str, str, str]:
-    """Return a transition as (second, event, rule, subject)."""
+    """Return a transition as a tuple (time in seconds, event, rule, subject)."""
     return round(one.at - START), one.event, one.alert.rule, one.alert.where
 
 
 def evaluate(rules: Sequence[AlertRule], samples: Iterable[TelemetrySample]) -> Iterator[Transition]:
-    """Yield the transitions of the rules' alerts over a history."""
+    """Yield the alert rules' transitions over a history."""
     evaluator = Evaluator(rules)
     for sample in samples:
         yield from evaluator.step(sample)

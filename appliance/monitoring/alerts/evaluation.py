@@ -17,7 +17,7 @@ from appliance.monitoring.alerts.texts import filled
 from store.samples import TelemetryLayout, TelemetrySample
 
 SETTLE_S = 60.0
-"""Number of seconds after the end of an alert for which it still explains other alerts."""
+"""For this many seconds after an alert ends, it can still be named as the cause of other alerts."""
 GROUP_S = 30.0
 """Alerts of one rule are grouped under the first of them if they are raised within this many seconds after
 it."""

@@ -232,7 +232,7 @@ SCALE = f"{WEIGHT}_scale_inv"
         ),
         (
             lambda tensors: tensors.update({SCALE: torch.ones(3, 2, dtype=torch.uint8)}),
-            f"{{file}}: {SCALE} has dtype U8; it must be F32 or BF16 or F16",
+            f"{{file}}: {SCALE} has dtype U8; expected F32, BF16 or F16",
         ),
         (
             lambda tensors: tensors[SCALE].flatten().__setitem__(4, float("nan")),

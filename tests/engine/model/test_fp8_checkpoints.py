@@ -240,19 +240,19 @@ def _refused(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], 
         ),
         (
             lambda tensors: tensors.update({SCALE: torch.ones(96, dtype=torch.uint8)}),
-            f"{{file}}: {SCALE} has dtype U8; it must be F32 or BF16 or F16",
+            f"{{file}}: {SCALE} has dtype U8; expected F32, BF16 or F16",
         ),
         (
             lambda tensors: tensors.update({SCALE: torch.ones(96, 1).to(torch.float8_e4m3fn)}),
-            f"{{file}}: {SCALE} has dtype F8_E4M3; it must be F32 or BF16 or F16",
+            f"{{file}}: {SCALE} has dtype F8_E4M3; expected F32, BF16 or F16",
         ),
         (
             lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].view(torch.int8)}),
-            f"{{file}}: {WEIGHT} has dtype I8; it must be F32 or BF16 or F16 or F8_E4M3",
+            f"{{file}}: {WEIGHT} has dtype I8; expected F32, BF16, F16 or F8_E4M3",
         ),
         (
             lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].float().to(torch.float8_e5m2)}),
-            f"{{file}}: {WEIGHT} has dtype F8_E5M2; it must be F32 or BF16 or F16 or F8_E4M3",
+            f"{{file}}: {WEIGHT} has dtype F8_E5M2; expected F32, BF16, F16 or F8_E4M3",
         ),
         (
             lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT].float()}),
@@ -264,7 +264,7 @@ def _refused(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], 
         ),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}),
-            "{file}: model.norm.weight has dtype F8_E4M3; it must be F32 or BF16 or F16",
+            "{file}: model.norm.weight has dtype F8_E4M3; expected F32, BF16 or F16",
         ),
         (
             lambda tensors: tensors.update({f"{WEIGHT}_zero_point": torch.zeros(96, 1)}),

@@ -287,7 +287,7 @@ def test_a_wrong_shape_is_refused_with_both_shapes(folder: Path) -> None:
 def test_a_dtype_that_cannot_be_loaded_is_refused(folder: Path) -> None:
     name = "model.norm.weight"
     _rewrite(folder, lambda tensors: tensors.update({name: torch.ones(64, dtype=torch.int8)}))
-    _refused(folder, f"{folder / SINGLE}: {name} has dtype I8; it must be F32 or BF16 or F16")
+    _refused(folder, f"{folder / SINGLE}: {name} has dtype I8; expected F32, BF16 or F16")
 
 
 def test_a_truncated_file_is_refused_with_both_sizes(folder: Path) -> None:
