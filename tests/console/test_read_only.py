@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,8 +151,16 @@ def test_the_service_refuses_every_action_of_a_read_only_session(target: Target)
 
     asyncio.run(attempts())
     assert target.state() == before
-    refused = target.service.admin.call(calls.audit(AuditQuery(limit=1000))).rows
-    assert any("read-only" in (one.result or "") for one in refused)
+
+    def audited() -> bool:
+        rows = target.service.admin.call(calls.audit(AuditQuery(limit=1000))).rows
+        return any("read-only" in (one.result or "") for one in rows)
+
+    # The entries of refused actions are written in the background.
+    deadline = time.monotonic() + 60
+    while not audited():
+        assert time.monotonic() < deadline, "no refused action is in the audit trail"
+        time.sleep(0.05)
 
 
 def test_no_key_changes_anything(target: Target) -> None:
