@@ -249,8 +249,9 @@ def test_coarse_resolutions_take_requests_from_the_log(running: Service, tmp_pat
         copy = sqlite3.connect(target)
         source.backup(copy)
     copy.execute("DELETE FROM telemetry_1s")
-    # The request had arrived when the interval began.
+    # The request had arrived when the interval began, and those of other tests had ended.
     copy.execute("UPDATE requests SET created_at = 0 WHERE request_id = ?", (name,))
+    copy.execute("UPDATE requests SET created_at = 0, finished_at = 1 WHERE request_id != ?", (name,))
     copy.commit()
     copy.close()
     running.admin.cancel_request(name)
