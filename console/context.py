@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from appliance.snapshot import Snapshot
 from console.glyphs import GlyphSet
 from console.history import History
 from console.keys import KEYS, KeyTable
 from console.source import ListName, Row
+
+RowT = TypeVar("RowT", bound=Row)
 
 
 class Compared(NamedTuple):
@@ -44,3 +46,7 @@ class Context:
     """The first instant of a comparison."""
     write: bool = False
     """Whether actions are permitted."""
+
+    def rows_of(self, name: ListName, kind: type[RowT]) -> list[RowT]:
+        """Return the rows of a list, which are of this type; empty if the list has not been read."""
+        return [row for row in self.rows.get(name, ()) if isinstance(row, kind)]

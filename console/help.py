@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from console.figures import FIGURES
 from console.keys import KeyTable, key_of, shown_name
 from console.lines import BLANK, Line, clip, heading, line, span, wrap
@@ -9,12 +11,13 @@ from console.screens.base import View
 from console.screens.table import TableView
 
 _NAME_WIDTH = 18
+_KEY = re.compile(r"\{(\w+)\}")
+"""Matches a command in a screen's help, in whose place its key is shown."""
 
 
 def help_lines(view: View, width: int, keys: KeyTable) -> list[Line]:
     """Return the help of a screen. `keys` are the commands with the operator's keys."""
-    doc = " ".join((view.help_text or "").split()).replace("{variant}", key_of(keys, "variant"))
-    doc = doc.replace("{zoom}", key_of(keys, "zoom"))
+    doc = _KEY.sub(lambda found: key_of(keys, found[1]), " ".join((view.help_text or "").split()))
     closing = key_of(keys, "back") or key_of(keys, "help")
     lines = [
         heading(f"Help: {view.title}", width, f"{closing} closes" if closing else ""),

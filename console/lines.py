@@ -21,6 +21,8 @@ class Span(NamedTuple):
 
 Line = list[Span]
 BLANK: Line = []
+_NAME_WIDTH = 18
+"""Columns of the names in `fact_lines`."""
 
 
 def span(text: object, role: str = "text", action: str = "") -> Span:
@@ -122,6 +124,16 @@ def wrap(text: str, width: int, role: str = "text", indent: str = "") -> list[Li
     if current:
         rows.append(current)
     return [[span(indent + row, role)] for row in rows]
+
+
+def fact_lines(facts: Iterable[tuple[str, str]], width: int) -> list[Line]:
+    """Return names and values as lines: the names in a column, and long values in several lines."""
+    lines = []
+    for name, value in facts:
+        first, *others = wrap(value, width - _NAME_WIDTH) or [BLANK]
+        lines.append([span(f"{name:<{_NAME_WIDTH}}", "dim"), *first])
+        lines += [[span(" " * _NAME_WIDTH), *rest] for rest in others]
+    return lines
 
 
 def plain(spans: Iterable[Span]) -> str:

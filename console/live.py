@@ -27,11 +27,9 @@ from appliance.snapshot import Snapshot
 from appliance.snapshot_stream import FrameLostError
 from console.list_rows import audit_row, log_row
 from console.recordings import RecordedPast
-from console.source import USAGE_DAYS, ListName, ListRow, Row, SourceError, UnsupportedListError
+from console.source import MAX_ROWS, USAGE_DAYS, ListName, ListRow, Row, SourceError, UnsupportedListError
 
 _MAX_HZ = 4
-_ROWS = 500
-"""Number of audit rows, finished requests and log lines that the console shows."""
 
 
 _FINDINGS_EVERY_S = 60.0
@@ -102,13 +100,13 @@ class LiveSource:
         with _explained():
             match name:
                 case "audit":
-                    page = await self._client.call(calls.audit(AuditQuery(limit=_ROWS)))
+                    page = await self._client.call(calls.audit(AuditQuery(limit=MAX_ROWS)))
                     return [audit_row(action) for action in page.rows]
                 case "logs":
-                    lines = (await self._client.call(calls.log_lines(LogQuery(limit=_ROWS)))).lines
+                    lines = (await self._client.call(calls.log_lines(LogQuery(limit=MAX_ROWS)))).lines
                     return [log_row(one) for one in reversed(lines)]
                 case "finished":
-                    query = RequestLogQuery(state="ended", limit=_ROWS)
+                    query = RequestLogQuery(state="ended", limit=MAX_ROWS)
                     return (await self._client.call(calls.request_log(query))).rows
                 case "usage":
                     return await self._daily_usage()

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from appliance.snapshot import NO_OWNER
+from console.source import MAX_ROWS
 
 TENANTS = (
     *(
@@ -198,8 +199,6 @@ class Ended:
 
 
 WINDOW_S = 60.0
-_FINISHED = 500
-"""Finished requests that the request log of the simulated service returns."""
 _LONGEST = (*[1.0, 1.02, 1.05, 1.1] * 10, 2.4)
 """Durations of the longest step of a slice, as multiples of the mean."""
 
@@ -218,7 +217,7 @@ class Simulation:
         self.replicas = self._replicas(gpus, blocks)
         self.queue: list[SimRequest] = []
         self.ended: deque[Ended] = deque()
-        self.finished: deque[SimRequest] = deque(maxlen=_FINISHED)
+        self.finished: deque[SimRequest] = deque(maxlen=MAX_ROWS)
         """The newest requests that have ended, oldest first."""
         self.counts = dict.fromkeys(("admitted", "refused", "ended", "failed", "cancelled", "billed"), 0)
         self.paused: dict[str | None, float] = {}

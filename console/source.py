@@ -19,6 +19,8 @@ ListName = Literal["audit", "logs", "settings", "findings", "finished", "usage"]
 """Lists that are read when their screen is shown, because they are not part of a snapshot."""
 
 
+MAX_ROWS = 500
+"""Maximum number of rows of a list: the newest ones are shown."""
 USAGE_DAYS = 7
 """Number of days, with today, whose usage the console shows."""
 

@@ -18,9 +18,8 @@ from appliance.telemetry_pages import AlertLogQuery, PastSnapshot, SnapshotQuery
 from console.history import HISTORY_FIGURES, History
 from console.list_rows import audit_row, log_row
 from console.recordings import HISTORY_POINTS, NOT_RECORDED, USAGE_NOT_RECORDED, Mark, PastTimeline
-from console.source import ListName, Row, SourceError, UnsupportedListError
+from console.source import MAX_ROWS, ListName, Row, SourceError, UnsupportedListError
 
-_ROWS = 500
 _MARKS = 500
 _PAGES = 4
 """Pages of the request log that are searched for requests which had finished."""
@@ -84,12 +83,12 @@ class StoredRecording:
         """Return a list as it was at a time, newest rows first."""
         match name:
             case "audit":
-                query = AuditQuery(until=until, limit=_ROWS)
+                query = AuditQuery(until=until, limit=MAX_ROWS)
                 page = await _in_thread(lambda: self._past.audit(query))
                 return [audit_row(action) for action in page.rows]
             case "logs":
                 lines = (
-                    await _in_thread(lambda: self._past.log_lines(LogQuery(until=until, limit=_ROWS)))
+                    await _in_thread(lambda: self._past.log_lines(LogQuery(until=until, limit=MAX_ROWS)))
                 ).lines
                 if not lines:
                     raise UnsupportedListError(
@@ -111,10 +110,10 @@ class StoredRecording:
         for _ in range(_PAGES):
             page = self._past.request_log(query)
             found += [row for row in page.rows if row.finished_at is not None and row.finished_at <= until]
-            if len(found) >= _ROWS or page.next is None:
+            if len(found) >= MAX_ROWS or page.next is None:
                 break
             query = msgspec.structs.replace(query, before=page.next)
-        return found[:_ROWS]
+        return found[:MAX_ROWS]
 
     async def export(self, since: float, until: float, path: Path) -> str:
         """Write a slice to an incident file, and return a text about it."""

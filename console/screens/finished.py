@@ -9,13 +9,11 @@ from appliance.actions import TargetKind
 from appliance.pages import NamedRequest
 from console import units
 from console.context import Context
-from console.lines import BLANK, Line, span, wrap
+from console.lines import BLANK, Line, fact_lines
 from console.screens.panels import CLASS_ROLES
 from console.screens.request_time import Part, time_lines
 from console.screens.table import TableColumn, TableView
-from console.source import ListName
-
-_NAME_WIDTH = 18
+from console.source import MAX_ROWS, ListName
 
 
 def failed(row: NamedRequest) -> bool:
@@ -63,8 +61,8 @@ class FinishedView(TableView[NamedRequest]):
     short = "Reqs"
     alternate = "requests"
     help_text = (
-        "The newest 500 requests of the request log that have ended, newest first. Enter shows where the "
-        "time of a request went; {variant} shows the unfinished requests."
+        f"The newest {MAX_ROWS} requests of the request log that have ended, newest first. Enter shows where "
+        "the time of a request went; {variant} shows the unfinished requests."
     )
     target: TargetKind = "request"
     sorted_by = "finished_at"
@@ -137,7 +135,7 @@ class FinishedView(TableView[NamedRequest]):
         return ("finished",)
 
     def rows(self, context: Context) -> Sequence[NamedRequest]:
-        return [row for row in context.rows.get("finished", ()) if isinstance(row, NamedRequest)]
+        return context.rows_of("finished", NamedRequest)
 
     def id_of(self, row: NamedRequest) -> str:
         return row.request_id
@@ -179,8 +177,4 @@ class FinishedView(TableView[NamedRequest]):
             ("preemptions", units.count(row.preemptions)),
             ("resubmissions", units.count(row.resubmissions)),
         )
-        for name, value in facts:
-            body = wrap(value, width - _NAME_WIDTH) or [[]]
-            lines.append([span(f"{name:<{_NAME_WIDTH}}", "dim"), *body[0]])
-            lines += [[span(" " * _NAME_WIDTH), *rest] for rest in body[1:]]
-        return lines
+        return lines + fact_lines(facts, width)

@@ -56,14 +56,10 @@ class OverviewView(View):
         charts = max(6, min(16, height - 16 - models)) if tall else 7
         if self.zoomed:
             return _panel(self.chosen, context, snapshot, width, height)[:height]
-        left_heights = {
-            "throughput": charts,
-            "latency": 0,
-            "queue": 0,
-            **({"models": models} if tall else {}),
-        }
+        order = ("throughput", "latency", "queue", "models") if tall else ("throughput", "latency", "queue")
         left = {
-            name: _panel(name, context, snapshot, left_width, room) for name, room in left_heights.items()
+            name: _panel(name, context, snapshot, left_width, models if name == "models" else charts)
+            for name in order
         }
         order = ("gpus", "kv", "alerts") if tall else ("alerts", "gpus", "kv")
         right = {name: _panel(name, context, snapshot, right_width, 8 if tall else 4) for name in order}
@@ -71,9 +67,9 @@ class OverviewView(View):
         if height - used >= 3:
             right["processes"] = _panel("processes", context, snapshot, right_width, height - used)
         self._columns = [list(left), list(right)]
-        for panel in (left, right):
-            if self.chosen in panel:
-                panel[self.chosen] = _marked(panel[self.chosen])
+        for column in (left, right):
+            if self.chosen in column:
+                column[self.chosen] = _marked(column[self.chosen])
         lines = beside(
             _stack(list(left.values()), tall),
             _stack(list(right.values()), tall),

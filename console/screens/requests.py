@@ -9,7 +9,7 @@ from appliance.actions import TargetKind
 from appliance.snapshot import UnfinishedRequest
 from console import units
 from console.context import Context
-from console.lines import BLANK, Line, span
+from console.lines import BLANK, Line, fact_lines
 from console.screens.panels import CLASS_ROLES
 from console.screens.request_time import Part, time_lines
 from console.screens.table import TableColumn, TableView
@@ -141,7 +141,7 @@ class RequestsView(TableView[UnfinishedRequest]):
             ("preemptions", units.count(row.preemptions)),
             ("deadline in", units.seconds(row.deadline_left_s)),
         )
-        return lines + [[span(f"{name:<18}", "dim"), span(value)] for name, value in facts]
+        return lines + fact_lines(facts, width)
 
 
 def _parts(row: UnfinishedRequest) -> list[Part]:

@@ -33,7 +33,7 @@ class ListView(TableView[ListRow]):
         return (self.list_name(),)
 
     def rows(self, context: Context) -> Sequence[ListRow]:
-        return [row for row in context.rows.get(self.list_name(), ()) if isinstance(row, ListRow)]
+        return context.rows_of(self.list_name(), ListRow)
 
     def id_of(self, row: ListRow) -> str:
         return row.id

@@ -10,7 +10,7 @@ from appliance.snapshot import TenantUse
 from console import units
 from console.context import Context
 from console.glyphs import meter
-from console.lines import BLANK, Line, heading, span
+from console.lines import BLANK, Line, fact_lines, heading, span
 from console.screens.table import TableColumn, TableView
 
 
@@ -173,7 +173,7 @@ class TenantsView(TableView[TenantUse]):
             ("limit reached in", units.seconds(row.exhausted_in_s)),
             ("keys, peers", f"{units.count(row.keys)}, {units.count(row.peers)}"),
         )
-        return lines + [[span(f"{name:<18}", "dim"), span(value)] for name, value in facts]
+        return lines + fact_lines(facts, width)
 
 
 def _number(value: float | None) -> str:

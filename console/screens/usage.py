@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from appliance.pages import UsageRow
 from console import units
 from console.context import Context
-from console.lines import BLANK, Line, span
+from console.lines import BLANK, Line, fact_lines
 from console.screens.table import TableColumn, TableView
 from console.source import USAGE_DAYS, ListName
 
@@ -80,7 +80,7 @@ class UsageView(TableView[UsageRow]):
         return ("usage",)
 
     def rows(self, context: Context) -> Sequence[UsageRow]:
-        return [row for row in context.rows.get("usage", ()) if isinstance(row, UsageRow)]
+        return context.rows_of("usage", UsageRow)
 
     def id_of(self, row: UsageRow) -> str:
         return f"{row.day} {row.tenant} {row.key_id}"
@@ -107,4 +107,4 @@ class UsageView(TableView[UsageRow]):
             ("output tokens", f"{units.count(row.output_tokens)} delivered"),
             ("cost", _cost(row.cost)),
         )
-        return [BLANK, *([span(f"{name:<18}", "dim"), span(value)] for name, value in facts)]
+        return [BLANK, *fact_lines(facts, width)]
