@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import gcd
+from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -48,6 +49,11 @@ class ModelError(Exception):
 class CheckpointError(ModelError):
     """The files of a checkpoint cannot be used. The cause contains the file, the field or tensor, and its
     value."""
+
+
+def unreadable(file: Path, error: OSError) -> CheckpointError:
+    """Return the error for a file of a checkpoint that the operating system cannot read."""
+    return CheckpointError(f"{file}: cannot be read ({error.strerror})", "check the disk and the permissions")
 
 
 class UnsupportedError(ModelError):

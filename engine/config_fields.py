@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engine.config import CheckpointError
+from engine.config import CheckpointError, unreadable
 
 
 class Fields:
@@ -29,9 +29,7 @@ class Fields:
                 f"{file}: no such file", "a Hugging Face checkpoint has one: give the folder of a checkpoint"
             ) from None
         except OSError as error:
-            raise CheckpointError(
-                f"{file}: cannot be read: {error.strerror}", "check the disk and the permissions"
-            ) from None
+            raise unreadable(file, error) from None
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{file}: is not JSON: {error}", "copy the file again") from None
         if not isinstance(values, dict):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config import CheckpointError
+from engine.config import CheckpointError, unreadable
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -111,9 +111,7 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
         entries = {name: _entry(file, value, data, status.st_mtime_ns) for name, value in header.items()}
         expected = max((entry.offset + entry.nbytes for entry in entries.values()), default=data)
     except OSError as error:
-        raise CheckpointError(
-            f"{file}: cannot be read: {error.strerror}", "check the disk and the permissions"
-        ) from None
+        raise unreadable(file, error) from None
     except _MALFORMED as error:
         raise CheckpointError(
             f"{file}: has an invalid safetensors header ({error!r})", "download it again"

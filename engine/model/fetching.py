@@ -16,7 +16,7 @@ from queue import SimpleQueue
 
 import torch
 
-from engine.config import CheckpointError
+from engine.config import CheckpointError, unreadable
 from engine.model.checkpoint import TensorEntry
 from engine.model.slices import TensorSlice
 from engine.model.staging import StagingBuffer
@@ -34,9 +34,7 @@ def open_weights(path: Path) -> WeightFile:
     try:
         return WeightFile(path)
     except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be read ({error.strerror})", "check the disk and the permissions"
-        ) from error
+        raise unreadable(path, error) from error
 
 
 class FileBlock:
@@ -175,9 +173,7 @@ def check_unchanged(file: WeightFile, entry: TensorEntry) -> None:
     try:
         modified_ns = file.status().st_mtime_ns
     except OSError as error:
-        raise CheckpointError(
-            f"{entry.file}: cannot be read ({error.strerror})", "check the disk and the permissions"
-        ) from error
+        raise unreadable(entry.file, error) from error
     if modified_ns != entry.modified_ns:
         raise CheckpointError(
             f"{entry.file}: was modified while it was read", "start again when it is complete"
