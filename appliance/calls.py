@@ -172,14 +172,14 @@ def follow_audit(query: AuditQuery) -> Call[AuditAction]:
 
 
 def log_lines(query: LogQuery) -> Call[LogPage]:
-    """Return the call that reads the newest lines of the core's log."""
+    """Return the call that reads the newest log lines."""
     from appliance.pages import LogPage
 
     return Call("GET", _with("/logs", query, follow=False), LogPage)
 
 
 def follow_log(query: LogQuery) -> Call[LogLine]:
-    """Return the call that follows the core's log."""
+    """Return the call that follows the log."""
     from appliance.pages import LogLine
 
     return Call("GET", _with("/logs", query, follow=True), LogLine)

@@ -1,4 +1,4 @@
-"""Types of the admin API's paginated or streamed lists: request log, audit trail, core log and usage. They
+"""Types of the admin API's paginated or streamed lists: request log, audit trail, log lines and usage. They
 are kept out of `appliance.protocol` because they import store modules, which fronts do not need."""
 
 from __future__ import annotations

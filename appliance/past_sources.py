@@ -75,7 +75,7 @@ class PastSource(Protocol):
         """Return a page of operators' actions, the newest first."""
 
     def log_lines(self, query: LogQuery) -> LogPage:
-        """Return the most recent matching lines of the core's log, in chronological order."""
+        """Return the most recent matching log lines, in chronological order."""
 
     def close(self) -> None:
         """Release files."""
@@ -115,7 +115,7 @@ class ServicePast:
         return self._call(calls.audit(query))
 
     def log_lines(self, query: LogQuery) -> LogPage:
-        """Return the most recent matching lines of the core's log, in chronological order."""
+        """Return the most recent matching log lines, in chronological order."""
         return self._call(calls.log_lines(query))
 
     def close(self) -> None:
@@ -193,7 +193,7 @@ class FilePast:
         return AuditPage(rows=shown, next=shown[-1].seq if len(rows) > query.limit else None, sequence=0)
 
     def log_lines(self, query: LogQuery) -> LogPage:
-        """Return the most recent matching lines of the core's log, in chronological order."""
+        """Return the most recent matching log lines, in chronological order."""
         if self.facts is None:
             raise PastError(
                 "history.db contains no log lines: read the journal, or open an incident file, which "

@@ -179,8 +179,8 @@ class LineWriter(QueueListener):
 
 def log_to_stderr(formatter: logging.Formatter) -> None:
     """Send this process's log to standard error without blocking, and a copy to the core's pipe if the core
-    started the process. The log includes Python warnings and
-    unhandled exceptions, which would otherwise be written directly."""
+    started the process. The log includes Python warnings and unhandled exceptions, which would otherwise be
+    written directly."""
     root = logging.getLogger()
     if (former := _line_queue()) is not None:
         former.setFormatter(formatter)
