@@ -45,7 +45,8 @@ Danger = Literal["none", "confirm", "typed"]
 """Required confirmation: none, yes or no, or typing the target's name."""
 TargetKind = Literal["service", "model", "tenant", "key", "peer", "request", "alert"]
 Visibility = Literal["shown", "internal"]
-"""Whether operators can choose the action. Otherwise, only a command performs it, as one of its steps."""
+"""Whether operators can choose the action. An internal action is performed only by a command, as one of its
+steps."""
 
 
 def _changes(record: type[msgspec.Struct]) -> Any:
@@ -212,19 +213,19 @@ class ShowContents(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class AcknowledgeAlert(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Record that you take care of an alert. The alert is listed as acknowledged until it ends."""
+    """Record that you are handling an alert. The alert is listed as acknowledged until it ends."""
 
     id: str
     """The alert's id, as shown by `alerts list`."""
 
 
 class SilenceAlerts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Do not announce the alerts of a rule for a time. Silenced alerts are still listed and recorded."""
+    """Stop announcing a rule's alerts for some time. Silenced alerts are still listed and recorded."""
 
     rule: Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
     """Name of the rule. `*` stands for any characters."""
     where: Annotated[str, msgspec.Meta(min_length=1, max_length=200)] = "*"
-    """The model, replica, GPU or other part that the alerts concern. `*` stands for any characters."""
+    """The model, replica, GPU or other component that the alerts concern. `*` stands for any characters."""
     for_s: Annotated[float, msgspec.Meta(ge=1, le=MAX_SILENCE_S)] = 3600.0
     """Length of the silence in seconds."""
     reason: Annotated[str, msgspec.Meta(max_length=400)] = ""
@@ -232,7 +233,7 @@ class SilenceAlerts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class UnsilenceAlerts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """End a silence before its time."""
+    """End a silence early."""
 
     id: str
     """The silence's id, as shown by `alerts list`."""
@@ -266,7 +267,7 @@ _Grace = Annotated[float, msgspec.Meta(ge=0, le=MAX_GRACE_S)]
 
 
 class AddModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Add the checkpoint in a folder to the registry. A further checkpoint under the same name becomes a new
+    """Add the checkpoint in a folder to the registry. Another checkpoint under the same name becomes a new
     version of the model. Nothing is loaded."""
 
     name: str
@@ -278,8 +279,8 @@ class AddModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class LoadModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Load a version of a model. If it does not fit into memory, idle models that are not pinned leave the
-    memory first."""
+    """Load a version of a model. If it does not fit into memory, idle models that are not pinned are removed
+    from memory first."""
 
     model: str
     """NAME@VERSION, or NAME for the default version."""
@@ -299,8 +300,8 @@ class UnloadModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class RetryModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Start the replicas of a model now that have failed or wait for their next start. Their earlier exits
-    are forgotten."""
+    """Immediately restart a model's replicas that have failed or are waiting for their next start. Their
+    earlier exits are forgotten."""
 
     model: str
     """The name of a model in the settings, NAME@VERSION, or NAME for the default version."""
@@ -315,7 +316,7 @@ class SleepModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     wait: bool = False
     """Respond when the version sleeps, or when it is known that it stays awake."""
     grace_s: _Grace = 120.0
-    """Number of seconds to wait for unfinished requests. If requests are left then, the version stays
+    """Number of seconds to wait for unfinished requests. If any remain after that, the version stays
     awake."""
 
 
@@ -329,15 +330,16 @@ class WakeModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class PinModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Keep a version of a model loaded: once it is loaded, it leaves the memory only by a command. It is not
-    loaded by this action."""
+    """Keep a version of a model loaded: once loaded, it is removed from memory only by a command. This action
+    does not load it."""
 
     model: str
     """NAME@VERSION, or NAME for the default version."""
 
 
 class UnpinModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Let a pinned version of a model leave the memory when it has been idle or another model needs it."""
+    """Allow a pinned version of a model to be removed from memory when it is idle or another model needs the
+    memory."""
 
     model: str
     """NAME@VERSION, or NAME for the default version."""
@@ -345,27 +347,27 @@ class UnpinModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class SetDefaultModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Make a version the default of its model, and end a split of the model. If the model is loaded, the
-    version is loaded first. After the response, every new request gets the new version. The former version
+    version is loaded first. After the response, every new request gets the new version. The previous version
     finishes its requests and is then unloaded."""
 
     model: str
     """NAME@VERSION."""
     grace_s: _Grace = 3600.0
-    """Number of seconds after which unfinished requests of the former version end with an error."""
+    """Number of seconds after which unfinished requests of the previous version end with an error."""
 
 
 class RollbackModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Make the former default version of a model the default again."""
+    """Make the previous default version of a model the default again."""
 
     name: str
     """The model's name."""
     grace_s: _Grace = 3600.0
-    """Number of seconds after which unfinished requests of the other version end with an error."""
+    """Number of seconds after which unfinished requests of the replaced version end with an error."""
 
 
 class SetAlias(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Set a further name for a model or for one of its versions. After the response, every new request for
-    the alias gets the new target."""
+    """Set an additional name for a model or for one of its versions. After the response, every new request
+    for the alias gets the new target."""
 
     name: str
     """The alias."""
@@ -374,9 +376,9 @@ class SetAlias(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class SplitModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Distribute the requests for a name over several loaded models or versions. The same key and `user` get
-    the same one as long as the weights stay the same. After the response, every new request is distributed by
-    the new weights."""
+    """Distribute the requests for a name over several loaded models or versions. Requests with the same key
+    and `user` go to the same target as long as the weights do not change. After the response, every new
+    request is distributed by the new weights."""
 
     name: str
     """A model of the registry, or an alias."""
@@ -407,12 +409,11 @@ class RemoveModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class PruneModels(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Remove the versions that nothing names from the registry: versions that are not loaded, are neither
-    the default of their model nor the version to which a rollback returns, and have no alias. The files are
-    kept."""
+    """Remove unused versions from the registry: versions that are not loaded, are neither the default of
+    their model nor the version to which a rollback returns, and have no alias. The files are kept."""
 
     dry_run: bool = False
-    """Only return the versions."""
+    """Only list the versions, without removing them."""
 
 
 class Action(NamedTuple):
@@ -432,7 +433,7 @@ class Action(NamedTuple):
     """Parameter that names the target, or empty if there is only one possible target."""
     visibility: Visibility = "shown"
     is_long: bool = False
-    """Whether the service may respond only after minutes. The service bounds the time itself."""
+    """Whether the service may take minutes to respond. The service bounds the time itself."""
 
     @property
     def description(self) -> str:

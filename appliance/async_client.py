@@ -48,7 +48,7 @@ class AsyncAdminClient:
         read_only: bool = False,
     ) -> None:
         """`key` needs the `read` or `admin` scope. Only users who are not operators need a key. If
-        `read_only` is true, the service refuses actions of this client."""
+        `read_only` is true, the service refuses this client's actions."""
         self.socket = Path(run_dir) / "admin.sock"
         self._timeout_s = timeout_s
         self._key = key
@@ -62,7 +62,7 @@ class AsyncAdminClient:
 
     async def follow(self, call: Call[Answer]) -> AsyncGenerator[Answer, None]:
         """Perform a call whose answer is a stream, and yield its values. Returns when the service ends the
-        stream, because it stops. Close the iterator to close the connection."""
+        stream because it is stopping. Close the iterator to close the connection."""
         async with self._sent(call, STREAM_TIMEOUT_S) as response:
             rest = b""
             async for piece in response.pieces():
@@ -148,7 +148,7 @@ class _ResponseStream:
         self.status = self._parser.get_status_code()
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the body."""
+        """Yield the body in pieces."""
         while self._content or not self._is_complete:
             content, self._content = self._content, []
             if content:

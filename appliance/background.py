@@ -16,8 +16,8 @@ _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 5.0
 _HEALTHY_S = 30.0
 _JITTER = 0.2
-"""Largest relative deviation of a delay. Random delays prevent processes that exited together from starting
-at the same moment again and again."""
+"""Largest relative deviation of a delay. Randomness prevents processes that exited together from repeatedly
+restarting at the same moment."""
 
 
 class Background:
@@ -57,7 +57,7 @@ class Timer:
         self._handle = asyncio.get_running_loop().call_later(delay_s, late)
 
     def stop(self) -> None:
-        """Cancel the call, if one is due."""
+        """Cancel the pending call, if any."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
@@ -80,7 +80,7 @@ class Backoff:
         self._draw = draw
 
     def reset(self) -> None:
-        """Begin with the first delay again."""
+        """Start again with the first delay."""
         self._next_s = self._first_s
 
     def delay_s(self, served_s: float) -> float:
@@ -93,8 +93,8 @@ class Backoff:
 
 
 class TimeBudgets:
-    """Limits each user's share of a thread's time in the long run. All times are in seconds and come from the
-    same clock."""
+    """Limits each user's long-term share of a thread's time. All times are in seconds and come from the same
+    clock."""
 
     def __init__(self, max_share: float, burst_s: float) -> None:
         """`max_share` is between 0 and 1. A user that has been idle for `burst_s` may use its share of that

@@ -1,4 +1,4 @@
-"""The calls of the admin API: path, parameters and type of the answer. `appliance.client` and
+"""The calls of the admin API: their paths, parameters and response types. `appliance.client` and
 `appliance.async_client` perform them."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 READ_ONLY_HEADER = "x-appliance-read-only"
-"""Header of a session that may read but not act, whatever rights its caller has. Its only value is "true"."""
+"""Header that restricts a session to reading, regardless of the caller's rights. Its only value is "true"."""
 
 
 class AdminError(Exception):
@@ -72,10 +72,10 @@ class Call(NamedTuple, Generic[Answer]):
     answer: Any
     body: bytes | None = None
     is_long: bool = False
-    """Whether the service may respond only after minutes (`Action.is_long`)."""
+    """Whether the service may take minutes to respond (`Action.is_long`)."""
 
     def decode(self, status: int, content: bytes, place: str) -> Answer:
-        """Return the answer in a response from `place`. Raises AdminError."""
+        """Decode a response from `place`. Raises AdminError."""
         if 200 <= status < 300:
             try:
                 answer: Answer = msgspec.json.decode(content, type=self.answer)
@@ -123,7 +123,7 @@ CONFIGURATION: Call[Configuration] = Call("GET", "/config", Configuration)
 
 
 def act(parameters: msgspec.Struct) -> Call[Any]:
-    """Return the call that performs the action of these parameters (`appliance.actions`). Raises
+    """Return the call that performs the action that these parameters belong to (`appliance.actions`). Raises
     AdminError."""
     action = action_of(parameters)
     try:
@@ -193,7 +193,7 @@ def events(hz: int = 2) -> Call[Frame]:
 
 
 def past_snapshot(query: SnapshotQuery) -> Call[PastSnapshot]:
-    """Return the call that reads the state of the service at a time of the past."""
+    """Return the call that reads the state of the service at a past time."""
     from appliance.telemetry_pages import PastSnapshot
 
     return Call("GET", _with("/telemetry/snapshot", query), PastSnapshot)

@@ -43,8 +43,8 @@ ACTION_TIMEOUT_S = 30.0
 """Time limit for an action. Even if an action has to wait for the service's database and then fails, the
 service responds within 25 s."""
 STREAM_TIMEOUT_S = 20.0
-"""Time after which a stream without data counts as broken. The service sends at least an empty line every 5
-seconds."""
+"""Time after which a stream without data is considered broken. The service sends at least an empty line every
+5 seconds."""
 
 
 class ServiceNotRunningError(Exception):
@@ -139,7 +139,7 @@ class AdminClient:
 
     def follow(self, call: Call[Answer]) -> Iterator[Answer]:
         """Perform a call whose answer is a stream, and yield its values. Returns when the service ends the
-        stream, because it stops."""
+        stream because it is stopping."""
         with self._sent(call, STREAM_TIMEOUT_S) as response:
             if response.status != 200:
                 call.decode(response.status, response.read(), str(self.socket))
@@ -181,8 +181,8 @@ class AdminClient:
 
 
 def call_timeout_s(call: Call[Answer], timeout_s: float) -> float | None:
-    """Return the time limit for a call of a client with this time limit; None if there is none, because the
-    service bounds the time itself."""
+    """Return the time limit for a call by a client whose own limit is `timeout_s`. None means no limit,
+    because the service bounds the time itself."""
     if call.body is None:
         return timeout_s
     return None if call.is_long else max(timeout_s, ACTION_TIMEOUT_S)

@@ -39,6 +39,6 @@ class QuotaForecast(msgspec.Struct, frozen=True, kw_only=True):
     """The replayed period, in unix seconds."""
     requests: int
     left_out: int
-    """Requests that are not replayed: their request was invalid, or no replica of their model is ready whose
+    """Requests that were not replayed, because they were invalid or their model has no ready replica whose
     speed is known."""
     tenants: list[TenantForecast]

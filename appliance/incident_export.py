@@ -1,4 +1,4 @@
-"""Exports a slice of the recorded past as an incident file, from a service or from files."""
+"""Exports a slice of the recorded history as an incident file, from a service or from files."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum total length of prompt and output, in tokens."""
     vocab_size: int
     required: bool = True
-    """Whether the service is ready only if this model is."""
+    """Whether the service counts as ready only while this model is ready."""
     chat_template: str | None = None
     """File with the chat template that replaces the templates in the folder."""
     sampling: SamplingDefaults = SamplingDefaults()
@@ -50,8 +50,8 @@ class Arm(msgspec.Struct, frozen=True, array_like=True):
     weight: float
     """Share of the requests, relative to the weights of the other arms."""
     target: str
-    """The target as the operator named it. Callers are assigned by it, so that a new default version of a
-    target gets the same callers."""
+    """The target as the operator named it. Callers are assigned by this name, so a new default version of a
+    target keeps the target's callers."""
 
 
 class Shadow(msgspec.Struct, frozen=True, array_like=True):
@@ -225,9 +225,9 @@ class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
     """The names that applications can use. They take effect when the message arrives, before new models are
     loaded. If None, each model has its own name."""
     max_held: int = 1000
-    """Maximum number of requests per front that wait for a name without a model."""
+    """Maximum number of requests per front that may wait for names that have no model."""
     hold_timeout_s: float = 60.0
-    """Time limit for these waits."""
+    """Maximum time for which such a request waits."""
     limits: Limits
     ready: bool
     """Whether every model that is not drained can answer requests. This is the result of `/health/ready`."""
@@ -314,8 +314,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     retry_after_s: float | None = None
     kind: ExceededLimit = ""
     useless: bool = False
-    """Whether the client should not retry automatically, as OpenAI's clients do, because a retry would be
-    useless."""
+    """Whether a retry would be useless. If so, OpenAI's clients are told not to retry automatically."""
     rate_limits: RateLimits | None = None
     falls_back: bool = False
     """Whether the request is still open, because `Admit.may_fall_back` is set and another model may be able
@@ -341,7 +340,7 @@ class AskProgress(msgspec.Struct, tag="ask_progress", frozen=True):
     """Asks for the progress of the front's requests. The front replies with `FrontProgress`."""
 
     number: int
-    """Number of the question, which the reply repeats."""
+    """Number of the query, which the reply repeats."""
 
 
 class StopFront(msgspec.Struct, tag="stop_front", frozen=True):
@@ -411,7 +410,7 @@ class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
     copy unless it can start at once, and does not log it."""
     keep_alive_s: float | None = None
     """Time in seconds for which the model stays loaded for the tenant without further requests. Negative:
-    without limit. None: the model's setting `idle_unload_s` applies."""
+    indefinitely. None: the model's setting `idle_unload_s` applies."""
 
 
 class Claim(msgspec.Struct, tag="claim", frozen=True):
@@ -424,7 +423,8 @@ class Claim(msgspec.Struct, tag="claim", frozen=True):
 
 
 class Release(msgspec.Struct, tag="release", frozen=True):
-    """The front no longer keeps an answer for this scope, so the next request with the same key will run."""
+    """The front no longer keeps an answer for this scope, so the next request with the same key will be
+    executed."""
 
     scope: bytes
 
@@ -493,7 +493,7 @@ class Worked(msgspec.Struct, tag="worked", frozen=True):
 
 
 class ShadowMeasure(msgspec.Struct, array_like=True, frozen=True):
-    """Times and length of an answer. Times are in seconds since the request was sent to the replica."""
+    """Timings and length of an answer. Times are in seconds since the request was sent to the replica."""
 
     ttft_s: float
     e2e_s: float
@@ -510,11 +510,11 @@ class ShadowDone(msgspec.Struct, tag="shadow_done", frozen=True, kw_only=True):
     outcome: Literal["compared", "dropped", "failed"]
     """"dropped": the copy could not start at once. "failed": it was refused, or ended with an error."""
     original: ShadowMeasure | None = None
-    """Set if the answers were compared, as `copy`."""
+    """Set, like `copy`, if the answers were compared."""
     copy: ShadowMeasure | None = None
     equal_tokens: int | None = None
-    """Number of equal tokens before the first difference, over all samples. None unless the request was
-    greedy and both prompts have the same tokens."""
+    """Number of tokens that both answers have in common before the first difference, over all samples. None
+    unless the request was greedy and both prompts have the same tokens."""
 
 
 class Retried(LoggedFields, tag="retried", frozen=True, kw_only=True):
@@ -531,7 +531,7 @@ class Retried(LoggedFields, tag="retried", frozen=True, kw_only=True):
 
 
 class RequestProgress(msgspec.Struct, array_like=True, frozen=True):
-    """How far a request has come."""
+    """The progress of a request."""
 
     request_id: str
     generated_tokens: int

@@ -107,8 +107,8 @@ class AuditAction(msgspec.Struct, kw_only=True):
 
 
 class AuditPage(msgspec.Struct, kw_only=True):
-    """A page of the audit trail, newest actions first. Actions that wait in the spool come before all others,
-    on the first page."""
+    """A page of the audit trail, newest actions first. Actions that are still in the spool come before all
+    others, on the first page."""
 
     rows: list[AuditAction]
     next: int | None
@@ -157,7 +157,7 @@ def audit_action(record: ActionRecord) -> AuditAction:
 
 
 def iso_utc(seconds: float) -> str:
-    """Return a unix time in the format of the audit trail. Times before 1970 and after 9999 are moved into
+    """Return a unix time in the format of the audit trail. Times before 1970 or after 9999 are clamped to
     this range."""
     inside = min(max(seconds, 0.0), 253_402_300_799.0)
     return datetime.fromtimestamp(inside, UTC).isoformat(timespec="microseconds")
@@ -192,7 +192,7 @@ class LogPage(msgspec.Struct, kw_only=True):
     first: int
     """Number of the oldest line that the core still has. Older lines are only in the journal."""
     number: int
-    """Number of the newest line, for `after`; 0 without lines."""
+    """Number of the newest line, or 0 if there are none. Pass this as `after` to get only newer lines."""
 
 
 class LogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -224,7 +224,7 @@ USAGE_COLUMNS: tuple[UsageColumn, ...] = ("day", "tenant", "key", "model")
 
 
 class UsageRow(msgspec.Struct, kw_only=True):
-    """The ended requests of a group. The fields that the query does not group by are null."""
+    """Usage of one group of ended requests. Fields that the query does not group by are null."""
 
     day: str | None = None
     """Day on which the requests ended, in UTC."""
@@ -248,13 +248,13 @@ class UsageRow(msgspec.Struct, kw_only=True):
 
 
 class UsageReport(msgspec.Struct, kw_only=True):
-    """The usage, in the order of the grouping."""
+    """Usage, in the order of the grouping columns."""
 
     rows: list[UsageRow]
     total: UsageRow
     """Sum of all rows."""
     unpriced_models: list[str] = []
-    """Models with tokens that are not part of any cost, because the settings contain no prices for them.
+    """Models whose tokens are not included in any cost, because the settings contain no prices for them.
     Empty if the settings contain no prices at all."""
 
 

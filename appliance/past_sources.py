@@ -1,5 +1,5 @@
-"""Where the recorded past is read: from a running service, or from `history.db` or an incident file on this
-machine. Both deliver the same types. The functions block, so an event loop calls them in threads."""
+"""Sources of recorded history: a running service, or `history.db` or an incident file on this machine. All
+return the same types. The methods block, so code on an event loop calls them in threads."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ Answer = TypeVar("Answer")
 
 
 class PastError(Exception):
-    """Raised if the past cannot be read. The message gives the reason and the remedy."""
+    """Raised if recorded history cannot be read. The message gives the reason and the remedy."""
 
 
 class PastSource(Protocol):
-    """Reads the recorded past. All methods raise PastError."""
+    """Reads recorded history. All methods raise PastError."""
 
     label: str
     """Description for the header, such as the run directory or the name of the file."""
 
     def snapshot(self, query: SnapshotQuery) -> PastSnapshot:
-        """Return the service at a time."""
+        """Return the state of the service at a given time."""
 
     def columns(self, query: TelemetryQuery) -> TelemetryColumns:
         """Return figures over time."""
@@ -66,19 +66,19 @@ class PastSource(Protocol):
         """Return a page of samples as they are stored."""
 
     def alert_log(self, query: AlertLogQuery) -> AlertLogPage:
-        """Return alerts, the newest first."""
+        """Return alerts, newest first."""
 
     def request_log(self, query: RequestLogQuery) -> RequestPage:
-        """Return a page of the request log, the newest requests first."""
+        """Return a page of the request log, newest requests first."""
 
     def audit(self, query: AuditQuery) -> AuditPage:
-        """Return a page of operators' actions, the newest first."""
+        """Return a page of operators' actions, newest first."""
 
     def log_lines(self, query: LogQuery) -> LogPage:
         """Return the most recent matching log lines, in chronological order."""
 
     def close(self) -> None:
-        """Release files."""
+        """Release resources such as temporary files."""
 
 
 class ServicePast:
@@ -91,7 +91,7 @@ class ServicePast:
         self._key = key
 
     def snapshot(self, query: SnapshotQuery) -> PastSnapshot:
-        """Return the service at a time."""
+        """Return the state of the service at a given time."""
         return self._call(calls.past_snapshot(query))
 
     def columns(self, query: TelemetryQuery) -> TelemetryColumns:
@@ -103,15 +103,15 @@ class ServicePast:
         return self._call(calls.stored_telemetry(query))
 
     def alert_log(self, query: AlertLogQuery) -> AlertLogPage:
-        """Return alerts, the newest first."""
+        """Return alerts, newest first."""
         return self._call(calls.alert_log(query))
 
     def request_log(self, query: RequestLogQuery) -> RequestPage:
-        """Return a page of the request log, the newest requests first."""
+        """Return a page of the request log, newest requests first."""
         return self._call(calls.request_log(query))
 
     def audit(self, query: AuditQuery) -> AuditPage:
-        """Return a page of operators' actions, the newest first."""
+        """Return a page of operators' actions, newest first."""
         return self._call(calls.audit(query))
 
     def log_lines(self, query: LogQuery) -> LogPage:
@@ -150,7 +150,7 @@ class FilePast:
         self._requests = RequestReader(readable)
 
     def snapshot(self, query: SnapshotQuery) -> PastSnapshot:
-        """Return the service at a time."""
+        """Return the state of the service at a given time."""
         with _explained():
             return self._past.snapshot(query)
 
@@ -165,12 +165,12 @@ class FilePast:
             return self._past.stored(query)
 
     def alert_log(self, query: AlertLogQuery) -> AlertLogPage:
-        """Return alerts, the newest first."""
+        """Return alerts, newest first."""
         with _explained():
             return self._past.alert_log(query)
 
     def request_log(self, query: RequestLogQuery) -> RequestPage:
-        """Return a page of the request log, the newest requests first. The file does not contain the names of
+        """Return a page of the request log, newest requests first. The file does not contain the names of
         keys."""
         before = None
         if query.before is not None:
@@ -186,7 +186,7 @@ class FilePast:
         )
 
     def audit(self, query: AuditQuery) -> AuditPage:
-        """Return a page of operators' actions, the newest first."""
+        """Return a page of operators' actions, newest first."""
         with _explained():
             rows = self._actions(query)
         shown = rows[: query.limit]
@@ -210,7 +210,7 @@ class FilePast:
         self._folder.cleanup()
 
     def _actions(self, query: AuditQuery) -> list[AuditAction]:
-        """Return one action more than the query's limit, if there is one."""
+        """Return up to one action more than the query's limit, which shows whether there is another page."""
         if self.facts is None:
             if not self._control.exists():
                 raise PastError(
@@ -229,7 +229,7 @@ class FilePast:
 
 
 _END = 1e11
-"""A time after all others, in unix seconds."""
+"""A time later than any recorded time, in unix seconds."""
 
 
 @contextlib.contextmanager

@@ -71,7 +71,8 @@ class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Degradation(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that a replica lacks although its settings ask for it, such as a GPU or its limits."""
+    """Something that a replica's settings request but that it runs without, such as a GPU or resource
+    limits."""
 
     what: str
     remedy: str
@@ -103,7 +104,7 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     freed_bytes: int = 0
     """Memory that a sleeping replica has released."""
     host_bytes: int = 0
-    """Host memory with the weights of a sleeping replica on GPUs."""
+    """Host memory that holds the weights of a sleeping replica on GPUs."""
     sleeps: int = 0
     """Number of times that the replica went to sleep."""
     wakes: int = 0
@@ -150,7 +151,7 @@ immediately."""
 
 
 class ScalingChange(msgspec.Struct, kw_only=True):
-    """A change of a model's number of replicas because of its load."""
+    """A load-driven change of a model's number of replicas."""
 
     at: float
     """When it was changed, in unix seconds."""
@@ -160,18 +161,18 @@ class ScalingChange(msgspec.Struct, kw_only=True):
 
 
 class ScalingStatus(msgspec.Struct, kw_only=True):
-    """The number of replicas of a model that follows the load."""
+    """The scaling of a model whose number of replicas follows its load."""
 
     replicas: int
     """Number of replicas that the model should have."""
     min_replicas: int
     max_replicas: int
     demand: float
-    """The load in replicas: with 1.5, it would fully use one and a half replicas."""
+    """The load, in replicas: 1.5 would fully use one and a half replicas."""
     expected: float
-    """Demand that is expected when a replica that is started now would be ready."""
+    """Demand expected at the time when a replica started now would be ready."""
     reason: str = ""
-    """Where the expected demand comes from."""
+    """What the expected demand is based on."""
     refusal: str = ""
     """Reason why no replica can be added at the moment."""
     changes: list[ScalingChange] = []
@@ -179,7 +180,7 @@ class ScalingStatus(msgspec.Struct, kw_only=True):
 
 
 class ModelStatus(msgspec.Struct, kw_only=True):
-    """A model that applications can name."""
+    """A model that applications can request by name."""
 
     name: str
     folder: str
@@ -212,7 +213,7 @@ class AddedVersion(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class PrunedVersion(msgspec.Struct, kw_only=True):
-    """A version that nothing names."""
+    """An unused version."""
 
     name: str
     version: int
@@ -220,7 +221,7 @@ class PrunedVersion(msgspec.Struct, kw_only=True):
 
 
 class PrunedVersions(msgspec.Struct, kw_only=True):
-    """The versions that nothing named and that were removed, or would be."""
+    """The unused versions that were removed, or would be removed in a dry run."""
 
     versions: list[PrunedVersion]
 
@@ -232,11 +233,11 @@ class VersionStatus(msgspec.Struct, kw_only=True):
     version: int
     state: VersionState
     detail: str = ""
-    """Explanation of the state, such as "loading weights 43%", or the reason of a failure."""
+    """Explanation of the state, such as "loading weights 43%", or the reason for a failure."""
 
 
 class RegisteredFile(msgspec.Struct, kw_only=True):
-    """A file of a version when the version was added."""
+    """A file of a version, as it was when the version was added."""
 
     name: str
     bytes: int
@@ -250,7 +251,7 @@ class RegisteredVersion(msgspec.Struct, kw_only=True):
     folder: str
     state: VersionState
     detail: str = ""
-    """Explanation of the state, such as "loading weights 43%", or the reason of a failure."""
+    """Explanation of the state, such as "loading weights 43%", or the reason for a failure."""
     added_at: float | None = None
     """When the version was added to the registry, in unix seconds."""
     settings: dict[str, Any] = {}
@@ -264,12 +265,12 @@ class RegisteredVersion(msgspec.Struct, kw_only=True):
     expires_at: float | None = None
     """When the version is unloaded if no further request arrives, in unix seconds; null: never."""
     shares: dict[str, float] = {}
-    """Fraction of the requests that the version gets, for each split name whose requests can lead to it."""
+    """For each split name that can lead to this version, the fraction of the name's requests that it gets."""
 
 
 class ShadowTimes(msgspec.Struct, kw_only=True):
-    """Means over the answers of one side of a shadow, measured from the moment when a request is sent to the
-    replica."""
+    """Mean timings of the original or copied answers of a shadow, measured from the moment when a request is
+    sent to the replica."""
 
     ttft_ms: float
     e2e_ms: float
@@ -292,9 +293,9 @@ class ShadowStatus(msgspec.Struct, kw_only=True):
     """The answers of the originals; null if there are no results yet."""
     copy: ShadowTimes | None = None
     greedy: int = 0
-    """Number of greedy requests whose prompt has the same tokens for both."""
+    """Number of greedy requests whose prompt has the same tokens for both models."""
     agreement: float | None = None
-    """Fraction of the tokens of these requests that are equal before the first difference."""
+    """Fraction of these requests' tokens that come before the first difference."""
 
 
 class RegisteredModel(msgspec.Struct, kw_only=True):
@@ -310,7 +311,7 @@ class RegisteredModel(msgspec.Struct, kw_only=True):
     source: str
     """"registry", or the place where the settings declare the model."""
     aliases: list[str] = []
-    """Further names for the model or one of its versions."""
+    """Additional names for the model or one of its versions."""
     split: dict[str, float] = {}
     """Weights of the targets that get the requests for the name; empty if only the default version does."""
     shadows: list[ShadowStatus] = []
@@ -408,7 +409,7 @@ class QueueStats(msgspec.Struct, kw_only=True):
     waiting_tokens: int = 0
     """Number of prompt tokens in waiting requests."""
     preemptions: int = 0
-    """Total number of preemptions of finished requests."""
+    """Number of preemptions, over all finished requests."""
     overload: str = ""
     """Description of the overloaded models and of the requests that are refused for them. Empty without
     overload."""
@@ -546,11 +547,11 @@ class InFlight(msgspec.Struct, kw_only=True):
     front: str
     replica: str
     attempt: int | None
-    """None if it is not known, for a request of the past."""
+    """None if unknown, for a past request."""
     age_s: float
     prompt_tokens: int
     max_tokens: int | None
-    """None if it is not known, for a request of the past."""
+    """None if unknown, for a past request."""
 
 
 class LimitUsage(msgspec.Struct, kw_only=True):

@@ -65,7 +65,8 @@ class DetailEncoder:
         self._saved_bytes = _SAVED_BYTES
 
     def encode(self, snapshot: Snapshot) -> tuple[bool, bytes] | None:
-        """Return whether the next frame is whole, and the frame; None if it is too large to be recorded."""
+        """Return whether the next frame is a full frame, and its bytes. Return None if it is too large to be
+        recorded."""
         requests = {one.request_id: one for one in snapshot.requests[:MAX_RECORDED_REQUESTS]}
         self._number += 1
         self._since_whole += 1
@@ -90,7 +91,7 @@ class DetailEncoder:
         return frame.whole, document
 
     def lose(self) -> None:
-        """Make the next frame whole, because the frame before was not recorded."""
+        """Make the next frame a full frame, because the last one was not recorded."""
         self._since_whole = _WHOLE_EVERY
 
     def _changes(self, snapshot: Snapshot, requests: dict[str, UnfinishedRequest]) -> _Frame:

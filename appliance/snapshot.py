@@ -1,8 +1,8 @@
-"""One instant of the service, as the console, `appliance top` and the event stream show it.
+"""The state of the service at one moment, as shown by the console, `appliance top` and the event stream.
 
-A `Snapshot` is a plain struct. Its figures have the names of the admin API (`appliance.protocol`), so that a
-figure on screen can be found in the JSON and in the metrics. A figure that the service does not measure is
-None, never 0.
+A `Snapshot` is a plain struct. Its values have the same names as in the admin API (`appliance.protocol`), so
+that a value on screen can be found in the JSON and in the metrics. A value that the service does not measure
+is None, never 0.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class ServiceTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """The change of the totals per second, over the last `window_s` seconds. None without an earlier
-    instant."""
+    """The change of the totals per second, over the last `window_s` seconds. None if there is no earlier
+    snapshot."""
 
     window_s: float | None = None
     prompt_tokens_per_s: float | None = None
@@ -145,7 +145,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockMap(msgspec.Struct, frozen=True, kw_only=True):
-    """Every block of a KV cache, in the order of the pool. Caches have many blocks, so arrays are bytes."""
+    """Every block of a KV cache, in the order of the pool. The arrays are bytes because caches have many
+    blocks."""
 
     states: bytes
     """One byte per block: an index into `BLOCK_STATES`."""
@@ -281,7 +282,7 @@ class TenantUse(msgspec.Struct, frozen=True, kw_only=True):
     billed_tokens: int | None = None
     usage: list[LimitUsage] = []
     exhausted_in_s: float | None = None
-    """Predicted time until the first of the tenant's limits is reached at the present rate. None if no limit
+    """Predicted time until the first of the tenant's limits is reached at the current rate. None if no limit
     will be reached."""
 
 
@@ -301,7 +302,7 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     """The model, replica, front, GPU, tenant or database that the alert concerns."""
     what: str
     cause: str = ""
-    """The likely cause, from what happened in the window."""
+    """The likely cause, based on recent events."""
     remedy: str = ""
     """The next step."""
     since: float | None = None
@@ -311,7 +312,7 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     threshold: float | None = None
     unit: str = ""
     suppressed: int = 0
-    """Number of alerts that are not shown because this alert explains them."""
+    """Number of alerts that are not shown because this alert is their cause."""
     acknowledged_by: str = ""
     silenced_until: float | None = None
 
@@ -348,12 +349,12 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
-    """One instant of the service."""
+    """The state of the service at one moment."""
 
     at: float
     """When the figures were read, in unix seconds."""
     started_at: float
-    """When the service started. A later value than before means that the service was restarted."""
+    """When the service started. If this value increases, the service has been restarted."""
     uptime_s: float
     version: str
     pid: int | None = None

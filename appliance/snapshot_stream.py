@@ -1,8 +1,9 @@
 """The frames of the event stream, and how a reader turns them into snapshots.
 
-The first frame contains a whole snapshot. Each later frame contains the fields that have changed since the
-frame before. Requests, of which there may be thousands, are sent one by one: a request is sent whole when it
-arrives or changes its phase, and otherwise only its number of tokens is sent. A reader computes ages itself.
+The first frame contains a full snapshot. Each later frame contains the fields that have changed since the
+preceding frame. Requests, of which there may be thousands, are sent individually: a request is sent in full
+when it arrives or changes its phase, and otherwise only its number of tokens is sent. Readers compute ages
+themselves.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class Frame(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A frame of `GET /events`."""
 
     seq: int
-    """Number of the frame. A frame that is not `whole` changes the state after the frame `seq` - 1."""
+    """Number of the frame. A frame that is not `whole` applies to the state after frame `seq` - 1."""
     whole: bool = False
-    """Whether the frame contains a whole snapshot. The first frame does. A reader that reads too slowly also
-    gets a whole snapshot, in place of the frames that it has missed."""
+    """Whether the frame contains a full snapshot. The first frame does. A reader that is too slow also gets a
+    full snapshot, in place of the frames that it has missed."""
     at: float
     """When the figures were read, in unix seconds."""
     fields: dict[str, msgspec.Raw] = {}
@@ -44,7 +45,7 @@ class Frame(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class FrameLostError(Exception):
-    """Raised if a frame does not follow the frame before."""
+    """Raised if a frame does not follow the preceding frame."""
 
 
 class SnapshotAssembler:
@@ -83,7 +84,7 @@ class SnapshotAssembler:
 
 
 def signature(one: UnfinishedRequest) -> tuple[object, ...]:
-    """Return the fields of a request. If one of them changes, the whole request is sent again."""
+    """Return the fields of a request that, when they change, cause the full request to be sent again."""
     return (
         one.state,
         one.phase,

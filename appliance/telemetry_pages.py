@@ -12,9 +12,9 @@ from appliance.snapshot import Snapshot
 from store.alerts import AlertRow
 
 MAX_POINTS = 2000
-"""Maximum number of times in an answer with figures."""
+"""Maximum number of points in time in a response with figures."""
 MAX_VALUES = 200_000
-"""Maximum number of values in an answer with figures."""
+"""Maximum number of values in a response with figures."""
 MAX_STORED_ROWS = 200
 """Maximum number of stored samples in a page."""
 
@@ -30,21 +30,21 @@ class SnapshotQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, om
 
 
 class PastSnapshot(msgspec.Struct, kw_only=True):
-    """The service at a time of the past. Times are in unix seconds."""
+    """The state of the service at a past time. Times are in unix seconds."""
 
     at: float
-    """Time of the sample, or begin of the interval."""
+    """Time of the sample, or start of the interval."""
     resolution_s: int
     """1: the figures of one second. Otherwise, numbers are means over an interval of this length that begins
     at `at`, and texts are those of its end."""
     previous: float | None
-    """Time of the sample before; null if there is none."""
+    """Time of the previous sample; null if there is none."""
     next: float | None
-    """Time of the sample after; null if there is none."""
+    """Time of the next sample; null if there is none."""
     first: float
-    """Time of the oldest sample of all."""
+    """Time of the oldest recorded sample."""
     last: float
-    """Time of the newest sample of all."""
+    """Time of the newest recorded sample."""
     details: bool
     """Whether the unfinished requests and the alerts are those that were recorded at that second. Otherwise,
     they are derived from the request log and the alert log, and figures such as tokens so far are null."""
@@ -73,9 +73,9 @@ class TelemetryColumns(msgspec.Struct, kw_only=True):
     resolution_s: int
     """1: values of seconds. Otherwise, means over intervals of this length."""
     at: list[float]
-    """Times in unix seconds: of the samples, or the begins of the intervals."""
+    """Times of the samples, or starts of the intervals, in unix seconds."""
     figures: dict[str, list[float | None]]
-    """One value per time, by the figure's name. A value that is not known is null."""
+    """One value per time, keyed by the figure's name. Unknown values are null."""
 
 
 class StoredQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -110,11 +110,11 @@ class StoredPage(msgspec.Struct, kw_only=True):
 
     rows: list[StoredRow]
     layouts: dict[int, bytes]
-    """The layouts of the rows by their ids."""
+    """The layouts of the rows, keyed by id."""
     details: list[StoredDetailsRow]
-    """The details of the rows' seconds. Empty for other resolutions than 1."""
+    """The details of the rows' seconds. Empty for resolutions other than 1."""
     next: float | None
-    """Value of `since` for the next page. Null on the last page."""
+    """Pass this as `since` to get the next page. Null on the last page."""
 
 
 class AlertLogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
