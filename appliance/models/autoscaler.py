@@ -1,7 +1,7 @@
 """Decides how many replicas a model should have, between a minimum and a maximum.
 
-The decision is a function of the load over time: no clock is read, and nothing is started here. Replicas are
-added as soon as the expected load needs them, and removed one at a time after the load has been low for a
+The decision is a pure function of the load over time: this module reads no clock and starts nothing. Replicas
+are added as soon as the expected load needs them, and removed one at a time after the load has been low for a
 while."""
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from appliance.models.demand import Demand, DemandForecast
 TARGET_USE = 0.7
 """Replicas are added until the expected demand uses at most this share of each."""
 LOW_USE = 0.5
-"""A replica is removed only if the demand would use less than this share of each of the others. The distance
-to `TARGET_USE` prevents a replica from being removed and added again by small changes of the load."""
+"""A replica is removed only if the demand would use less than this share of each of the others. The gap to
+`TARGET_USE` prevents small changes of the load from removing a replica and adding it again."""
 _LATE_SHARE = 0.5
 """A replica is added when requests wait, or get their first token, later than this share of the target."""
 _LATE_USE = 0.3
-"""A late first token counts only if the demand uses at least this share of each replica. Below it, prompts
-are long rather than replicas few, and another replica would not help."""
+"""A late first token counts only if the demand uses at least this share of each replica. Below that, the
+cause is long prompts rather than too few replicas, and another replica would not help."""
 _AHEAD_S = 30.0
 """The load is predicted for the time at which a replica that is started now will be ready, and this much
 longer."""
 REFUSED_S = 60.0
-"""Time for which no replica is added after the memory was not sufficient for another one."""
+"""Time for which no replica is added after there was not enough memory for one."""
 
 
 class ScalingRules(NamedTuple):
@@ -37,28 +37,28 @@ class ScalingRules(NamedTuple):
     ttft_target_s: float
     """Time to the first token that requests should not exceed."""
     cooldown_s: float
-    """Time after a change in which no replica is removed, and none is added because of late requests, so that
-    the change can take effect."""
+    """Time after a change during which no replica is removed, and none is added because of late requests, so
+    that the change can take effect."""
     idle_s: float
     """Time for which the load must have been low before a replica is removed."""
 
 
 class ModelLoad(NamedTuple):
-    """The present load of a model."""
+    """The current load of a model."""
 
     replicas: int
-    """Number of replicas that the model should have according to the latest change."""
+    """Target number of replicas, set by the latest change."""
     ready: int
     """Number of replicas that are ready."""
     demand: float
-    """The load in replicas, at full use."""
+    """The load, as a number of fully used replicas."""
     wait_s: float
-    """Time for which the oldest request has waited, or for which a new one is expected to wait, if that is
+    """How long the oldest request has been waiting, or how long a new one is expected to wait, whichever is
     longer."""
     ttft_s: float | None
     """99th percentile of the time to the first token of recent requests, or None if there were none."""
     load_s: float
-    """Time that a replica needs from its start until it is ready."""
+    """Time from a replica's start until it is ready."""
 
 
 class Decision(NamedTuple):
@@ -80,16 +80,17 @@ class Autoscaler:
         self._changed_at = -math.inf
         self._refused_at = -math.inf
         self._needs: deque[tuple[float, float]] = deque()
-        """Times and expected demands, of which each is higher than all later ones, for the time `idle_s`."""
+        """Times and expected demands of the last `idle_s` seconds. Each demand is higher than all later
+        ones."""
         self._since: float | None = None
         """Time of the first observation."""
 
     def refuse(self, now: float, why: str) -> None:
-        """Take note that another replica cannot be started."""
+        """Record that another replica cannot be started."""
         self.refusal, self._refused_at = why, now
 
     def changed(self, now: float) -> None:
-        """Take note that the number of replicas has been changed."""
+        """Record that the number of replicas has been changed."""
         self._changed_at, self.refusal = now, ""
 
     def decide(self, now: float, rules: ScalingRules, load: ModelLoad) -> Decision | None:
@@ -110,14 +111,15 @@ class Autoscaler:
         return self._late(now, rules, load) or self._fewer(now, rules, load)
 
     def _more(self, now: float, rules: ScalingRules, load: ModelLoad) -> Decision | None:
-        """Return the replicas that the expected demand needs, if they are more."""
+        """Return an increase to the number of replicas that the expected demand needs, or None if no more are
+        needed."""
         needed = min(math.ceil(self.expected.replicas / TARGET_USE), rules.max_replicas)
         if needed <= load.replicas or now - self._refused_at < REFUSED_S:
             return None
         return Decision(needed, self.expected.reason)
 
     def _late(self, now: float, rules: ScalingRules, load: ModelLoad) -> Decision | None:
-        """Return one more replica if requests are late and no replica is being started."""
+        """Return an increase by one replica if requests are late and no replica is being started."""
         full = load.replicas >= rules.max_replicas or load.ready < load.replicas
         if full or now - self._refused_at < REFUSED_S:
             return None

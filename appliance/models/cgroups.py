@@ -60,8 +60,8 @@ class ReplicaCgroups:
         """The service's own cgroup, once its controllers have been passed on."""
 
     def limit(self, replica: str, pids: Iterable[int], limits: ReplicaLimits) -> str:
-        """Apply limits to the processes of a replica. Return the reason if that is not possible; the
-        processes then run without limits."""
+        """Apply limits to a replica's processes. If that is not possible, return the reason; the processes
+        then run without limits."""
         if limits == ReplicaLimits():
             return ""
         try:
@@ -73,7 +73,7 @@ class ReplicaCgroups:
             (group / "cpu.max").write_text(f"{quota} {_PERIOD_US}")
             memory = "max" if limits.memory_bytes is None else str(limits.memory_bytes)
             (group / "memory.max").write_text(memory)
-            # If memory runs out, the kernel kills all ranks at once instead of leaving some that wait.
+            # If memory runs out, the kernel kills all ranks at once instead of leaving some of them waiting.
             (group / "memory.oom.group").write_text("1")
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):

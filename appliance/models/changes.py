@@ -1,4 +1,4 @@
-"""Describes changes of models' settings for operators."""
+"""Describes changes to models' settings for operators."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _EXPECTED = "a folder with config.json, tokenizer.json and *.safetensors"
 
 
 class FolderFault(Exception):
-    """Raised for a defect of a model folder. `remedy` explains how to correct it."""
+    """Raised if something is wrong with a model folder. `remedy` explains how to fix it."""
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(what)
@@ -36,7 +36,7 @@ class FolderFault(Exception):
 
 def check_files(folder: Path, reader: FileReader, *, weights: bool) -> None:
     """Check the files of a model folder. Without `weights`, weight files may be missing. Raises FolderFault
-    for the first defect."""
+    for the first problem."""
     _check_kind(folder, reader)
     for path in _needed(folder, weights):
         if unreadable := why_unreadable(path, reader):
@@ -53,7 +53,7 @@ def check_files(folder: Path, reader: FileReader, *, weights: bool) -> None:
 
 
 def _check_kind(folder: Path, reader: FileReader) -> None:
-    """Check that `folder` is the folder of a checkpoint, and not another form in which models are stored."""
+    """Check that `folder` contains a checkpoint, and not a model in another storage format."""
     if unreadable := why_unreadable(folder, reader):
         raise FolderFault(unreadable.what, unreadable.remedy)
     if not os.path.isdir(folder):
@@ -126,7 +126,7 @@ def _needed(folder: Path, weights: bool) -> list[Path]:
 
 
 def _check_content(path: Path, folder: Path) -> None:
-    """Check that a file exists if its name does, and that it contains data and not a reference to data."""
+    """Check that a file, if present, is not a broken link, a special file or a Git LFS pointer."""
     if os.path.islink(path) and not os.path.exists(path):
         raise FolderFault(
             f"{path} is a symbolic link to {path.readlink()}, which does not exist",

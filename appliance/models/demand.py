@@ -1,5 +1,5 @@
-"""Predicts how many replicas a model's load will need, from the load of the last minutes and of the day
-before.
+"""Predicts how many replicas a model's load will need, from the load of the last minutes and of the previous
+day.
 
 Demand is measured in replicas: 1.5 means that the load would fully use one and a half replicas.
 """
@@ -10,28 +10,27 @@ from collections import deque
 from typing import NamedTuple
 
 _RECENT_S, _TREND_S = 10.0, 300.0
-"""Time over which the present demand is averaged, and time over which its trend is computed."""
+"""Period over which the current demand is averaged, and period over which its trend is computed."""
 _MIN_TREND_S = 30.0
-"""Time for which demand must be known before a trend is used."""
+"""Minimum period of known demand before a trend is used."""
 _MAX_GROWTH = 2.0
-"""A trend predicts at most this multiple of the present demand."""
+"""A trend predicts at most this multiple of the current demand."""
 _DAY_S, _MINUTE_S = 86_400.0, 60.0
 _AROUND_S = 300.0
-"""The prediction from the day before uses the highest demand from the same time until this much later than
-the time for which the demand is predicted."""
+"""The prediction from the previous day uses the highest demand between the current time of day and this much
+after the predicted time of day."""
 
 
 class Demand(NamedTuple):
-    """A demand in replicas."""
+    """A demand, in replicas."""
 
     replicas: float
     reason: str
-    """Where the number comes from, for operators."""
+    """Explanation of the number, for operators."""
 
 
 class DemandForecast:
-    """The demand of a model until now, and its prediction. All times are in seconds of one monotonic
-    clock."""
+    """A model's demand so far, and its prediction. All times are in seconds of one monotonic clock."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, float]] = deque()
@@ -40,7 +39,7 @@ class DemandForecast:
         """Highest mean demand in each minute of the last day, by the number of the minute."""
 
     def add(self, now: float, demand: float) -> None:
-        """Add the present demand. Call this at regular intervals of about a second."""
+        """Add the current demand. Call this at regular intervals of about a second."""
         self._recent.append((now, demand))
         while self._recent[0][0] < now - _TREND_S:
             self._recent.popleft()
@@ -51,7 +50,7 @@ class DemandForecast:
         self._minutes[minute] = max(self._minutes.get(minute, 0.0), self.present(now))
 
     def present(self, now: float) -> float:
-        """Return the mean demand of the last seconds; 0 if it is not known."""
+        """Return the mean demand of the last seconds, or 0 if it is unknown."""
         total, count = 0.0, 0
         for at, demand in reversed(self._recent):
             if at < now - _RECENT_S:
@@ -60,8 +59,8 @@ class DemandForecast:
         return total / count if count else 0.0
 
     def expected(self, now: float, ahead_s: float) -> Demand:
-        """Return the demand that is expected within `ahead_s`: the highest of the present demand, the demand
-        to which the trend of the last minutes leads, and the demand at this time of the day before."""
+        """Return the highest demand expected within `ahead_s`: the maximum of the current demand, the demand
+        predicted by the trend of the last minutes, and the demand at this time on the previous day."""
         present = self.present(now)
         best = Demand(present, f"the load needs {present:.1f} replicas")
         slope = self._slope()

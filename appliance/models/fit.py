@@ -26,7 +26,7 @@ class UnfitError(Exception):
 
 
 class MachineMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory of this machine, with the memory that all processes use at the moment."""
+    """The memory of this machine, and how much of it all processes currently use."""
 
     gpus: list[DetectedGpu]
     available_bytes: int
@@ -172,7 +172,7 @@ def fit(model: ModelSettings, memory: MachineMemory, chosen: Sequence[int] = ())
 
 
 class MemoryShortage(NamedTuple):
-    """Memory that is missing for a model beside the running replicas."""
+    """The memory that a model lacks to run beside the running replicas."""
 
     bytes: int = 0
     """Missing memory, over all ranks; 0 if the model fits."""
@@ -189,15 +189,15 @@ def shortage_beside(
     limit_bytes: int | None = None,
 ) -> MemoryShortage:
     """Return the memory that is missing for `count` replicas with these settings beside the running replicas.
-    On GPUs, only one replica is checked, because further replicas get other GPUs.
+    On GPUs, only one replica is checked, because additional replicas get other GPUs.
 
     - `chosen`: the numbers of the GPUs that the replica would use; if empty, the first GPUs are used.
     - `others`: the settings of each running replica. With `limit_bytes`, all replicas that run on the CPU may
       together have at most this much memory.
 
     On a GPU, the replica must have as much memory as it would have if no other replica used the GPU.
-    Otherwise its cache would stay smaller for its whole lifetime. This function calls NVML and reads from the
-    kernel, so it must not run on the event loop.
+    Otherwise its KV cache would be smaller for its entire lifetime. This function calls NVML and reads from
+    the kernel, so it must not run on the event loop.
     """
     memory = read_memory()
     chosen = chosen or range(min(len(memory.gpus), model.tensor_parallel_size))
@@ -233,7 +233,7 @@ def shortage_beside(
 
 def host_bytes(model: ModelSettings, memory: MachineMemory) -> int:
     """Return the predicted host memory of one replica of a model. 0 if the model runs on a GPU or cannot run.
-    Without `kv_blocks`, the largest KV cache that this machine allows counts."""
+    Without `kv_blocks`, the result includes the largest KV cache that this machine allows."""
     try:
         found = fit(model, memory.idle())
     except UnfitError:

@@ -1,7 +1,7 @@
 """Finds NVIDIA GPUs through NVML. NVML creates no CUDA context, so it uses no GPU memory.
 
-A GPU that is split into MIG instances is replaced by its instances, each of which can run a rank as a GPU of
-its own. GPUs and instances are numbered together, in the order of the machine's GPUs."""
+A GPU that is split into MIG instances is replaced by its instances, each of which can run a rank like a
+separate GPU. GPUs and instances are numbered together, in the order of the machine's GPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DetectedGpu(NamedTuple):
 
 
 class GpuReport(NamedTuple):
-    """The machine's GPUs. If NVML does not respond although a driver seems to be installed, `error` gives the
+    """The machine's GPUs. If a driver seems to be installed but NVML does not respond, `error` gives the
     reason."""
 
     gpus: list[DetectedGpu]
@@ -56,7 +56,7 @@ def find_gpus() -> GpuReport:
 
 
 class NvmlDevice(NamedTuple):
-    """A GPU or a MIG instance, as NVML's functions take it."""
+    """A GPU or a MIG instance, as accepted by NVML's functions."""
 
     handle: Any
     gpu: Any
@@ -77,7 +77,7 @@ def devices() -> Iterator[NvmlDevice]:
             yield NvmlDevice(gpu, gpu, False)
             continue
         for instance in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
-            with contextlib.suppress(pynvml.NVMLError):  # this place is not used by an instance
+            with contextlib.suppress(pynvml.NVMLError):  # no instance has this index
                 handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, instance)
                 yield NvmlDevice(handle, gpu, True)
 

@@ -19,7 +19,8 @@ class LoadProgress:
         self._stage_began = self._logged_at = now
 
     def report(self, progress: Progress, now: float) -> str:
-        """Take a progress report. Return a line for the log if a new stage has begun, or an empty string."""
+        """Process a progress report. Return a line for the log if a new stage has begun, or an empty
+        string."""
         former, self._latest = self._latest, progress
         if progress.stage == former.stage:
             return ""

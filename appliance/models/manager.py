@@ -96,8 +96,7 @@ class ModelManager:
         self._changes: dict[str, asyncio.Task[None]] = {}
         self._retirements: dict[Replica, asyncio.Task[None]] = {}
         self._grace_s: dict[str, float] = {}
-        """Time that the requests of a unit have to finish when it is unloaded, if it differs from the
-        settings."""
+        """Grace period for a unit's requests when it is unloaded, if it differs from the settings."""
         self._parked: set[str] = set()
         """Units without replicas whose requests wait until the unit is loaded again."""
         self._given_up: set[str] = set()
@@ -267,7 +266,7 @@ class ModelManager:
         return unit in self._parked
 
     def settings_of(self, unit: str) -> ModelSettings | None:
-        """Return the settings of a unit that is loaded, parked or being loaded; None for other units."""
+        """Return the settings of a unit that is loaded, parked or being loaded, or None for other units."""
         return self._wanted.get(unit)
 
     def loaded(self, unit: str) -> bool:
@@ -295,7 +294,7 @@ class ModelManager:
         await asyncio.wait([self._changes[unit]])
 
     def finished(self, unit: str) -> bool:
-        """Return whether no request for the unit is unfinished."""
+        """Return whether all requests for the unit have finished."""
         return self._requests.state.finished(unit)
 
     async def shortage(self, settings: ModelSettings, count: int | None = None) -> MemoryShortage:
@@ -329,7 +328,7 @@ class ModelManager:
         return {unit: one for unit, one in self._wanted.items() if unit in units}
 
     def begin_change(self, unit: str) -> None:
-        """Start and stop replicas until the unit has the number that it should have."""
+        """Start and stop replicas until the unit has its target number."""
         if unit in self._wanted:
             self._begin_change(unit)
 
@@ -384,7 +383,7 @@ class ModelManager:
             await self._retire(outdated[-1])
         elif len(current) > self._scaling.count(name, wanted):
             retirement = self._begin_retirement(current[-1])
-            if not by_load:  # if the load grows meanwhile, another replica can be started
+            if not by_load:  # if the load grows in the meantime, another replica can be started
                 await asyncio.shield(retirement)
         elif outdated:
             return await self._replace(outdated[0], current, wanted)
@@ -427,7 +426,7 @@ class ModelManager:
         await asyncio.shield(self._begin_retirement(replica))
 
     def _begin_retirement(self, replica: Replica) -> asyncio.Task[None]:
-        """Begin to retire a replica, unless this has begun already. Return the task."""
+        """Begin to retire a replica, unless this has already begun. Return the task."""
         if (task := self._retirements.get(replica)) is None:
             replica.retiring = True
             task = asyncio.get_running_loop().create_task(self._finish_and_end(replica))

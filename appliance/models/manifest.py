@@ -11,9 +11,10 @@ from pathlib import Path
 from store.models import ModelFile
 
 _READERS = 4
-"""Files that are hashed at the same time. Hashing releases the interpreter's lock."""
+"""Number of files that are hashed at the same time. Hashing releases the GIL."""
 _WHOLE_BYTES = 32 << 20
-"""Maximum size of a file whose contents are compared with the manifest before each load."""
+"""Maximum size of a file whose contents are compared with the manifest before each load. Of larger files,
+only the size is compared."""
 
 
 class ManifestError(Exception):
@@ -33,8 +34,8 @@ def read_manifest(folder: str) -> tuple[ModelFile, ...]:
 
 
 def check_manifest(folder: str, files: tuple[ModelFile, ...]) -> None:
-    """Check that the files in a folder are still those of the manifest. Only the size of large files is
-    compared. Raises ManifestError."""
+    """Check that the files in a folder still match the manifest. Of large files, only the size is compared.
+    Raises ManifestError."""
     known = {file.name: file for file in files}
     try:
         paths = {path.name: path for path in _files(Path(folder))}

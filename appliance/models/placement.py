@@ -15,7 +15,7 @@ class GpuPlacement:
 
     def __init__(self, topology: Topology, free_bytes: Callable[[], Sequence[int]] | None = None) -> None:
         """If `topology` is empty, GPUs are not chosen, and every replica uses the first visible GPUs.
-        `free_bytes` returns the free memory of each GPU; by default, NVML is asked."""
+        `free_bytes` returns the free memory of each GPU; by default, it is read from NVML."""
         self._topology = topology
         self._free_bytes = free_bytes or _free_bytes
         self._of: dict[str, list[int]] = {}

@@ -48,8 +48,8 @@ def check_model(
     """Check a model's folder and settings. The first problem is the only one in the result, because later
     checks depend on it.
 
-    - `memory`: the memory of this machine. A model that needs more than the whole machine has is a problem. A
-      model that needs more than is free at the moment is a warning.
+    - `memory`: the memory of this machine. A model that needs more memory than the machine has is a problem.
+      A model that needs more than is currently free is a warning.
     - `reader`: the user that runs the service.
     - `compile_text`: whether the tokenizer is loaded and the templates are compiled. This takes about a
       second for a large vocabulary, and must not run on the event loop's thread.
@@ -106,7 +106,7 @@ def _check_text(model: ModelSettings, reader: FileReader, compile_text: bool) ->
     if model.chat_template and (unreadable := why_unreadable(Path(model.chat_template), reader)):
         yield _problem(unreadable.what, unreadable.remedy)
         return
-    # The tokenizer's library is imported only where a model is checked.
+    # The tokenizer library is imported only when a model is checked.
     from appliance.text.template_files import read_template_sources
     from appliance.text.tokenizer_files import TokenizerFilesError, read_tokenizer_files
 
@@ -167,7 +167,7 @@ def _check_memory(model: ModelSettings, machine: MemoryFit, now: MemoryFit) -> I
 
 
 def shortage_of(model: ModelSettings, found: MemoryFit) -> ModelFinding | None:
-    """Return a problem if the model does not fit into memory, with the sum that shows it."""
+    """Return a problem, with the calculation, if the model does not fit into memory."""
     if found.needed_bytes > found.usable_bytes:
         return _problem(
             f"the model does not fit into memory: {describe(found)}",
@@ -197,7 +197,7 @@ def limited_length(model: ModelSettings, found: MemoryFit) -> ModelFinding | Non
 
 
 def describe(found: MemoryFit) -> str:
-    """Return the model's kind and the sum of its memory, in one line."""
+    """Return the model's type and its memory calculation, in one line."""
     used = f", of which other processes use {of_bytes(found.used_bytes)}" if found.used_bytes else ""
     return (
         f"{found.model_type}, {found.parameters / 1e6:,.1f} M parameters in "

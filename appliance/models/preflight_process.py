@@ -30,15 +30,15 @@ Check = Callable[[Mapping[str, ModelSettings]], Findings]
 
 
 def check_files_here(models: Mapping[str, ModelSettings]) -> Findings:
-    """Check the models in this process, without loading tokenizers or compiling templates. This takes some
-    tens of milliseconds per model."""
+    """Check the models in this process, without loading tokenizers or compiling templates. This takes tens of
+    milliseconds per model."""
     memory, reader = read_memory(), this_process()
     return {name: check_model(model, memory, reader, compile_text=False) for name, model in models.items()}
 
 
 def check_apart(models: Mapping[str, ModelSettings]) -> Findings:
-    """Run all checks of the models in a separate process, and wait for the result. A process that does not
-    end in time or ends without a result is reported as a problem of every model."""
+    """Run all checks of the models in a separate process, and wait for the result. If the process does not
+    end in time, or ends without a result, this is reported as a problem of every model."""
     if not models:
         return {}
     try:

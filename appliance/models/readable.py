@@ -23,11 +23,11 @@ class FileReader(NamedTuple):
     uid: int
     groups: frozenset[int]
     is_this_process: bool
-    """Whether the kernel can be asked, because the user is the user of this process."""
+    """Whether the user is the user of this process, so that the kernel can check its permissions."""
 
 
 class Unreadable(NamedTuple):
-    """A file or directory that the user cannot read, and how to change that."""
+    """A file or directory that the user cannot read, and how to fix that."""
 
     what: str
     remedy: str
@@ -84,7 +84,7 @@ def why_unreadable(path: Path, reader: FileReader) -> Unreadable | None:
 
 
 def hidden_by_unit(path: Path) -> bool:
-    """Return whether this process runs as a unit of systemd that may hide the path (ProtectHome=)."""
+    """Return whether this process runs as a systemd unit that may hide the path (ProtectHome=)."""
     return "INVOCATION_ID" in os.environ and any(path.is_relative_to(top) for top in _HIDDEN_BY_UNIT)
 
 

@@ -45,9 +45,9 @@ def fallback_faults(loaded: Loaded, registry: Registry) -> list[Fault]:
 
 
 def unknown_targets(registry: Registry, declared: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield each record of the registry that names a model which neither the registry nor the settings have,
-    such as a model that was removed from the settings. `declared` are the models of the settings. Each pair
-    contains the record, and the problem with its remedy."""
+    """Yield each registry record that names a model which exists neither in the registry nor in the settings,
+    such as a model that was removed from the settings, together with the problem and its remedy. `declared`
+    contains the models of the settings."""
 
     def is_known(target: str) -> bool:
         model, version = split_target(target)

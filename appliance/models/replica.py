@@ -65,7 +65,7 @@ class Replica:
     """Supervises one replica. All methods must be called on the event loop's thread.
 
     A ready replica can sleep. Its processes and its account then continue to exist, but it must not get
-    requests. If its processes exit meanwhile, they are started again when the replica is woken.
+    requests. If its processes exit during that time, they are started again when the replica is woken.
 
     A replica's state is first "starting", then "loading", then "ready". When its processes exit, it is
     "restarting" and then "starting" again. A replica that was stopped permanently is "stopped". The state is
@@ -141,7 +141,7 @@ class Replica:
         """Whether the replica is ready but has not reported for `SILENT_AFTER_S`."""
         self._last_sign = 0.0
         self._expected_s = 0.0
-        """Predicted time of a long step that the replica has announced."""
+        """Predicted duration of a long step that the replica has announced."""
         self._stopping = False
 
     @property
@@ -165,7 +165,8 @@ class Replica:
 
     @property
     def ready_after_s(self) -> float | None:
-        """Time in seconds from the latest start until the replica was ready; None if it was not ready yet."""
+        """Time in seconds from the latest start until the replica was ready, or None if it is not ready
+        yet."""
         return None if self._ready_at is None else self._ready_at - self._started_at
 
     @property
@@ -265,8 +266,8 @@ class Replica:
         self._events.replica_changed(self)
 
     def retry(self) -> bool:
-        """Start the replica now if it waits for its next start, and close its circuit breaker. A replica that
-        runs on the CPU instead of a GPU is restarted on a GPU. Return whether there was something to do."""
+        """Start the replica now if it is waiting for its next start, and close its circuit breaker. A replica
+        that runs on the CPU instead of a GPU is restarted on a GPU. Return whether anything was done."""
         if self.fallback and self.state == "ready" and not self.retiring:
             self.fallback = ""
             self.kill("it is restarted to run on a GPU")
@@ -428,7 +429,7 @@ class Replica:
 
     @property
     def remedy(self) -> str:
-        """What an operator can do about a failure that lasts; empty if nothing is needed."""
+        """What an operator can do about a persistent failure, or an empty string if no action is needed."""
         if self.breaker != "open":
             return ""
         return (

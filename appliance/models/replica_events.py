@@ -32,8 +32,8 @@ class ReplicaEvents(Protocol):
         """Handle a ready replica that has exited. `replica.account` is no longer valid."""
 
     def replica_changed(self, replica: Replica) -> None:
-        """Handle a replica that has exited and will be started again. If `replica.failure` is set, the
-        operator must correct something before a start can succeed."""
+        """Handle a replica that has exited and will be started again. If `replica.failure` is set, an
+        operator must fix its cause before a start can succeed."""
 
     def replica_problem(self, replica: Replica, what: str) -> None:
         """Report a problem to the operator."""

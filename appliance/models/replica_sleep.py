@@ -1,4 +1,4 @@
-"""The sleep of one replica: whether it sleeps, and the operation in progress."""
+"""The sleep state of one replica: whether it is asleep, and the operation in progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class ReplicaSleep:
         self.asleep = False
         """Whether the replica has released its memory. It is true until the memory is restored."""
         self.sleeps = self.wakes = 0
-        """Number of times that the replica went to sleep, and that it woke."""
+        """Number of times that the replica has gone to sleep, followed by the number of times that it has
+        woken."""
         self.wake_s = 0.0
         """Total time that the engine needed to wake, in seconds."""
         self._latest = MemoryChanged(False)
@@ -81,8 +82,8 @@ class ReplicaSleep:
         self._answer(message)
 
     def ended(self, reason: str) -> bool:
-        """Handle the exit of the replica's processes. Return whether the replica stays asleep: then it is
-        started when it is woken, so that it does not use memory that another model may have now."""
+        """Handle the exit of the replica's processes. Return whether the replica stays asleep. If so, its
+        processes are started only when it is woken, because another model may now be using the memory."""
         waking = self._pending is not None
         self._latest = MemoryChanged(False)
         self.asleep = self.asleep and not waking

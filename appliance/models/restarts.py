@@ -2,7 +2,7 @@
 
 After most exits, the replica is restarted after a short delay that grows. There are two exceptions: a load
 that failed for a reason which only an operator can correct, such as a damaged file, is tried again after
-longer delays; and a circuit breaker stops the restarts of a replica that exits again and again."""
+longer delays; and a circuit breaker stops the restarts of a replica that exits repeatedly."""
 
 from __future__ import annotations
 
@@ -68,19 +68,19 @@ class Restarts:
         self._open = False
 
     def reset(self) -> None:
-        """Forget all exits, because an operator has asked for a start or the model's files have changed."""
+        """Forget all exits, because an operator has requested a start or the model's files have changed."""
         self._deaths.clear()
         self._open, self._expected_failures = False, 0
         self._backoff.reset()
         self._retry.reset()
 
     def ready(self) -> None:
-        """Take note that the replica is ready."""
+        """Record that the replica is ready."""
         self._expected_failures = 0
         self._retry.reset()
 
     def exited(self, exit: Exit) -> Restart:
-        """Return when the replica is started again."""
+        """Record an exit, and return when the replica is started again."""
         served_s = exit.served_s or 0.0
         self._served_s += served_s
         if exit.kind not in ("", "internal") and exit.served_s is None:
@@ -109,13 +109,13 @@ class Restarts:
         return Restart(self._backoff.delay_s(0.0))
 
     def deaths(self, serving_s: float) -> int:
-        """Return the number of exits that count at the moment. `serving_s` is the time in seconds since the
+        """Return the number of exits that currently count. `serving_s` is the time in seconds since the
         replica became ready, or 0 if it is not ready."""
         now = self._served_s + serving_s
         return sum(now - death < self._rules().window_s for death in self._deaths)
 
     def breaker(self, waits: bool, serving_s: float) -> BreakerState:
-        """Return the state of the circuit breaker. `waits` tells whether the replica waits for its next
+        """Return the state of the circuit breaker. `waits` is true if the replica is waiting for its next
         start."""
         if not self._open or serving_s >= self._rules().window_s:
             return "closed"
@@ -123,7 +123,7 @@ class Restarts:
 
 
 class StartTimer:
-    """Starts something after a delay, or as soon as the files of a folder change."""
+    """Calls a function after a delay, or as soon as the files of a folder change."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[None] | None = None
@@ -131,19 +131,19 @@ class StartTimer:
 
     @property
     def left_s(self) -> float:
-        """Time in seconds until the start."""
+        """Time in seconds until the call."""
         return max(0.0, self._due_at - asyncio.get_running_loop().time())
 
     def start(self, delay_s: float, begin: Callable[[], None], watch: Watch | None = None) -> None:
-        """Call `begin` after the delay, instead of what was to be started before. If the files of `watch`
-        change earlier, `watch.changed` and `begin` are called then."""
+        """Call `begin` after the delay. This replaces any earlier pending start. If the files of `watch`
+        change first, `watch.changed` and `begin` are called immediately."""
         self.stop()
         loop = asyncio.get_running_loop()
         self._due_at = loop.time() + delay_s
         self._task = loop.create_task(self._run(begin, watch))
 
     def stop(self) -> None:
-        """Start nothing."""
+        """Cancel the pending start."""
         if self._task is not None:
             self._task.cancel()
             self._task = None

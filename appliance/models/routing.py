@@ -140,7 +140,7 @@ class Routing:
 
     def _of_split(self, split: SplitRecord) -> Route | None:
         """Return the route of a split name. Arms that are not loaded or have failed get no requests; the
-        other arms get their share."""
+        other arms get theirs."""
         arms = [
             Arm(unit, weight, target)
             for target, weight in split.weights.items()

@@ -1,7 +1,7 @@
 """Adds and removes replicas of models whose number of replicas follows the load.
 
-`appliance.models.autoscaler` decides. This module measures the load, checks that the memory is sufficient,
-and keeps the changes for operators."""
+`appliance.models.autoscaler` decides. This module measures the load, checks that there is enough memory, and
+keeps a list of the changes for operators."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 _EVERY_S = 1.0
 _KEPT_CHANGES = 20
 _UNKNOWN_LOAD_S = 30.0
-"""Assumed time to load a replica until one has been loaded."""
+"""Assumed time to load a replica, used until one has been loaded."""
 
 
 class ScaledModels(Protocol):
@@ -36,10 +36,11 @@ class ScaledModels(Protocol):
         """Return the replicas of a unit."""
 
     def begin_change(self, unit: str) -> None:
-        """Start and stop replicas until the unit has the number that it should have."""
+        """Start and stop replicas until the unit has its target number."""
 
     async def why_not_beside(self, settings: ModelSettings, count: int = 1) -> str:
-        """Return the reason why `count` further replicas do not fit into memory; empty if they do."""
+        """Return the reason why `count` more replicas do not fit into memory, or an empty string if they
+        do."""
 
 
 class _Scaled:
@@ -47,7 +48,7 @@ class _Scaled:
 
     def __init__(self, replicas: int) -> None:
         self.replicas = replicas
-        """Number of replicas that the unit should have."""
+        """Target number of replicas."""
         self.scaler = Autoscaler()
         self.load_s = _UNKNOWN_LOAD_S
         self.changes: deque[ScalingChange] = deque(maxlen=_KEPT_CHANGES)
@@ -77,7 +78,8 @@ class ModelScaling:
         self._background = Background()
 
     def check(self) -> None:
-        """Change the number of replicas where it is due. Must be called at least once per second."""
+        """Change the number of replicas of each unit that needs it. Must be called at least once per
+        second."""
         now = self._clock()
         if now - self._checked_at < _EVERY_S:
             return
@@ -100,13 +102,13 @@ class ModelScaling:
         self._units.pop(unit, None)
 
     def count(self, unit: str, settings: ModelSettings) -> int:
-        """Return the number of replicas that a unit should have."""
+        """Return the target number of replicas of a unit."""
         least, most = settings.replica_range()
         scaled = self._units.get(unit)
         return min(max(scaled.replicas if scaled is not None else settings.replicas, least), most)
 
     def status(self, unit: str, settings: ModelSettings) -> ScalingStatus | None:
-        """Return the scaling of a unit for operators; None if its number of replicas is fixed."""
+        """Return a unit's scaling status for operators, or None if its number of replicas is fixed."""
         if settings.max_replicas is None:
             return None
         least, most = settings.replica_range()
@@ -161,8 +163,8 @@ class ModelScaling:
     async def _that_fit(
         self, unit: str, settings: ModelSettings, former: int, wanted: int
     ) -> tuple[int, str]:
-        """Return the number of replicas, at most `wanted`, for which the memory is sufficient, and the reason
-        why it is not more."""
+        """Return the number of replicas, at most `wanted`, for which there is enough memory, and the reason
+        if it is less than `wanted`."""
         why_not = ""
         # Replicas that are starting have not taken all of their memory yet.
         ready = sum(replica.answers for replica in self._models.of(unit))

@@ -1,4 +1,4 @@
-"""Totals of the steps that a replica has executed."""
+"""Totals over the steps that a replica has executed."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def choose_gpus(
     usable = [gpu for gpu in numbers if count == 1 or gpu not in topology.instances]
     groups: list[tuple[int, ...]] = list(combinations(usable, count)) if count > 0 else []
     if len(free) == len(numbers):
-        # The GPU with the least free memory determines the size of every rank.
+        # The GPU with the least free memory determines the KV cache size of every rank.
         most = max((min(free[gpu] for gpu in group) for group in groups), default=0)
         groups = [group for group in groups if min(free[gpu] for gpu in group) >= _SIMILAR_FREE * most]
 

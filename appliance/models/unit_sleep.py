@@ -43,8 +43,8 @@ class UnitSleep:
 
     async def wake(self, unit: str) -> str:
         """Restore the memory of the unit's replicas. A replica whose processes have ended is loaded again:
-        `ModelManager.loaded` reports when all replicas are ready. Return the reason if not all replicas can
-        wake; they all stay asleep then."""
+        `ModelManager.loaded` reports when all replicas are ready. If not all replicas can wake, all of them
+        stay asleep, and the reason is returned."""
         replicas = self._replicas_of(unit)
         problems = await asyncio.gather(*(replica.wake() for replica in replicas))
         asleep = [why for why, replica in zip(problems, replicas, strict=True) if replica.sleeping.asleep]
@@ -53,7 +53,7 @@ class UnitSleep:
             return asleep[0]
         for replica in replicas:
             if replica.account is not None and replica.answers:
-                self._requests.retire_replica(replica.account)  # it must not be added twice
+                self._requests.retire_replica(replica.account)  # must not be added twice
                 self._requests.add_replica(replica.account)
         self._publish()
         return ""
