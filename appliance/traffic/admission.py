@@ -55,7 +55,7 @@ class Refusal(NamedTuple):
     kind: ExceededLimit = ""
 
     def to_message(self, request: Request, limits: RateLimits | None) -> Refused:
-        """Return the message for the front. It includes what is left of the caller's limits."""
+        """Return the message for the front. It includes the remaining amounts of the caller's limits."""
         return Refused(
             request.request_id,
             request.admit.attempt,
@@ -133,8 +133,8 @@ def timed_out(
 
 
 def reserve(request: Request, quotas: Quotas) -> Refusal | None:
-    """Reserve the most that the request can use of its quotas. Returns a refusal if too little of a quota is
-    left."""
+    """Reserve from the request's quotas the most that it can use. Returns a refusal if too little of a quota
+    is left."""
     first = request.first
     held = quotas.reserve(
         request.tenant,

@@ -81,7 +81,7 @@ class Bucket:
         return min(self.rate.capacity, self.level + self.held)
 
     def refill(self, now: float) -> None:
-        """Add the refill up to `now`. The level does not change if the clock went back."""
+        """Add the refill up to `now`. The level does not change if the clock has gone back."""
         elapsed_s = now - self.updated_at
         self.updated_at = now
         if elapsed_s > 0.0:

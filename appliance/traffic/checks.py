@@ -20,7 +20,7 @@ class Checks:
         self._heap: list[tuple[float, int, Request]] = []
         self._serial = 0
         self._waited = 0
-        """Number of waiting requests when void entries were last removed."""
+        """Number of waiting requests at the last removal of void entries."""
 
     def push(self, request: Request, timeout_s: float, now: float) -> None:
         """Schedule the check of a waiting request. The check is due at the request's timeout, or earlier if

@@ -52,7 +52,7 @@ class CreditAccount:
         self._waiting_seqs = [0] * LEVELS
         """Number of sequences waiting for a slot at the last report."""
         self._available: dict[float, _Availability] = {}
-        """Cache of what each level can take. The key is the fraction of slots that is reserved. Cleared when
+        """Cached availability for each level, keyed by the fraction of slots that is reserved. Cleared when
         the account changes."""
         self.kv_tokens = 0
         """Capacity of the KV cache in tokens."""

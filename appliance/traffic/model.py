@@ -185,7 +185,7 @@ class ModelTraffic:
     # ── choosing the next request ──
 
     def open_levels(self) -> int:
-        """Return the levels that at least one replica accepts at the moment. Bit `l` is set for level `l`."""
+        """Return the levels that at least one replica currently accepts. Bit `l` is set for level `l`."""
         share, levels = self._reserved_share(), 0
         for account in self.accounts:
             levels |= account.open_levels(share)
@@ -435,12 +435,12 @@ class ModelTraffic:
         return (busy + waiting) * len(self.accounts) / slots
 
     def replica_wait_s(self, now: float) -> float:
-        """Return the time in seconds for which the oldest request has waited for a replica; 0 if requests
-        wait only because of their tenants' or keys' limits."""
+        """Return how long the oldest request has waited for a replica, in seconds; 0 if requests are waiting
+        only because of their tenants' or keys' limits."""
         return 0.0 if not self.queued or self._has_credit() else self.oldest_wait_s(now)
 
     def _has_credit(self) -> bool:
-        """Return whether a replica could start an ordinary interactive request now."""
+        """Return whether a replica has credit to start an ordinary interactive request now."""
         return bool(self.open_levels() >> level_of(INTERACTIVE, 0) & 1)
 
     # ── predictions ──
@@ -480,7 +480,7 @@ class ModelTraffic:
         tokens."""
         waiting = sum(fair.backlog.tickets for fair in self.queue.classes)
         more_slots = waiting / max(1, self.forecast.replicas)
-        # Near full load, slots that are free at the moment will soon be occupied.
+        # Near full load, slots that are currently free will soon be occupied.
         filling = max(0.0, min(1.0, (self._offered.ratio - _LIGHT_LOAD) / (_FULL_LOAD - _LIGHT_LOAD)))
         more_slots = max(more_slots, filling * self.forecast.slots_each - self.forecast.slots_busy)
         return self.forecast.running_s(request.admit.prompt_tokens, output_tokens, more_slots)

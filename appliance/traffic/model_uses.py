@@ -1,4 +1,4 @@
-"""Computes for how long a model that is loaded on demand stays loaded, from the use of each tenant.
+"""Computes how long a model that was loaded on demand stays loaded, based on each tenant's use.
 
 `keep_alive` in a request concerns only the use of its own tenant. Otherwise, a tenant could unload a model
 that other tenants use.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass
 class _Use:
-    """The use of a model by one tenant."""
+    """One tenant's use of a model."""
 
     used_at: float
     """When the latest request was accepted or ended."""
@@ -21,7 +21,7 @@ class _Use:
 
 
 class ModelUses:
-    """The use of one model by all tenants. All times are in seconds of one clock that never jumps."""
+    """All tenants' use of one model. All times are in seconds of one clock that never jumps."""
 
     def __init__(self) -> None:
         self._uses: dict[str, _Use] = {}
@@ -37,7 +37,7 @@ class ModelUses:
 
     def leaves_at(self, idle_s: float, loaded_at: float, not_before: float) -> float:
         """Return the time until which the model stays loaded if no further request arrives: the latest of the
-        tenants' times. Infinite if it stays.
+        tenants' times. Infinite if it stays loaded.
 
         - `idle_s` is the time to live of a use without `keep_alive`; infinite if there is no limit.
         - `loaded_at` is when the model's load began. Uses that ended earlier do not count.

@@ -1,4 +1,4 @@
-"""Learns the lengths of answers from finished answers, for one tenant or for all tenants."""
+"""Estimates the lengths of answers from those of finished answers, for one tenant or for all tenants."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ from store.policies import BACKGROUND, CLASSES, INTERACTIVE
 Item = TypeVar("Item")
 
 _PROMISES_LOOKED_AT = 8
-"""Number of promised requests to consider. One is not enough, because requests of tenants at their limits are
-skipped."""
+"""Number of promised requests to consider. One is not enough, because requests from tenants at their limits
+are skipped."""
 
 
 class Next(NamedTuple, Generic[Item]):

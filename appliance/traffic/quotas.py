@@ -190,7 +190,7 @@ class Quotas:
         samples: int = 1,
         may_lower: bool = False,
     ) -> Reservation | Shortage:
-        """Reserve the most that a request can use. If too little is left, reserve nothing.
+        """Reserve the most that a request can use, or nothing if too little is left.
 
         `max_tokens` is the limit over all samples. `may_lower` is true if the client set no limit: then
         `max_tokens` is lowered to the tokens that are left, by the same amount for each sample.

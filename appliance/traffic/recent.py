@@ -1,6 +1,6 @@
 """Remembers the requests of the last minutes, so that they can be replayed with other limits
-(`appliance.traffic.what_if`). The request log has no room for what a replay needs, such as the limit on the
-output that the client asked for."""
+(`appliance.traffic.what_if`). The request log does not contain all that a replay needs, such as the output
+limit that the client requested."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from store.quotas import QuotaLevels
 KEPT_S = 900.0
 """Requests that ended longer ago than this are forgotten."""
 NOTED_EVERY_S = 60.0
-"""Interval at which the levels of quotas are remembered. A replay begins at such a time."""
+"""Interval at which the levels of quotas are recorded. A replay can begin only at such a time."""
 MAX_RECENT = 20_000
 """Maximum number of remembered requests. Each takes about 300 bytes."""
 
 
 class PastRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A request as its client sent it, and what became of it."""
+    """A request as its client sent it, and its outcome."""
 
     arrived_at: float
     """Unix time of its arrival."""
@@ -70,8 +70,8 @@ class RecentRequests:
 
     def start(self, since: float) -> tuple[float, list[QuotaLevels]]:
         """Return the first time after unix time `since` from which the requests can be replayed, and the
-        levels at that time. If there is none, return the latest such time before. Raises LookupError right
-        after the start of the service."""
+        levels at that time. If there is none, return the latest earlier one. Raises LookupError right after
+        the start of the service."""
         if len(self._ended) == MAX_RECENT:
             since = max(since, self._ended[0][0])
         if not self._levels:
@@ -85,7 +85,7 @@ class RecentRequests:
 
 
 def past(request: Request) -> PastRequest:
-    """Return what a replay needs of a request."""
+    """Return the data that a replay needs about a request."""
     first, end = request.first, request.settled
     return PastRequest(
         arrived_at=first.arrived_at,

@@ -20,7 +20,7 @@ class Remaining(NamedTuple):
     running: int = 0
     queued: int = 0
     tokens: int = 0
-    """Expected output tokens that are still to be generated."""
+    """Expected number of output tokens still to be generated."""
     seconds: float | None = 0.0
     """Predicted time until the requests have ended; None until rates have been measured."""
 

@@ -115,7 +115,7 @@ class Request:
         self.batch_size_at_start: int | None = None
 
     def use_fallback(self, admit: Admit, version: str) -> None:
-        """Begin again with the fallback of the model that could not take the request."""
+        """Restart the request with the fallback of the model that could not take it."""
         self.falls_back = False
         self.first = self.admit = admit
         self.unit, self.version = admit.unit or admit.model, version
@@ -213,8 +213,8 @@ class Request:
 
 
 def own_settle(request: Request, status: int, finish_reason: str, error: str, now: float) -> Settle:
-    """Return the settlement that the core makes in place of the front, at unix time `now`. Nothing is billed,
-    because the number of delivered tokens is unknown."""
+    """Return the settlement that the core makes on behalf of the front, at unix time `now`. Nothing is
+    billed, because the number of delivered tokens is unknown."""
     return Settle(
         request_id=request.request_id,
         submitted=False,

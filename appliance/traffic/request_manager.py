@@ -304,8 +304,8 @@ class RequestManager:
         self._begin(request, model)
 
     def _admit_shadow(self, front: str, admit: Admit) -> None:
-        """Dispatch a copied request at once, or refuse it. It never waits, and while any request waits, none
-        is dispatched."""
+        """Dispatch a copied request at once, or refuse it. It never waits, and it is not dispatched while any
+        other request is waiting."""
         state, now = self.state, self.state.clock()
         admit = msgspec.structs.replace(admit, identity=SHADOW_IDENTITY)
         model = state.models.get(admit.unit)
@@ -333,7 +333,7 @@ class RequestManager:
         self.shadows.add(done)
 
     def _begin(self, request: Request, model: ModelTraffic | None) -> None:
-        """Let a request wait for the model, or refuse it."""
+        """Queue a request for the model, or refuse it."""
         state = self.state
         if model is None:
             self._lifecycle.refuse(request, unknown_model(request.first.model, state.models))

@@ -17,7 +17,7 @@ class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
     """The rules for waiting requests. `docs/traffic.md` explains them."""
 
     limit: _Count = 2048
-    """Maximum number of waiting requests. Further requests are refused with 503 and `Retry-After`."""
+    """Maximum number of waiting requests. Additional requests are refused with 503 and `Retry-After`."""
     tokens: _Count = 8 << 20
     """Maximum total number of prompt tokens of all waiting requests."""
     timeout_s: _Seconds = 120.0

@@ -10,7 +10,7 @@ from appliance.messages import ShadowDone, ShadowMeasure
 
 @dataclass
 class MeasureSum:
-    """The sums of the answers of one side."""
+    """Sums over the original or the copied answers."""
 
     ttft_s: float = 0.0
     e2e_s: float = 0.0
@@ -37,9 +37,9 @@ class ShadowSums:
     greedy: int = 0
     """Number of compared requests whose tokens could be compared."""
     greedy_tokens: int = 0
-    """Tokens of these requests: for each, the longer of both answers."""
+    """Tokens of these requests, counting the longer of each request's two answers."""
     equal_tokens: int = 0
-    """Equal tokens of these requests before the first difference."""
+    """Tokens of these requests' answers that are equal, up to the first difference."""
 
 
 class ShadowResults:
@@ -56,7 +56,7 @@ class ShadowResults:
         self._sums = {key: sums for key, sums in self._sums.items() if key[0] != name}
 
     def of(self, name: str, unit: str) -> ShadowSums:
-        """Return the results of a shadow. After a start of the service, they begin at 0."""
+        """Return the results of a shadow, counted from the start of the service."""
         return self._sums.get((name, unit)) or ShadowSums(name, unit)
 
     def add(self, done: ShadowDone) -> None:

@@ -1,9 +1,9 @@
 """A replica in simulated time, for replays (`appliance.traffic.what_if`).
 
 Running sequences progress together: each gets one token per step, and the duration of a step depends on their
-number, as it was measured on the real replica. While prompts are computed, steps also contain a chunk of a
-prompt and take longer. Prompts are computed one after another. The state changes only when a prompt is
-complete or a sequence ends, so a replay of minutes takes only moments.
+number, as measured on the real replica. While prompts are computed, steps also contain a chunk of a prompt
+and take longer. Prompts are computed one after another. The state changes only when a prompt is complete or a
+sequence ends, so a replay of minutes takes only moments.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ReplicaSpeed(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
     """Duration of a decode step with one sequence."""
     sequence_s: float
-    """Time that each further sequence adds to a decode step."""
+    """Time that each additional sequence adds to a decode step."""
     prompt_token_s: float
 
     @property
@@ -101,7 +101,7 @@ class SimulatedReplica:
         """Tokens of the prompts in the queue, including those that are computed already."""
         self._sequences = 0
         self._tokens = 0.0
-        """Tokens that a sequence would have generated if it had run from the beginning."""
+        """Number of tokens that a sequence would have generated if it had run from the beginning."""
         self._serial = 0
         self._returned_seqs, self._returned_tokens = [0] * LEVELS, [0] * LEVELS
         self._generated = self._computed = self._started = self._cached = 0
@@ -117,7 +117,7 @@ class SimulatedReplica:
         self._prompts.append(submission)
 
     def next_change(self) -> float:
-        """Return the time of the next change, or infinity while nothing runs."""
+        """Return the time of the next change, or infinity if nothing is running."""
         step_s = self._step_s()
         changes = []
         if self._prompts:
@@ -127,7 +127,7 @@ class SimulatedReplica:
         return self._now + min(changes, default=math.inf)
 
     def advance(self, now: float) -> None:
-        """Compute until `now`, which is at most the time of the next change."""
+        """Advance the simulation to `now`, which is at most the time of the next change."""
         elapsed, self._now = max(0.0, now - self._now), max(now, self._now)
         if not (self._prompts or self._running) or not elapsed:
             return
@@ -140,7 +140,7 @@ class SimulatedReplica:
             self._prompts[0].left -= steps * self._chunk()
 
     def change(self) -> tuple[list[SimulatedSubmission], list[SimulatedSubmission]]:
-        """Return the submissions whose prompts are complete at this time, and those that end."""
+        """Return the submissions whose prompts are complete at this time, and the submissions that end."""
         started, ended = [], []
         if self._prompts and self._prompts[0].left < 1e-3:
             submission = self._prompts.popleft()

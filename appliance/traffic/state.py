@@ -37,7 +37,7 @@ class TrafficState:
         dispatched for such a front may not reach its replica."""
         self.running = 0
         self.waiting_tokens = 0
-        """Prompt tokens of all requests that wait or are held."""
+        """Prompt tokens of all waiting or held requests."""
         self.admitted = 0
         self.refused = 0
         self.ended = 0
@@ -47,7 +47,7 @@ class TrafficState:
 
     @property
     def waiting(self) -> int:
-        """The number of requests that wait or are held."""
+        """The number of waiting or held requests."""
         return sum(model.queued for model in self.models.values()) + len(self.pauses)
 
     def unfinished(self, model: str | None = None) -> Iterator[Request]:

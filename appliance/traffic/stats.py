@@ -17,7 +17,7 @@ class ModelStats(NamedTuple):
 
     name: str
     waiting: list[int]
-    """Requests that wait for their first dispatch."""
+    """Requests waiting for their first dispatch."""
     oldest_wait_s: list[float]
     resuming: int
     """Number of requests that lost their replica and are waiting to continue."""

@@ -32,7 +32,7 @@ class Use:
 
     @property
     def idle(self) -> bool:
-        """Whether no request waits or runs."""
+        """Whether no request is waiting or running."""
         return not (self.queued or self.running)
 
     def queue(self, tokens: int, sign: int) -> None:
@@ -87,7 +87,8 @@ class TenantTraffic:
         """Use of the keys that have waiting or running requests."""
         self.outputs = OutputLengths()
         self.service = 0.0
-        """Number of weighted tokens served since the service started. It is corrected when a request ends."""
+        """Number of weighted tokens served since the service started. The number is corrected when a request
+        ends."""
         self.held_at: set[tuple[str, str]] = set()
         """Pairs of model and key id for which the limit of running requests is reached. An empty key id means
         the tenant's limit."""

@@ -1,9 +1,9 @@
 """Replays the requests of the last minutes with other limits, before an operator changes them.
 
-The replay runs the product's own request manager in simulated time, once with the present limits and once
-with the new ones, on replicas with the measured speed (`appliance.traffic.simulated_replica`). The difference
-of the two runs is applied to what really happened. Clients are assumed to send the same requests at the same
-times; a request that was refused is assumed to get an answer as long as another one of its tenant.
+The replay runs the real request manager in simulated time, once with the current limits and once with the new
+ones, on replicas with the measured speed (`appliance.traffic.simulated_replica`). The difference between the
+two runs is applied to the recorded outcome. Clients are assumed to send the same requests at the same times;
+a request that was refused is assumed to get an answer as long as another answer to its tenant.
 
 The replay runs in a separate process (`python -m appliance.traffic.what_if`), because it takes seconds.
 """
@@ -48,7 +48,7 @@ _NOT_ADMISSION = range(400, 500)
 
 
 class ReplayInput(msgspec.Struct, kw_only=True):
-    """All that a replay needs."""
+    """The input of a replay."""
 
     since: float
     until: float
@@ -81,7 +81,7 @@ class _Replayed(msgspec.Struct):
 
 
 class _NoLog:
-    """A request log that keeps nothing."""
+    """A request log that stores nothing."""
 
     def open(self, row: RequestRow) -> bool:
         return True
@@ -102,7 +102,7 @@ class _Replay:
         self._replicas = {speed.replica: SimulatedReplica(speed) for speed in given.replicas}
         self._reported = dict.fromkeys(self._replicas, given.since)
         self._changes = dict.fromkeys(self._replicas, 0)
-        """Number of the newest scheduled change of each replica. Older ones are ignored."""
+        """Number of each replica's most recently scheduled change. Older changes are ignored."""
         self._manager = RequestManager(
             send=self._hear,
             rows=_NoLog(),
@@ -244,7 +244,7 @@ class _Replay:
 
 
 def replay(given: ReplayInput) -> QuotaForecast:
-    """Replay the requests with the present and with the new limits, and compare."""
+    """Replay the requests with the current and the new limits, and compare the results."""
     units = {speed.unit for speed in given.replicas}
     chosen = [
         one
@@ -256,7 +256,7 @@ def replay(given: ReplayInput) -> QuotaForecast:
     tenants = {**{one.name: one for one in given.tenants}, **{one.name: one for one in given.changed_tenants}}
     keys = {**{one.id: one for one in given.keys}, **{one.id: one for one in given.changed_keys}}
     _Replay(given).run(Policies(tenants.values(), keys.values()), changed)
-    # Requests that ran already when the replay begins only contribute load.
+    # Requests that were already running when the replay begins only contribute load.
     counted = [one for one in chosen if one.arrived_at >= given.since]
     forecasts = []
     for name in sorted({one.tenant for one in counted}):
@@ -308,8 +308,8 @@ def _of_tenant(replayed: Iterable[_Replayed], tenant: str, since: float) -> list
 
 
 def _prepared(chosen: Sequence[PastRequest]) -> list[_Replayed]:
-    """Return the requests with the lengths of their answers. Requests that never ran get the lengths of other
-    answers of their tenant, in turn."""
+    """Return the requests with the lengths of their answers. Requests that never ran are given the lengths of
+    other answers to their tenant, in turn."""
     lengths: dict[str, deque[float]] = {}
     for one in chosen:
         if one.output_tokens:
@@ -328,8 +328,8 @@ def _prepared(chosen: Sequence[PastRequest]) -> list[_Replayed]:
 
 
 def _levels(given: ReplayInput, policies: Policies) -> list[QuotaLevels]:
-    """Return the levels at the start of the replay under some limits. Of a limit that differs from the
-    present one, the same part is left."""
+    """Return the levels at the start of the replay under these limits. If a limit differs from the current
+    one, the same fraction of it is left."""
     found = []
     present = Policies(given.tenants, given.keys)
     for levels in given.levels:
@@ -375,7 +375,7 @@ def _simulated(requests: Sequence[_Replayed]) -> Outcome:
 
 
 def _predicted(recorded: Outcome, simulated: Outcome, changed: Outcome) -> Outcome:
-    """Apply the difference between two replays to what really happened."""
+    """Apply the difference between two replays to the recorded outcome."""
     requests = recorded.admitted + recorded.over_quota + recorded.refused
     over = min(requests, max(0, recorded.over_quota + changed.over_quota - simulated.over_quota))
     refused = min(requests - over, max(0, recorded.refused + changed.refused - simulated.refused))
