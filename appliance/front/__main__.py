@@ -40,7 +40,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(NICENESS)
-    # A front encodes text in two threads of its own (appliance.text.fair_queue). The tokenizer library must
+    # A front encodes text in two dedicated threads (appliance.text.fair_queue). The tokenizer library must
     # not start one thread per CPU core.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

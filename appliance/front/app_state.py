@@ -1,4 +1,4 @@
-"""The state that all parts of a front share."""
+"""The shared state of a front."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses the arm of a split that answers a caller."""
+"""Chooses which arm of a split answers a caller."""
 
 from __future__ import annotations
 

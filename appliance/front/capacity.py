@@ -30,7 +30,7 @@ def limits_within(limits: Limits, descriptors: int) -> Limits:
 
 def descriptors_for_connections(limits: Limits, connections: int) -> int:
     """Return the number of file descriptors that this process can use for connections, including the
-    `connections` that are already open."""
+    `connections` descriptors that are already in use."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limits.max_connections + limits.max_unauthenticated_connections
     if allowed == resource.RLIM_INFINITY or allowed >= 2 * (wanted + RESERVED_DESCRIPTORS):

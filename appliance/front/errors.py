@@ -69,7 +69,7 @@ def unauthorized(message: str, code: str) -> ApiError:
 
 
 def forbidden(message: str, code: str, param: str | None = None) -> ApiError:
-    """Return a 403 for a caller that is authenticated but not allowed."""
+    """Return a 403 for a caller that is authenticated but not permitted to do this."""
     return ApiError(403, message, param=param, code=code)
 
 

@@ -12,7 +12,8 @@ from appliance.text.stop import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 MAX_PROMPTS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
-"""Size of the largest known vocabulary. No token id may reach it, and no list of token ids may be longer."""
+"""Size of the largest known vocabulary. Token ids must be below it, and no list of token ids may be
+longer."""
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 """Maximum length of one bad word. Each word is tokenized twice, with and without a leading space."""
@@ -25,7 +26,7 @@ MAX_KEEP_ALIVE_S = 1e9
 _UNIT_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3}
 _DURATION_PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)(h|ms|m|s)?")
 _DURATION = re.compile(r"[+-]?([0-9]+(\.[0-9]+)?|([0-9]+(\.[0-9]+)?(h|ms|m|s))+)")
-"""A number of seconds, or numbers with units, as Ollama accepts them."""
+"""Matches a number of seconds, or numbers with units, in the format that Ollama accepts."""
 
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
@@ -57,7 +58,7 @@ class PositiveOrMinusOne(int):
 
 
 class KeepAliveField(float):
-    """A duration in seconds, or a text such as "10m". A negative duration has no limit."""
+    """A duration in seconds, or a text such as "10m". A negative duration means no limit."""
 
     json_schema: ClassVar[dict[str, Any]] = {
         "anyOf": [

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 MAX_RESUBMISSIONS = 3
 _RESUBMIT_DELAY_S = 0.02
-"""Delay before the first resubmission. It doubles before each further one, so that the core has time to
-detect that the replica is lost."""
+"""Delay before the first resubmission. It doubles before each later one, so that the core has time to detect
+that the replica is lost."""
 
 _MAX_BACKLOG_BYTES = 1 << 20
 """No resubmission is sent to a replica that has more than this many unread bytes in its channel."""
@@ -174,8 +174,8 @@ class Generation:
         self._fail(_refusal_error(message))
 
     async def _fall_back(self, refusal: ApiError) -> None:
-        """Prepare the request for the fallback of its model, and ask again. If the fallback cannot take it
-        either, the client gets the model's own refusal."""
+        """Prepare the request for the fallback of its model, and request admission again. If the fallback
+        cannot take it either, the client gets the original model's refusal."""
         prepare, self.task.fall_back = self.task.fall_back, None
         try:
             if prepare is None:
@@ -203,11 +203,11 @@ class Generation:
         self._fail(ApiError(503, message, code="aborted", retry_after_s=1.0))
 
     def preempted(self) -> None:
-        """Expect the replica to be stopped, so that another model can be loaded."""
+        """Note that the replica is about to be stopped so that another model can be loaded."""
         self._preempted.add(self._attempt)
 
     def progress(self) -> RequestProgress:
-        """Return how far the request has come, for operators."""
+        """Return the request's progress, for operators."""
         first = self._first_token_at
         return RequestProgress(
             self.context.request_id,
@@ -437,11 +437,11 @@ class Generation:
         )
 
     def another(self, context: RequestContext, task: GenerationTask) -> Generation:
-        """Return a generation of the same front for another request."""
+        """Return a new generation, with the same front state, for another request."""
         return Generation(self.state, context, task)
 
     def measure(self) -> ShadowMeasure | None:
-        """Return the answer's times and length. None if it is empty, or if a replica was lost."""
+        """Return the answer's timings and length, or None if the answer is empty or a replica was lost."""
         if self._first_token_at is None or self._attempt:
             return None
         tokens = sum(sample.delivered for sample in self.samples)

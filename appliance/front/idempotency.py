@@ -128,7 +128,7 @@ def _log_retry(state: AppState, context: RequestContext, run: KeyedRun, was_runn
 
 
 async def _hand_over(state: AppState, request: Request, key_scope: bytes, body: bytearray) -> None:
-    """Move the client's connection, including the request, to the front that has the run."""
+    """Move the client's connection, including the request, to the front that owns the key."""
     peer, connection = request.scope["state"]["peer"], request.scope["state"]["connection"]
     descriptor, further = await connection.leave()
     if connection.lost:

@@ -29,7 +29,7 @@ from store.structs import KeptText
 log = logging.getLogger(__name__)
 
 MAX_WAITING_CHARS = 32 << 20
-"""Maximum number of characters that may wait to be processed by the thread. Further texts are dropped and
+"""Maximum number of characters that may wait to be processed by the thread. Additional texts are dropped and
 counted."""
 MAX_REQUEST_CHARS = 4 << 20
 """Maximum number of characters kept for one request. Of the text beyond this limit, only the length is

@@ -53,7 +53,7 @@ def _read_model(served: ServedModel) -> tuple[Tokenizer, TemplateProcess]:
 
 
 def _files(served: ServedModel) -> tuple[str, str | None, str]:
-    """Return what identifies the files of a model's tokenizer and chat template."""
+    """Return the values that identify the files of a model's tokenizer and chat template."""
     return served.folder, served.chat_template, served.version
 
 
@@ -85,7 +85,7 @@ class Catalog:
         """Set, and replaced by a new event, when the names change."""
         self._preparing: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
-        """Number of requests that wait for each name without a model."""
+        """Number of requests that are waiting for each name without a model."""
         self.max_held, self.hold_timeout_s = 0, 0.0
         """Limits on the requests that wait for a name without a model."""
 
@@ -102,8 +102,8 @@ class Catalog:
 
     @property
     def template_problems(self) -> dict[str, tuple[int, str]]:
-        """For each model whose chat templates have exceeded a limit: how often this happened, and the limit
-        that was exceeded last."""
+        """For each model whose chat templates have exceeded a limit, how often this happened and the most
+        recently exceeded limit."""
         return {
             name: (model.template.bounds_exceeded, model.template.problem)
             for name, model in self._models.items()
@@ -207,7 +207,7 @@ class Catalog:
 
     @contextlib.contextmanager
     def _holding(self, name: str) -> Iterator[None]:
-        """Count a request that waits for the name."""
+        """Count a request that is waiting for the name."""
         self._held[name] += 1
         try:
             if self._held[name] == 1:
@@ -279,8 +279,8 @@ class Catalog:
         return route.fallback if may and route is not None and allows(identity, route.fallback) else ""
 
     def describe(self, name: str, identity: Identity, caller: str) -> Route:
-        """Return the description of a name for `GET /v1/models/NAME`. A model that is loaded on demand is not
-        loaded for it. Raises the errors of `get`."""
+        """Return the description of a name for `GET /v1/models/NAME`. This does not load a model that is
+        loaded on demand. Raises the same errors as `get`."""
         route = self.route_of(name)
         if allows(identity, name) and route is not None and route.on_demand and not route.problem:
             return route

@@ -19,7 +19,7 @@ MAX_SENT_BIASES = 65_536
 """Maximum product of the number of prompts and the number of `logit_bias` entries. Each prompt is sent to the
 replica with its own copy of the biases."""
 MAX_ECHOED = 131_072
-"""With `echo`, maximum of answers × prompt tokens × (1 + `logprobs`) in one response."""
+"""With `echo`, the maximum of answers × prompt tokens × (1 + `logprobs`) in one response."""
 
 
 async def completion_task(

@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 _REPORT_EVERY_S = 0.5
 _TRIM_EVERY_S = 10.0
 _MEND_EVERY_S = 5.0
-"""Interval between attempts to read a tokenizer whose files could not be read, because its folder may have
-become available."""
+"""Interval between attempts to read a tokenizer whose files could not be read. Its folder may have become
+available in the meantime."""
 _ERROR_EVENT_GRACE_S = 1.0
 """After the grace period, time for sending error events to the requests that are still unfinished."""
 
@@ -146,7 +146,7 @@ class FrontProcess:
         return socket.socket(fileno=self._channel.take_fd())
 
     async def _configure(self) -> None:
-        """Apply configurations one after another. If one fails, log the error and go on with the next."""
+        """Apply configurations one after another. If one fails, log the error and continue with the next."""
         while True:
             configure = self._latest = await self._configurations.get()
             try:

@@ -50,7 +50,7 @@ class RequestContext:
     """Work done so far for parsing and encoding, converted to a number of tokens. If this front refuses the
     request, the tenant is charged for these tokens."""
     admitted: bool = False
-    """Whether `Admit` was sent. If so, the request is closed with `Settle` or `Refused`, never with
+    """Whether `Admit` has been sent. If so, the request is closed with `Settle` or `Refused`, never with
     `Rejected`."""
     prepared: Callable[[], None] = lambda: None
     """Must be called when `Admit` has been sent, or when the request has ended without it

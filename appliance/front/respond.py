@@ -36,7 +36,7 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._task.asked and self._task.fall_back is None and self._task.copy is None:
-            # The request is prepared, so its body can be released.
+            # The request has been prepared, so its body can be released.
             self._context.body.release()
         generation = self.generation
         error = "the server failed to process the request; see the log of this front for the cause"

@@ -1,7 +1,7 @@
 """Shadow traffic: copies finished requests to another unit, discards the answers, and reports how they
-compare with the answers of the originals.
+compare with the original answers.
 
-A copy begins after the original has ended, so it never competes with it. It has the lowest class and is
+A copy begins after the original has ended, so that the two never compete. It has the lowest class and is
 dropped if it cannot start at once.
 """
 
@@ -31,7 +31,7 @@ memory."""
 
 
 class NoConnection:
-    """Takes the place of a client's connection. It is never lost."""
+    """Stands in for a client's connection, and never disconnects."""
 
     lost = False
     on_lost: Callable[[], None] | None = None
@@ -52,7 +52,7 @@ class ShadowTraffic:
 
     @staticmethod
     def selects(route: Route | None) -> str:
-        """Return the unit to which this request for the route is copied; empty if it is not selected."""
+        """Return the unit to which this request is copied, or an empty string if it is not selected."""
         shadow = None if route is None else route.shadow
         return shadow.unit if shadow is not None and random.random() < shadow.share else ""
 
@@ -130,8 +130,9 @@ class ShadowTraffic:
 
 
 def _equal_tokens(original: Generation, copy: Generation) -> int | None:
-    """Return the number of equal tokens before the first difference, over all samples. None if the request is
-    not greedy, or if the prompts have different tokens, because the tokenizer or the template differs."""
+    """Return the number of tokens that both answers have in common before the first difference, over all
+    samples. None if the request is not greedy, or if the prompts have different tokens because the tokenizer
+    or the template differs."""
     prompts = [[prompt.token_ids for prompt in one.task.prompts] for one in (original, copy)]
     greedy = original.task.sampling.temperature == 0 and copy.task.sampling.temperature == 0
     if not greedy or prompts[0] != prompts[1]:

@@ -92,7 +92,7 @@ class EventStream:
                 self.generation.too_slow()
 
     def ended(self) -> None:
-        """Finish the stream, because the generation has ended."""
+        """Finish the stream after the generation has ended."""
         if self.generation.left:
             self.done.set()
         elif self._is_open:

@@ -21,7 +21,7 @@ class ConnectionBalancer:
 
     @property
     def open(self) -> bool:
-        """Whether at least one front accepts connections at the moment."""
+        """Whether at least one front currently accepts connections."""
         return any(front.takes_connections for front in self._fronts)
 
     def assign(self, connection: ClientConnection, *descriptors: int) -> None:

@@ -1,4 +1,4 @@
-"""Records which front runs each request with an `Idempotency-Key`, or keeps the answer to it.
+"""Records which front is running each request with an `Idempotency-Key`, or keeps its answer.
 
 Fronts keep the answers in memory. When a front's process exits, its answers are lost, so its claims are
 removed.
@@ -9,8 +9,8 @@ from __future__ import annotations
 from appliance.messages import Claim, Claimed, Release
 
 MAX_DROPPED_RUNS = 10_000
-"""Maximum number of runs remembered after their answers were dropped. With them, the log can show that a
-retry ran again."""
+"""Maximum number of runs remembered after their answers were dropped, so that the log can show that a retry
+ran the request again."""
 
 
 class Claims:

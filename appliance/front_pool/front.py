@@ -47,17 +47,16 @@ from engine.memory_kills import count_memory_kills, memory_kill_note
 log = logging.getLogger(__name__)
 
 _MAX_UNREAD_BYTES = 64 << 10
-"""A front gets no further connections while its control channel has more unread bytes than this."""
+"""A front gets no more connections while its control channel has more unread bytes than this."""
 _MAX_UNTAKEN = 24
-"""A front gets no further connections while it has not yet taken this many connections that were sent to it.
+"""A front gets no more connections while it has not yet taken this many connections that were sent to it.
 
 The number is lower than the number of descriptors that a front keeps free (`RESERVED_DESCRIPTORS`). It is
 also at most an eighth of this process's descriptor limit: this process keeps a duplicate of each connection's
 descriptor, and the kernel counts descriptors in a channel against the same limit.
 """
 _QUIET_S = 3.0
-"""A front gets no further connections after it has sent nothing for this long. Fronts report twice a
-second."""
+"""A front gets no more connections once it has been silent for this long. Fronts report twice a second."""
 _SLOW_START_S = 30.0
 """A front that has been starting for longer than this is reported as a problem. A front takes about two
 seconds per model to read the tokenizer."""
@@ -100,7 +99,7 @@ class FrontEvents(Protocol):
 
     def name_wanted(self, name: str) -> None:
         """Handle requests that wait in a front for a name whose model is loaded or woken on demand. Called
-        for every report until the requests do not wait any more."""
+        for every report for as long as the requests wait."""
 
     def request_message(self, front: Front, message: AboutRequest) -> None:
         """Handle a message about a request."""
@@ -189,7 +188,7 @@ class Front:
 
     @property
     def takes_connections(self) -> bool:
-        """Whether the front may be given a connection at the moment."""
+        """Whether the front may currently be given a connection."""
         channel = self._channel
         if self.operator_state != "ready" or channel is None:
             return False

@@ -29,7 +29,7 @@ class IdentityRegistry:
         self._known: dict[str, tuple[KeyRecord, TenantRecord, Identity]] = {}
 
     def current(self) -> Identities:
-        """Return the whole table. The same object is returned until a policy or setting changes."""
+        """Return the full table. The same object is returned until a policy or setting changes."""
         policies = self._policies()
         if self._made_of is None or self._made_of[0] is not policies or self._made_of[1] is not self.unix:
             self._made_of = policies, self.unix

@@ -1,4 +1,4 @@
-"""The front pool: all front processes, what they are sent, and what they send.
+"""The front pool: all front processes, and the messages that they receive and send.
 
                  Controller, ModelManager, reload hooks
                      │ set_count, connect_replica, publish_configuration, publish_identities, send
@@ -192,7 +192,7 @@ class FrontPool:
     # ── messages to fronts ──
 
     def publish_identities(self) -> None:
-        """Send every front the changes to the identity table."""
+        """Send the changes to the identity table to every front."""
         table, sent = self._identities.current(), self._sent_identities
         if table is sent:
             return
@@ -202,7 +202,7 @@ class FrontPool:
                 front.send(news)
 
     def publish_configuration(self) -> None:
-        """Send every front the configuration, if it has changed."""
+        """Send the configuration to every front, if it has changed."""
         sent, now = self._sent_configuration, self._configuration()
         if sent is not None:
             if msgspec.structs.replace(sent, serial=0) == now:

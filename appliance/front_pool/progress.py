@@ -1,5 +1,5 @@
-"""Asks the fronts how far their requests have come. Only fronts count a request's tokens while it runs. They
-are asked once per second for the recorded telemetry, and more often while an operator looks."""
+"""Reads the progress of requests from the fronts, because only fronts count a request's tokens while it runs.
+They are queried once per second for the recorded telemetry, and more often while an operator is watching."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from appliance.front_pool.front import Front
 from appliance.messages import AskProgress, FrontProgress, RequestProgress
 
 _WAIT_S = 0.25
-"""Maximum time to wait for replies. The latest reply of a front that takes longer is used again."""
+"""Maximum time to wait for replies. If a front takes longer, its latest reply is used again."""
 
 
 class ProgressReader:
@@ -29,7 +29,7 @@ class ProgressReader:
         self._asking: asyncio.Task[None] | None = None
 
     async def read(self) -> Mapping[str, RequestProgress]:
-        """Ask all fronts, and return the progress of their requests. Concurrent calls share a question."""
+        """Query all fronts, and return the progress of their requests. Concurrent calls share a query."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
         await asyncio.shield(self._asking)
@@ -47,7 +47,7 @@ class ProgressReader:
                 await asyncio.wait_for(self._complete.wait(), _WAIT_S)
 
     def take(self, front: str, message: FrontProgress) -> None:
-        """Handle a reply. A late reply to an earlier question is used too."""
+        """Handle a reply. A late reply to an earlier query is used too."""
         self._latest[front] = message.requests
         if message.number == self._number:
             self._replied(front)

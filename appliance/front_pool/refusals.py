@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from appliance.messages import FrontReport
 
 MANY_DENIALS = 100
-"""Minimum number of requests without a valid key per minute that is reported as a problem. It is above the
-rate of clients that are merely misconfigured."""
+"""Minimum number of requests without a valid key per minute that is reported as a problem. It is higher than
+the rate of clients that are merely misconfigured."""
 _MINUTE_S = 60.0
 
 
