@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Alerting:
-    """All methods must be called on the event loop's thread."""
+    """The alerts of the running service. All methods must be called on the event loop's thread."""
 
     def __init__(self, settings: Settings, history: Writer) -> None:
         self._history = history
@@ -28,7 +28,7 @@ class Alerting:
         self.manager = AlertManager(rules, AlertLog(history), self._receivers)
 
     def start(self) -> None:
-        """Continue with the alerts of the previous run, and start the receivers."""
+        """Restore the alerts of the previous run, and start the receivers."""
         reader = AlertReader(self._history.path)
         try:
             self.manager.restore(reader.open(), reader.silences(time.time()))

@@ -1,13 +1,13 @@
-"""The controller, which manages the life cycle of the service's parts from startup to shutdown.
+"""The controller, which manages the life cycle of the service's components from startup to shutdown.
 
                                   Controller
         ┌──────────┬────────────┬─────┴──────┬──────────────┐
         ▼          ▼            ▼            ▼              ▼
     Listeners    Drains     FrontPool   ModelManager   RequestManager
 
-The controller starts, checks and stops these parts. It passes no messages between them: `FrontPool` and
+The controller starts, checks and stops these components. It passes no messages between them: `FrontPool` and
 `ModelManager` call the request manager, which answers fronts through `FrontPool.send`.
-`appliance.core.service` connects the parts.
+`appliance.core.service` connects the components.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _COUNT_WITHIN_S = 1.0
 
 @dataclass
 class Controller:
-    """Starts, checks and stops the parts that serve requests. All methods must be called on the event loop's
-    thread."""
+    """Starts, checks and stops the components that serve requests. All methods must be called on the event
+    loop's thread."""
 
     policies: Callable[[], Policies]
     """Returns the tenants and keys as configured by operators."""

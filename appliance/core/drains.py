@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 _ABORT_WITHIN_S = 3.0
-"""When the service stops: time for fronts to end the requests that are left after the grace period."""
+"""When the service stops, time for fronts to end the requests that remain after the grace period."""
 STOPPING = "the service is stopping"
 
 
@@ -43,7 +43,7 @@ class FrontConfiguration(Protocol):
 
 
 class DrainTools(NamedTuple):
-    """The functions and parts of the service that a drain uses."""
+    """The functions and components of the service that a drain uses."""
 
     requests: RequestManager
     fronts: FrontConfiguration
@@ -73,7 +73,7 @@ class Drain:
         - `notice_s` is the time that gateways get to notice the drain.
         - `hold` is true if new requests are held instead of refused.
         - `hurry` is an event that ends every wait when it is set.
-        - `abort_within_s` limits the time for ending the requests that are left after the grace period.
+        - `abort_within_s` limits the time for ending the requests that remain after the grace period.
         """
         self.model = model
         self.why = why
@@ -105,7 +105,7 @@ class Drain:
 
     @property
     def elapsed_s(self) -> float:
-        """Time that the drain has taken so far or, if it is complete, in total."""
+        """How long the drain has taken so far or, if it is complete, in total."""
         return (time.monotonic() if self._drained_at is None else self._drained_at) - self._began_at
 
     @property

@@ -33,7 +33,7 @@ rows uses at most a tenth of the writer's time."""
 
 
 class Housekeeper:
-    """Does the periodic work from `start` to `stop`."""
+    """Performs the periodic work from `start` to `stop`."""
 
     def __init__(
         self,

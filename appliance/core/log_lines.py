@@ -13,7 +13,8 @@ from engine.client import child_records
 from engine.logs import area_of, short_message
 
 MAX_LINES = 2000
-"""At the maximum length of a message (`engine.logs.MAX_MESSAGE_CHARS`), these lines take 4 MB."""
+"""Maximum number of lines kept. At the maximum length of a message (`engine.logs.MAX_MESSAGE_CHARS`), they
+take 4 MB."""
 _LEVELS: tuple[Level, ...] = get_args(Level)
 
 
@@ -39,7 +40,7 @@ class LogLines(logging.Handler):
         super().close()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record."""
+        """Store a record."""
         try:
             text = short_message(record)
         except Exception:
@@ -59,11 +60,11 @@ class LogLines(logging.Handler):
             )
 
     def page(self, query: LogQuery) -> LogPage:
-        """Return the newest lines that match, oldest first. If `query.after` is set, return the first lines
-        after it instead, by their numbers.
+        """Return the newest matching lines, oldest first. If `query.after` is set, return the first matching
+        lines after that number instead.
 
-        The lines of fronts and replicas arrive a moment after they are written, so the order of the numbers
-        is not exactly that of time."""
+        The lines of fronts and replicas arrive a moment after they are written, so the numbers are not
+        exactly in chronological order."""
         with self._order:
             lines, number = list(self._lines), self.number
         first = lines[0].number if lines else 0
@@ -86,7 +87,8 @@ class LogLines(logging.Handler):
 
 
 def is_of(process: str, wanted: str) -> bool:
-    """Return whether a process is the wanted one, one of its ranks, or a later process of the same front."""
+    """Return whether `process` is the wanted process, one of its ranks, or a later process of the same
+    front."""
     return process == wanted or process.startswith((f"{wanted}.", f"{wanted} "))
 
 

@@ -43,7 +43,7 @@ class Notifier:
             self._tick()
 
     def begin_stop(self) -> None:
-        """Report that the service is stopping; it first drains."""
+        """Report that the service is stopping. Stopping begins with a drain."""
         self._stopping = True
         self._manager.tell(STOPPING=1, EXTEND_TIMEOUT_USEC=EXTENSION_US)
 

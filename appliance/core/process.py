@@ -40,8 +40,7 @@ once per thirty arriving requests."""
 
 
 class StartError(Exception):
-    """Raised if no model can be served until an operator corrects something. The message gives the
-    problems."""
+    """Raised if no model can be served until an operator fixes a problem. The message lists the problems."""
 
 
 def run(flags: Flags) -> int:
@@ -123,8 +122,8 @@ async def _until_stopped(stop: asyncio.Event, readiness: Readiness) -> None:
 
 
 def _tell_end(manager: Manager, why: str) -> None:
-    """Report the reason why the service was not ready as its last status, because the service manager shows
-    the last status after the end."""
+    """Report the reason why the service was not ready as its last status, because the service manager still
+    shows that status after the process has ended."""
     if why:
         manager.tell(STATUS=f"stopped: {why}")
 

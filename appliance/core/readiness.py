@@ -22,7 +22,7 @@ from appliance.traffic.state import TrafficState
 
 @dataclass
 class Readiness:
-    """Derives readiness from the state of the other parts."""
+    """Derives readiness from the state of the other components."""
 
     settings: Callable[[], Settings]
     traffic: TrafficState

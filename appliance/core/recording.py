@@ -1,5 +1,5 @@
-"""Samples the service once per second, records the sample, and passes it to the alerts and to readers of the
-event stream at one snapshot per second."""
+"""Samples the service once per second, records each sample, and passes it to the alerts and to those readers
+of the event stream that get one snapshot per second."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Recorder:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self) -> None:
-        """Stop sampling, and write the intervals that are not complete."""
+        """Stop sampling, and write the incomplete intervals."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -96,7 +96,7 @@ class Recorder:
                 await self.sample()
                 failed = False
             except Exception:
-                # A defect here must not stop the service, and must not fill the log every second.
+                # A bug here must neither stop the service nor write to the log every second.
                 if not failed:
                     log.exception("the service could not be sampled; sampling will be retried every second")
                 failed = True
@@ -107,7 +107,7 @@ class Recorder:
 
 def sampled_tree(snapshot: Snapshot) -> dict[str, Any]:
     """Return the part of a snapshot that is recorded as figures, as JSON values. Requests and alerts are
-    recorded as details; single KV blocks are not recorded, because there are thousands."""
+    recorded as details. Individual KV blocks are not recorded, because there are thousands of them."""
     sampled = msgspec.structs.replace(
         snapshot,
         requests=[],

@@ -1,5 +1,5 @@
-"""The composition root: creates all parts of the service, passes each part its dependencies, and starts and
-stops the parts in order."""
+"""The composition root: creates all components of the service, passes each its dependencies, and starts and
+stops them in order."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 
 class Service:
-    """All parts of a running service. Must be used on the event loop's thread."""
+    """All components of a running service. Must be used on the event loop's thread."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Service:
         self.settings = LiveSettings(loaded.settings)
         settings, control, started_at = loaded.settings, state.control, time.time()
         problems, clock = Problems(), ClockGuard()
-        # The parts that serve requests: identities, quotas, the request log, stored contents, fronts and
+        # The components that serve requests: identities, quotas, the request log, stored contents, fronts and
         # models.
         identities = IdentityRegistry(lambda: control.policies, settings.unix)
         quotas = Quotas(time.monotonic)
@@ -156,7 +156,7 @@ class Service:
         self.readiness = parts.readiness
         self.notifier = Notifier(manager, parts.readiness, lambda: state.stalled_s)
         held.callback(self.notifier.close)
-        # The operators' side.
+        # The components for operators.
         self.authenticator = Authenticator(settings.admin, keys_of(control))
         self.admin = AdminServer(settings.admin_socket, settings.unix.admin_mode, self.listeners.admin)
         self.alerting = Alerting(settings, state.history)
@@ -220,7 +220,7 @@ class Service:
             TelemetryLog(state.history),
             [self.alerting.manager.observe],
         )
-        # Readers of one frame per second see exactly the snapshots that are recorded.
+        # Readers that get one frame per second see exactly the snapshots that are recorded.
         feeds = EventFeeds(
             lambda hz: self.recorder.reader() if hz == 1 else SnapshotReader(snapshots).read, self.streams
         )

@@ -1,11 +1,11 @@
-"""Connects the parts that serve requests.
+"""Connects the components that serve requests.
 
     FrontPool ──FrontRequests──► RequestManager ◄── ModelManager ──FrontChannels──► FrontPool
         ▲                              │                                               │
         └──────────── send ────────────┘       Readiness.configuration() ◄─────────────┘
 
-Two parts need a part that is created later, so they receive a function: the request manager sends its answers
-through the front pool, and the front pool gets the fronts' configuration from `Readiness`.
+Two components need one that is created later, so they receive a function: the request manager sends its
+answers through the front pool, and the front pool gets the fronts' configuration from `Readiness`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from store.registry import ModelRegistry
 
 
 class ServingParts:
-    """The parts that serve requests. None of them runs until `appliance.core.controller.Controller.start` is
-    called."""
+    """The components that serve requests. None of them runs until
+    `appliance.core.controller.Controller.start` is called."""
 
     def __init__(
         self,

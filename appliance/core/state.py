@@ -39,7 +39,7 @@ class State(NamedTuple):
 
     @property
     def stalled_s(self) -> float:
-        """Time in seconds for which the slowest writer has been waiting for its disk."""
+        """How long the slowest writer has been waiting for its disk, in seconds."""
         return max(self.control.stalled_s, self.history.stalled_s, self.contents.stalled_s)
 
 

@@ -155,7 +155,7 @@ def _requests(path: Path, running: bool) -> Iterator[Finding]:
 
 
 def _refused(subject: str, error: StoreError | UntrustedError) -> Finding:
-    """Return the finding for a file that cannot be used."""
+    """Return the finding about a file that cannot be used."""
     return _broken(subject, error.what, error.remedy)
 
 

@@ -29,8 +29,8 @@ _RECENT_S = 3600.0
 
 
 def examine(run_dir: Path, state_dir: Path, settings: Settings | SettingsError) -> Examination:
-    """Return all findings about the service of `run_dir`. `settings` contains the settings, or the faults
-    because of which they cannot be used."""
+    """Return all findings about the service in `run_dir`. `settings` contains the settings, or the faults
+    that make them unusable."""
     now = time.time()
     findings: list[Finding] = []
     report = find_gpus()

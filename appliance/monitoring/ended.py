@@ -1,5 +1,4 @@
-"""Counts the requests that have ended, and keeps the latencies of the newest ones, for the snapshots of the
-service."""
+"""Counts ended requests, and keeps the latencies of the most recent ones, for the service's snapshots."""
 
 from __future__ import annotations
 
@@ -16,10 +15,10 @@ from store.requests import RequestRow
 WINDOW_S = 60.0
 MAX_KEPT = 4096
 """Maximum number of requests whose latencies are kept. At more than 68 requests per second, the percentiles
-cover less than `WINDOW_S`; their `window_s` tells how much."""
+cover less than `WINDOW_S`; their `window_s` gives the actual period."""
 _SHARES = (0.5, 0.9, 0.99)
 _REUSED_S = 0.9
-"""Time for which computed percentiles are used again, because sorting is the most expensive part of a
+"""Time for which computed percentiles are reused, because sorting is the most expensive part of a
 snapshot."""
 
 
@@ -50,11 +49,12 @@ class _Ended(NamedTuple):
 
 
 class EndedRequests:
-    """Passes rows to the request log, and counts those of ended requests. Must be used on the event loop's
+    """Passes rows to the request log, and counts the rows of ended requests. Must be used on the event loop's
     thread."""
 
     def __init__(self, rows: RowSink, is_tenant: Callable[[str], bool]) -> None:
-        """`is_tenant` tells whether a tenant exists. Requests of other tenants are counted only in total."""
+        """`is_tenant` returns whether a tenant exists. Requests from unknown tenants are counted only in the
+        totals."""
         self.failed = self.cancelled = self.billed_tokens = 0
         self.tenants: dict[str, TenantCounts] = {}
         self._rows = rows
@@ -63,7 +63,7 @@ class EndedRequests:
         self._latency, self._computed_at = Latency(), float("-inf")
 
     def open(self, row: RequestRow) -> bool:
-        """Pass on the row of an admitted request."""
+        """Pass on an admitted request's row."""
         return self._rows.open(row)
 
     def end(self, row: RequestRow) -> bool:
@@ -74,7 +74,8 @@ class EndedRequests:
         self.billed_tokens += row.billed_tokens
         if tenant in self.tenants or self._is_tenant(tenant):
             self.tenants.setdefault(tenant, TenantCounts()).add(row)
-        # A joined or repeated answer comes from another request's run, so its times are not its own.
+        # A joined or repeated answer comes from another request's run, so its timings do not belong to this
+        # request.
         if row.retry not in ("joined", "repeated"):
             e2e_ms = row.e2e_ms if how == "ok" else None
             self._recent.append(_Ended(time.monotonic(), row.ttft_ms, row.itl_ms, row.queue_ms, e2e_ms))

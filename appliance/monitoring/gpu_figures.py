@@ -12,7 +12,7 @@ from appliance.snapshot import Gpu, GpuProcess
 Figure = TypeVar("Figure")
 
 _RETRY_S = 30.0
-"""Time until the GPUs are read again after the driver could not be used, because loading NVML takes long."""
+"""Delay before the GPUs are read again after the driver could not be used. Loading NVML is slow."""
 _THROTTLE_REASONS = (
     ("nvmlClocksThrottleReasonSwPowerCap", "power cap"),
     ("nvmlClocksThrottleReasonHwSlowdown", "hardware slowdown"),
@@ -100,7 +100,7 @@ class GpuReader:
         return [text for name, text in _THROTTLE_REASONS if mask & getattr(self._nvml, name, 0)]
 
     def _known(self, read: Callable[..., Figure], *arguments: Any) -> Figure | None:
-        """Return what NVML reports; None if this GPU or driver does not report it."""
+        """Return the value that NVML reports, or None if this GPU or driver does not report it."""
         try:
             return read(*arguments)
         except self._nvml.NVMLError:

@@ -14,7 +14,7 @@ Role = Literal["core", "front", "replica", "worker"]
 
 
 class ServiceProcess(NamedTuple):
-    """A process of the service, as the core knows it."""
+    """A process of the service, as known to the core."""
 
     name: str
     role: Role
@@ -24,8 +24,8 @@ class ServiceProcess(NamedTuple):
 
 
 class HostReader:
-    """Reads the host. Percentages cover the time since the previous call. Must not be used on an event loop,
-    because a disk that does not respond blocks the call."""
+    """Reads the host's load. Percentages cover the time since the previous call. Must not be used on an event
+    loop, because a disk that does not respond blocks the call."""
 
     def __init__(self, state_dir: str) -> None:
         import psutil

@@ -140,8 +140,8 @@ def leftovers(run_dir: Path, state_dir: Path, running: bool) -> Iterator[Finding
 
 
 def lock_holder(path: Path) -> int | None:
-    """Return the process that holds the flock on `path`; None if there is none. This takes no lock itself,
-    because a service that starts at the same moment would otherwise fail."""
+    """Return the process that holds the flock on `path`; None if there is none. This function does not take
+    the lock, because a service starting at the same moment would then fail."""
     try:
         wanted = path.stat()
         lines = Path("/proc/locks").read_text().splitlines()

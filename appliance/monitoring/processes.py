@@ -12,7 +12,7 @@ _CHILDREN = ("engine.replica", "appliance.front")
 
 
 def orphans(service_pid: int | None) -> Iterator[Finding]:
-    """Check for ranks and fronts whose parent has exited. Normally they exit with their parent, because the
+    """Check for ranks and fronts whose parent has exited. Normally, they exit with their parent because the
     kernel kills them or their channels are closed."""
     import psutil
 

@@ -22,10 +22,10 @@ _ENGINE_COUNTERS = ("prompt_tokens", "cached_tokens", "computed_tokens", "genera
 
 
 class CounterSample(NamedTuple):
-    """The counters at one instant."""
+    """The counters at one moment."""
 
     at: float
-    """On the monotonic clock."""
+    """Time of the sample, on the monotonic clock."""
     totals: ServiceTotals
     service: Mapping[str, float]
     """Weighted tokens computed for each tenant that has ended requests."""
@@ -64,7 +64,7 @@ class CounterSampler:
             self._timer.cancel()
 
     def sample(self) -> CounterSample:
-        """Return the counters now."""
+        """Return the current counters."""
         self._count_engines()
         traffic, ended = self._traffic, self._ended
         ended.forget_deleted()
@@ -137,5 +137,5 @@ class CounterSampler:
                 self._counted[name] += max(0, getattr(report, name) - base)
             latest[replica.name] = replica.incarnation, report
         kept = {name: known for name, known in self._last.items() if name not in latest}
-        # The names of removed replicas are not used again within a minute, but the list must not grow.
+        # Forget removed replicas, so that the list does not grow. Their names are not reused within a minute.
         self._last = latest if len(kept) > len(latest) + 64 else kept | latest

@@ -1,4 +1,4 @@
-"""Finds the likely cause of an alert among the changes before it.
+"""Finds the likely cause of an alert among the changes that preceded it.
 
 The changes are read from the samples, so a cause is found for recorded history as well.
 """
@@ -15,14 +15,14 @@ from appliance.monitoring.alerts.figures import Scope, related, subject
 from store.samples import TelemetryLayout, TelemetrySample
 
 WINDOW_S = 300.0
-"""Number of seconds before an alert in which changes are searched for its cause."""
+"""Changes within this many seconds before an alert are considered as its cause."""
 _KEEP_EVERY_S = 10.0
 _LOAD = (
     ("rates.requests_per_s", "requests per second"),
     ("rates.prompt_tokens_per_s", "prompt tokens per second"),
     ("queue.running", "running requests"),
 )
-"""Figures of the load, with the names that texts use for them."""
+"""Figures that measure load, with their names for alert texts."""
 _LOAD_FACTOR = 2.0
 """A load that has grown by this factor is a likely cause."""
 _TENANT_SHARE = 0.5
@@ -44,7 +44,7 @@ class _Change(NamedTuple):
 
 
 class CauseFinder:
-    """Collects changes, and finds the one that explains an alert."""
+    """Collects changes, and finds the one that most likely caused an alert."""
 
     def __init__(self) -> None:
         self._changes: deque[_Change] = deque()
@@ -64,7 +64,7 @@ class CauseFinder:
                 old.popleft()
 
     def find(self, condition: Condition) -> str:
-        """Return a one-line description of the likely cause of an alert that the latest sample raises."""
+        """Return a one-line description of the likely cause of an alert raised by the latest sample."""
         assert self._latest is not None
         at = self._latest.at
         known = [change for change in self._changes if related(change.scope, condition.scope)]

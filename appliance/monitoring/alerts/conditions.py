@@ -29,7 +29,7 @@ class Condition:
     clear_since: float | None = None
     """Time since which the condition no longer holds, or None. The alert may still be active."""
     seen_at: float = 0.0
-    """Time of the latest sample that has the figure."""
+    """Time of the latest sample that contains the figure."""
     value: float | None = None
     text: str = ""
     remedy: str = ""
@@ -116,7 +116,7 @@ class Condition:
 
 
 def threshold(rule: AlertRule) -> float | None:
-    """Return the rule's threshold; None for a rule on texts."""
+    """Return the rule's threshold, or None for a rule on texts."""
     return rule.above if rule.above is not None else rule.below
 
 

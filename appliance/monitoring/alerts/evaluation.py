@@ -1,5 +1,5 @@
-"""Evaluates rules on samples. The running service and back-tests of recorded history use the same code,
-because it reads no clock and has no effect other than the transitions that it returns."""
+"""Evaluates rules on samples. This code reads no clock and has no side effects, so both the running service
+and back-tests of recorded history use it."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Raised(msgspec.Struct, kw_only=True):
     scope: Scope = frozenset()
     ended_at: float | None = None
     suppressed_by: str = ""
-    """Id of the alert that explains this alert; empty if it is shown."""
+    """Id of the alert that is the cause of this alert. Empty if this alert is shown."""
     explains: list[str] = []
-    """Subjects of the alerts that this alert explains."""
+    """Subjects of the alerts whose cause is this alert."""
     announced: bool = False
     """Whether the alert is shown."""
     known: bool = False
@@ -53,8 +53,8 @@ class Raised(msgspec.Struct, kw_only=True):
 
 
 class Transition(msgspec.Struct, frozen=True):
-    """A change of an alert. An alert that another alert explains is not "raised". If it was raised before the
-    other alert, it becomes "suppressed"."""
+    """A change of an alert's state. An alert whose cause is another alert is not "raised". If it was raised
+    before the other alert, it becomes "suppressed"."""
 
     at: float
     event: Event
@@ -180,7 +180,7 @@ class Evaluator:
             yield Transition(at, "ended", alert)
 
     def _suppress(self, at: float) -> None:
-        """Find the alert that explains each alert."""
+        """Find the alert, if any, that is the cause of each alert."""
         for alert in self.alerts.values():
             alert.explains = []
         for alert in self._of.values():
@@ -211,7 +211,7 @@ class Evaluator:
                     alert.announced = False
                     yield Transition(at, "suppressed", alert)
             elif not alert.announced and self._conditions[alert.rule, alert.where].clear_since is None:
-                # This excludes alerts that are no longer explained but are about to end.
+                # This excludes alerts that are no longer suppressed but are about to end.
                 alert.announced = alert.known = True
                 yield Transition(at, "raised", alert)
 

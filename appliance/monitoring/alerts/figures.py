@@ -25,7 +25,7 @@ _KINDS = {
     "drains": "drain",
     "current_problems": "problem",
 }
-"""The lists whose entries can be subjects of alerts, with the kind of their entries."""
+"""The lists whose entries can be subjects of alerts, each with the kind of its entries."""
 _PLAIN = ("replica", "front", "process", "problem")
 """Kinds that are left out of the description of a subject, because the subject's name implies its kind."""
 _ENTRY = re.compile(r"([A-Za-z_0-9]+)\[([^\]]*)\]")
@@ -45,12 +45,12 @@ class Selected(NamedTuple):
     text: str
     """Value of a text."""
     remedy: str
-    """Text of the field `remedy` beside the figure."""
+    """Value of the field `remedy` in the same object as the figure."""
 
 
 def select(layout: TelemetryLayout, pattern: str, per: str, is_text: bool) -> Iterator[Selected]:
-    """Yield the figures of a layout that match the pattern. If the figure `per` is missing, nothing is
-    yielded for it."""
+    """Yield the figures of a layout that match the pattern. A figure whose divisor `per` is missing is
+    skipped."""
     matching = _pattern(pattern)
     values = layout.texts if is_text else layout.figures
     for name, value in values.items():

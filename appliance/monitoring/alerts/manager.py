@@ -1,5 +1,5 @@
-"""The alerts of the running service: evaluates each sample, remembers acknowledgements and silences, writes
-the alerts to `history.db` and passes them to the receivers."""
+"""The alert manager of the running service: evaluates each sample, stores acknowledgements and silences,
+writes alerts to `history.db` and passes them to the receivers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from store.structs import Silence
 log = logging.getLogger(__name__)
 
 _SHOWN_ENDED = 50
-"""Number of ended alerts that are listed."""
+"""Maximum number of ended alerts that are listed."""
 _SHOWN_ENDED_S = 3600.0
 MAX_SILENCES = 500
 
@@ -36,7 +36,7 @@ class Receivers(Protocol):
 
 
 class AlertManager:
-    """All methods must be called on the event loop's thread."""
+    """Manages alerts and silences. All methods must be called on the event loop's thread."""
 
     def __init__(
         self,
@@ -54,11 +54,11 @@ class AlertManager:
         self._silences: dict[str, Silence] = {}
         self._ended: deque[Alert] = deque(maxlen=_SHOWN_ENDED)
         self._explained: dict[str, int] = {}
-        """Number of alerts that each alert explains, as written to the database."""
+        """Number of alerts suppressed by each alert, as written to the database."""
 
     def restore(self, alerts: Sequence[AlertRow], silences: Sequence[Silence]) -> None:
-        """Restore the alerts and silences of the previous run. Alerts that other alerts explained are ended;
-        they are raised again if their conditions still hold."""
+        """Restore the alerts and silences of the previous run. Suppressed alerts are ended; they are raised
+        again if their conditions still hold."""
         lasting = []
         for row in alerts:
             if row.suppressed_by:
@@ -84,8 +84,8 @@ class AlertManager:
         self._explained = {one.id: len(one.explains) for one in self._evaluator.alerts.values()}
 
     def list(self) -> list[Alert]:
-        """Return the active alerts that no other alert explains, and those that ended within the last hour,
-        newest first."""
+        """Return the active alerts that are not suppressed, and those that ended within the last hour, newest
+        first."""
         lasting = [
             self._shown(alert)
             for alert in self._evaluator.alerts.values()
@@ -101,8 +101,8 @@ class AlertManager:
         return [silence for silence in self._silences.values() if silence.until > now]
 
     def acknowledge(self, alert_id: str, actor: str) -> Alert:
-        """Record that an operator takes care of an alert. Raises LookupError for an alert that does not last,
-        and ValueError if it is acknowledged already."""
+        """Record that an operator is handling an alert. Raises LookupError if the alert is not active, and
+        ValueError if it has already been acknowledged."""
         alert = self._evaluator.alerts.get(alert_id)
         if alert is None or alert.ended_at is not None or not alert.announced:
             raise LookupError(f"no alert with id {alert_id!r} lasts: see the ids in: appliance alerts list")
@@ -113,7 +113,7 @@ class AlertManager:
         return self._shown(alert)
 
     def silence(self, rule: str, subject: str, for_s: float, reason: str, actor: str) -> Silence:
-        """Do not announce alerts of matching rules and subjects for a time. Raises LookupError if no rule
+        """Stop announcing alerts of matching rules and subjects for some time. Raises LookupError if no rule
         matches, and ValueError if too many silences are active."""
         if not any(fnmatchcase(name, rule) for name in self._evaluator.rules):
             known = ", ".join(sorted(self._evaluator.rules))
@@ -199,7 +199,7 @@ class AlertManager:
         )
 
     def _silence_of(self, alert: Raised) -> Silence | None:
-        """Return the silence that covers the alert and lasts longest."""
+        """Return the longest-lasting silence that covers the alert."""
         matching = [
             silence
             for silence in self.silences()

@@ -1,5 +1,5 @@
-"""Passes alerts to commands and webhooks, on a thread with a bounded queue, so that a receiver that does not
-respond never delays the service."""
+"""Passes alerts to commands and webhooks, on a thread with a bounded queue, so that an unresponsive receiver
+never delays the service."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from appliance.snapshot import Alert
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 200
-"""Maximum number of deliveries that wait. Further deliveries are dropped and counted."""
+"""Maximum number of waiting deliveries. Additional deliveries are dropped and counted."""
 _FIRST_DELAY_S = 1.0
 
 
 class Notification(msgspec.Struct, kw_only=True):
-    """What a receiver gets, as JSON."""
+    """The data that a receiver gets, as JSON."""
 
     event: str
     """"raised" or "ended"."""
@@ -63,9 +63,9 @@ class AlertReceivers:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop delivering. Deliveries that wait are dropped."""
+        """Stop delivering. Waiting deliveries are dropped."""
         self._stopped.set()
-        # If the queue is full, the thread notices after its present delivery.
+        # If the queue is full, the thread notices this after its current delivery.
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
 

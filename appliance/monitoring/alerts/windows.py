@@ -7,12 +7,12 @@ from collections import deque
 
 _BUCKETS = 60
 _MIN_BUCKETS = 10
-"""Number of buckets without which there is no trend and no deviation."""
+"""Minimum number of buckets for a trend or a deviation."""
 _MIN_RELATIVE_DEVIATION = 0.05
-"""Least standard deviation, as a fraction of the mean, so that a figure that was constant does not deviate
-by its first small change."""
+"""Minimum standard deviation, as a fraction of the mean, so that the first small change of a constant figure
+does not count as a deviation."""
 _MIN_FIT = 0.5
-"""Least coefficient of determination of a trend. Below it, the figure varies without a direction."""
+"""Minimum coefficient of determination of a trend. Below it, the figure has no clear trend."""
 
 
 class _Bucket:
@@ -60,7 +60,7 @@ class Window:
         return max(one.high for one in self._buckets) - min(one.low for one in self._buckets)
 
     def rate(self) -> float | None:
-        """Return the increase per second. None within the first seconds, or if a counter was reset."""
+        """Return the increase per second, or None within the first seconds or after a counter was reset."""
         first, last = self._buckets[0], self._buckets[-1]
         span_s = self._at - first.begin
         if span_s < min(self._window_s / 2, 30.0) or last.last < first.low:
@@ -68,8 +68,8 @@ class Window:
         return (last.last - first.low) / span_s
 
     def deviation(self, value: float) -> float | None:
-        """Return the distance of `value` from the mean of the earlier values, in standard deviations. None
-        without enough earlier values."""
+        """Return the distance of `value` from the mean of the earlier values, in standard deviations, or None
+        if there are not enough earlier values."""
         earlier = [one.mean for one in self._buckets][: -max(1, _BUCKETS // 10)]
         if len(earlier) < _MIN_BUCKETS:
             return None
@@ -80,7 +80,7 @@ class Window:
 
     def time_to(self, target: float) -> float | None:
         """Return the number of seconds until the figure reaches `target` if its trend continues; infinity if
-        it does not approach the target. None without enough values.
+        it does not approach the target. None if there are not enough values.
 
         The trend is the least-squares line through the means of the buckets.
         """

@@ -1,4 +1,4 @@
-"""Answers scrapes with the counters and with the gauges' current values. The cost depends only on the number
+"""Answers scrapes with the counters and the current values of the gauges. The cost depends only on the number
 of series: a scrape reads no requests and sends nothing to fronts or replicas. The values of a busy replica
 come from its latest report, which is at most 100 ms or one step old."""
 
