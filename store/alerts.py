@@ -1,4 +1,4 @@
-"""The alerts in `history.db`: every alert with its beginning, end and acknowledgement, and the silences that
+"""The alerts in `history.db`: every alert with its start, end and acknowledgement, and the silences that
 operators have set. `AlertLog` writes through the writer thread and never blocks."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from store.structs import Silence
 from store.writer import Writer
 
 MAX_ALERTS = 10_000
-"""Number of ended alerts that are kept."""
+"""Maximum number of ended alerts that are kept."""
 
 
 class AlertRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,7 +26,7 @@ class AlertRow(msgspec.Struct, frozen=True, kw_only=True):
     rule: str
     severity: str
     subject: str
-    """The model, replica, front, GPU, tenant or other part that the alert concerns."""
+    """The model, replica, front, GPU, tenant or other component that the alert concerns."""
     what: str
     cause: str
     remedy: str
@@ -38,11 +38,11 @@ class AlertRow(msgspec.Struct, frozen=True, kw_only=True):
     threshold: float | None = None
     unit: str = ""
     scope: str = "[]"
-    """Kinds and names of the parts that the alert concerns, as JSON."""
+    """Kinds and names of the components that the alert concerns, as JSON."""
     suppressed_by: str = ""
-    """Id of the alert that explains this alert."""
+    """Id of the alert that is the cause of this alert."""
     suppressed: int = 0
-    """Number of alerts that this alert explains."""
+    """Number of alerts whose cause is this alert."""
     acknowledged_by: str = ""
     acknowledged_at: float | None = None
 
@@ -78,7 +78,7 @@ class AlertLog:
 
 
 class AlertReader:
-    """Reads alerts and silences at `path`. Raises a `StoreError` if the database cannot be read."""
+    """Reads alerts and silences at `path`. Raises `StoreError` if the database cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

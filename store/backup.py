@@ -2,7 +2,7 @@
 final name.
 
 SQLite's backup API copies each database in one read transaction, over a read-only connection. The copy is
-therefore a consistent snapshot, and the service's writer does not have to wait. The connection runs no
+therefore a consistent snapshot, and it does not block the service's writer. The connection runs no
 checkpoints, because only the writer may run them (see `store.database`). During the copy, the write-ahead log
 grows by the amount of data that the service writes.
 """
@@ -84,7 +84,7 @@ def back_up(
     Only the owner can read the backup.
 
     The backup gets its final name after every copy has been checked: each database as a whole, and the audit
-    chain against the copied heads and those in `recorded`. If the backup fails, raises a `StoreError` and
+    chain against the copied heads and those in `recorded`. If the backup fails, raises `StoreError` and
     leaves no files behind.
     """
     made_at = datetime.now(UTC)

@@ -20,7 +20,7 @@ from store.structs import KeptText
 from store.writer import Writer
 
 MAX_WAITING_BYTES = 32 << 20
-"""Maximum total size of the texts waiting in memory to be committed. Further texts are dropped and
+"""Maximum total size of the texts waiting in memory to be committed. Additional texts are dropped and
 counted."""
 
 
@@ -80,7 +80,7 @@ def _insert(rows: list[tuple[object, ...]], connection: sqlite3.Connection) -> N
 
 def read_contents(path: Path, request_id: str) -> list[Content]:
     """Return the stored contents of a request, prompts before answers, through a read-only connection. Raises
-    a `StoreError`."""
+    `StoreError`."""
     with reading(path, CONTENTS) as connection:
         rows = connection.execute(
             f"SELECT {', '.join(_COLUMNS)} FROM contents WHERE request_id = ? ORDER BY part DESC, number",

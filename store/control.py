@@ -70,7 +70,7 @@ class ControlStore:
         self._policies = Policies()
 
     def start(self) -> None:
-        """Open the database, creating or migrating it if necessary, and read its records. Raises a
+        """Open the database, creating or migrating it if necessary, and read its records. Raises
         `StoreError`."""
         self._writer.start()
         try:
@@ -413,7 +413,7 @@ def _shown(record: Record | None) -> dict[str, object] | None:
 
 
 def read_policies(path: Path) -> Policies:
-    """Return all tenants, keys and peers in the file at `path`, through a read-only connection. Raises a
+    """Return all tenants, keys and peers in the file at `path`, through a read-only connection. Raises
     `StoreError`."""
     with reading(path, CONTROL) as connection:
         return Policies(

@@ -57,7 +57,7 @@ class WritableDatabase:
     """
 
     def __init__(self, path: Path, schema: Schema, synchronous: Synchronous) -> None:
-        """Open or create the file and migrate it to `schema`. Raises a `StorageFaultError` if a later attempt
+        """Open or create the file and migrate it to `schema`. Raises `StorageFaultError` if a later attempt
         may succeed, and another `StoreError` for all other errors."""
         self.path = path
         self._schema = schema
@@ -75,8 +75,8 @@ class WritableDatabase:
 
     def displaced(self) -> str:
         """Return a message if a file of the open database was deleted or replaced on disk; empty otherwise.
-        No data is lost yet, because the connection keeps the original file open. New commits are written to
-        this file, which no longer has a name."""
+        No data has been lost yet, because the connection keeps the original file open. New commits are
+        written to that file, which no longer has a name."""
         for path, found in self._identities().items():
             known = self._files[path]
             if known is None:
@@ -92,8 +92,8 @@ class WritableDatabase:
         If the path contains a foreign file, rename the foreign file. Returns the foreign file's new name, or
         an empty string if there was none.
 
-        `progress` is called every few pages. Raises a `StoreError` if the disk refuses the content, which
-        then remains in the open file.
+        `progress` is called every few pages. Raises `StoreError` if the disk refuses the content, which then
+        remains in the open file.
         """
         if not self.path.parent.is_dir():
             raise MissingDatabaseError(
@@ -190,7 +190,7 @@ def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connectio
     """Open a read-only connection, whether or not the file is in use. The caller must close it soon, because
     an open reader keeps the writer from leaving WAL mode when the service stops.
 
-    If `schema` is given, a file with another schema version is refused. Raises a `StoreError`.
+    If `schema` is given, a file with another schema version is refused. Raises `StoreError`.
     """
     try:
         path.stat()

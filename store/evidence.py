@@ -126,7 +126,7 @@ def read_actions(
 ) -> list[ActionRecord]:
     """Return the newest `limit` matching actions, oldest first, through a read-only connection. If `before`
     is given, only actions whose first row is older than the row with this seq are returned. `limit_s` limits
-    the time of the call. Raises a `StoreError`."""
+    the time of the call. Raises `StoreError`."""
     sql, values = _ACTIONS, list[Any]()
     if before is not None:
         sql += " AND first.seq < ?"
@@ -151,7 +151,7 @@ def read_actions(
 
 def read_changed_actions(path: Path, after: int, limit: int, *, limit_s: float) -> list[ActionRecord]:
     """Return the first `limit` actions whose newest row was added after the row with seq `after`, in the
-    order of their newest rows. Raises a `StoreError`."""
+    order of their newest rows. Raises `StoreError`."""
     sql = f"{_ACTIONS} AND ifnull(last.seq, first.seq) > ? AND first.seq > ? "
     since = max(0, after - _LONGEST_ACTION_ROWS)
     with reading(path, CONTROL, limit_s) as connection:
@@ -175,7 +175,7 @@ def matches_action(record: ActionRecord, wanted: ActionFilter) -> bool:
 
 
 def spooled_actions(folder: Path) -> list[ActionRecord]:
-    """Return the actions that wait in this folder's spool, oldest first. Raises a `StoreError`."""
+    """Return the actions that wait in this folder's spool, oldest first. Raises `StoreError`."""
     found: dict[str, ActionRecord] = {}
     for entry in read_spool(folder):
         intended = found.get(entry.act or "")
@@ -198,19 +198,19 @@ def spooled_actions(folder: Path) -> list[ActionRecord]:
 
 
 def read_audit_head(path: Path) -> Head:
-    """Return the head of the chain, to be recorded outside the file. Raises a `StoreError`."""
+    """Return the head of the chain, to be recorded outside the file. Raises `StoreError`."""
     with reading(path, CONTROL) as connection:
         return audit.head(connection)
 
 
 def verify_audit(path: Path, recorded: Iterable[Head] = ()) -> Verdict:
-    """Verify the chain of the file at `path` through a read-only connection. Raises a `StoreError`."""
+    """Verify the chain of the file at `path` through a read-only connection. Raises `StoreError`."""
     with reading(path, CONTROL) as connection:
         return audit.verify(connection, recorded)
 
 
 def read_spool(folder: Path) -> list[Entry]:
-    """Return the entries that wait in this folder's spool. Raises a `StoreError`."""
+    """Return the entries that wait in this folder's spool. Raises `StoreError`."""
     try:
         return spool.read_spool(folder / SPOOL_FILE).entries
     except OSError as error:
@@ -218,7 +218,7 @@ def read_spool(folder: Path) -> list[Entry]:
 
 
 def read_heads(path: Path) -> list[Recorded]:
-    """Return the chain heads found in a file of any format. Raises a `StoreError`."""
+    """Return the chain heads found in a file of any format. Raises `StoreError`."""
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             return recorded_in(lines, str(path))
@@ -234,7 +234,7 @@ def recorded_in(lines: Iterable[str], source: str) -> list[Recorded]:
 def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
     """Check the chain of the state directory `folder` against the heads recorded there and in `recorded`.
 
-    Raises a `StoreError` if the files cannot be read at all.
+    Raises `StoreError` if the files cannot be read at all.
     """
     problems: list[str] = []
     notes: list[str] = []
@@ -275,7 +275,7 @@ def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
 
 def _recorded_by_now(folder: Path, seq: int) -> int:
     """Return the seq of the newest recorded head that is not newer than row `seq`. The heads file is read
-    again, because a running service may have added heads since."""
+    again, because a running service may have added heads in the meantime."""
     try:
         return max((head.seq for head, _, _ in read_heads(folder / HEADS_FILE) if head.seq <= seq), default=0)
     except StoreError:
@@ -284,7 +284,7 @@ def _recorded_by_now(folder: Path, seq: int) -> int:
 
 def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | None = None) -> Findings:
     """Check the chain in the database or export at `path` against recorded heads. If `key` is given,
-    signatures are also checked, and heads with a wrong signature are not used. Raises a `StoreError`."""
+    signatures are also checked, and heads with a wrong signature are not used. Raises `StoreError`."""
     known = list(recorded)
     exported = exports.is_export(path)
     trailer = None

@@ -59,7 +59,7 @@ def lines_of(chain: Iterable[AuditRow], key: SigningKey | None) -> Iterator[str]
 
 
 def is_export(path: Path) -> bool:
-    """Return whether the file is an export rather than a database. Raises a `StoreError`."""
+    """Return whether the file is an export rather than a database. Raises `StoreError`."""
     try:
         with path.open("rb") as file:
             return file.read(1) == _FIRST_BYTE
@@ -69,7 +69,7 @@ def is_export(path: Path) -> bool:
 
 def read(path: Path) -> tuple[list[AuditRow], Trailer | None]:
     """Return the rows and the trailer of an export. The trailer is None if the end of the file is missing.
-    Raises a `StoreError`."""
+    Raises `StoreError`."""
     rows: list[AuditRow] = []
     digest = hashlib.sha256()
     try:

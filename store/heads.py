@@ -96,7 +96,7 @@ class SigningKey:
 
 
 def make_or_read_key(folder: Path) -> SigningKey:
-    """Return the key of the service whose state is in `folder`, creating it if there is none. Raises a
+    """Return the key of the service whose state is in `folder`, creating it if there is none. Raises
     `StoreError`."""
     path = folder / KEY_FILE
     if not path.exists():
@@ -117,7 +117,7 @@ def make_or_read_key(folder: Path) -> SigningKey:
 
 
 def read_key(path: Path) -> SigningKey:
-    """Return the key stored in this file. Raises a `StoreError` if it cannot be read or is invalid."""
+    """Return the key stored in this file. Raises `StoreError` if it cannot be read or is invalid."""
     try:
         secret = bytes.fromhex(path.read_text("ascii").strip())
     except OSError as error:

@@ -1,9 +1,9 @@
-"""Incident files: a slice of the recorded past in one SQLite file, which is read on another machine without
-the service.
+"""Incident files: a slice of the recorded history in one SQLite file, which can be read on another machine
+without the service.
 
-An incident file has the tables of `history.db` with the rows of the slice, so the readers of `history.db`
-read it. Further tables have what other files contain: operators' actions and log lines, as JSON documents
-that only the caller understands.
+An incident file has the tables of `history.db` with the rows of the slice, so the readers of `history.db` can
+read it. Additional tables hold data from other files: operators' actions and log lines, as JSON documents
+whose format only the caller knows.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class IncidentTooLargeError(StoreError):
 
 class IncidentWriter:
     """Writes an incident file. Use as a context manager: the file gets its name only if the block ends
-    without an error. Raises a `StoreError`."""
+    without an error. Raises `StoreError`."""
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
-        """Raises a `StoreError` if `path` exists or cannot be written. The file has at most `limit_bytes`."""
+        """Raises `StoreError` if `path` exists or cannot be written. The file has at most `limit_bytes`."""
         self.path = path
         self._limit_bytes = limit_bytes
         self._partial = path.with_name(f".{path.name}.partial")
@@ -110,7 +110,8 @@ class IncidentWriter:
         )
 
     def details(self, rows: Iterable[tuple[int, bool, bytes]]) -> None:
-        """Add stored details: time in milliseconds, whether the document is whole, and the document."""
+        """Add stored details: time in milliseconds, whether the document is a full frame, and the
+        document."""
         self._insert(f"INSERT OR IGNORE INTO {DETAILS} (at, whole, document) VALUES (?, ?, ?)", list(rows))
 
     def requests(self, rows: Iterable[LoggedRequest]) -> None:
@@ -135,7 +136,7 @@ class IncidentWriter:
 
     @property
     def size(self) -> int:
-        """Bytes of the file so far."""
+        """Current size of the file, in bytes."""
         pages, page = (
             int(self._connection.execute(f"PRAGMA {name}").fetchone()[0])
             for name in ("page_count", "page_size")
@@ -173,15 +174,15 @@ class IncidentReader:
         self.path = path
 
     def facts(self) -> dict[str, str] | None:
-        """Return the facts about the slice; None if the file is not an incident file."""
+        """Return the facts about the slice, or None if the file is not an incident file."""
         with closing(open_readonly(self.path)) as connection:
             if not _is_incident(connection):
                 return None
             return dict(connection.execute("SELECT name, value FROM incident").fetchall())
 
     def actions(self, since: float, until: float, before: int | None, limit: int) -> list[str]:
-        """Return the newest `limit` documents of actions between two times, the newest first. If `before` is
-        given, only those with a smaller number are returned."""
+        """Return the newest `limit` action documents between two times, newest first. If `before` is given,
+        only actions with a smaller number are returned."""
         return self._documents(
             "SELECT document FROM incident_actions WHERE at >= ? AND at <= ? AND (? IS NULL OR seq < ?) "
             "ORDER BY at DESC, seq DESC LIMIT ?",
@@ -189,7 +190,7 @@ class IncidentReader:
         )
 
     def lines(self, until: float, limit: int) -> list[str]:
-        """Return the newest `limit` documents of log lines until a time, the oldest first."""
+        """Return the newest `limit` log line documents up to a time, oldest first."""
         return self._documents(
             "SELECT document FROM incident_lines WHERE at <= ? ORDER BY number DESC LIMIT ?", (until, limit)
         )[::-1]
@@ -204,7 +205,7 @@ class IncidentReader:
 
 def readable_copy(path: Path, folder: Path) -> Path:
     """Return the path of a file that the readers of `history.db` can read: `path` itself, or, if an earlier
-    version of the product wrote it, an upgraded copy in `folder`. Raises a `StoreError`."""
+    version of the product wrote it, an upgraded copy in `folder`. Raises `StoreError`."""
     if not path.is_file():
         raise MissingDatabaseError(
             f"{path} is not a file: give the path of history.db or of an incident file"
@@ -220,7 +221,7 @@ def readable_copy(path: Path, folder: Path) -> Path:
                 "appliance history export wrote"
             )
         if schema_version(connection) >= len(HISTORY.migrations):
-            return path  # Readers refuse a file of a newer version.
+            return path  # Readers refuse a file written by a newer version.
         copy = folder / path.name
         with closing(sqlite3.connect(copy, isolation_level=None)) as target:
             try:

@@ -10,7 +10,7 @@ import msgspec
 
 
 class ModelFile(msgspec.Struct, frozen=True, array_like=True):
-    """A file of a version's folder when the version was added."""
+    """A file in a version's folder, as it was when the version was added."""
 
     name: str
     bytes: int
@@ -19,7 +19,7 @@ class ModelFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A model, which applications name. Times are in unix seconds."""
+    """A model, which applications request by name. Times are in unix seconds."""
 
     name: str
     created_at: float
@@ -40,14 +40,15 @@ class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     files: tuple[ModelFile, ...] = ()
     settings: dict[str, Any] = {}
-    """Settings of the model by their names in settings files. Omitted settings have their default values."""
+    """Settings of the model, keyed by their names in settings files. Omitted settings have their default
+    values."""
     loaded_at: float | None = None
     """When an operator loaded the version; None if it is not loaded. After a restart of the service, loaded
     versions are loaded again."""
 
 
 class AliasRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A further name for a model or for one of its versions."""
+    """An additional name for a model or for one of its versions."""
 
     name: str
     target: str

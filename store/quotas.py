@@ -88,7 +88,7 @@ def _save(
 
 
 def read_quotas(path: Path) -> QuotaState:
-    """Return the state of all quotas in the file at `path`. Call this before the first request. Raises a
+    """Return the state of all quotas in the file at `path`. Call this before the first request. Raises
     `StoreError`."""
     with reading(path, HISTORY) as connection:
         levels = [

@@ -30,14 +30,14 @@ from store.schemas import CONTROL
 
 
 class ModelRegistry:
-    """The registry of one service. Changes return a future, as the changes of `ControlStore` do. Safe to call
-    from any thread."""
+    """The registry of one service. Changes return a future, like those of `ControlStore`. Safe to call from
+    any thread."""
 
     def __init__(self, control: ControlStore) -> None:
-        """`control` must have been started. Raises a `StoreError`."""
+        """`control` must have been started. Raises `StoreError`."""
         self._control = control
         self.current = read_registry(control.path)
-        """All records at the moment. Every change replaces the object."""
+        """All current records. Every change replaces the object."""
 
     # ── versions ──
 
@@ -83,8 +83,9 @@ class ModelRegistry:
         """Remove a version of a model or, if `version` is None, all versions. With its last version, the
         model is removed. The future returns the removed versions.
 
-        The future raises UnknownModelError if there is no such version, and ConflictError if an alias or a
-        split names what is removed or if the version is the default of a model with other versions.
+        The future raises UnknownModelError if there is no such version. It raises ConflictError if an alias,
+        split or shadow refers to what would be removed, or if the version is the default of a model with
+        other versions.
         """
 
         def apply(connection: sqlite3.Connection) -> list[VersionRecord]:
@@ -210,7 +211,7 @@ class ModelRegistry:
     # ── aliases ──
 
     def set_alias(self, *, actor: Actor | str, name: str, target: str) -> Future[AliasRecord | None]:
-        """Create or change an alias. The future returns the former alias."""
+        """Create or change an alias. The future returns the previous alias."""
         alias = AliasRecord(name=name, target=target, created_at=time.time())
 
         def apply(connection: sqlite3.Connection) -> AliasRecord | None:
@@ -253,7 +254,7 @@ class ModelRegistry:
         self, *, actor: Actor | str, name: str, weights: Mapping[str, float] | None
     ) -> Future[SplitRecord | None]:
         """Set the weights of a name's targets or, if `weights` is None, end the split. The future returns the
-        former split, and raises UnknownModelError if the split to end does not exist."""
+        previous split, and raises UnknownModelError if the split to end does not exist."""
 
         def apply(connection: sqlite3.Connection) -> SplitRecord | None:
             former = _end_split(connection, name)
@@ -284,7 +285,7 @@ class ModelRegistry:
         self, *, actor: Actor | str, name: str, target: str | None, share: float
     ) -> Future[ShadowRecord | None]:
         """Copy a share of a name's requests to a target or, if `target` is None, end the shadow. The future
-        returns the former shadow, and raises UnknownModelError if the shadow to end does not exist."""
+        returns the previous shadow, and raises UnknownModelError if the shadow to end does not exist."""
         wanted: dict[str, object] = {"target": target, "share": share}
 
         def apply(connection: sqlite3.Connection) -> ShadowRecord | None:
@@ -341,7 +342,7 @@ class ModelRegistry:
 
 
 def read_registry(path: Path) -> Registry:
-    """Return all records in the file at `path`, through a read-only connection. Raises a `StoreError`."""
+    """Return all records in the file at `path`, through a read-only connection. Raises `StoreError`."""
     with reading(path, CONTROL) as connection:
         return _read(connection)
 

@@ -22,11 +22,11 @@ from store.writer import Writer
 
 log = logging.getLogger(__name__)
 
-# Clients can choose the text of some fields (model, error). Cut long texts, so that the rows waiting in
+# Clients can choose the text of some fields (model, error). Truncate long texts, so that the rows waiting in
 # memory stay small.
 _TEXT_LIMIT_CHARS = 2000
 MAX_EXAMINED = 20_000
-"""Number of requests among which `RequestReader.unfinished` searches."""
+"""Maximum number of requests that `RequestReader.unfinished` examines."""
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_class": "class"}):
@@ -81,8 +81,8 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     user: str | None = None
     """Field `user` of the request body, in which the client identifies its end user."""
     unit: str | None = None
-    """What answered the request: a model of the settings, or NAME@VERSION for a version in the registry. It
-    differs from `model` if that is an alias, a split name, or a model of the registry."""
+    """The unit that answered the request: a model of the settings, or NAME@VERSION for a version in the
+    registry. It differs from `model` if that is an alias, a split name, or a model of the registry."""
     fallback_of: str | None = None
     """The requested model, if its fallback `model` was used instead."""
 
@@ -95,7 +95,7 @@ class LoggedRequest(RequestRow, frozen=True, kw_only=True):
     state: Literal["open", "ended"]
     double_ends: int
     """Number of times that the request was closed again after its row had been closed. A value above 0
-    indicates a defect in the service."""
+    indicates a bug in the service."""
 
     def stored(self, sequence: int) -> tuple[object, ...]:
         """Return the values that `INSERT_LOGGED` stores, with another sequence number."""
@@ -245,7 +245,8 @@ _CONDITIONS = {
 
 
 class RequestPosition(NamedTuple):
-    """The position of a request in the log, in the order of arrival. A page of the log begins below one."""
+    """The position of a request in the log, in the order of arrival. A page contains the rows before a
+    position."""
 
     created_at: float
     request_id: str
@@ -256,13 +257,14 @@ class RequestReader:
     is running.
 
     Each call opens and closes a connection, so that no reader keeps the file in WAL mode when the service
-    stops. Calls block for milliseconds. They raise a `StoreError` if the log cannot be read. All lists start
+    stops. Calls block for milliseconds. They raise `StoreError` if the log cannot be read. All lists start
     with the oldest row.
     """
 
     def __init__(self, path: Path, *, limit_s: float | None = None, limit_bytes: int | None = None) -> None:
-        """`limit_s` limits the time of a call, which raises a `SlowQueryError` after it. `limit_bytes` limits
-        the texts of a list: it ends with the row that exceeds the limit."""
+        """`limit_s` is the time limit of a call. A call that exceeds it raises `SlowQueryError`.
+        `limit_bytes` limits the total size of a list's texts: the list ends with the row that exceeds the
+        limit."""
         self.path = path
         self._limit_s = limit_s
         self._limit_bytes = limit_bytes
@@ -293,8 +295,8 @@ class RequestReader:
         return self._read(where, (after, *values, _checked(limit)))
 
     def unfinished(self, at: float, limit: int) -> list[LoggedRequest]:
-        """Return the oldest `limit` requests that had arrived and had not ended at a time (unix seconds).
-        Only the `MAX_EXAMINED` requests that arrived last before that time are examined."""
+        """Return the oldest `limit` requests that were unfinished at a time (unix seconds). Only the last
+        `MAX_EXAMINED` requests that arrived before that time are examined."""
         where = (
             "WHERE request_id IN (SELECT request_id FROM (SELECT request_id, finished_at FROM requests "
             "WHERE created_at <= ? ORDER BY created_at DESC LIMIT ?) WHERE finished_at IS NULL OR "

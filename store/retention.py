@@ -55,7 +55,7 @@ def remove_requests(connection: sqlite3.Connection, before: float) -> Removed:
 
 
 def remove_usage(connection: sqlite3.Connection, before: float) -> Removed:
-    """Remove a batch of the usage of days before the day of `before` (unix seconds)."""
+    """Remove a batch of usage rows for days before the day of `before` (unix seconds)."""
     gone = connection.execute(
         "DELETE FROM usage WHERE (day, tenant, key_id, model) IN (SELECT day, tenant, key_id, model FROM "
         "usage WHERE day < date(?, 'unixepoch') LIMIT ?)",
@@ -84,8 +84,8 @@ def remove_contents(
 
 
 def remove_telemetry(connection: sqlite3.Connection, before: Mapping[str, float]) -> Removed:
-    """Remove a batch of rows of the telemetry tables in `before`, which has the time (unix seconds) before
-    which each table's rows are removed, and the layouts that no row uses any more."""
+    """Remove a batch of rows from the telemetry tables, and the layouts that no row uses any more. `before`
+    maps each table to the time (unix seconds) before which its rows are removed."""
     gone = 0
     layouts: set[tuple[int]] = set()
     for table, until in before.items():
@@ -102,7 +102,7 @@ def remove_telemetry(connection: sqlite3.Connection, before: Mapping[str, float]
 
 
 def remove_details(connection: sqlite3.Connection, before: float) -> Removed:
-    """Remove a batch of the details of seconds before `before` (unix seconds)."""
+    """Remove a batch of the details recorded before `before` (unix seconds)."""
     gone = connection.execute(
         f"DELETE FROM {DETAILS} WHERE at IN (SELECT at FROM {DETAILS} WHERE at < ? ORDER BY at LIMIT ?)",
         (before * 1000, BATCH_ROWS),
@@ -120,9 +120,9 @@ class Emptying:
 
 
 def empty_log(writer: Writer) -> Future[Emptying]:
-    """Write the write-ahead log into the database and empty it, because removed data stays in the log until
-    it is overwritten. This does not wait for readers, because pending writes would have to wait too. If
-    `Emptying.done` is False, call this again later. The future raises a `StoreError`."""
+    """Copy the write-ahead log into the database and empty it, because removed data stays in the log until it
+    is overwritten. This does not wait for readers, because that would block pending writes. If
+    `Emptying.done` is False, call this again later. The future raises `StoreError`."""
 
     def empty(emptying: Emptying) -> None:
         connection = emptying.connection

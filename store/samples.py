@@ -29,7 +29,7 @@ _DOUBLE_BYTES = 8
 _SINGLE_BITS = 23
 """Bits of the mantissa of a number in single precision."""
 _LARGE = 1 << 24
-"""From here on, single precision cannot represent all whole numbers."""
+"""From this number on, single precision cannot represent all whole numbers."""
 _LEVEL = 1
 """Compression level of zlib. On samples of 8 GPUs and 20 tenants, level 6 saves 4% of the space and takes
 three times as long."""
@@ -54,7 +54,7 @@ class TelemetryLayout:
 
     @classmethod
     def unpacked(cls, packed: bytes) -> TelemetryLayout:
-        """Return the layout of which `packed` is the compressed document."""
+        """Return the layout whose compressed document is `packed`."""
         return cls(zlib.decompress(packed))
 
     @cached_property
@@ -63,13 +63,13 @@ class TelemetryLayout:
 
     @cached_property
     def figures(self) -> dict[str, int]:
-        """Position of each figure among the numbers, by its name."""
+        """Position of each figure among the numbers, keyed by the figure's name."""
         names = [name for name, value in self._leaves if type(value) in (int, float)]
         return {name: position for position, name in enumerate(names)}
 
     @cached_property
     def texts(self) -> dict[str, str]:
-        """All texts by their names."""
+        """All texts, keyed by name."""
         return {name: value for name, value in self._leaves if type(value) is str}
 
     def tree(self, numbers: Sequence[float]) -> Tree:
@@ -79,21 +79,22 @@ class TelemetryLayout:
 
 
 class TelemetrySample(msgspec.Struct, frozen=True):
-    """One instant. `numbers` has one entry per figure of the layout; NaN stands for an unknown figure."""
+    """The values at one moment. `numbers` has one entry per figure of the layout; NaN means that a figure is
+    unknown."""
 
     at: float
     layout: TelemetryLayout
     numbers: array[float]
 
     def value(self, figure: str) -> float | None:
-        """Return a figure; None if it is unknown."""
+        """Return a figure, or None if it is unknown."""
         position = self.layout.figures.get(figure)
         if position is None or math.isnan(value := self.numbers[position]):
             return None
         return value
 
     def tree(self) -> Tree:
-        """Return the tree of which the sample was made."""
+        """Return the tree from which the sample was made."""
         return self.layout.tree(self.numbers)
 
 
@@ -103,7 +104,7 @@ class Splitter:
 
     def __init__(self) -> None:
         self._kinds: dict[str, int | float] = {}
-        """Placeholder of each figure that has had a value."""
+        """Placeholder for each figure that has had a value."""
         self._layout = TelemetryLayout(b"{}")
 
     def split(self, at: float, tree: Mapping[str, Any]) -> TelemetrySample:
@@ -173,7 +174,7 @@ def pack(rows: Sequence[array[float]]) -> bytes:
 
 
 def unpack(packed: bytes, rows: int) -> list[array[float]]:
-    """Return the rows of numbers that `pack` packed. Raises ValueError if the bytes are damaged."""
+    """Unpack rows of numbers packed by `pack`. Raises ValueError if the bytes are damaged."""
     shuffled = _decompressed(packed, rows)
     count = len(shuffled) // _DOUBLE_BYTES
     raw = bytearray(len(shuffled))
@@ -186,8 +187,8 @@ def unpack(packed: bytes, rows: int) -> list[array[float]]:
 
 
 def unpack_figure(packed: bytes, rows: int, position: int) -> list[float]:
-    """Return one number of each row that `pack` packed, without unpacking the other numbers. Raises
-    ValueError if the bytes are damaged."""
+    """Unpack one number of each row packed by `pack`, without unpacking the other numbers. Raises ValueError
+    if the bytes are damaged."""
     shuffled = _decompressed(packed, rows)
     count = len(shuffled) // _DOUBLE_BYTES
     length = count // rows

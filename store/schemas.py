@@ -60,7 +60,7 @@ CREATE TABLE requests (
     "CREATE INDEX requests_model ON requests (model, created_at)",
     # Partial indexes that always stay small or empty. The first contains the open rows, which must be closed
     # at startup after a crash. The second contains the rows that were closed more than once (double_ends),
-    # which indicates a defect.
+    # which indicates a bug.
     "CREATE INDEX requests_open ON requests (request_id) WHERE finished_at IS NULL",
     "CREATE INDEX requests_double_ends ON requests (request_id) WHERE double_ends > 0",
     """
@@ -298,8 +298,8 @@ ADD_USAGE = (
 )
 """Adds the ended request with the given id to the usage."""
 
-# Each row of a telemetry table has the numbers of one sample or interval in the order of its layout, in the
-# format of store.samples.pack. The indexes find the layouts that no row uses any more.
+# Each row of a telemetry table contains the numbers of one sample or interval in the order of its layout, in
+# the format of store.samples.pack. The indexes find the layouts that no row uses any more.
 _TELEMETRY = (
     """
 CREATE TABLE telemetry_layouts (
@@ -325,7 +325,7 @@ CREATE TABLE {table} (
     ),
 )
 
-# Each row changes the state of the row before, except for those that are whole.
+# A row is a full frame (`whole`), or contains the changes since the preceding row.
 _TELEMETRY_DETAILS = (
     """
 CREATE TABLE telemetry_details (

@@ -42,7 +42,7 @@ class WriterState(msgspec.Struct, frozen=True, kw_only=True):
     """Number of operations dropped because the spool was full, or because they were still waiting when the
     writer closed."""
     rejected_rows: int
-    """Number of operations dropped because the database cannot store them. This is a defect and is logged
+    """Number of operations dropped because the database cannot store them. This indicates a bug and is logged
     each time."""
     restored: str = ""
     """How the open file was displaced (deleted or replaced), and how the writer restored it. Empty if this

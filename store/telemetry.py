@@ -1,9 +1,10 @@
-"""Telemetry in `history.db`: what the service looked like, every second of the last hour and coarser before.
+"""Telemetry in `history.db`: the state of the service in every second of the last hour, and at coarser
+resolutions before that.
 
-There is one table per resolution. Coarse rows have the mean, the minimum and the maximum of each figure, so
-that a short incident stays visible. `TelemetryLog` writes through the writer thread and never blocks.
+There is one table per resolution. Coarse rows contain the mean, the minimum and the maximum of each figure,
+so that short incidents stay visible. `TelemetryLog` writes through the writer thread and never blocks.
 `store.telemetry_reader` reads. The details of a second, such as the unfinished requests, are documents whose
-content only the caller knows.
+format only the caller knows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from store.samples import TelemetryLayout, TelemetrySample, pack, rounded, unpac
 from store.writer import Writer
 
 _MAX_FAILING_S = 60.0
-"""If the database has refused writes for this long, samples are dropped, because they would fill the memory
+"""If the database has refused writes for this long, samples are dropped, because they would take the memory
 that rows of the request log need."""
 _MAX_WAITING_ROWS = 10_000
 _COARSE_BITS = 10
@@ -64,9 +65,9 @@ class TelemetryLog:
         """The samples of the current interval of each coarse table."""
 
     def record(self, sample: TelemetrySample, details: tuple[bool, bytes] | None = None) -> bool:
-        """Record a sample. `details` is a document with further details of the second, and whether a reader
-        understands it without the documents before. Never blocks; returns False if the sample was
-        dropped."""
+        """Record a sample. `details` contains a document with details of the second, and whether it is a full
+        frame, which can be read without the preceding documents. Never blocks; returns False if the sample
+        was dropped."""
         for resolution in COARSE:
             waiting = self._waiting[resolution.table]
             if waiting and sample.at // resolution.seconds != waiting[0].at // resolution.seconds:
@@ -81,7 +82,7 @@ class TelemetryLog:
         return recorded
 
     def close(self) -> None:
-        """Write the intervals that are not complete."""
+        """Write the incomplete intervals."""
         for resolution in COARSE:
             if self._waiting[resolution.table]:
                 self._write(resolution)
@@ -140,7 +141,7 @@ def pack_interval(means: array[float], lows: array[float], highs: array[float]) 
 
 
 def unpack_interval(packed: bytes) -> list[array[float]]:
-    """Return the means, minimums and maximums that `pack_interval` packed. Raises ValueError if the bytes are
+    """Unpack the means, minimums and maximums packed by `pack_interval`. Raises ValueError if the bytes are
     damaged."""
     means, below, above = unpack(packed, 3)
     lows = array("d", [mean - distance for mean, distance in zip(means, below, strict=True)])

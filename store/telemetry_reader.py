@@ -1,5 +1,5 @@
-"""Reads the telemetry in `history.db` from any process: the service at one time, the series of figures, and
-all samples in turn."""
+"""Reads the telemetry in `history.db` from any process: the state of the service at one time, series of
+figures, and all samples in order."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from store.schemas import HISTORY
 from store.telemetry import DETAILS, RESOLUTIONS, Resolution, unpack_interval
 
 _VALID_S = 2.5
-"""A sample per second stands for the service until the next sample, but not for longer than this."""
+"""A one-second sample is valid until the next sample, but not for longer than this."""
 _PAGE_ROWS = 600
-"""Rows that are read through one connection. A reader that keeps its connection open would keep the service
-from leaving WAL mode when it stops."""
+"""Maximum number of rows read through one connection. A reader that keeps its connection open prevents a
+stopping service from leaving WAL mode."""
 
 
 class RecordedSample(NamedTuple):
@@ -45,12 +45,12 @@ class SeriesPoint(NamedTuple):
 
 
 class FigureColumns(NamedTuple):
-    """Some figures over time. A value of NaN is not known."""
+    """Figures over time. NaN means that a value is unknown."""
 
     resolution: Resolution
     at: list[float]
     figures: dict[str, list[float]]
-    """One value per time, by the figure's name: values of seconds, or means of intervals."""
+    """One value per time, keyed by the figure's name: the values of seconds, or the means of intervals."""
 
 
 class StoredSample(NamedTuple):
@@ -75,11 +75,11 @@ class TooManyValuesError(ValueError):
 
 
 class TelemetryReader:
-    """Reads the telemetry at `path`. Calls block for milliseconds, and raise a `StoreError` if the database
+    """Reads the telemetry at `path`. Calls block for milliseconds, and raise `StoreError` if the database
     cannot be read."""
 
     def __init__(self, path: Path, *, limit_s: float | None = None) -> None:
-        """`limit_s` limits the time of a query, which raises a `SlowQueryError` after it."""
+        """`limit_s` is the time limit of a query. A query that exceeds it raises `SlowQueryError`."""
         self.path = path
         self._limit_s = limit_s
         self._layouts: dict[int, TelemetryLayout] = {}
@@ -90,7 +90,7 @@ class TelemetryReader:
         return RESOLUTIONS[0]
 
     def span(self) -> tuple[float, float] | None:
-        """Return the times of the oldest and the newest sample; None if there is none."""
+        """Return the times of the oldest and the newest sample, or None if there are none."""
         with self._reading() as connection:
             ends = [_ends(connection, resolution) for resolution in RESOLUTIONS]
         known = [end for end in ends if end is not None]
@@ -99,7 +99,7 @@ class TelemetryReader:
         return min(first for first, _ in known) / 1000, max(last for _, last in known) / 1000
 
     def begin(self, resolution: Resolution) -> float | None:
-        """Return the time of the oldest sample of a resolution; None if there is none."""
+        """Return the time of a resolution's oldest sample, or None if there is none."""
         with self._reading() as connection:
             ends = _ends(connection, resolution)
         return None if ends is None else ends[0] / 1000
@@ -119,10 +119,10 @@ class TelemetryReader:
         return None
 
     def series(self, figure: str, since: float, until: float, limit: int = 4000) -> list[SeriesPoint]:
-        """Return a figure between two times, oldest first, in the finest resolution that covers the time span
-        with at most `limit` points. Times without a value are omitted.
+        """Return a figure's values between two times, oldest first, at the finest resolution that covers the
+        time span with at most `limit` points. Times without a value are omitted.
 
-        The newest interval of a coarse table is not complete, so the series ends with finer points.
+        The newest interval of a coarse table is incomplete, so the series ends with finer points.
         """
         points: list[SeriesPoint] = []
         with self._reading() as connection:
@@ -152,8 +152,8 @@ class TelemetryReader:
                 return
 
     def neighbours(self, recorded: RecordedSample) -> tuple[float | None, float | None]:
-        """Return the times of the samples before and after a sample. A neighbour has the finest resolution
-        that is recorded there."""
+        """Return the times of the samples before and after a sample. Each neighbour is taken from the finest
+        resolution recorded at that time."""
         at = round(recorded.sample.at * 1000)
         behind = at + 1 if recorded.resolution_s == 1 else at + recorded.resolution_s * 1000
         with self._reading() as connection:
@@ -170,8 +170,8 @@ class TelemetryReader:
         return None if before is None else before / 1000, None if after is None else after / 1000
 
     def details(self, at: float) -> list[bytes]:
-        """Return the documents with the details of the second at `at` (unix seconds): the newest whole
-        document until then, and those after it. Returns no documents if the details were not recorded."""
+        """Return the documents with the details of the second at `at` (unix seconds): the newest full frame
+        up to then, and the frames after it. Returns no documents if the details were not recorded."""
         end = round(at * 1000)
         with self._reading() as connection:
             rows = connection.execute(
@@ -191,8 +191,8 @@ class TelemetryReader:
         points: int,
         values: int,
     ) -> FigureColumns:
-        """Return the figures whose names are wanted, between two times, oldest first. Without a resolution,
-        the finest is used that covers the time span with at most `points` points. Raises TooManyValuesError
+        """Return the wanted figures between two times, oldest first. If no resolution is given, the finest
+        resolution that covers the time span with at most `points` points is used. Raises TooManyValuesError
         if there are more than `points` points, or more than `values` values."""
         begin, end = round(since * 1000), round(until * 1000)
         found = FigureColumns(resolution or RESOLUTIONS[0], [], {})
@@ -295,7 +295,8 @@ class TelemetryReader:
 
 
 def _ends(connection: sqlite3.Connection, resolution: Resolution) -> tuple[int, int] | None:
-    # Two queries, because SQLite answers each from the ends of the index, but reads all rows for both.
+    # Use two queries, because SQLite answers each from one end of the index, but would read all rows to
+    # answer both at once.
     table = resolution.table
     first = connection.execute(f"SELECT min(at) FROM {table}").fetchone()[0]
     last = connection.execute(f"SELECT max(at) FROM {table}").fetchone()[0]

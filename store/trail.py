@@ -29,7 +29,7 @@ WITHIN_S = 5.0
 """Maximum time until a write to the control database must start. After that, a change fails, so that the
 caller gets a response, and an audit entry is stored in the spool."""
 _LOOKED_THROUGH = 10_000
-"""At startup, this number of rows, counted from the newest, is searched for intents without a result."""
+"""At startup, this many of the newest rows are searched for intents without a result."""
 
 
 _SERVICE = "service"

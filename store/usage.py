@@ -1,4 +1,4 @@
-"""The usage per day in `history.db`: one row for each day, tenant, key and model. A row is updated in the
+"""The daily usage in `history.db`: one row for each day, tenant, key and model. A row is updated in the
 transaction that closes a request, so that the usage stays exact after the request's own row has been
 removed."""
 
@@ -48,8 +48,8 @@ def add_ended(connection: sqlite3.Connection, request_id: str) -> None:
 
 
 def read_usage(path: Path, wanted: UsageFilter, limit: int, limit_s: float | None) -> list[DailyUsage]:
-    """Return the first `limit` rows that match, oldest day first. `limit_s` limits the time of the call.
-    Raises a `StoreError`."""
+    """Return the first `limit` matching rows, oldest day first. `limit_s` is the time limit of the call.
+    Raises `StoreError`."""
     given = [(sql, value) for sql, value in zip(_CONDITIONS, wanted, strict=True) if value is not None]
     where = " AND ".join(["true", *(sql for sql, _ in given)])
     sql = f"SELECT {', '.join(DailyUsage._fields)} FROM usage WHERE {where} ORDER BY 1, 2, 3, 4 LIMIT ?"

@@ -131,7 +131,7 @@ class Writer:
     def start(self) -> None:
         """Open the database, creating or migrating it if necessary, and start writing.
 
-        Raises a `StoreError` for a problem that an operator must fix. A full or failing disk raises no error.
+        Raises `StoreError` for a problem that an operator must fix. A full or failing disk raises no error.
         In that case, the writer keeps operations in memory, reports the fault in `state()` and in the log,
         and opens the database as soon as the disk allows it.
         """
@@ -225,8 +225,8 @@ class Writer:
 
     @property
     def stalled_s(self) -> float:
-        """Time that the thread has spent on its current operation, in seconds; 0 while it waits for work. A
-        high value means that the disk hangs without reporting an error."""
+        """How long the thread has been working on its current operation, in seconds; 0 while it waits for
+        work. A high value means that the disk hangs without reporting an error."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 

@@ -84,7 +84,7 @@ async def serve(
     checks: ModelChecks = MODEL_CHECKS,
 ) -> None:
     """Run the service. The first SIGTERM or SIGINT drains it, and a second one stops it immediately. SIGHUP
-    applies the settings that `reread` returns. Raises RunDirError, SettingsError, ListenError or a StoreError
+    applies the settings that `reread` returns. Raises RunDirError, SettingsError, ListenError or StoreError
     if the service cannot start.
 
     `manager` is the service manager that started the process. `launch` starts replicas, `front_module` is the

@@ -46,7 +46,7 @@ class State(NamedTuple):
 @contextlib.asynccontextmanager
 async def opened(settings: Settings, manager: Manager) -> AsyncIterator[State]:
     """Open the state in the directories that the settings name, and lock these directories for this service.
-    Rows that an earlier run left open are closed. Raises RunDirError or a StoreError.
+    Rows that an earlier run left open are closed. Raises RunDirError or StoreError.
 
     A migration, a recovery or a slow disk can take a long time. The service manager is therefore told to keep
     waiting, and its status shows which database is being opened.

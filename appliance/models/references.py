@@ -15,7 +15,7 @@ from store.registry import read_registry
 
 def stored_registry(state_dir: str) -> Registry:
     """Return the models in the registry of the service with this state directory. The registry is empty if no
-    service has used the directory yet. Raises a StoreError."""
+    service has used the directory yet. Raises StoreError."""
     try:
         return read_registry(Path(state_dir) / "control.db")
     except MissingDatabaseError:

@@ -79,7 +79,7 @@ def _owners(state_dir: Path, run_dir: Path) -> frozenset[int]:
 
 
 def _soundness(path: Path, schema: Schema) -> Finding:
-    """Check a database file for damage. Raises a StoreError if it cannot be opened."""
+    """Check a database file for damage. Raises StoreError if it cannot be opened."""
     connection = open_readonly(path)
     try:
         complaints = [str(row[0]) for row in connection.execute("PRAGMA quick_check(5)")]

@@ -32,7 +32,7 @@ _MAX_ERROR_CHARACTERS = 500
 
 
 class ChatTemplate:
-    """A model's compiled chat templates: `default`, and further templates by name (`tool_use`)."""
+    """A model's compiled chat templates: `default`, and additional templates by name (such as `tool_use`)."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 Also determines the maximum length of a token.
 
 Both are derived from a tokenizer's components: added tokens, normalizer and pre-tokenizer. If no such
-positions can be derived, texts are encoded whole.
+positions can be derived, texts are encoded without splitting.
 """
 
 from __future__ import annotations

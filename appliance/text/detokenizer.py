@@ -1,4 +1,4 @@
-"""Converts a stream of token ids to text and emits only whole characters. This code determines most of the
+"""Converts a stream of token ids to text and emits only complete characters. This code determines most of the
 front's CPU time per token."""
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _MIN_BYTES = 4096
 """Number of bytes added to a text's size, to account for the other memory that its request uses."""
 
 MAX_SHARE = 1 / 3
-"""Maximum share of a thread's time that one tenant can use in the long run."""
+"""Maximum long-term share of a thread's time that one tenant can use."""
 BURST_S = 2.0
 """A tenant that has been idle may use this much of a thread's time without a pause. This is enough for a text
 of 2 MiB."""
@@ -57,7 +57,7 @@ class TenantQueue(Generic[Item]):
         return self._waiting.keys()
 
     def take(self, may_take: Callable[[str], bool] = lambda tenant: True) -> Item | None:
-        """Return the next item of a tenant for which `may_take` is true, or None if there is none."""
+        """Return the next item of the first tenant for which `may_take` is true, or None if there is none."""
         tenant = next(filter(may_take, self._waiting), None)
         if tenant is None:
             return None

@@ -18,7 +18,7 @@ class TokenTable:
 
     - `raw[id]` is the token's bytes (empty if the vocabulary has a gap there).
     - `shown` and `shown_with_special` contain the text that a detokenizer emits: a `str` if the bytes are
-      whole characters, otherwise the `bytes`. Special tokens are "" in `shown`.
+      complete characters, otherwise the `bytes`. Special tokens are "" in `shown`.
     - `leading_strip` is the number of spaces dropped at the beginning of a text.
     - `bad_byte_each` is true if each invalid byte becomes one U+FFFD (as in ByteFallback), and false if each
       maximal ill-formed subsequence becomes one.
