@@ -1,4 +1,4 @@
-"""The console as a Textual application: shows the frames of a session, feeds it with snapshots, and performs
+"""The console as a Textual application: shows the frames of a session, feeds it snapshots, and performs
 actions."""
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from console.travel import TimeTravel
 from console.widget import FrameWidget
 
 _RETRY_S = 0.5
-"""Pause after a failed read, so that the console reconnects soon after the service returns."""
+"""Delay after a failed read. It is short so that the console reconnects soon after the service returns."""
 _ROWS_EVERY_S = 3.0
 _CREATING = ("tenants.create", "keys.create", "peers.map", "models.add", "models.alias", "models.split")
-"""Actions that do not apply to an existing row, because they create a new object."""
+"""Actions that create a new object, so they do not apply to an existing row."""
 _WITH_FORECAST = ("tenants.set", "keys.set")
 """Actions that change limits, whose dialogs can replay the last minutes."""
 _ROW_TARGETS = ("request", "tenant", "key", "peer")
@@ -55,7 +55,7 @@ class ConsoleApp(App[int]):
     COMMANDS: ClassVar = {ConsoleCommands}
     ENABLE_COMMAND_PALETTE = True
     COMMAND_PALETTE_BINDING = NO_KEY
-    """The palette opens by the key table, so that a keymap can change its key."""
+    """The key table opens the palette, so that a keymap can change its key."""
     BINDINGS: ClassVar = [("ctrl+c", "quit", "Quit"), ("ctrl+q", "quit", "Quit")]
     ESCAPE_TO_MINIMIZE = False
 
@@ -113,7 +113,7 @@ class ConsoleApp(App[int]):
         )
 
     def on_resize(self, event: events.Resize) -> None:
-        """Draw for the new size."""
+        """Redraw at the new size."""
         self.call_after_refresh(self.redraw)
 
     def _tick(self) -> None:
@@ -125,7 +125,7 @@ class ConsoleApp(App[int]):
 
     @work(exclusive=True, group="feed", exit_on_error=True)
     async def feed(self) -> None:
-        """Show each snapshot. If the service does not answer, retry until it does."""
+        """Show each snapshot as it arrives. If the service does not answer, retry until it does."""
         while True:
             try:
                 snapshot = await self.source.next()
@@ -148,7 +148,7 @@ class ConsoleApp(App[int]):
 
     @work(group="lists", exit_on_error=True)
     async def read_list(self, name: ListName) -> None:
-        """Read a list of the screen, and read it again periodically while the screen is shown."""
+        """Read one of the screen's lists, and reread it periodically while the screen is shown."""
         try:
             self.session.take_rows(name, await self.source.rows(name))
         except SourceError as error:
@@ -223,7 +223,7 @@ class ConsoleApp(App[int]):
         try:
             text = self.session.export(form)
             if self.is_web:
-                # The file must not be written on the server.
+                # A browser session must not write files on the server.
                 self.deliver_text(
                     io.StringIO(text), save_filename=f"appliance-{self.session.view.name}.{form}"
                 )
@@ -249,7 +249,7 @@ class ConsoleApp(App[int]):
         self.prompt.open("/" if kind == "filter" else ":", text, self._targets())
 
     def _targets(self) -> dict[str, list[str]]:
-        """Return the names of each kind of target, for completion."""
+        """Return the names of the targets of each kind, for completion."""
         snapshot = self.session.context.snapshot
         if snapshot is None:
             return {}
@@ -338,7 +338,7 @@ class ConsoleApp(App[int]):
 
     @work(group="actions", exit_on_error=True)
     async def confirm(self, action: Action, values: dict[str, Any], names: list[str]) -> None:
-        """Show the dialog for each target and perform the confirmed actions."""
+        """Show the dialog for each target, and perform the confirmed actions."""
         targets: list[str | None] = [*names] or [None]
         for name in targets:
             shown = dict(values) if name is None else {**values, action.named_by: name}
@@ -358,7 +358,7 @@ class ConsoleApp(App[int]):
         self.redraw()
 
     async def _forecast(self, parameters: msgspec.Struct) -> list[str]:
-        """Return the forecast of new limits, or the reason why there is none."""
+        """Return the forecast effect of new limits, or the reason why there is none."""
         try:
             forecast = await self.source.what_if(parameters)
         except SourceError as error:
@@ -391,7 +391,7 @@ class ConsoleApp(App[int]):
                 loop.add_signal_handler(number, self.exit, 128 + number)
 
     async def on_unmount(self) -> None:
-        """Release the connections of the source, once nothing reads from it any more."""
+        """Release the source's connections once nothing is reading from it."""
         if self._feeding is not None:
             self._feeding.cancel()
             with contextlib.suppress(WorkerError):

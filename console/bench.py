@@ -1,7 +1,7 @@
-"""Measures what the console costs: `python -m console.bench`. It shows a recorded load of 500 requests,
-16,384 blocks, 8 GPUs and 20 tenants at 2 Hz on a pseudo-terminal of 120×40, and prints the CPU share of the
-console's process, the bytes per second that it sends to the terminal, and the time from a key to the first
-byte of the answer."""
+"""Measures the resources that the console uses: `python -m console.bench`. It shows a recorded load of 500
+requests, 16,384 blocks, 8 GPUs and 20 tenants at 2 Hz on a pseudo-terminal of 120×40, and prints the CPU
+share of the console's process, the bytes per second that it sends to the terminal, and the time from a
+keypress to the first byte of output."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _START_S = 120.0
 """Time limit for the first frame, for a busy machine."""
 _TABLES = ("requests", "gpus", "tenants")
 _ROW_KEYS, _PAUSE_KEYS = "jk", "pp"
-"""Keys that change the screen each time. A key that changes nothing has no answer: the next output would be
-that of the next snapshot."""
+"""Keys that always change the screen. A key that changes nothing causes no output, so the next output would
+be that of the next snapshot."""
 _LIMITS = {"cpu": 0.05, "bytes_per_s": 15_000.0, "echo_p95_ms": 50.0}
 
 
@@ -95,7 +95,7 @@ class Terminal:
 
 
 def measure(screens: dict[str, str], theme: str, seconds: float, presses: int) -> list[ScreenCosts]:
-    """Measure some screens, given with their keys."""
+    """Measure the given screens, each with its key."""
     terminal = Terminal(theme)
     terminal.wait_for(b"Latency")
     results = []

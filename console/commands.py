@@ -1,5 +1,5 @@
-"""The command line of the console. Commands are those of the key table and, with the grammar of the CLI, the
-actions of the registry: `drain --model demo --grace-s 60`, `tenants set acme --tokens-per-minute 1000`."""
+"""The console's command line. It accepts the commands of the key table and, in the CLI's syntax, the actions
+of the registry: `drain --model demo --grace-s 60`, `tenants set acme --tokens-per-minute 1000`."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ WORDS: dict[str, str] = {
 
 
 class CommandError(ValueError):
-    """Raised for a command that cannot be understood. The message gives the remedy."""
+    """Raised for an invalid command. The message gives the remedy."""
 
 
 def completions(text: str, targets: dict[str, list[str]]) -> list[str]:
-    """Return the command lines that begin with `text`. `targets` are the names of each kind of target."""
+    """Return the command lines that begin with `text`. `targets` contains the names of the targets of each
+    kind."""
     names = (
         [name for _, name, _ in SCREENS]
         + list(WORDS)
@@ -67,7 +68,7 @@ def completions(text: str, targets: dict[str, list[str]]) -> list[str]:
 
 
 def parse_action(text: str) -> tuple[Action, dict[str, Any]] | None:
-    """Return the action that a command line names and its parameters as texts, or None for another command.
+    """Return the action that a command line names, with its parameters as texts, or None for other commands.
     Raises CommandError."""
     try:
         words = shlex.split(text)
@@ -94,7 +95,7 @@ def flags(action: Action) -> list[str]:
 
 
 def build(action: Action, values: dict[str, Any]) -> msgspec.Struct:
-    """Return the parameters of an action from texts. Raises CommandError that names the parameter."""
+    """Convert texts to an action's parameters. Raises CommandError, which names the parameter."""
     converted = {name: _value(action, name, value) for name, value in values.items()}
     try:
         return msgspec.convert(converted, action.parameters, strict=False)
@@ -129,7 +130,7 @@ def equivalent(action: Action, values: dict[str, Any]) -> str:
 
 
 def _percentage(share: Any) -> Any:
-    """Return a share as the CLI takes it. A text that is no number is returned as it is."""
+    """Return a share in the CLI's format. A text that is not a number is returned unchanged."""
     try:
         return share if str(share).endswith("%") else f"{100 * float(share):g}%"
     except ValueError:
@@ -137,7 +138,7 @@ def _percentage(share: Any) -> Any:
 
 
 def positional(action: Action) -> tuple[str, ...]:
-    """Return the parameters that the CLI takes without option names."""
+    """Return the CLI's positional parameters."""
     if action.name in _POSITIONAL:
         return _POSITIONAL[action.name]
     return (action.named_by,) if action.named_by and not _optional_target(action) else ()
@@ -180,7 +181,7 @@ def is_hidden(action: Action, parameter: str) -> bool:
 
 
 def is_switch(action: Action, parameter: str) -> bool:
-    """Return whether a parameter is true or false."""
+    """Return whether a parameter is a boolean."""
     return _kind(action, parameter) is bool
 
 

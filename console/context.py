@@ -1,5 +1,5 @@
-"""What screens render: the newest snapshot, the recent past, and the operator's choices that concern all
-screens."""
+"""The input of the screens: the newest snapshot, the recent past, and the operator's choices that apply to
+all screens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RowT = TypeVar("RowT", bound=Row)
 
 
 class Compared(NamedTuple):
-    """An instant to compare with."""
+    """A moment to compare with."""
 
     snapshot: Snapshot
     resolution_s: int
@@ -37,13 +37,13 @@ class Context:
     history: History = field(default_factory=History)
     glyphs: GlyphSet = "braille"
     keys: KeyTable = KEYS
-    """The commands with the operator's keys."""
+    """The commands, with the operator's key assignments."""
     rows: dict[ListName, Sequence[Row]] = field(default_factory=dict)
-    """Lists that have been read."""
+    """Lists that have been read so far."""
     row_errors: dict[ListName, str] = field(default_factory=dict)
     """Reasons why a list could not be read."""
     compared: Compared | None = None
-    """The first instant of a comparison."""
+    """The first moment of a comparison."""
     write: bool = False
     """Whether actions are permitted."""
 

@@ -30,7 +30,7 @@ def text(value: str) -> Content:
 
 
 class Switch(Checkbox):
-    """A checkbox that shows its state by a letter, not only by colour."""
+    """A checkbox that shows its state with a letter, not only with colour."""
 
     @property
     def BUTTON_INNER(self) -> str:  # type: ignore[override]
@@ -72,9 +72,9 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
         unchanged: Callable[[], str],
         what_if: Callable[[msgspec.Struct], Awaitable[list[str]]] | None = None,
     ) -> None:
-        """`impact` states what the action affects. `unchanged` returns a text if the state has changed since
-        the dialog opened, and an empty text otherwise. `what_if` forecasts the effect of the parameters; it
-        is None if the action has no forecast."""
+        """`impact` states what the action affects. `unchanged` returns a message if the state has changed
+        since the dialog opened, and an empty string otherwise. `what_if` forecasts the effect of the
+        parameters; it is None if the action has no forecast."""
         super().__init__()
         self._action = action
         self._values = values
@@ -163,7 +163,7 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
         return "" if name is None else str(name)
 
     def _collected(self) -> Values:
-        """Return the given values, and those fields that differ from their defaults."""
+        """Return the given values, and the fields that differ from their defaults."""
         values = dict(self._values)
         for field in msgspec.structs.fields(self._action.parameters):
             for widget in self.query(f"#field-{field.name}"):
@@ -188,7 +188,7 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
     @on(Input.Changed)
     @on(Checkbox.Changed)
     def _refresh(self) -> None:
-        """Show the CLI command for the present values."""
+        """Show the CLI command for the current values."""
         self.query_one("#command", Static).update(text("$ " + equivalent(self._action, self._collected())))
         self.query_one("#error", Static).update("")
 
@@ -210,7 +210,7 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
 
     @on(Button.Pressed, "#what-if")
     def _ask_what_if(self) -> None:
-        """Show the forecast for the present values."""
+        """Show the forecast for the current values."""
         try:
             parameters = build(self._action, self._collected())
         except CommandError as error:
@@ -230,7 +230,7 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
 
     @on(Button.Pressed, "#cancel")
     def action_cancel(self) -> None:
-        """Close the dialog; nothing is changed."""
+        """Close the dialog without changing anything."""
         self.dismiss(None)
 
 

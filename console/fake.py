@@ -1,5 +1,5 @@
-"""A source with a simulated service, for `appliance console --demo` and the tests. Equal seeds give equal
-snapshots, because the clock of a test is simulated too."""
+"""A source with a simulated service, for `appliance console --demo` and the tests. In tests, the clock is
+simulated too, so the same seed gives the same snapshots."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _RATE_WINDOW_S = 10.0
 
 
 class _Counters(NamedTuple):
-    """The counters at one instant, for rates."""
+    """The counters at one moment, for computing rates."""
 
     at: float
     totals: ServiceTotals
@@ -84,8 +84,8 @@ class FakeSource:
         interval_s: float = 0.5,
         now: float | None = None,
     ) -> None:
-        """`now` fixes the clock: each snapshot is then exactly `interval_s` after the one before, and `next`
-        does not wait."""
+        """`now` fixes the clock: each snapshot is then exactly `interval_s` after the previous one, and
+        `next` does not wait."""
         self.interval_s = interval_s
         self._real_time = now is None
         start = time.time() if now is None else now
@@ -98,14 +98,14 @@ class FakeSource:
         self._first = True
 
     async def next(self) -> Snapshot:
-        """Return the next instant."""
+        """Return the next snapshot."""
         if self._real_time and not self._first:
             await asyncio.sleep(self.interval_s)
         self._first = False
         return self.step()
 
     def step(self) -> Snapshot:
-        """Advance the simulated clock by one interval and return the instant."""
+        """Advance the simulated clock by one interval, and return the snapshot."""
         sim = self.simulation
         sim.advance(self.interval_s)
         tokens = {name: tenant.prompt + tenant.billed for name, tenant in sim.tenants.items()}
@@ -121,11 +121,12 @@ class FakeSource:
         return self._rows.of(name)
 
     async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:
-        """Refuse the question, because the demo has no limits that could change."""
+        """Refuse, because the demo has no limits that could change."""
         raise SourceError("the demo does not replay requests: connect to a running service")
 
     async def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
-        """Change the simulated service. Raises SourceError for actions that it does not simulate."""
+        """Perform an action on the simulated service. Raises SourceError for actions that are not
+        simulated."""
         sim, action = self.simulation, action_of(parameters)
         match parameters:
             case CancelRequest(request_id=request_id):

@@ -68,7 +68,7 @@ def _gpu(simulation: Simulation, number: int, replica: SimReplica) -> Gpu:
 
 
 def alerts_of(simulation: Simulation, gpus: list[Gpu]) -> list[Alert]:
-    """Return the alerts of the present incident and of exhausted limits."""
+    """Return the alerts for the current incident and for exhausted limits."""
     found = []
     since = incident(simulation)
     if since is not None and since > 5.0 and gpus:

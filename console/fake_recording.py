@@ -38,7 +38,7 @@ class FakeRecording:
         self._alerts: dict[str, Mark] = {}
 
     def add(self, snapshot: Snapshot) -> None:
-        """Keep a snapshot, unless the one before is less than a second old."""
+        """Keep a snapshot, unless the previous one is less than a second old."""
         if self._times and snapshot.at < self._times[-1] + _EVERY_S - 0.01:
             return
         self._times.append(snapshot.at)
@@ -51,7 +51,7 @@ class FakeRecording:
                 )
 
     async def instant(self, at: float | None) -> PastSnapshot:
-        """Return the service at a time, by default the newest instant."""
+        """Return the state of the service at a time, by default the newest one."""
         times = list(self._times)
         index = len(times) - 1 if at is None else bisect_right(times, at) - 1
         if index < 0 or (at is not None and at > times[index] + _VALID_S):
@@ -68,7 +68,7 @@ class FakeRecording:
         )
 
     async def extend(self, history: History, until: float, resolution_s: int) -> None:
-        """Change the charted past so that it ends at a time."""
+        """Change the chart history so that it ends at the given time."""
         history.points.clear()
         history.points.extend([one for one in self._history.points if one.at <= until][-HISTORY_POINTS:])
         history.batches = {
@@ -78,7 +78,7 @@ class FakeRecording:
         history.batches = {replica: slices for replica, slices in history.batches.items() if slices}
 
     async def timeline(self, since: float, until: float) -> PastTimeline:
-        """Return a part of the past as an overview."""
+        """Return an overview of a period of the past."""
         values = [
             (point.at, point.generated_tokens_per_s)
             for point in self._history.points
@@ -93,7 +93,7 @@ class FakeRecording:
         return PastTimeline(since, until, values, sorted(marks))
 
     async def rows(self, name: ListName, until: float) -> Sequence[Row]:
-        """Return a list as it was at a time, newest rows first."""
+        """Return a list as it was at a given time, newest rows first."""
         if name in ("settings", "findings"):
             raise UnsupportedListError(NOT_RECORDED)
         if name == "usage":
@@ -109,7 +109,7 @@ class FakeRecording:
 
 
 def _time(row: Row) -> float | None:
-    """Return the time of a row: of a request, when it finished."""
+    """Return the time of a row. For a request, this is when it finished."""
     if isinstance(row, ListRow):
         return row.at
     return row.finished_at if isinstance(row, NamedRequest) else None

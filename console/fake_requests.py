@@ -14,13 +14,13 @@ _PROMPT_PRICE, _CACHED_PRICE, _OUTPUT_PRICE = 0.6, 0.15, 1.8
 """Prices per million tokens."""
 _PREFILL_TOKENS_PER_S = 6000
 """Prompt tokens that a prefill computes per second. The simulation advances in steps that are longer than
-most prefills, so that their part of the time until the first token is estimated."""
+most prefills, so the prefill's part of the time to the first token is estimated."""
 _MAX_TOKENS_PER_S = 900
-"""Mean use of the tenant with the most weight, on earlier days."""
+"""Mean use by the tenant with the highest weight on earlier days."""
 
 
 def finished_requests(simulation: Simulation) -> list[NamedRequest]:
-    """Return the newest finished requests, those that finished last first."""
+    """Return the newest finished requests, most recently finished first."""
     return [_logged(number, one) for number, one in enumerate(simulation.finished)][::-1]
 
 
@@ -64,8 +64,8 @@ def _logged(number: int, one: SimRequest) -> NamedRequest:
 
 
 def usage_rows(simulation: Simulation) -> list[UsageRow]:
-    """Return the usage of the last days by day, tenant and key, the newest day first. Equal days have equal
-    usage."""
+    """Return the usage of the last days by day, tenant and key, newest day first. The same day always has the
+    same usage."""
     today = datetime.fromtimestamp(simulation.now, UTC)
     rows = []
     for back in range(USAGE_DAYS):

@@ -1,5 +1,5 @@
-"""Explains each figure on screen: its unit, the window that it covers, and where it comes from. The help of a
-screen lists the figures that the screen shows, and a test requires an entry for each of them."""
+"""Explains each figure on screen: its unit, the window that it covers, and its source. The help of a screen
+lists the figures that the screen shows, and a test requires an entry for each of them."""
 
 from __future__ import annotations
 

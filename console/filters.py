@@ -2,7 +2,7 @@
 
 - `text`: a column contains the text;
 - `field:text`: the column `field` contains the text, and `!field:text`: the column does not contain the text;
-- `field>100`, `field<=2.5k`: the number in the column compares so; k, M and G multiply, % divides by 100;
+- `field>100`, `field<=2.5k`: compare the number in the column; k, M and G multiply, % divides by 100;
 - `>100`: the same for the column that the table is sorted by.
 """
 
@@ -31,7 +31,7 @@ class FilterError(ValueError):
 
 
 def matcher(text: str, getters: Getters, sorted_by: str) -> Callable[[Any], bool]:
-    """Return a function that tells whether a row matches a filter. Raises FilterError."""
+    """Return a function that returns whether a row matches a filter. Raises FilterError."""
     tests = [_term(term, getters, sorted_by) for term in text.split()]
     return lambda row: all(test(row) for test in tests)
 
@@ -64,7 +64,7 @@ def _getter(name: str, getters: Getters) -> Callable[[Any], Cell]:
 
 
 def sort_rows(rows: Sequence[Any], get: Callable[[Any], Cell], *, reverse: bool) -> list[Any]:
-    """Return rows sorted by a column. Rows with an unknown value come last in both directions."""
+    """Return rows sorted by a column. Rows with an unknown value come last in either direction."""
     known = [row for row in rows if get(row) is not None]
     unknown = [row for row in rows if get(row) is None]
     # A column may contain numbers and texts. Numbers come first.

@@ -17,13 +17,13 @@ from console.screens.panels import STATE_ROLES
 from console.timeline import PastState, badge_text, timeline_lines
 
 _RESTARTED_S = 60.0
-"""How long the badge RESTARTED stays."""
+"""How long the badge RESTARTED is shown."""
 _MIN_SCREEN = (20, 5)
 
 
 @dataclass
 class FrameState:
-    """What the frame shows besides the screen."""
+    """What the frame shows in addition to the screen."""
 
     context: Context
     view: View
@@ -32,13 +32,13 @@ class FrameState:
     demo: bool = False
     now: float = 0.0
     stale_s: float | None = None
-    """Age of the snapshot if it is older than it should be, or None."""
+    """Age of the snapshot if it is stale, otherwise None."""
     error: str = ""
-    """Reason why the source does not deliver."""
+    """Reason why the source delivers no snapshots."""
     restarted_at: float | None = None
     paused: bool = False
     past: PastState | None = None
-    """The instant that is shown; None for the present."""
+    """The displayed moment of the past, or None for the present."""
     help: bool = False
     help_scroll: int = 0
     message: str = ""
@@ -162,7 +162,7 @@ def _tabs(state: FrameState, width: int) -> Line:
 
 
 def _key_of_view(state: FrameState, view: View) -> str:
-    """Return the name of the key that shows a screen."""
+    """Return the name of the key that opens a screen."""
     return key_of(state.context.keys, f"screen {view.key}" if view in state.views else view.name)
 
 

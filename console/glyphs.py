@@ -1,5 +1,5 @@
-"""Bars and charts of characters. The three glyph sets differ in resolution and in what the terminal needs:
-braille and block need a font with these characters, ascii works everywhere."""
+"""Bars and charts drawn with characters. The three glyph sets differ in resolution and in terminal
+requirements: braille and block need a font with these characters, ascii works everywhere."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def bar(parts: Sequence[tuple[float, str]], width: int, glyphs: GlyphSet) -> Lin
     for index, (fraction, role) in enumerate(parts):
         total = min(1.0, total + max(0.0, fraction))
         end = round(total * width)
-        # A part that is not empty is visible.
+        # Show at least one character of each non-empty part.
         if fraction > 0 and end == done and done < width:
             end = done + 1
         letter = filled if glyphs != "ascii" or index == 0 else "=+*"[min(index, 3) - 1]
@@ -43,12 +43,12 @@ def bar(parts: Sequence[tuple[float, str]], width: int, glyphs: GlyphSet) -> Lin
 
 
 def unknown_bar(width: int) -> Line:
-    """Return the bar of a figure that is not known."""
+    """Return the bar of an unknown figure."""
     return [Span("·" * max(0, width), "track")]
 
 
 def meter(fraction: float | None, width: int, glyphs: GlyphSet, role: str = "") -> Line:
-    """Return the bar of one fraction. Without a role, the bar's role depends on the fraction."""
+    """Return a bar for one fraction. If `role` is empty, it is derived from the fraction."""
     if fraction is None:
         return unknown_bar(width)
     return bar([(fraction, role or level(fraction))], width, glyphs)
@@ -62,7 +62,7 @@ def level(fraction: float | None, warn: float = 0.8, bad: float = 0.95) -> str:
 
 
 def sparkline(values: Values, width: int, glyphs: GlyphSet, role: str, top: float | None = None) -> Line:
-    """Return the newest values as a chart of one line."""
+    """Return the newest values as a one-line chart."""
     return chart(values, width, 1, glyphs, role, top)[0]
 
 

@@ -1,4 +1,4 @@
-"""The help of a screen: its keys, and its figures with unit and window."""
+"""A screen's help: its keys, and its figures with their units and windows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KEY = re.compile(r"\{(\w+)\}")
 
 
 def help_lines(view: View, width: int, keys: KeyTable) -> list[Line]:
-    """Return the help of a screen. `keys` are the commands with the operator's keys."""
+    """Return the help of a screen. `keys` contains the commands with the operator's key assignments."""
     doc = _KEY.sub(lambda found: key_of(keys, found[1]), " ".join((view.help_text or "").split()))
     closing = key_of(keys, "back") or key_of(keys, "help")
     lines = [

@@ -22,7 +22,7 @@ _BATCH_TYPES = get_type_hints(Batch)
 
 
 class Point(NamedTuple):
-    """The charted figures of one snapshot. None is an unknown figure."""
+    """The charted figures of one snapshot. None means unknown."""
 
     at: float
     prompt_tokens_per_s: float | None
@@ -51,7 +51,7 @@ class History:
         """Resolution of a recorded past; 0 for snapshots."""
 
     def add(self, snapshot: Snapshot) -> None:
-        """Add the figures of a snapshot. A snapshot with a known time is ignored."""
+        """Add the figures of a snapshot. A snapshot whose time has already been added is ignored."""
         if self.points and snapshot.at <= self.points[-1].at:
             return
         rates, latency = snapshot.rates, snapshot.latency
@@ -75,8 +75,8 @@ class History:
         self._add_batches(snapshot.batches)
 
     def continued_from(self, until: float, resolution_s: int, points: int) -> float:
-        """Return the time from which on points are missing if the history shall have the last `points` points
-        until a time, in this resolution. Points that do not belong to it are removed."""
+        """Prepare the history to hold the last `points` points up to a time at this resolution. Removes
+        points that do not belong to it, and returns the time from which points are missing."""
         begin = until - points * resolution_s
         last = self.points[-1].at if self.points else float("-inf")
         short = len(self.points) and self.points[0].at > begin + resolution_s
@@ -94,7 +94,8 @@ class History:
         return self.points[-1].at + 0.01 if self.points else begin
 
     def add_columns(self, columns: TelemetryColumns) -> None:
-        """Add recorded figures (`HISTORY_FIGURES`), as `add` would have added the snapshots."""
+        """Add recorded figures (`HISTORY_FIGURES`) in the same way as `add` would have added their
+        snapshots."""
         plain, lists = _grouped(columns)
         totals = [figures["blocks_total"] for figures in lists["kv"].values() if "blocks_total" in figures]
         used = [figures["blocks_used"] for figures in lists["kv"].values() if "blocks_used" in figures]
@@ -132,7 +133,7 @@ class History:
             )
 
     def complete(self, batches: list[Batch]) -> None:
-        """Give the newest slices their texts, which figures do not contain."""
+        """Add the texts to the newest slices, because figures do not contain them."""
         for batch in batches:
             slices = self.batches.get(batch.replica)
             if slices and abs(slices[-1].at - batch.at) < 0.001:
@@ -161,7 +162,7 @@ Column = list[float | None]
 
 
 def _grouped(columns: TelemetryColumns) -> tuple[dict[str, Column], dict[str, dict[str, dict[str, Column]]]]:
-    """Return the figures by name, and those of lists by the name of the list, of the entry and of the
+    """Return the figures keyed by name, and those of lists keyed by the names of the list, the entry and the
     figure."""
     plain: dict[str, Column] = {}
     lists: dict[str, dict[str, dict[str, Column]]] = {"kv": {}, "gpus": {}, "batches": {}}

@@ -1,4 +1,4 @@
-"""What an action would affect at present, for its dialog, and whether that has changed since the dialog
+"""What an action would currently affect, for its dialog, and whether that has changed since the dialog
 opened."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from appliance.snapshot import Snapshot, UnfinishedRequest
 from console import units
 
 _SHOWN_TENANTS = 3
-"""Tenants whose forecast fits into a dialog of 24 lines."""
+"""Maximum number of tenants whose forecasts fit into a dialog of 24 lines."""
 
 
 def impact(action: Action, target: str | None, snapshot: Snapshot | None) -> list[str]:
@@ -47,8 +47,8 @@ def impact(action: Action, target: str | None, snapshot: Snapshot | None) -> lis
 
 
 def watch(action: Action, target: str | None, snapshot: Callable[[], Snapshot | None]) -> Callable[[], str]:
-    """Return a function that compares the target's state with its present state. The function returns a text
-    if the state has changed, otherwise an empty text."""
+    """Return a function that checks whether the target's state has changed since the previous check. The
+    function returns a message if it has, otherwise an empty string."""
     before = _fingerprint(action, target, snapshot())
 
     def check() -> str:
@@ -78,7 +78,7 @@ def _affected(action: Action, target: str | None, snapshot: Snapshot) -> list[Un
 
 
 def _fingerprint(action: Action, target: str | None, snapshot: Snapshot | None) -> str:
-    """Return the state of the target that the operator decides by."""
+    """Return the part of the target's state on which the operator's decision depends."""
     if snapshot is None:
         return units.UNKNOWN
     if action.target == "request":
@@ -102,12 +102,12 @@ def _version(target: str | None, models: list[ModelStatus]) -> str:
 
 
 def result_lines(result: msgspec.Struct) -> list[str]:
-    """Return the fields of a result as lines."""
+    """Return a result's fields as lines."""
     return [f"{name}: {value}" for name, value in msgspec.structs.asdict(result).items() if value is not None]
 
 
 def forecast_lines(forecast: QuotaForecast, concerned: str | None) -> list[str]:
-    """Return what new limits would have changed: the rejections avoided or added, and the latency of other
+    """Describe what new limits would have changed: the rejections avoided or added, and the latency of other
     tenants. `concerned` is the tenant whose limits change, if it is known."""
     minutes = max(1, round((forecast.until - forecast.since) / 60))
     lines = [

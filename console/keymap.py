@@ -1,4 +1,4 @@
-"""The operator's keymap file, a TOML table that gives keys to commands of the key table.
+"""The operator's keymap file, a TOML table that assigns keys to commands of the key table.
 
 "past back" = "b"
 "act models.load" = ["M", "ctrl+o"]
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from console.keys import ALL_COMMANDS, CHARACTERS, KEYS, NO_KEY, KeyTable, shown_name
 
 _MODIFIERS = ("alt", "ctrl", "shift")
-"""In the order in which Textual names them."""
+"""Modifiers in the order in which Textual names them."""
 _MOVING = ("up", "down", "left", "right", "home", "end", "pageup", "pagedown", "insert", "delete")
 _EDITING = ("tab", "enter", "escape", "space", "backspace")
 _FUNCTION = tuple(f"f{number}" for number in range(1, 25))
@@ -31,31 +31,31 @@ _NAMES = {name: key for key, name in CHARACTERS.items()} | {
 }
 """Other names of keys: characters, and the names in the help."""
 _SAME_CODE = {"ctrl+i": "tab", "ctrl+m": "enter", "ctrl+h": "backspace", "ctrl+left_square_bracket": "escape"}
-"""Keys for which terminals send the code of another key."""
+"""Keys for which terminals send the same code as for another key."""
 _QUIT_KEYS = ("ctrl+c", "ctrl+q")
-"""These keys end the console with every keymap, so that no file can lock the operator in."""
+"""Keys that always quit the console, so that no keymap can prevent quitting."""
 
 
 class Keymap(NamedTuple):
-    """The keys of a console."""
+    """The key assignments of a console."""
 
     keys: KeyTable = KEYS
-    """The commands with their keys."""
+    """The commands, with their keys."""
     overrides: dict[str, str] = {}  # noqa: RUF012
     """The commands whose keys differ from the default, for Textual: keys separated by commas."""
     problems: tuple[str, ...] = ()
-    """Reasons why the file is not used."""
+    """Errors because of which the file is not used."""
 
 
 DEFAULT_KEYMAP = Keymap()
 
 
 class _KeyError(ValueError):
-    """Raised for a key that cannot be pressed. The message gives the remedy."""
+    """Raised for a key that terminals cannot send. The message gives the remedy."""
 
 
 def default_path() -> Path:
-    """Return the path of the keymap file of this user."""
+    """Return the path of this user's keymap file."""
     base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     return Path(base).expanduser() / "appliance" / "keys.toml"
 
@@ -66,7 +66,7 @@ def read_keymap(named: str | None = None) -> Keymap:
     path = default_path() if named is None else Path(named).expanduser()
     try:
         text = path.read_text()
-        table = tomllib.loads(text + "\n")  # without the line's end, an error in the last line has no number
+        table = tomllib.loads(text + "\n")  # otherwise, errors in the last line lack a number
     except FileNotFoundError:
         if named is None:
             return DEFAULT_KEYMAP
@@ -115,8 +115,7 @@ def _keymap(path: Path, text: str, table: dict[str, object]) -> Keymap:
 
 
 def _applied(chosen: dict[str, tuple[str, ...]], used: set[str]) -> Keymap:
-    """Return the key table with the chosen keys. A key in `used` is lost by the command that has it by
-    default."""
+    """Return the key table with the chosen keys. Commands lose default keys that are in `used`."""
     if "quit" in chosen:
         chosen["quit"] = tuple(dict.fromkeys((*chosen["quit"], *_QUIT_KEYS)))
     bound, overrides = [], {}
@@ -130,7 +129,7 @@ def _applied(chosen: dict[str, tuple[str, ...]], used: set[str]) -> Keymap:
 
 
 def _key(given: object) -> str:
-    """Return Textual's name of a key. Raises _KeyError."""
+    """Return Textual's name for a key. Raises _KeyError."""
     if not isinstance(given, str) or not given:
         raise _KeyError('not a key: write a name such as "b", "f5" or "ctrl+o"')
     if len(given) > 1 and given[0] == "^":
@@ -168,6 +167,6 @@ def _similar(name: str, known: set[str] | frozenset[str]) -> str:
 
 
 def _line(text: str, command: str) -> int:
-    """Return the number of the line that gives keys to a command."""
+    """Return the number of the line that assigns keys to a command."""
     entry = re.compile(rf"""\s*\[?\s*["']?{re.escape(command)}["']?\s*[=.\]]""")
     return next((number for number, line in enumerate(text.splitlines(), 1) if entry.match(line)), 1)

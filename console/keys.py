@@ -13,9 +13,9 @@ class KeyBinding(NamedTuple):
     """One binding."""
 
     command: str
-    """What the keys do, and the name of the entry in a keymap file."""
+    """Description of what the keys do, and name of the entry in a keymap file."""
     keys: tuple[str, ...]
-    """The keys, by Textual's names."""
+    """The keys, with Textual's names."""
     title: str
     group: str
     footer: str = ""
@@ -71,7 +71,7 @@ CHARACTERS = {
     "right_curly_bracket": "}",
     "tilde": "~",
 }
-"""Textual's names of the keys of ASCII characters other than letters and digits."""
+"""Textual's key names for ASCII characters other than letters and digits."""
 
 KEYS: tuple[KeyBinding, ...] = (
     *(KeyBinding(f"screen {key}", (key,), f"Show {title}", "Screens") for key, _, title in SCREENS),
@@ -180,7 +180,7 @@ KEYS: tuple[KeyBinding, ...] = (
 
 KeyTable = tuple[KeyBinding, ...]
 NO_KEY = "no-key"
-"""Textual's bindings need a key. No terminal sends this one."""
+"""Key for Textual bindings that need one but must not be triggered. No terminal sends it."""
 
 
 def offered() -> list[Action]:
@@ -196,16 +196,16 @@ def _without_key() -> Iterator[KeyBinding]:
 
 
 ALL_COMMANDS: KeyTable = (*KEYS, *_without_key())
-"""All commands that keys can be given to: the key table, and the actions that have no key by default."""
+"""All commands that can have keys: those of the key table, and the actions that have no key by default."""
 
 
 def key_of(keys: KeyTable, command: str) -> str:
-    """Return the name of a command's first key as the help shows it, or an empty text if it has none."""
+    """Return the name of a command's first key as shown in the help, or an empty string if it has none."""
     return next((shown_name(one.keys[0]) for one in keys if one.command == command and one.keys), "")
 
 
 def shown_name(key: str) -> str:
-    """Return the name of a key as the help shows it."""
+    """Return the name of a key as shown in the help."""
     return {
         **CHARACTERS,
         "escape": "esc",

@@ -1,5 +1,5 @@
-"""Lines of styled text, which all screens produce. A style is a role such as "bad"; themes give roles their
-colours. Texts from clients and operators become spans only through `span`, which removes control
+"""Lines of styled text, which all screens produce. A style is a role such as "bad", to which themes assign a
+colour. Texts from clients and operators become spans only through `span`, which removes control
 characters."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Span(NamedTuple):
     text: str
     role: str = "text"
     action: str = ""
-    """Command that a mouse click on the span runs, such as "screen 4"; empty for none."""
+    """Command that a mouse click on the span runs, such as "screen 4", or an empty string."""
 
 
 Line = list[Span]
@@ -26,7 +26,8 @@ _NAME_WIDTH = 18
 
 
 def span(text: object, role: str = "text", action: str = "") -> Span:
-    """Return a span with printable characters only: no escape sequence of a client reaches the terminal."""
+    """Return a span that contains only printable characters, so that clients' escape sequences never reach
+    the terminal."""
     value = str(text)
     if not value.isprintable():
         value = "".join(character if character.isprintable() else " " for character in value)
@@ -49,7 +50,7 @@ def cells(text: str) -> int:
 
 
 def fit(text: str, width: int, *, right: bool = False) -> str:
-    """Return `text` with exactly `width` columns: padded, or cut with an ellipsis."""
+    """Return `text` with exactly `width` columns: padded, or truncated with an ellipsis."""
     have = cells(text)
     if have == width:
         return text
@@ -62,7 +63,7 @@ def fit(text: str, width: int, *, right: bool = False) -> str:
 
 
 def clip(spans: Sequence[Span], width: int) -> Line:
-    """Return a line with exactly `width` columns: padded with spaces, or cut with an ellipsis."""
+    """Return a line with exactly `width` columns: padded with spaces, or truncated with an ellipsis."""
     left, result = width, []
     for one in spans:
         size = cells(one.text)
@@ -78,8 +79,8 @@ def clip(spans: Sequence[Span], width: int) -> Line:
 
 
 def spread(left: Sequence[Span], right: Sequence[Span], width: int) -> Line:
-    """Return a line with one part at the left edge and one at the right edge. The right part is kept if both
-    do not fit."""
+    """Return a line with one part at the left edge and one at the right edge. If both do not fit, the right
+    part is kept."""
     room = width - width_of(right)
     if room <= 0:
         return clip(right, width)
@@ -101,7 +102,7 @@ def heading(title: str, width: int, note: str = "") -> Line:
 def beside(
     left: Sequence[Line], right: Sequence[Line], left_width: int, right_width: int, gap: int
 ) -> list[Line]:
-    """Return two columns of lines as one."""
+    """Join two columns of lines side by side."""
     height = max(len(left), len(right))
     rows = []
     for number in range(height):
@@ -112,7 +113,7 @@ def beside(
 
 
 def wrap(text: str, width: int, role: str = "text", indent: str = "") -> list[Line]:
-    """Return a text as lines of at most `width` columns, broken between words."""
+    """Wrap a text between words into lines of at most `width` columns."""
     rows: list[str] = []
     current = ""
     for word in text.split():

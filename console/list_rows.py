@@ -1,4 +1,4 @@
-"""Rows of the audit trail and of the log, as the console shows them."""
+"""Converts audit actions and log lines to rows for the console."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _USAGE_EVERY_S = 15.0
 
 
 class _Finding(msgspec.Struct):
-    """A finding, as `appliance doctor --json` prints it."""
+    """A finding, in the format of `appliance doctor --json`."""
 
     area: str
     subject: str
@@ -51,8 +51,8 @@ class _Examination(msgspec.Struct):
 
 
 class LiveSource:
-    """Delivers the snapshots of the service in a run directory. If the stream ends, the next call opens it
-    again."""
+    """Delivers snapshots of the service that uses a run directory. If the stream ends, the next call reopens
+    it."""
 
     kind: Literal["live"] = "live"
 
@@ -123,7 +123,7 @@ class LiveSource:
         return self._usage
 
     async def _findings(self) -> list[ListRow]:
-        """Return what `appliance doctor` finds on this machine, at most once a minute."""
+        """Return the findings of `appliance doctor` on this machine, which runs at most once a minute."""
         if self._host != platform.node():
             raise UnsupportedListError(
                 f"the service runs on {self._host or 'an unknown machine'}: run appliance doctor there"
@@ -155,7 +155,7 @@ class LiveSource:
         return self._found
 
     async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:
-        """Return the effect of new limits."""
+        """Return the forecast effect of new limits."""
         with _explained():
             return await self._client.call(calls.what_if(parameters))
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class ConsolePalette(CommandPalette):
-    """The palette without a blinking cursor, which costs bytes over SSH, and without symbols that some
-    terminals lack."""
+    """The palette without a blinking cursor, which would use bandwidth over SSH, and without symbols that
+    some terminals lack."""
 
     def on_mount(self) -> None:
         """Prepare the input line."""

@@ -47,7 +47,7 @@ class TimeDialog(ModalScreen[float | None]):
     DEFAULT_CSS = _CSS.format("TimeDialog")
 
     def __init__(self, *, now: float, note: str) -> None:
-        """Times count back from `now` (unix seconds). `note` tells what is recorded."""
+        """Times are relative to `now` (unix seconds). `note` describes what has been recorded."""
         super().__init__()
         self._now = now
         self._note = note
@@ -89,7 +89,7 @@ class SliceDialog(ModalScreen[Slice | None]):
     DEFAULT_CSS = _CSS.format("SliceDialog")
 
     def __init__(self, since: float, until: float) -> None:
-        """The proposed slice, in unix seconds."""
+        """`since` and `until` are the proposed slice, in unix seconds."""
         super().__init__()
         self._since, self._until = since, until
 

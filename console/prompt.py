@@ -19,7 +19,7 @@ class PromptLine(Input):
     """
 
     class Closed(Message):
-        """The operator finished the line. `text` is None if the operator cancelled."""
+        """Sent when the operator has finished the line. `text` is None if the operator cancelled."""
 
         def __init__(self, kind: str, text: str | None, before: str) -> None:
             super().__init__()

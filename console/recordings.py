@@ -1,4 +1,4 @@
-"""Where the past comes from: the history of a running service, an incident file, or the demo's memory."""
+"""Sources of the past: the history of a running service, an incident file, or the demo's memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from console.history import History
 from console.source import ListName, Row
 
 HISTORY_POINTS = 480
-"""Points of the charts: more than wide terminals show."""
+"""Maximum number of points in charts, which is more than wide terminals can show."""
 NOT_RECORDED = (
     "settings and findings of the past are not recorded: Audit (9) shows when settings were reloaded"
 )
@@ -28,7 +28,7 @@ class Mark(NamedTuple):
 
 
 class PastTimeline(NamedTuple):
-    """A part of the past around an instant."""
+    """A period of the past around a moment."""
 
     since: float
     until: float
@@ -46,28 +46,28 @@ class RecordedPast(Protocol):
     label: str
     """Description for the header."""
     begin: float | None
-    """Time (unix seconds) that a recording in a file is about; None if it has none."""
+    """First moment (unix seconds) to show of a recording in a file, or None."""
 
     async def instant(self, at: float | None) -> PastSnapshot:
-        """Return the service at a time (unix seconds), by default the newest instant."""
+        """Return the state of the service at a time (unix seconds), by default the newest one."""
         ...
 
     async def extend(self, history: History, until: float, resolution_s: int) -> None:
-        """Change the charted past so that it ends at a time."""
+        """Change the chart history so that it ends at the given time."""
         ...
 
     async def timeline(self, since: float, until: float) -> PastTimeline:
-        """Return a part of the past as an overview."""
+        """Return an overview of a period of the past."""
         ...
 
     async def rows(self, name: ListName, until: float) -> Sequence[Row]:
-        """Return a list as it was at a time, newest rows first."""
+        """Return a list as it was at a given time, newest rows first."""
         ...
 
     async def export(self, since: float, until: float, path: Path) -> str:
-        """Write a slice to an incident file, and return a text about it."""
+        """Write a slice to an incident file, and return a text that describes it."""
         ...
 
     async def close(self) -> None:
-        """Release files."""
+        """Release resources such as temporary files."""
         ...

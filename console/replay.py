@@ -1,4 +1,4 @@
-"""A source that shows the recorded past: it stands at an instant, moves to others, and plays."""
+"""A source that shows recorded history: it holds a current moment, moves to others, and plays."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from console.source import ListName, Row, SourceError
 SPEEDS = (1, 2, 5, 10, 30, 60, 300)
 _HALF_MS = 0.0005
 _GAP_S = 2.5
-"""A longer time without a recorded second is a gap."""
+"""A longer period without samples is a gap."""
 PAST_IS_FIXED = "the past cannot be changed: return to the present with the command :live"
 
 
 class ReplaySource:
-    """Delivers the instants of a recording."""
+    """Delivers the snapshots of a recording."""
 
     kind: Literal["replay"] = "replay"
 
     def __init__(self, recording: RecordedPast, at: float | None = None, *, interval_s: float = 1.0) -> None:
-        """`at` is the first instant in unix seconds, by default as in `begin`. `interval_s` is the
-        time between two instants while it plays."""
+        """`at` is the first moment in unix seconds; the default is that of `begin`. `interval_s` is the time
+        between two snapshots while playing."""
         self.label = recording.label
         self.interval_s = interval_s
         self.speed = SPEEDS[0]
@@ -38,18 +38,18 @@ class ReplaySource:
         self._recording = recording
         self._start = at
         self._clock = 0.0
-        """The time up to which the recording was played."""
+        """The time up to which the recording has been played."""
 
     async def next(self) -> Snapshot:
-        """Return the first instant, and then the instants as they are played. Raises SourceError at the end
-        of the recording."""
+        """Return the first snapshot, and then the snapshots in the order in which they are played. Raises
+        SourceError at the end of the recording."""
         if self.instant is None:
             return await (self.begin() if self._start is None else self.seek(self._start))
         return await self.play()
 
     async def seek(self, at: float | None) -> Snapshot:
-        """Move to a time, by default to the newest instant. Raises SourceError if nothing was recorded at
-        this time."""
+        """Move to a time, by default to the newest sample. Raises SourceError if nothing was recorded at this
+        time."""
         instant = await self._recording.instant(at)
         # Times are stored in milliseconds.
         await self._recording.extend(self.history, instant.at + _HALF_MS, instant.resolution_s)
@@ -58,7 +58,7 @@ class ReplaySource:
         return instant.snapshot
 
     async def begin(self) -> Snapshot:
-        """Move to the first instant: of the incident in a file, or of a history."""
+        """Move to the first moment of the incident in a file, or of the history."""
         if self._recording.begin is not None:
             with contextlib.suppress(SourceError):
                 return await self.seek(self._recording.begin)
@@ -67,12 +67,12 @@ class ReplaySource:
         return self.instant.snapshot if self._recording.begin is None else await self.seek(self.instant.first)
 
     async def step(self, count: int) -> Snapshot:
-        """Move by one instant: to the next if `count` is positive, otherwise to the one before. Raises
-        SourceError at the ends of the recording."""
+        """Move to the next sample if `count` is positive, otherwise to the previous one. Raises SourceError
+        at the ends of the recording."""
         current = self.instant
         if current is None:
             return await self.begin()
-        # The service may have recorded further instants since.
+        # The service may have recorded more samples in the meantime.
         if count > 0 and current.next is None:
             current = await self._recording.instant(current.at + _HALF_MS)
         at = current.next if count > 0 else current.previous
@@ -83,7 +83,7 @@ class ReplaySource:
         return await self.seek(at + _HALF_MS)
 
     async def play(self) -> Snapshot:
-        """Move on by the time between two instants, times the speed. A gap in the recording is skipped."""
+        """Move forward by the interval times the speed. Gaps in the recording are skipped."""
         assert self.instant is not None
         following = self.instant.next
         if following is None:
@@ -100,17 +100,17 @@ class ReplaySource:
             return await self.seek(following + _HALF_MS)
 
     async def rows(self, name: ListName) -> Sequence[Row]:
-        """Return a list as it was at the instant."""
+        """Return a list as it was at the current moment."""
         if self.instant is None:
             raise SourceError("the recording has not been read yet")
         return await self._recording.rows(name, self.instant.snapshot.at)
 
     async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:
-        """Refuse the question."""
+        """Refuse, because the past cannot be changed."""
         raise SourceError(PAST_IS_FIXED)
 
     async def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
-        """Refuse the action."""
+        """Refuse, because the past cannot be changed."""
         raise SourceError(PAST_IS_FIXED)
 
     def recording(self) -> RecordedPast:

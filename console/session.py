@@ -1,4 +1,4 @@
-"""What an operator sees and has chosen: the newest snapshot, the screen, its badges and the commands that
+"""The state of an operator's session: the newest snapshot, the screen and its badges, and the commands that
 change them. A session does not depend on a terminal."""
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ConsoleSession:
     # ── the source ───────────────────────────────────────────────────────────────────────────
 
     def accept(self, snapshot: Snapshot) -> None:
-        """Take the next snapshot."""
+        """Process the next snapshot."""
         before = self._newest
         if before is not None and snapshot.started_at > before.started_at + 0.5:
             self.state.restarted_at = snapshot.at
@@ -99,8 +99,8 @@ class ConsoleSession:
     def take_rows(
         self, name: ListName, rows: Sequence[Row], error: str = "", *, context: Context | None = None
     ) -> None:
-        """Take a list that was read, or the reason why it could not be read. `context` is the input of the
-        screens to which it belongs, by default that of the present."""
+        """Store a list that was read, or the reason why it could not be read. `context` is the screens' input
+        to which it belongs, by default that of the present."""
         target = self._live if context is None else context
         if error:
             target.row_errors[name] = error
@@ -112,16 +112,16 @@ class ConsoleSession:
 
     @property
     def past(self) -> PastState | None:
-        """The instant of the past that is shown; None while the present is shown."""
+        """The displayed moment of the past, or None while the present is shown."""
         return self.state.past
 
     @property
     def compared(self) -> Compared | None:
-        """The first instant of a comparison."""
+        """The first moment of a comparison."""
         return self.context.compared
 
     def show_past(self, past: PastState, history: History) -> None:
-        """Show an instant of the past in all screens. Nothing can be acted upon there."""
+        """Show a moment of the past on all screens. No actions are possible there."""
         if self.state.past is None:
             live = self._live
             self.state.context = Context(glyphs=live.glyphs, keys=live.keys, compared=live.compared)
@@ -136,19 +136,19 @@ class ConsoleSession:
             self._live.snapshot = self._newest
 
     def shown_instant(self) -> Compared | None:
-        """Return what the screens show, for a comparison."""
+        """Return the displayed moment, for a comparison."""
         snapshot, past = self.context.snapshot, self.state.past
         if snapshot is None:
             return None
         return Compared(snapshot, 1 if past is None else past.instant.resolution_s)
 
     def pin(self, instant: Compared) -> None:
-        """Choose the first instant of a comparison."""
+        """Choose the first moment of a comparison."""
         self.context.compared = instant
 
     @property
     def needs_tick(self) -> bool:
-        """Whether the frame changes without a new snapshot, because it shows the age of the newest."""
+        """Whether the frame changes without a new snapshot, because it shows the age of the newest one."""
         if self.state.past is not None:
             return False
         return self.state.stale_s is not None or self._age_s() > self._stale_after_s()
@@ -170,7 +170,7 @@ class ConsoleSession:
     # ── commands ─────────────────────────────────────────────────────────────────────────────
 
     def run(self, command: str) -> bool:
-        """Run a command of the key table that concerns only the session. Returns False for other commands."""
+        """Run a command of the key table that affects only the session. Returns False for other commands."""
         self.state.message = ""
         word, _, rest = command.partition(" ")
         view = self.view

@@ -1,5 +1,5 @@
 """A simulated service under a plausible load: arrivals, queueing, prefill, decoding, KV blocks and limits.
-The demo and the tests use it. Equal seeds and steps give equal results."""
+The demo and the tests use it. The same seed and steps give the same results."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SimRequest:
     prompt: int
     cached: int
     output: int
-    """Number of tokens after which the request ends."""
+    """Number of output tokens after which the request ends."""
     max_tokens: int
     replica: str = ""
     started: float | None = None
@@ -147,7 +147,7 @@ class SimReplica:
         request.blocks = []
 
     def owners(self, index: dict[str, int]) -> bytes:
-        """Return the owner of each block, as `appliance.snapshot.BlockMap` defines it."""
+        """Return the owner of each block, in the format of `appliance.snapshot.BlockMap`."""
         found = array("H", [NO_OWNER]) * self.blocks
         for request in self.running:
             number = index[request.id]
@@ -156,7 +156,7 @@ class SimReplica:
         return found.tobytes()
 
     def ages(self, now: float) -> bytes:
-        """Return the age of each block, as `appliance.snapshot.BlockMap` defines it."""
+        """Return the age of each block, in the format of `appliance.snapshot.BlockMap`."""
         found = bytearray(self.blocks)
         for block in self.cached:
             found[block] = int(1 + now - self.freed_at[block]).bit_length() - 1
@@ -174,7 +174,7 @@ class SimTenant:
     concurrent: int | None
     suspended_at: float | None = None
     level: float = 0.0
-    """Tokens taken from the limit per minute and not refilled yet."""
+    """Tokens that were taken from the per-minute limit and have not been refilled yet."""
     running: int = 0
     waiting: int = 0
     requests: int = 0
@@ -204,7 +204,7 @@ _LONGEST = (*[1.0, 1.02, 1.05, 1.1] * 10, 2.4)
 
 
 class Simulation:
-    """The service. `advance` moves its clock."""
+    """The simulated service. `advance` moves its clock."""
 
     def __init__(self, *, seed: int, requests: int, blocks: int, gpus: int, tenants: int, now: float) -> None:
         """`requests` is the usual number of unfinished requests; `blocks` the size of the largest KV
@@ -353,7 +353,8 @@ class Simulation:
         )
 
     def _refuse(self, tenant: str, model: str, at: float, prompt: int) -> None:
-        """Record a refused request. Its id is not drawn, so that refusals do not change what follows."""
+        """Record a refused request. Its id is not random, so that refusals do not change later random
+        numbers."""
         number = zlib.crc32(f"{tenant}{at}".encode())
         refused = SimRequest(
             id=f"req-{number:012x}",

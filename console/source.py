@@ -1,4 +1,4 @@
-"""Where snapshots come from. The console has one protocol with three implementations: a running service
+"""Sources of snapshots. The console has one protocol with three implementations: a running service
 (`console.live`), the recorded past (`console.replay`) and a seeded load generator (`console.fake`)."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ListName = Literal["audit", "logs", "settings", "findings", "finished", "usage"]
 MAX_ROWS = 500
 """Maximum number of rows of a list: the newest ones are shown."""
 USAGE_DAYS = 7
-"""Number of days, with today, whose usage the console shows."""
+"""Number of days, including today, whose usage the console shows."""
 
 
 class SourceError(Exception):
@@ -47,7 +47,7 @@ class ListRow(msgspec.Struct, frozen=True, kw_only=True):
     target: str = ""
     text: str = ""
     detail: dict[str, str] = {}
-    """Further fields, by their names."""
+    """Additional fields, keyed by name."""
 
 
 Row = ListRow | NamedRequest | UsageRow
@@ -65,11 +65,11 @@ class SnapshotSource(Protocol):
 
     @property
     def kind(self) -> Literal["live", "demo", "replay"]:
-        """What the source is."""
+        """Kind of the source."""
         ...
 
     async def next(self) -> Snapshot:
-        """Wait for the next snapshot. Raises SourceError if the service does not answer; the call may be
+        """Wait for the next snapshot. Raises SourceError if the service does not answer. The call can then be
         repeated."""
         ...
 
@@ -87,7 +87,7 @@ class SnapshotSource(Protocol):
         ...
 
     def recording(self) -> RecordedPast:
-        """Return the past of the source."""
+        """Return the recorded history of the source."""
         ...
 
     async def close(self) -> None:

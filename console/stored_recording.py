@@ -1,5 +1,5 @@
-"""The past in the databases of a service, read through the admin API or from a file. Loaded only when an
-operator opens the past, because the readers of the databases take time to load."""
+"""Recorded history from a service's databases, read through the admin API or from a file. This module is
+loaded only when an operator opens the past, because the database readers take time to load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from console.source import MAX_ROWS, ListName, Row, SourceError, UnsupportedList
 
 _MARKS = 500
 _PAGES = 4
-"""Pages of the request log that are searched for requests which had finished."""
+"""Number of pages of the request log that are searched for finished requests."""
 _TIMELINE_FIGURE = "rates.generated_tokens_per_s"
 _TIMELINE_POINTS = 600
 
@@ -30,7 +30,7 @@ Answer = TypeVar("Answer")
 
 
 class StoredRecording:
-    """Reads the past from a running service or from a file."""
+    """Reads recorded history from a running service or from a file."""
 
     def __init__(self, past: PastSource, begin: float | None = None) -> None:
         self.label = past.label
@@ -38,11 +38,11 @@ class StoredRecording:
         self._past = past
 
     async def instant(self, at: float | None) -> PastSnapshot:
-        """Return the service at a time (unix seconds), by default the newest instant."""
+        """Return the state of the service at a time (unix seconds), by default the newest one."""
         return await _in_thread(lambda: self._past.snapshot(SnapshotQuery(at=at)))
 
     async def extend(self, history: History, until: float, resolution_s: int) -> None:
-        """Change the charted past so that it ends at a time. Only missing points are read."""
+        """Change the chart history so that it ends at the given time. Only missing points are read."""
         since = history.continued_from(until, resolution_s, HISTORY_POINTS)
         query = TelemetryQuery(
             figures=HISTORY_FIGURES,
@@ -54,7 +54,7 @@ class StoredRecording:
         history.add_columns(await _in_thread(lambda: self._past.columns(query)))
 
     async def timeline(self, since: float, until: float) -> PastTimeline:
-        """Return a part of the past as an overview."""
+        """Return an overview of a period of the past."""
 
         def read() -> PastTimeline:
             columns = self._past.columns(
@@ -80,7 +80,7 @@ class StoredRecording:
         return await _in_thread(read)
 
     async def rows(self, name: ListName, until: float) -> Sequence[Row]:
-        """Return a list as it was at a time, newest rows first."""
+        """Return a list as it was at a given time, newest rows first."""
         match name:
             case "audit":
                 query = AuditQuery(until=until, limit=MAX_ROWS)
@@ -103,8 +103,8 @@ class StoredRecording:
         raise UnsupportedListError(NOT_RECORDED)
 
     def _finished(self, until: float) -> list[NamedRequest]:
-        """Return the requests that had finished at a time, those that arrived last first. The log is in the
-        order of arrival, so that requests which finished later are skipped."""
+        """Return the requests that had finished by a given time, most recent arrivals first. The log is in
+        order of arrival, so requests that finished later are skipped."""
         query = RequestLogQuery(until=until, state="ended", limit=MAX_PAGE_ROWS)
         found: list[NamedRequest] = []
         for _ in range(_PAGES):
@@ -116,7 +116,7 @@ class StoredRecording:
         return found[:MAX_ROWS]
 
     async def export(self, since: float, until: float, path: Path) -> str:
-        """Write a slice to an incident file, and return a text about it."""
+        """Write a slice to an incident file, and return a text that describes it."""
         done = await _in_thread(lambda: export_incident(self._past, since, until, path))
         notes = "".join(f" ({note})" for note in done.notes)
         return (
@@ -125,7 +125,7 @@ class StoredRecording:
         )
 
     async def close(self) -> None:
-        """Release files."""
+        """Release resources such as temporary files."""
         await asyncio.to_thread(self._past.close)
 
 

@@ -1,4 +1,4 @@
-"""The themes as Textual needs them, for dialogs, the palette and the command line."""
+"""The themes in Textual's format, for dialogs, the palette and the command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from console.themes import BACKGROUNDS, THEMES
 
 
 def textual_theme(name: str) -> Theme:
-    """Return the theme of dialogs and of the command line."""
+    """Return the Textual theme for dialogs and the command line."""
     if name not in BACKGROUNDS:
         theme = replace(BUILTIN_THEMES["ansi-dark"], name=f"console-{name}")
         if name == "mono":

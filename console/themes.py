@@ -1,5 +1,5 @@
 """The colours of each role in each theme. State is never shown by colour alone: letters and words repeat it,
-so the mono theme loses nothing."""
+so the mono theme loses no information."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ ROLES = (
     ),
     *_SERIES,
 )
-"""All roles. "s0" to "s7" tell neighbouring series apart, such as tenants in the map of KV blocks."""
+"""All roles. "s0" to "s7" distinguish neighbouring series, such as tenants in the map of KV blocks."""
 
 
 def _series(*colours: str) -> dict[str, str]:
-    """Return the roles of series with these colours."""
+    """Return the styles of the series roles with these colours."""
     return dict(zip(_SERIES, colours, strict=True))
 
 
@@ -174,12 +174,12 @@ THEMES: Mapping[str, Mapping[str, str]] = {
     "high-contrast": _HIGH_CONTRAST,
 }
 BACKGROUNDS = {"dark": "#14171c", "light": "#ffffff", "high-contrast": "#000000"}
-"""Background of each theme. The themes without an entry keep the terminal's own background."""
+"""Background of each theme. Themes without an entry keep the terminal's background."""
 
 
 @cache
 def style(theme: str, role: str, *, selected: bool = False) -> Style:
-    """Return the style of a role. On the cursor's row, a role keeps its colour and gets the cursor's
+    """Return the style of a role. In the cursor's row, a role keeps its colour and gets the cursor's
     background."""
     found = Style.parse(THEMES[theme][role])
     if not selected:

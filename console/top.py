@@ -19,8 +19,8 @@ from console.timeline import PastState
 
 
 def read(source: SnapshotSource) -> tuple[Snapshot, History]:
-    """Return the second of two snapshots, because rates are differences, and the history of both; of the
-    past, the recorded instant and its history. Raises SourceError."""
+    """Return a snapshot and its history. For a live source, this is the second of two snapshots, because
+    rates need two. Raises SourceError."""
 
     async def both() -> tuple[Snapshot, History]:
         history = History()

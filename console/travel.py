@@ -1,4 +1,4 @@
-"""Time travel: opens instants of the past in the same screens, steps and plays through them, compares two of
+"""Time travel: opens moments of the past on the same screens, steps and plays through them, compares two of
 them and exports a slice."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NO_LIVE = "this console shows a recording: there is no live service to return t
 _AROUND_S = 300.0
 _MIN_SPAN_S = 60.0
 _EDGE = 0.05
-"""Part of the timeline at each end in which the timeline moves on."""
+"""Fraction of the timeline at each end within which the timeline scrolls."""
 
 
 class TimeTravel:
@@ -37,18 +37,18 @@ class TimeTravel:
         self._source: ReplaySource | None = app.source if isinstance(app.source, ReplaySource) else None
         self._timeline: PastTimeline | None = None
         self._window: tuple[int, float] = (0, 0.0)
-        """Resolution of the timeline, and the newest instant when it was read."""
+        """Resolution of the timeline, and the newest recorded time when it was read."""
         self._playing = False
 
     @property
     def source(self) -> ReplaySource:
-        """The instants of the console's source."""
+        """The console's source of recorded history."""
         if self._source is None:
             self._source = ReplaySource(self._app.source.recording())
         return self._source
 
     def run(self, command: str) -> bool:
-        """Run a command of the key table. Returns False for commands that do not concern the past."""
+        """Run a command of the key table. Returns False for commands unrelated to the past."""
         word, _, rest = command.partition(" ")
         past = self._app.session.past
         if word in ("mark", "pause"):
@@ -70,7 +70,7 @@ class TimeTravel:
         return True
 
     def run_line(self, word: str, rest: str) -> None:
-        """Run a typed command: time TIME, compare TIME, live or incident. Raises ValueError for a wrong
+        """Run a typed command: time TIME, compare TIME, live or incident. Raises ValueError for an invalid
         time."""
         if word == "time" and rest:
             self.open(past_time(rest, time.time()))
@@ -82,7 +82,7 @@ class TimeTravel:
     # ── moving ───────────────────────────────────────────────────────────────────────────────
 
     def open(self, at: float | None) -> None:
-        """Show an instant; the first of a file if `at` is None."""
+        """Show a moment of the past, or the first one of a file if `at` is None."""
         self._start(self._moved(self.source.begin() if at is None else self.source.seek(at)))
 
     def leave(self) -> None:
@@ -102,7 +102,7 @@ class TimeTravel:
         source = self.source
         if how in ("back", "forward"):
             if self._app.session.past is None:
-                # From the live service, a step back leads to the newest recorded instant.
+                # From the live service, a step back leads to the newest recorded sample.
                 self._start(self._moved(source.seek(None)))
             else:
                 self._start(self._moved(source.step(1 if how == "forward" else -1)))
@@ -124,7 +124,7 @@ class TimeTravel:
             self._start(self._play())
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Begin a movement. It ends the one before."""
+        """Begin a move, which cancels any move in progress."""
         self._playing = False
         self._app.run_worker(work, group="past", exclusive=True, exit_on_error=True)
 
@@ -180,7 +180,7 @@ class TimeTravel:
         await self._moved(self.source.seek(found[0].at if forward else found[-1].at))
 
     async def _arrived(self) -> None:
-        """Show the instant at once, and then the timeline and lists."""
+        """Show the snapshot immediately, and then the timeline and lists."""
         self._show()
         await self._read_timeline()
         await self._read_lists()

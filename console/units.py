@@ -1,4 +1,4 @@
-"""Formats figures with their units. None, which stands for an unknown figure, becomes "--"."""
+"""Formats figures with their units. None, which represents an unknown figure, becomes "--"."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def percent(fraction: float | None, digits: int = 0) -> str:
 
 
 def ms(value: float | None) -> str:
-    """Format milliseconds with three significant digits, as seconds from 1 s."""
+    """Format milliseconds with three significant digits, using seconds from 1 s upwards."""
     if value is None:
         return UNKNOWN
     if value >= 999.5:

@@ -20,7 +20,7 @@ from aiohttp import web
 from textual_serve.server import Server
 
 MAX_TABS = 8
-"""Maximum number of consoles at the same time, because each is a process."""
+"""Maximum number of concurrent consoles. Each of them is a process."""
 _COOKIE = "appliance-console"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ADDRESS = "127.0.0.1"
@@ -58,7 +58,7 @@ class ConsoleServer(Server):
         return runner, f"http://{_ADDRESS}:{port}/?token={self.token}"
 
     async def on_startup(self, app: web.Application) -> None:
-        """Print nothing, in contrast to the base class."""
+        """Print nothing, unlike the base class."""
 
     async def _make_app(self) -> web.Application:
         app: web.Application = await super()._make_app()
@@ -67,7 +67,7 @@ class ConsoleServer(Server):
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Let only requests with the token pass."""
+        """Reject requests without the token."""
         if request.url.host not in _LOOPBACK:
             return _refused(f"the host {request.host!r} is not this machine: use {_ADDRESS}")
         origin = request.headers.get("origin")
@@ -93,7 +93,7 @@ class ConsoleServer(Server):
         return secrets.compare_digest(given.encode(), self.token.encode())
 
     async def handle_index(self, request: web.Request) -> Any:
-        """Return the page, whose addresses are those by which the browser has reached this server."""
+        """Return the page. Its URLs use the address at which the browser reached this server."""
         self.public_url = f"http://{request.host}"
         return await super().handle_index(request)
 

@@ -13,7 +13,7 @@ from console.source import SnapshotSource
 
 
 def main() -> None:
-    """Run the console on the pipes of textual-serve."""
+    """Run the console over textual-serve's pipes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--demo", action="store_true")
     parser.add_argument("--run-dir", type=Path)

@@ -56,7 +56,7 @@ class FrameWidget(Widget, can_focus=True):
         self._theme = "dark"
 
     def show(self, lines: list[Line], theme: str) -> None:
-        """Show lines. Only differences to the lines shown before are drawn."""
+        """Show lines. Only the differences from the previously shown lines are drawn."""
         before, self._lines = self._lines, lines
         if theme != self._theme or len(before) != len(lines):
             self._theme = theme
@@ -125,8 +125,8 @@ _PLAIN = frozenset(
         *("input", "output", "p0", "p1", "p2", "p3", "prefill", "decode"),
     )
 )
-"""Roles that look the same on spaces in every theme. "warn" is not among them: the mono theme underlines
-it."""
+"""Roles that look the same on spaces in every theme. "warn" is not one of them, because the mono theme
+underlines it."""
 
 
 def changed_until(old: Line, new: Line) -> int:

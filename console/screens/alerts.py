@@ -1,4 +1,4 @@
-"""Alerts: what needs attention, with its likely cause and the next step."""
+"""Alerts: conditions that need attention, with their likely causes and the next steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all screens have in common."""
+"""The base class of all screens."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ MIN_WIDTH, MIN_HEIGHT = 60, 18
 
 
 class View:
-    """One screen. A view keeps the operator's choices for its screen, such as the cursor and the sorting, and
-    nothing of the service."""
+    """One screen. A view stores only the operator's choices for its screen, such as the cursor and the sort
+    order, and no data of the service."""
 
     name = ""
     key = ""
     title = ""
     short = ""
-    """Title in narrow terminals."""
+    """Title for narrow terminals."""
     target: TargetKind = "service"
-    """Kind of object that the screen's rows are, for the actions that the screen offers."""
+    """Kind of object that the screen's rows represent, which determines the actions that the screen
+    offers."""
     variants: tuple[str, ...] = ()
-    """Alternative contents, which `v` cycles through."""
+    """Names of alternative contents, which `v` cycles through."""
     alternate = ""
     """Name of the screen under the same key to which `v` switches."""
     help_text = ""
-    """What the screen shows, in one or two sentences."""
+    """Description of the screen, in one or two sentences."""
     figures: tuple[str, ...] = ()
     """Names of the figures on the screen (`console.figures`), for help."""
 
@@ -36,7 +37,7 @@ class View:
         self.scroll = 0
 
     def lists(self) -> tuple[ListName, ...]:
-        """Return the lists that the screen shows."""
+        """Return the names of the lists that the screen shows."""
         return ()
 
     def render(self, context: Context, width: int, height: int) -> list[Line]:
@@ -44,7 +45,7 @@ class View:
         raise NotImplementedError
 
     def facts(self, context: Context) -> list[tuple[str, str, str]]:
-        """Return the most important figures as names, values and roles, for small terminals."""
+        """Return the most important figures as (name, value, role) tuples, for small terminals."""
         raise NotImplementedError
 
     def small(self, context: Context, width: int, height: int) -> list[Line]:
@@ -71,7 +72,7 @@ class View:
             self.scroll = 0
 
     def zoom(self) -> bool:
-        """Show the chosen panel alone, or all panels again. Returns False if the screen has one panel."""
+        """Show only the chosen panel, or all panels again. Returns False if the screen has only one panel."""
         return False
 
     def open(self) -> bool:

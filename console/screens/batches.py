@@ -1,4 +1,4 @@
-"""Batches: what each replica's steps did, with a column per time slice."""
+"""Batches: the work of each replica's steps, with a column per time slice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from console.lines import BLANK, Line, Span, clip, heading, line, span
 from console.screens.base import View
 
 _STALL_FACTOR = 3.0
-"""A slice contains a stall if its longest step took this many times as long as its mean decode step."""
+"""A slice contains a stall if its longest step took more than this many times as long as its mean decode
+step."""
 
 
 def stalled(batch: Batch) -> bool:

@@ -1,4 +1,4 @@
-"""Compare: the figures of two instants side by side."""
+"""Compare: the figures of two moments side by side."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from console.screens.table import TableColumn, TableView
 
 
 class Difference(NamedTuple):
-    """A figure or text at two instants. None is an unknown value, or that of an entry that did not exist."""
+    """A figure or text at two moments. None means that the value is unknown or that the entry did not
+    exist."""
 
     name: str
     first: Value
@@ -23,7 +24,7 @@ class Difference(NamedTuple):
 
     @property
     def difference(self) -> float | None:
-        """The second value minus the first, of numbers."""
+        """The second value minus the first, or None if they are not numbers."""
         first, second = self.first, self.second
         if not isinstance(first, int | float) or not isinstance(second, int | float):
             return None
@@ -39,7 +40,7 @@ class Difference(NamedTuple):
 
 
 def differences(first: Snapshot, second: Snapshot, *, every: bool) -> list[Difference]:
-    """Return the figures and texts of two instants: those that differ, or all."""
+    """Return the figures and texts of two moments: those that differ, or all."""
     one, other = named_values(first), named_values(second)
     names = [*one, *(name for name in other if name not in one)]
     rows = [Difference(name, one.get(name), other.get(name)) for name in names if name != "at"]
@@ -47,7 +48,7 @@ def differences(first: Snapshot, second: Snapshot, *, every: bool) -> list[Diffe
 
 
 class CompareView(TableView[Difference]):
-    """Two instants."""
+    """The comparison of two moments."""
 
     name = "compare"
     key = "c"

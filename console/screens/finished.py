@@ -41,7 +41,7 @@ def _tokens_per_s(row: NamedRequest) -> float | None:
 
 
 def _parts(row: NamedRequest) -> list[Part]:
-    """Return the parts of a request's time. Without a first token, all time after the queue is prefill. An
+    """Return the phases of a request. Without a first token, all time after the queue counts as prefill. An
     interrupted request has no measured duration."""
     queue_s, ttft_s, total_s = _seconds(row.queue_ms), _seconds(row.ttft_ms), _seconds(row.e2e_ms)
     if queue_s is None or total_s is None:

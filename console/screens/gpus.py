@@ -14,7 +14,7 @@ from console.screens.table import TableColumn, TableView
 
 
 def memory_parts(gpu: Gpu) -> tuple[int | None, int | None, int | None, int | None]:
-    """Return the bytes of weights, KV cache, other use, and free memory. None where it is not known."""
+    """Return the bytes of weights, KV cache, other use, and free memory. Unknown values are None."""
     if gpu.used_bytes is None:
         return gpu.weight_bytes, gpu.kv_bytes, None, None
     free = None if gpu.memory_bytes is None else gpu.memory_bytes - gpu.used_bytes

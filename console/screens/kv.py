@@ -115,7 +115,8 @@ class KvView(View):
         return lines
 
     def _cell_styles(self, context: Context, blocks: BlockMap, per_cell: int) -> tuple[list[str], list[str]]:
-        """Return the letter and the role of each cell, from the most frequent state of its blocks."""
+        """Return the letter and the role of each cell, determined by the most frequent state of its
+        blocks."""
         states = blocks.states
         marks = _LETTERS[context.glyphs]
         letters, roles = [], []

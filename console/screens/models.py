@@ -1,4 +1,4 @@
-"""Models: their replicas, state, memory and progress of loading."""
+"""Models: their replicas, state, memory and load progress."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ModelRow(NamedTuple):
         return next((one.fraction for one in self.model.replicas if one.fraction is not None), None)
 
     def total(self, name: str) -> int | None:
-        """Return the sum of a figure over the replicas; None without replicas."""
+        """Return the sum of a figure over the replicas, or None if there are no replicas."""
         replicas = self.model.replicas
         return sum(getattr(one, name) for one in replicas) if replicas else None
 

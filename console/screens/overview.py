@@ -44,7 +44,7 @@ class OverviewView(View):
         self.zoomed = False
         """Whether the chosen panel is shown alone."""
         self._columns: list[list[str]] = [[], []]
-        """Names of the panels that were shown last, by column."""
+        """Names of the most recently shown panels, by column."""
 
     def render(self, context: Context, width: int, height: int) -> list[Line]:
         snapshot = context.snapshot
@@ -157,7 +157,7 @@ class OverviewView(View):
 
 
 def _panel(name: str, context: Context, snapshot: Snapshot, width: int, height: int) -> list[Line]:
-    """Return a panel. `height` is that of panels which can have different heights."""
+    """Return a panel. `height` applies only to panels that can have different heights."""
     match name:
         case "throughput":
             return panels.throughput(context, snapshot, width, height)

@@ -38,7 +38,7 @@ CLASS_ROLES = {"P0": "p0", "P1": "p1", "P2": "p2", "P3": "p3"}
 
 
 def state(name: str) -> Span:
-    """Return the name of a state in its role."""
+    """Return the name of a state, styled with its role."""
     return span(name or units.UNKNOWN, STATE_ROLES.get(name, "dim"))
 
 
@@ -283,5 +283,5 @@ def processes(context: Context, snapshot: Snapshot, width: int, height: int) -> 
 def trend(
     context: Context, values: Sequence[float | None], width: int, role: str, top: float | None = None
 ) -> Line:
-    """Return the newest values as a chart of one line. `top` is the value at its upper edge."""
+    """Return the newest values as a one-line chart. `top` is the value at its upper edge."""
     return sparkline(values, width, context.glyphs, role, top)

@@ -1,4 +1,4 @@
-"""The time of a request, from the queue through prefill to decode, as a bar with a legend."""
+"""A bar, with a legend, of the time that a request spent in the queue, in prefill and in decode."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _LOOKS = {"queue": ("░", "warn"), "prefill": ("▒", "prefill"), "decode": ("�
 
 
 class Part(NamedTuple):
-    """A part of a request's time."""
+    """One phase of a request."""
 
     name: Literal["queue", "prefill", "decode"]
     seconds: float
 
 
 def time_lines(title: str, total_s: float | None, parts: Sequence[Part], width: int) -> list[Line]:
-    """Return the parts of a request's time as a bar, with their lengths. The heading shows `total_s`."""
+    """Return a bar of a request's phases, with their durations. The heading shows `total_s`."""
     top = heading(title, width, units.UNKNOWN if total_s is None else _duration(total_s))
     if not parts:
         return [top, [span("the phases of this request are not known", "dim")]]

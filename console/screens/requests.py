@@ -145,7 +145,7 @@ class RequestsView(TableView[UnfinishedRequest]):
 
 
 def _parts(row: UnfinishedRequest) -> list[Part]:
-    """Return the parts of a request's time so far."""
+    """Return the phases of a request so far."""
     if row.queue_s is None:
         return []
     parts = [Part("queue", row.queue_s)]

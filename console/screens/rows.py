@@ -23,7 +23,7 @@ _LEVEL_ROLES = {
 
 
 class ListView(TableView[ListRow]):
-    """A screen with rows of the service's lists."""
+    """A screen with rows of one of the service's lists."""
 
     def list_name(self) -> ListName:
         """Return the list that is shown."""

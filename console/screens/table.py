@@ -1,5 +1,5 @@
-"""A table with sorting, filtering, marks and a detail of one row. Only the visible rows are formatted, so
-that the cost of a frame hardly depends on the number of rows."""
+"""A table with sorting, filtering, marks and a detail view of one row. Only the visible rows are formatted,
+so the cost of a frame hardly depends on the number of rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 class TableColumn(NamedTuple):
-    """A column. Its name is the name of its figure in the admin API, in filters and in the help."""
+    """A column. Its name identifies its figure in the admin API, in filters and in the help."""
 
     name: str
     title: str
@@ -27,11 +27,11 @@ class TableColumn(NamedTuple):
     """Formats the cell; by default, the value as text."""
     right: bool = True
     drop: int = 0
-    """Priority for leaving out the column in narrow terminals. The highest is left out first; 0 is never left
-    out."""
+    """Order in which columns are dropped in narrow terminals. The column with the highest value is dropped
+    first; 0 is never dropped."""
     role: Callable[[Any], str] | None = None
     flexible: bool = False
-    """Whether the column gets the remaining width."""
+    """Whether the column takes up the remaining width."""
 
 
 class TableView(View, Generic[R]):
@@ -39,7 +39,7 @@ class TableView(View, Generic[R]):
 
     columns: tuple[TableColumn, ...] = ()
     sorted_by = ""
-    """Name of the column that the table is sorted by at first."""
+    """Name of the column by which the table is initially sorted."""
     reverse = False
     empty = "no rows"
 
@@ -52,7 +52,7 @@ class TableView(View, Generic[R]):
         self.cursor = ""
         """Id of the row under the cursor. The cursor stays on its row when the order changes."""
         self.detail = ""
-        """Id of the row whose detail is open."""
+        """Id of the row whose detail view is open."""
         self._index = 0
         self._order: list[str] = []
         self.scroll_detail = 0
@@ -64,11 +64,11 @@ class TableView(View, Generic[R]):
         raise NotImplementedError
 
     def id_of(self, row: R) -> str:
-        """Return the identity of a row."""
+        """Return the id of a row."""
         raise NotImplementedError
 
     def describe(self, row: R, context: Context, width: int) -> list[Line]:
-        """Return the lines of a row's detail."""
+        """Return the lines of a row's detail view."""
         raise NotImplementedError
 
     def note(self, context: Context) -> str:
@@ -120,7 +120,8 @@ class TableView(View, Generic[R]):
 
     @staticmethod
     def _hint(context: Context, text: str) -> str:
-        """Return a text about the key that goes back, or an empty text if there is none."""
+        """Return `text` with the name of the key that goes back, or an empty string if there is no such
+        key."""
         key = key_of(context.keys, "back")
         return text.format(key) if key else ""
 
@@ -197,7 +198,7 @@ class TableView(View, Generic[R]):
         return clip(spans, width)
 
     def _fitting(self, width: int) -> list[tuple[TableColumn, int]]:
-        """Return the columns that fit and their widths."""
+        """Return the columns that fit, with their widths."""
         shown = list(self.columns)
 
         def excess() -> int:
@@ -216,7 +217,7 @@ class TableView(View, Generic[R]):
         return grown
 
     def _width(self, column: TableColumn) -> int:
-        """Return the width of a column. The column that the table is sorted by has an arrow."""
+        """Return the width of a column. The column by which the table is sorted also has an arrow."""
         return max(column.width, len(column.title) + (column.name == self.sorted_by))
 
     def _detail(self, rows: list[R], context: Context, width: int, height: int) -> list[Line]:

@@ -1,4 +1,4 @@
-"""Tenants: the use of each tenant against its limits and its fair share."""
+"""Tenants: each tenant's use, compared with its limits and its fair share."""
 
 from __future__ import annotations
 
