@@ -1,4 +1,4 @@
-"""Builds rank 0's step loop from its parts: the scheduler, the plan channels and the model runner."""
+"""Builds rank 0's step loop from its components: the scheduler, the plan channels and the model runner."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _PAUSE_S = 0.1
 """Pause after a read of `READ_BYTES`, so that a child that floods its log does not occupy the event loop."""
 
 child_records = logging.getLogger("engine.child_records")
-child_records.propagate = False  # the child has written the records to standard error already
+child_records.propagate = False  # the child has already written the records to standard error
 child_records.addHandler(logging.NullHandler())
 
 
@@ -46,12 +46,12 @@ class ChildLog:
         return {COPY_DESCRIPTOR: str(self.descriptor)}
 
     def listen(self) -> None:
-        """Read the log from now on. The child must have been started."""
+        """Start reading the log. The child must have been started."""
         self._close(self.descriptor)
         asyncio.get_running_loop().add_reader(self._reader, self._readable)
 
     def finish(self) -> None:
-        """Read the records that are left after the child has ended, and close the pipe."""
+        """Read the remaining records after the child has ended, and close the pipe."""
         while self._open and self._read() > 0:
             pass
         self.close()
@@ -80,14 +80,14 @@ class ChildLog:
             self._timer = loop.call_later(_PAUSE_S, loop.add_reader, self._reader, self._readable)
 
     def _read(self) -> int:
-        """Read records that are available. Return the number of bytes: 0 at the end of the file, and -1 if
-        none are available."""
+        """Read available records. Return the number of bytes: 0 at the end of the file, and -1 if none are
+        available."""
         try:
             chunk = os.read(self._reader, READ_BYTES)
         except BlockingIOError:
             return -1
         *lines, rest = (self._unread + chunk).split(b"\n")
-        # A record is much shorter. A child that is not trusted could send a line without end.
+        # Records are much shorter, but an untrusted child could send an endless line.
         self._unread = rest[:READ_BYTES]
         for line in lines:
             with contextlib.suppress(msgspec.DecodeError):

@@ -29,8 +29,8 @@ DENSE, EXPERTS = "dense", "experts"
 
 
 def fp8_block(part: int) -> int:
-    """Return the number of rows or columns of the blocks of an FP8 matrix on a rank, whose tensors, or parts
-    of tensors, begin at multiples of `part`. 0 means that the matrix is one complete tensor."""
+    """Return the block size, in rows or columns, of an FP8 matrix on a rank. The matrix consists of tensors
+    or slices of tensors that begin at multiples of `part`. 0 means that the matrix is one complete tensor."""
     return gcd(FP8_BLOCK, part)
 
 
@@ -108,8 +108,8 @@ class ExpertsConfig:
     width_field: str = "moe_intermediate_size"
     """Name of `intermediate_size` in `config.json`, for messages."""
     whole: bool = False
-    """Whether each rank has some routed experts completely (expert parallelism). Otherwise, each rank has a
-    part of every expert. The shared expert is always split."""
+    """Whether each rank has a subset of complete routed experts (expert parallelism). Otherwise, each rank
+    has a slice of every expert. The shared expert is always split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +117,12 @@ class ExpertsShard:
     """The routed experts of one rank."""
 
     first: int
-    """First expert of which the rank has a part."""
+    """First expert of which the rank has at least a slice."""
     count: int
     width: int
-    """Width of the rank's part of each expert."""
+    """Width of the rank's slice of each expert."""
     start: int
-    """First index of the part within the width of an expert."""
+    """First index of the slice within the width of an expert."""
 
 
 class MlpWidth(NamedTuple):
@@ -165,11 +165,12 @@ class Shard:
         return width // self.size
 
     def cut(self, part: int) -> int:
-        """Return `part`, a rank's share of a width, or 0 if there is one rank, which has the whole width."""
+        """Return `part`, a rank's share of a width, or 0 if there is only one rank, which has the full
+        width."""
         return part if self.size > 1 else 0
 
     def experts(self, config: ExpertsConfig) -> ExpertsShard:
-        """Return this rank's part of the routed experts."""
+        """Return this rank's share of the routed experts."""
         if config.whole:
             count = self.part(config.count)
             return ExpertsShard(self.rank * count, count, config.intermediate_size, 0)
@@ -271,8 +272,8 @@ class ModelConfig:
         )
 
     def with_whole_experts(self) -> ModelConfig:
-        """Return the configuration with the layout of experts `ExpertsConfig.whole`. Raises UnsupportedError
-        if the model has no experts."""
+        """Return the configuration with `ExpertsConfig.whole` set. Raises UnsupportedError if the model has
+        no experts."""
         if self.experts is None:
             raise UnsupportedError(
                 f"expert_parallel is true, but {self.model_type} models have no experts",
@@ -328,7 +329,8 @@ class ModelConfig:
 
     @property
     def _whole_experts(self) -> int:
-        """Number of routed experts of a layer that are divided among the ranks as a whole, or 0."""
+        """Number of routed experts of a layer if complete experts are divided among the ranks, otherwise
+        0."""
         return self.experts.count if self.experts is not None and self.experts.whole else 0
 
     def shard(self, size: int, rank: int) -> Shard:

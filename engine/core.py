@@ -120,8 +120,8 @@ class EngineCore:
         self.before_wait: Callable[[StepPlan], None] | None = None
         """Called with a step's plan before the loop waits for the end of this step."""
         self.paused = False
-        """Whether no step is planned, because the memory of the model is released. Cancelled sequences are
-        still reported."""
+        """Whether planning is suspended because the model's memory is released. Cancelled sequences are still
+        reported."""
         self._runner = runner
         self._steps_ahead = 1 if overlap else 0
         self._in_flight: deque[_InFlight] = deque()

@@ -1,5 +1,5 @@
 """CUDA's virtual memory management, which torch does not offer: address ranges whose physical memory can be
-released and created again. Used through ctypes, so nothing is compiled.
+released and allocated again. The driver is called through ctypes, so nothing is compiled.
 
 Reference: "Virtual Memory Management" in the documentation of the CUDA driver API.
 """
@@ -95,7 +95,7 @@ class CudaDriver:
             torch.zeros(1, device=device)  # creates the context, if this is the first use of the GPU
             self._call("cuCtxGetCurrent", byref(self._context))
         number, supported = c_int(), c_int()
-        # As torch's device numbers, the driver's refer to the GPUs in CUDA_VISIBLE_DEVICES.
+        # Like torch's device numbers, the driver's refer to the GPUs in CUDA_VISIBLE_DEVICES.
         self._call("cuDeviceGet", byref(number), device.index)
         self._call("cuDeviceGetAttribute", byref(supported), _SUPPORTED, number)
         if not supported.value:
@@ -120,8 +120,8 @@ class CudaDriver:
     def map(self, address: int, nbytes: int) -> int:
         """Allocate physical memory with undefined content, map it at `address`, and return its handle.
 
-        Raises torch.OutOfMemoryError if the GPU has not enough free memory, although torch has released its
-        cached memory.
+        Raises torch.OutOfMemoryError if the GPU does not have enough free memory even after torch has
+        released its cached memory.
         """
         handle = c_uint64()
         create = ("cuMemCreate", byref(handle), nbytes, byref(self._properties), 0)
@@ -143,7 +143,7 @@ class CudaDriver:
         return handle.value
 
     def unmap(self, address: int, nbytes: int, handle: int) -> None:
-        """Unmap memory that `map` returned, and release it. The GPU must not use it any more."""
+        """Unmap memory returned by `map`, and release it. The GPU must no longer be using it."""
         self._call("cuMemUnmap", address, nbytes)
         self._call("cuMemRelease", handle)
 

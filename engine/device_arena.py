@@ -1,7 +1,7 @@
 """Device memory that can be released and restored at the same addresses.
 
-CUDA graphs contain the addresses of the weights and of the KV cache. If a replica sleeps, the physical memory
-behind these addresses is released. The addresses stay reserved, so that the graphs are valid again when new
+CUDA graphs contain the addresses of the weights and of the KV cache. When a replica sleeps, the physical
+memory behind these addresses is released. The addresses stay reserved, so the graphs are valid again once new
 memory has been mapped there.
 """
 
@@ -18,7 +18,7 @@ ALIGNMENT = 512
 """Alignment of every tensor in bytes, as in torch's allocator. The kernels need at most 128 bytes."""
 PIECE_BYTES = 1 << 30
 """Maximum size of the pieces, in bytes, in which memory is copied and restored. Large pieces are fast, and
-several pieces let copies overlap with the mapping of further memory."""
+using several pieces lets copies overlap with the mapping of more memory."""
 
 
 class VirtualMemory(Protocol):

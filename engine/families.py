@@ -129,8 +129,8 @@ def _mixtral_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _qwen2_moe_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the windows by `layer_types` as `_qwen_windows` does. Without this field, layers 0, 2, 4, …
-    below `max_window_layers` have a window."""
+    """Return the attention windows according to `layer_types`, like `_qwen_windows`. Without this field,
+    layers 0, 2, 4, … below `max_window_layers` have a window."""
     if fields.get("layer_types") is not None:
         return _qwen_windows(fields, layers)
     (window,) = _one_window(fields, 1)

@@ -1,4 +1,4 @@
-"""Runs the whole engine in the calling process, without channels to a core or to fronts. Used by tests and
+"""Runs the entire engine in the calling process, without channels to a core or to fronts. Used by tests and
 benchmarks."""
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class LocalEngine:
         return list(answers.values())
 
     def change_memory(self, asleep: bool) -> MemoryChanged:
-        """Let the replica sleep (`asleep`), or wake it. All sequences must be finished."""
+        """Put the replica to sleep (`asleep`), or wake it. All sequences must have finished."""
         self._sleeping.request(asleep)
         while (changed := self._sleeping.poll()) is None:
             select.select([self._sleeping], [], [])

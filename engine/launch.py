@@ -90,7 +90,7 @@ def spawn_rank(
 
     `gpus` lists the UUIDs of all ranks' GPUs, which become the only visible GPUs of the process. Each rank
     must see all of them, because it accesses the memory of the other GPUs. If the list is empty, all GPUs
-    stay visible. `log` gets a copy of the rank's log. The rank is killed by the operating system when the
+    stay visible. `log` receives a copy of the rank's log. The rank is killed by the operating system when the
     calling thread ends. Raises OSError if the process cannot be started.
     """
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
@@ -198,7 +198,8 @@ class ReplicaGroup:
         self._ranks[0].channel.send(CancelSequences(request_id))
 
     def change_memory(self, asleep: bool) -> None:
-        """Let the replica sleep (`asleep`), or wake it. Its answer is a `MemoryChanged` message."""
+        """Put the replica to sleep (`asleep`), or wake it. The replica answers with a `MemoryChanged`
+        message."""
         self._ranks[0].channel.send(Sleep() if asleep else Wake())
 
     async def stop(self, grace_s: float = 5.0) -> None:

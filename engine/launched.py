@@ -31,7 +31,7 @@ class StepResults:
     """For each chunk that does not sample: its slot, and whether the hidden state of its last token is
     finite. Checking the last token is sufficient, because it depends on all earlier tokens."""
     experts: ExpertChoices | None = None
-    """The choices of experts so far, if the step returns them."""
+    """The expert choices counted so far, if the step returns them."""
 
 
 LOSS_CHECK_S = 0.1

@@ -5,8 +5,8 @@ stalled. An event loop or a step loop must not wait for such a write. Loggers th
 into a bounded queue, and a daemon thread writes them. If the queue is full, new lines are dropped and
 counted. Once standard error is writable again, the number of dropped lines is logged.
 
-A process that the core started also sends a copy of its records to a pipe of the core (`engine.child_log`),
-by a second queue and thread, so that a core that does not read delays nothing else.
+A process that the core started also sends a copy of its records to the core over a pipe (`engine.child_log`).
+A separate queue and thread do this, so that a core that does not read causes no other delays.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     head)."""
     tensor_parallel_size: int = 1
     expert_parallel: bool = False
-    """Whether each rank has some experts completely. Otherwise, each rank has a part of every expert."""
+    """Whether each rank has a subset of complete experts. Otherwise, each rank has a slice of every
+    expert."""
     max_model_len: int | None = None
     """Maximum length of a sequence, including prompt and output. None selects the checkpoint's maximum."""
     max_num_seqs: int = 64
@@ -412,7 +413,8 @@ class LayerExperts(msgspec.Struct, frozen=True):
     experts: int
     """Number of experts."""
     choices: int
-    """Number of choices: the number of counted tokens, times the number of experts that each chooses."""
+    """Number of choices: the number of counted tokens, times the number of experts that each token
+    chooses."""
     busiest: int
     """The expert that most tokens have chosen."""
     busiest_choices: int

@@ -318,7 +318,7 @@ def _connect(group: Ranks, device: torch.device, overlap_from: int | None) -> Ra
             memory = PeerMemory(group.rank, group.size)
         except RuntimeError as error:
             problem = str(error).splitlines()[0]
-        # From here on, the memory of every rank can receive messages.
+        # From now on, the memory of every rank can receive messages.
         if not _all(group, memory is not None, device):
             memory = None
     if memory is None:

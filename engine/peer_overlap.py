@@ -1,9 +1,9 @@
 """Sums long messages over the ranks while a forward pass runs, using the GPUs' copy engines.
 
-Each rank computes the sums of a share of the rows. The other ranks copy their parts of these rows into this
-rank's memory. This rank then copies the sums into the memory of the other ranks. The copies do not occupy the
-multiprocessors, which run the pass. Sums are computed in rank order in float32, so they are bitwise equal on
-all ranks.
+Each rank computes the sums for a share of the rows. The other ranks copy their summands for these rows into
+this rank's memory. This rank then copies the sums into the memory of the other ranks. The copies do not
+occupy the multiprocessors, which run the pass. Sums are computed in rank order in float32, so they are
+bitwise equal on all ranks.
 """
 
 from __future__ import annotations

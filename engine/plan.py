@@ -81,7 +81,7 @@ class StepPlan(msgspec.Struct, tag="step", array_like=True, frozen=True):
 
 
 class MemoryPlan(msgspec.Struct, tag="memory", array_like=True, frozen=True):
-    """Tells the other ranks to release the memory of their weights and KV caches, or to restore it."""
+    """Instructs the other ranks to release the memory of their weights and KV caches, or to restore it."""
 
     step: int
     """Number of the last step before the operation."""

@@ -1,8 +1,8 @@
 """The memory of one rank that is released while the replica sleeps: its weights and its KV cache.
 
 On a GPU, the weights are copied to host memory, and the memory of both is released and later mapped again at
-the same addresses (`engine.device_arena`). On a CPU, the weights stay where they are, because a copy would
-need as much memory; only the KV cache is released.
+the same addresses (`engine.device_arena`). On a CPU, only the KV cache is released: copying the weights would
+need as much memory as it frees.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.host_pages import lock_pages, map_pages, unlock_pages
 log = logging.getLogger(__name__)
 
 HOST_RESERVE_BYTES = 1 << 30
-"""Host memory, in bytes, that stays available when weights are copied to host memory."""
+"""Host memory, in bytes, that must remain available when weights are copied to host memory."""
 _GIB = 2**30
 
 
@@ -35,7 +35,7 @@ class RankMemory(Protocol):
     """Allocates weights and KV cache, releases their memory, and restores it.
 
     A replica sleeps with `save` and `release`, and wakes with `restore`. `save` and `restore` raise
-    SleepError. They change nothing if they fail.
+    SleepError. If they fail, nothing has changed.
     """
 
     @property
@@ -57,7 +57,7 @@ class RankMemory(Protocol):
         all need host memory."""
 
     def save(self) -> None:
-        """Copy everything to host memory that must survive `release`."""
+        """Copy to host memory everything that must survive `release`."""
 
     def forget(self) -> None:
         """Delete the copies made by `save`."""
@@ -66,7 +66,7 @@ class RankMemory(Protocol):
         """Release the memory after `save`, and return its size in bytes."""
 
     def restore(self) -> None:
-        """Restore the memory after `release`, with the weights as they were and a KV cache of zeros. The
+        """Restore the memory after `release`, with the original weights and a zero-filled KV cache. The
         copies in host memory are kept until `forget`."""
 
 
@@ -107,8 +107,8 @@ class CpuMemory:
         return self._kv_bytes
 
     def restore(self) -> None:
-        # Released pages contain zeros and are allocated when they are written, so that there is nothing to
-        # do. But Linux kills a process for which no page is left.
+        # Released pages read as zeros and are allocated when they are written, so nothing needs to be
+        # restored. However, Linux kills a process if no page is left for it.
         needed, available = self._kv_bytes * self._ranks, memory.available_host_bytes()
         if needed > available:
             raise SleepError(
@@ -193,7 +193,7 @@ class GpuMemory:
         try:
             for piece in self._weights.pieces():
                 copy = map_pages(piece.nbytes)
-                copy.zero_()  # allocates the pages with all threads; page-locking would use one
+                copy.zero_()  # allocates the pages with all threads; page-locking would use only one
                 lock_pages(copy)
                 self._copies.append(copy)
                 copy.copy_(piece, non_blocking=True)

@@ -108,7 +108,8 @@ class ModelRunner:
         self._memory_thread: ThreadPoolExecutor | None = None
         building = self._start_build()
         self.memory = open_memory(self.device, ranks.size)
-        # Without a reference to the runner, so that its memory is freed as soon as it is deleted.
+        # This callable holds no reference to the runner, so that the runner's memory is freed as soon as it is
+        # deleted.
         self._sleep = RankSleep(self.memory, ranks.size, partial(_totals, ranks, self.device))
         with torch.inference_mode():
             self.decoder = Decoder(
@@ -194,7 +195,7 @@ class ModelRunner:
         self.ranks.close()
 
     def _thread(self, name: str) -> ThreadPoolExecutor:
-        # Without a reference to the runner (see `_sleep`).
+        # This callable holds no reference to the runner (see `_sleep`).
         return ThreadPoolExecutor(1, name, partial(_enter_thread, self._threads, self.device))
 
     def _change_memory(self, asleep: bool) -> MemoryChanged:

@@ -82,7 +82,7 @@ class Sampler:
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, tables: SlotTables) -> SampledStep:
         """Sample a token for each sampling slot, and store it in `tables` as the slot's next input.
 
-        `logits` are the step's logit rows on this rank. Any further rows are ignored. The logits are not
+        `logits` are the step's logit rows on this rank. Any additional rows are ignored. The logits are not
         modified.
         """
         if batch.logit_rows is None:

@@ -97,7 +97,7 @@ class Sizing:
 
 
 def parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of the whole model. Tied embeddings count once."""
+    """Return the number of parameters of the model. Tied embeddings count once."""
     return _parameters(config, config.shard(1, 0))
 
 
@@ -215,8 +215,8 @@ def _matrices(config: ModelConfig, shard: Shard) -> list[_Matrices]:
 
 
 def _mlps(config: ModelConfig, shard: Shard, kind: str) -> list[tuple[int, int, bool]]:
-    """Return the number and the width of the MLPs or experts of a layer on this rank, and whether the rank
-    has them completely, although there are other ranks."""
+    """Return the number and the width of a layer's MLPs or experts on this rank, and whether they are
+    complete although there are several ranks."""
     if kind != EXPERTS or config.experts is None:
         return [(1, shard.intermediate, False)]
     shared, here = config.experts.shared_intermediate_size, shard.experts(config.experts)

@@ -27,19 +27,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Totals = Callable[[Sequence[int]], list[int]]
-"""Returns the sum of each number over all ranks. Every rank must call it at the same time."""
+"""Returns the sum of each number over all ranks. All ranks must call it at the same time."""
 
 
 class MemoryRunner(Protocol):
     """Releases and restores the memory of a rank. Implemented by `engine.runner.ModelRunner`."""
 
     def change_memory(self, asleep: bool) -> Future[MemoryChanged]:
-        """Start to release the memory (`asleep`), or to restore it, after all launched steps. Every rank must
+        """Start releasing the memory (`asleep`), or restoring it, after all launched steps. Every rank must
         call this method. The future raises an exception if the rank cannot continue at all."""
 
 
 class RankSleep:
-    """Releases and restores the memory of one rank. If one rank cannot do it, no rank does."""
+    """Releases and restores the memory of one rank. If any rank fails, the operation is undone on all
+    ranks."""
 
     def __init__(self, memory: RankMemory, ranks: int, totals: Totals) -> None:
         self.memory = memory
@@ -120,11 +121,11 @@ class SleepControl:
         os.close(self._ended)
 
     def request(self, asleep: bool) -> None:
-        """Let the replica sleep (`asleep`), or wake it, after the operations requested before."""
+        """Put the replica to sleep (`asleep`), or wake it, after all previously requested operations."""
         self._requests.append(asleep)
 
     def poll(self) -> MemoryChanged | None:
-        """Start the next operation if it can start now. Return the result of an operation that has ended.
+        """Start the next operation if possible. Return the result of an operation that has ended.
 
         A replica with unfinished sequences cannot sleep; the result then contains the reason. Raises the
         exception of an operation after which the replica cannot continue.

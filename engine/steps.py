@@ -1,8 +1,8 @@
 """Executes one step on a rank's device: runs a plan, and returns the sampled tokens as tensors.
 
 Decode-only steps and short prompt passes replay captured CUDA graphs, if any exist (`engine.graphs`,
-`engine.prompt_graphs`). In all other steps, each kernel is launched separately. Only these steps count the
-choices of experts, because a kernel that counts would delay the kernels of a graph.
+`engine.prompt_graphs`). In all other steps, each kernel is launched separately. Only these steps count expert
+choices, because a counting kernel would delay the kernels of a graph.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 EXPERT_CHOICES_S = 1.0
-"""Minimum interval, in seconds, between transfers of the choices of experts to the host."""
+"""Minimum interval, in seconds, between transfers of the expert choices to the host."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class StepExecutor:
     graphs: DecodeGraphs | None = None
     prompt_graphs: PromptGraphs | None = None
     choices_due: float = 0.0
-    """Earliest time at which the choices of experts are returned again."""
+    """Earliest time at which expert choices are returned again."""
 
     def run(self, plan: StepPlan, on_begin: Callable[[], object] = lambda: None) -> StepResults:
         """Launch a step on the current stream, after all earlier steps. On a CPU, this method runs the step.
@@ -80,7 +80,7 @@ class StepExecutor:
         )
 
     def _expert_choices(self) -> ExpertChoices | None:
-        """Return the counted choices of experts on rank 0 if they have not been returned in the last
+        """Return the expert choices counted on rank 0 if they have not been returned in the last
         EXPERT_CHOICES_S seconds."""
         now = time.monotonic()
         if self.decoder.ranks.rank != 0 or now < self.choices_due:

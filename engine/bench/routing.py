@@ -42,7 +42,7 @@ class DistinctExperts:
 def count_experts(engine: LocalEngine, workload: EngineWorkload) -> DistinctExperts | None:
     """Run as many short sequences as the workload decodes at a time, and count their experts. Returns None if
     the model has no experts, or if no step decodes all sequences. Also returns None with several ranks: the
-    counted steps do not use CUDA graphs, so the other ranks would not take part in them."""
+    counted steps do not use CUDA graphs, so the other ranks would not participate in them."""
     experts = engine.runner.config.experts
     if experts is None or workload.output_tokens == 1 or engine.info.tensor_parallel_size > 1:
         return None

@@ -16,8 +16,8 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def fill_scales(shard: WeightShard, scales: torch.Tensor) -> None:
-    """Fill the scales of a shard with blocks from the scales of the whole matrix. A block of the checkpoint
-    that is cut by the shard's borders has the same scale in each of its parts."""
+    """Fill the scales of a shard with blocks from the scales of the full matrix. If the shard's borders split
+    a block of the checkpoint, each part of the block has the same scale."""
     assert shard.target is not None and shard.scales is not None and shard.block is not None
     rows, columns = shard.block
     shard.scales.copy_(_scales_at(shard, scales, range(0, shard.target.shape[0], rows), columns))
@@ -28,8 +28,8 @@ def dequantised(
 ) -> torch.Tensor:
     """Return e4m3 numbers of a shard multiplied by their scales, in float32.
 
-    numbers: rows of the shard that begin at row `first_row` of the shard, `[rows, columns of the shard]`.
-    scales: the scales of the whole matrix.
+    numbers: rows of the shard, starting at its row `first_row`: `[rows, columns of the shard]`.
+    scales: the scales of the full matrix.
     """
     return numbers.float() * _scales_at(shard, scales, range(first_row, first_row + len(numbers)), 1)
 

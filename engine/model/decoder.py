@@ -117,7 +117,7 @@ class Decoder:
         calls = list(zip(self.layers, kv, next_gains, strict=True))
         overlap = ranks.overlap(len(inputs.token_ids))
         if overlap is not None and len(calls) > 1:
-            # The last layer computes only some rows, so it is run once on the whole pass instead of on two
+            # The last layer computes only some rows, so it is run once on the full pass instead of on two
             # halves.
             residual = run_in_halves(
                 calls[:-1], residual, self._halves(inputs, every, overlap.split), overlap
@@ -158,7 +158,7 @@ class Decoder:
         return self.ops.norm_linear(Residual(hidden), self.final_norm, eps, self.head, None, out)
 
     def expert_choices(self) -> ExpertChoices | None:
-        """Return a copy of the counted choices of experts, or None if the model has no experts."""
+        """Return a copy of the counted expert choices, or None if the model has no experts."""
         layers = {
             index: layer.mlp.choices
             for index, layer in enumerate(self.layers)

@@ -19,7 +19,7 @@ from engine.model.slices import TensorSlice
 from engine.parallel import all_to_all
 
 _AT_ONCE_BYTES = 16 << 20
-"""Size in bytes of the columns up to which all rows of a tensor are filled at once."""
+"""Maximum size in bytes of a rank's columns for which all rows of a tensor are filled at once."""
 
 
 class Columns(NamedTuple):

@@ -1,8 +1,8 @@
 """The layer with a mixture of experts instead of an MLP.
 
-Every rank has the whole router, so all ranks choose the same experts. A rank has either a slice of every
-expert, as with a dense MLP, or some experts completely (`ExpertsConfig.whole`). In both layouts, the results
-of the ranks are summed only once per layer.
+Every rank has the full router, so all ranks choose the same experts. A rank has either a slice of every
+expert, as with a dense MLP, or a subset of complete experts (`ExpertsConfig.whole`). In both layouts, the
+results of the ranks are summed only once per layer.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Mixture:
         part, start = self.here.width, self.here.start
         gate_up = expert_weight(self.experts.gate_up, index)
         down = expert_weight(self.experts.down, index)
-        # A rank that has the whole expert reads complete rows. Columns are exchanged between ranks.
+        # A rank that has the complete expert reads complete rows. Columns are exchanged between ranks.
         dim = 0 if self.config.whole else 1
         return [
             WeightShard.of(f"{name}.{matrix}.weight", shapes[matrix], weight, of_dim, start)

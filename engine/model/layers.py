@@ -41,8 +41,8 @@ class LayerInput:
     """Indices of the tokens whose results are needed: [rows] int64, the same tokens as in `attention_plan`.
     For all other tokens, the layer computes only keys and values. None means that all results are needed."""
     live: torch.Tensor | None = None
-    """1 for each row of the layer's result, and 0 for padding: [rows] int64. None if the choices of experts
-    are not counted."""
+    """1 for each row of the layer's result, and 0 for padding: [rows] int64. None if expert choices are not
+    counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class WeightShard:
 
     @staticmethod
     def of(name: str, shape: tuple[int, ...], weight: Weight, dim: int, start: int) -> WeightShard:
-        """Return the shard that fills a whole weight from the rows or columns of a tensor."""
+        """Return the shard that fills an entire weight from the rows or columns of a tensor."""
         if isinstance(weight, Fp8Weight):
             return WeightShard(name, shape, weight.values, dim, start, weight.scales, weight.block)
         return WeightShard(name, shape, weight, dim, start)
@@ -366,14 +366,14 @@ class FeedForward(Protocol):
         """Return the tensors of the checkpoint that fill the parameters. Their names begin with `prefix`."""
 
     def pack(self) -> None:
-        """As `Layer.pack`."""
+        """See `Layer.pack`."""
 
 
 class Mlp:
     """The MLP `down(silu(gate x) × up x)`. `activate` computes the input of `down`, whose result is added to
     the residual.
 
-    width: width of the whole MLP. None selects the model's `intermediate_size`.
+    width: width of the full MLP. None selects the model's `intermediate_size`.
     """
 
     def __init__(

@@ -53,11 +53,11 @@ def load(
 ) -> int:
     """Fill every weight of `decoder` from the checkpoint in `folder`, and return the number of bytes read.
 
-    With `exchange`, each rank reads only a part of the rows of tensors that are split by columns, and
-    exchanges columns with the other ranks (`engine.model.exchange`). All ranks must call this function.
-    Without `exchange`, every rank reads all rows. This is faster on CPUs, whose ranks exchange data more
-    slowly than they read the page cache. With `share_reads`, files that fit into the page cache are read
-    through it, because other replicas may read them at the same time.
+    With `exchange`, each rank reads only some of the rows of tensors that are split by columns, and exchanges
+    columns with the other ranks (`engine.model.exchange`). All ranks must call this function. Without
+    `exchange`, every rank reads all rows. This is faster on CPUs, whose ranks exchange data more slowly than
+    they read the page cache. With `share_reads`, files that fit into the page cache are read through it,
+    because other replicas may read them at the same time.
 
     Raises CheckpointError, before any weight is read, if a file is truncated, or if a tensor is missing,
     unknown, of the wrong shape or of an unsupported dtype. Raises WeightsTooLarge if a GPU runs out of

@@ -44,7 +44,7 @@ _PIECES_AHEAD = 24
 """Number of pieces that are read ahead. It is larger than the number of reader threads, so that one late
 piece does not block all threads."""
 _BESIDE = 2 * PAGE
-"""Size of a block's first and last page, of which a block may need only a part, in bytes."""
+"""Size in bytes of a block's first and last page, which the block may need only partially."""
 _COPYING = 3
 """Number of staging buffers that may be in use by copies to a GPU."""
 

@@ -21,7 +21,7 @@ exists because setups are sent to the other ranks as part of the plan, and the d
 5 bytes per id, this limit is 5 MiB."""
 
 MAX_TABLE_ENTRIES = 4096
-"""Maximum number of block table entries in one step with which further sequences are admitted. The limit
+"""Sequences are admitted to a step only while the step has at most this many block table entries. The limit
 exists because resumed samples of a long prompt that the prefix cache contains have few tokens to compute, but
 one entry for each block of the prompt. Without the limit, 128 samples of 131,000 tokens would add 260,000
 entries to one step, which takes 0.4 s."""

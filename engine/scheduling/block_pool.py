@@ -26,7 +26,7 @@ from engine.messages import BLOCK_TOKENS, TOKEN_BYTES, pack_tokens
 
 
 class InvariantError(RuntimeError):
-    """The scheduler's state is inconsistent. The cause is always a defect of the engine, never a request."""
+    """The scheduler's state is inconsistent. The cause is always a bug in the engine, never a request."""
 
 
 class TokenIds(Protocol):

@@ -100,8 +100,9 @@ class Scheduler:
         self.pool = BlockPool(blocks, prefix_cache=prefix_cache)
         self.watermark = max(1, blocks // 100)
         """Number of blocks that admissions leave free for the next tokens of running sequences."""
-        # The token credit covers two steps with decodes, or one without. Further requests wait in the core's
-        # queue, which also considers quotas and fairness. The scheduler considers only level and arrival.
+        # The token credit covers two steps with decodes, or one without. Additional requests wait in the
+        # core's queue, which also considers quotas and fairness. The scheduler considers only level and
+        # arrival.
         self.accounting = RequestAccounting(
             credit_seqs=max_num_seqs, credit_tokens=max(max_num_batched_tokens, 2 * max_mixed_tokens)
         )

@@ -7,9 +7,9 @@ this GPU's table.
     python -m engine.tune --config FOLDER --both --whole-layer --tried tune.json
 
 FOLDER contains the model's config.json, either from a checkpoint or written for a public model shape (see
-docs/kernels.md). The tuner times our kernels and the library's kernels inside whole layers of the decoder
-without attention. It uses CUDA graphs, and weights that are not in the L2 cache. Each winner is compared with
-the reference implementation and added to the table (kernels/tuned/<gpu>.json, or --out). Existing entries are
+docs/kernels.md). The tuner times our kernels and the library's kernels inside complete decoder layers without
+attention. It uses CUDA graphs, and weights that are not in the L2 cache. Each winner is compared with the
+reference implementation and added to the table (kernels/tuned/<gpu>.json, or --out). Existing entries are
 kept unless --again is given.
 
 --whole-layer refines the table by coordinate descent over whole layers, including attention. It starts from

@@ -3,7 +3,7 @@ matrix, and its kernel plans can be replaced.
 
 The linears to tune are found by running the decoder: they are the linears that look up a plan in the table.
 Each copy of a layer has separate weights, so that no weight is in the L2 cache when it is read. A linear's
-cost is the time that it adds to the whole layer. The cost therefore includes the linear's effects on
+cost is the time that it adds to the entire layer. The cost therefore includes the linear's effects on
 neighbouring kernels, which overlap with it (programmatic dependent launch), and the time of norms that are
 not fused into it.
 """
