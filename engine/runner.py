@@ -108,8 +108,8 @@ class ModelRunner:
         self._memory_thread: ThreadPoolExecutor | None = None
         building = self._start_build()
         self.memory = open_memory(self.device, ranks.size)
-        # This callable holds no reference to the runner, so that the runner's memory is freed as soon as it is
-        # deleted.
+        # This callable holds no reference to the runner, so that the runner's memory is freed as soon as the
+        # runner is deleted.
         self._sleep = RankSleep(self.memory, ranks.size, partial(_totals, ranks, self.device))
         with torch.inference_mode():
             self.decoder = Decoder(

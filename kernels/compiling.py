@@ -1,4 +1,4 @@
-"""Determines the kernels that a program will launch, and compiles them in advance in parallel processes.
+"""Determines which kernels a program will launch, and compiles them in advance in parallel processes.
 
 `record` runs code that launches kernels on meta tensors, and records each specialisation that Triton would
 compile. Nothing is compiled or executed, so no GPU is needed. `compile_jobs` compiles the recorded

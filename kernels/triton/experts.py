@@ -29,7 +29,7 @@ the router's matrix once per token."""
 
 @dataclass(frozen=True, slots=True)
 class ChosenValues:
-    """The form of `ExpertActivation.values` that these kernels use."""
+    """The format of `ExpertActivation.values` that these kernels use."""
 
     values: torch.Tensor
     """`silu(gate) × up`: [tokens × top_k, intermediate], in the order of the choices or of `by_expert`."""

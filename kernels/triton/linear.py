@@ -266,7 +266,7 @@ def _cublas_fp8(
     """Compute an FP8 GEMM with cuBLAS and return the result in the model's dtype. cuBLAS always returns
     bfloat16 here; the result is converted if the model is float16. With float16 results and a scale per row,
     some versions of torch return wrong values on some GPUs. The last bits of a float16 result would be
-    inaccurate even without this defect, because sums have only about 14 bits."""
+    inaccurate even without this bug, because sums have only about 14 bits."""
     as_asked = dtype == torch.bfloat16
     product = torch._scaled_mm(
         x,

@@ -1,4 +1,4 @@
-"""Selects a few plans per linear for the search over whole layers (`kernels.tune.descent`)."""
+"""Selects a few plans per linear for the search over complete layers (`kernels.tune.descent`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LIBRARY_FROM = 32
 
 def read_tried(path: Path) -> Tried:
     """Read the tried plans from a file written by `python -m engine.tune --json`. Raises ValueError if the
-    file has another format."""
+    file has a different format."""
     try:
         return {
             (one["shape"], one["rows"]): [_parse(text) for text in one["tried_layer_us"]]
@@ -50,7 +50,7 @@ def starts(shipped: Choice, rows: int, hopper: bool) -> list[Choice]:
 def shortlist(
     product: Product, rows: int, hopper: bool, known: Iterable[GemmPlan | None], tried: Tried, most: int
 ) -> list[GemmPlan | None]:
-    """Return `known` and further plans, at most `most` in total.
+    """Return `known` and additional plans, at most `most` in total.
 
     If a search has tried this linear, the fastest plans that it found are added. Otherwise, `tiles` plans
     with about one wave of programs are added, and the plans most similar to a known plan.
