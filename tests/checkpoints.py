@@ -1,4 +1,4 @@
-"""Writes small checkpoints whose answers tell which checkpoint made them."""
+"""Writes small checkpoints whose answers show which checkpoint generated them."""
 
 from __future__ import annotations
 

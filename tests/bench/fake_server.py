@@ -36,7 +36,7 @@ class Behaviour:
     models: list[dict[str, Any]] = field(default_factory=lambda: [{"id": "fake", "max_model_len": 10_000}])
     tokenizes: bool = False
     at_once: int | None = None
-    """Number of completions that run concurrently; further requests wait."""
+    """Number of completions that run concurrently; additional requests wait."""
 
 
 class FakeServer:

@@ -21,7 +21,7 @@ def source(**options: int) -> FakeSource:
 
 
 def session(steps: int = 40, *, write: bool = False) -> ConsoleSession:
-    """Return a session that has seen `steps` snapshots and has read all lists."""
+    """Return a session that has received `steps` snapshots and has read all lists."""
     fake = source()
     made = ConsoleSession(fake, write=write)
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""A recorded past for the tests of the console: snapshots written as the service writes them."""
+"""Recorded history for the tests of the console: snapshots written in the same way as by the service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the console as an application, with keys as an operator presses them."""
+"""Tests of the console as an application, operated with keys like an operator."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.console.frames import SIZES, source
 
 
 class StillSource(FakeSource):
-    """A simulated service whose clock stands still after its first snapshots."""
+    """A simulated service whose clock stops after its first snapshots."""
 
     steps = 6
     away = ""
-    """Reason why the service does not answer; empty if it answers."""
+    """Reason why the service does not answer, or an empty string if it does."""
     performed: list[msgspec.Struct]
 
     async def next(self) -> Snapshot:
@@ -57,12 +57,12 @@ def shown(app: ConsoleApp) -> str:
 
 
 def opened(app: ConsoleApp) -> bool:
-    """Return whether the dialog of an action is complete and has its focus."""
+    """Return whether an action's dialog is complete and has the focus."""
     return isinstance(app.screen, ActionDialog) and app.screen.focused is not None
 
 
 async def until(pilot: Pilot[int], condition: Callable[[], object]) -> None:
-    """Wait for a condition."""
+    """Wait until a condition is true."""
     for _ in range(1200):
         await asyncio.sleep(0.05)
         if condition():
@@ -73,7 +73,7 @@ async def until(pilot: Pilot[int], condition: Callable[[], object]) -> None:
 def run(
     test: Callable[[Pilot[int], ConsoleApp], object], app: ConsoleApp, size: tuple[int, int] = (120, 40)
 ) -> None:
-    """Run a test with a console that has shown its first figures."""
+    """Run a test with a console that already shows its first figures."""
 
     async def steps() -> None:
         async with app.run_test(size=size) as pilot:

@@ -1,5 +1,5 @@
 """Compares the dialogs of a live console with pictures in `docs/console/`, at two sizes. After an intended
-change, write the pictures again with UPDATE_SNAPSHOTS=1 and look at each."""
+change, regenerate the pictures with UPDATE_SNAPSHOTS=1 and look at each of them."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_dialog_looks_like_its_picture(utc: None, name: str, size: tuple[int, 
                 await until(
                     pilot, lambda: "avoided" in str(app.screen.query_one("#forecast", Static).render())
                 )
-            # A pressed button looks different for a moment.
+            # A pressed button briefly looks different.
             await until(pilot, lambda: not app.screen.query("Button.-active"))
             await pilot.pause()
             await pilot.pause()

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.system
 
 
 class Target:
-    """A core with one object for each action to change."""
+    """A core with one object to change for each action."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -48,7 +48,7 @@ class Target:
         self.request = service.admin.in_flight()[0].request_id
 
     def values(self) -> dict[str, dict[str, Any]]:
-        """Return the parameters of each action, as texts of the command line."""
+        """Return the parameters of each action, as command-line texts."""
         return {
             "tenants.create": {"name": "new"},
             "tenants.set": {"name": "acme", "weight": "3"},
@@ -95,7 +95,7 @@ class Target:
         return [build(action, values[action.name]) for action in ACTIONS]
 
     def state(self) -> bytes:
-        """Return all that actions can change, with the actions that were not refused."""
+        """Return all state that actions can change, and the actions that were not refused."""
         client = self.service.admin
         tenants = [msgspec.structs.replace(one, usage=[]) for one in client.tenants()]
         keys = [msgspec.structs.replace(one, usage=[]) for one in client.call(calls.KEYS)]
@@ -114,7 +114,7 @@ class Target:
 
 @pytest.fixture(autouse=True)
 def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let files that the console exports be written to a temporary directory."""
+    """Redirect the files that the console exports to a temporary directory."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -129,7 +129,7 @@ def read_only(target: Target) -> ConsoleApp:
 
 
 def run(app: ConsoleApp, steps: Any) -> None:
-    """Run steps in a console that has shown its first figures."""
+    """Run steps in a console that already shows its first figures."""
 
     async def session() -> None:
         async with app.run_test(size=(120, 40)) as pilot:
@@ -163,7 +163,7 @@ def test_no_key_changes_anything(target: Target) -> None:
     before, app = target.state(), read_only(target)
 
     async def steps(pilot: Pilot[int]) -> None:
-        # The screens whose rows are targets of actions, and what v shows under their keys.
+        # The screens whose rows are targets of actions, and the screens to which `v` switches from them.
         for view in ("4", "4v", "6", "7", "7v", "8"):
             for one in KEYS:
                 for key in one.keys:

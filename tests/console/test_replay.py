@@ -1,4 +1,4 @@
-"""Tests of the replayed past: the screens equal those of the recorded seconds, from a history and from an
+"""Tests of replays: the screens are equal to those of the recorded seconds, from a history and from an
 incident file."""
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def incident(tmp_path_factory: pytest.TempPathFactory, history: Path) -> Path:
 
 
 def bodies(session: ConsoleSession, size: tuple[int, int]) -> dict[str, list[str]]:
-    """Return the bodies of all screens that snapshots fill, without what differs between present and past."""
+    """Return the bodies of all screens that show snapshots, without the parts that differ between present and
+    past."""
     shown = {}
     for name in _SCREENS:
         session.run(f"screen {name}")
@@ -59,7 +60,7 @@ def bodies(session: ConsoleSession, size: tuple[int, int]) -> dict[str, list[str
 def live_bodies(seconds: list[Snapshot], size: tuple[int, int]) -> list[dict[str, list[str]]]:
     session, found = ConsoleSession(source()), []
     for one in seconds:
-        # Single blocks are not recorded.
+        # Individual blocks are not recorded.
         one.kv = [type(cache)(**{**_fields(cache), "blocks": None}) for cache in one.kv]
         session.accept(one)
         found.append(bodies(session, size))
@@ -105,7 +106,7 @@ def test_an_incident_file_has_the_same_screens_on_another_machine(history: Path,
     for one, other in zip(alone, whole, strict=True):
         for name in set(_SCREENS) - {"overview", "batches", "gpus"}:
             assert one[name] == other[name]
-        # The charts of the slice begin with it.
+        # The charts begin at the start of the slice.
         assert one["overview"][-10:] == other["overview"][-10:]
 
 
@@ -180,7 +181,7 @@ def test_the_charts_of_a_step_back_end_at_the_instant(history: Path, seconds: li
 
 
 def test_any_second_opens_in_under_300_ms(history: Path, seconds: list[Snapshot]) -> None:
-    """The limit holds on a quiet machine, so the fastest of some attempts counts."""
+    """The limit applies to a quiet machine, so only the fastest of several attempts counts."""
 
     async def opened() -> float:
         replay = ReplaySource(file_recording(history), seconds[5].at)

@@ -1,5 +1,6 @@
-"""Compares what the three sources deliver: a running service, the recorded past, and the demo. All figures of
-the snapshot come from each of them, and every figure on screen traces to a named counter or field."""
+"""Compares the data that the three sources deliver: a running service, recorded history, and the demo. Each
+of them delivers all figures of the snapshot, and every figure on screen can be traced to a named counter or
+field."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ _ONLY_IN_SOME_STATES = (
     *("models[].replicas[].prefix_cache_hit_rate", "requests[].deadline_left_s", "requests[].peer"),
     *("tenants[].exhausted_in_s", "drains[].eta_s"),
 )
-"""Fields that have a value only in a state of the service that the demo does not simulate."""
+"""Fields that have values only in states of the service that the demo does not simulate."""
 _NOT_MEASURED = (
     *("kv[].blocks.", "kv[].evictions", "batches[].longest_ms", "batches[].longest_request"),
     *("requests[].blocks", "requests[].preemptions", "tenants[].exhausted_in_s"),
@@ -113,7 +114,7 @@ def demo_seconds() -> list[Snapshot]:
 
 
 async def replayed(path: Path, first: float) -> list[Snapshot]:
-    """Return all instants of a recording from a time on."""
+    """Return all snapshots of a recording from a given time on."""
     source = ReplaySource(file_recording(path), first + 0.0005)
     found = [await source.next()]
     while source.instant is not None and source.instant.next is not None:
@@ -135,11 +136,12 @@ def test_the_recorded_past_delivers_every_figure_that_was_recorded(tmp_path: Pat
 
 
 _OF_THE_CORE = ("rates.", "totals.", "queue.", "requests[].", "tenants[].")
-"""What a core with simulated replicas delivers. `tests/system/test_time_travel.py` has real ones."""
+"""Fields that a core with simulated replicas delivers. `tests/system/test_time_travel.py` uses real
+replicas."""
 
 
 def undelivered(snapshots: list[Snapshot], areas: tuple[str, ...]) -> set[str]:
-    """Return the fields that a service under load should deliver and does not."""
+    """Return the fields that a service under load should deliver but does not."""
     missing = {path for path in schema(Snapshot) if path.startswith(areas)} - delivered(snapshots)
     return without(missing, (*_ONLY_IN_SOME_STATES, *_NOT_MEASURED, *_MACHINE))
 
@@ -166,7 +168,7 @@ def test_a_service_delivers_every_figure_and_its_past_delivers_the_same(tmp_path
         wait_until(lambda: any(one.generated_tokens for one in service.admin.in_flight()))
         seen = asyncio.run(live())
         asked.close()
-    # Fields that need no load and no machine.
+    # Fields that depend neither on the load nor on the machine.
     plain = ("started_at", "uptime_s", "version", "pid", "state", "run_dir", "audit_rows", "queue.limit")
     assert delivered(seen) >= set(plain)
     extra = delivered(seen) - set(schema(Snapshot))

@@ -1,5 +1,5 @@
 """Compares every screen at two sizes with pictures in `docs/console/`, which the documentation shows too.
-After an intended change, write them again with UPDATE_SNAPSHOTS=1 and look at each."""
+After an intended change, regenerate them with UPDATE_SNAPSHOTS=1 and look at each of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NAMES = [view.name for view in all_views()] + [f"{name}-help" for name in _WITH_
 
 @pytest.fixture(scope="module", autouse=True)
 def utc() -> Iterator[None]:
-    """Make times of day independent of the machine."""
+    """Make displayed times of day independent of the machine's time zone."""
     before = os.environ.get("TZ")
     os.environ["TZ"] = "UTC"
     time.tzset()
@@ -50,7 +50,7 @@ def utc() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def shown(utc: None) -> ConsoleSession:
-    """Return a session that shows a fixed instant."""
+    """Return a session that shows a fixed moment."""
     made = session()
     made.accept = lambda snapshot: None  # type: ignore[method-assign]
     made._received = None

@@ -1,4 +1,4 @@
-"""Tests in a real terminal (tmux): the console leaves the terminal clean on every exit path."""
+"""Tests in a real terminal (tmux): the console restores the terminal on every exit path."""
 
 from __future__ import annotations
 

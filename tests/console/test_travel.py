@@ -1,4 +1,4 @@
-"""Tests of time travel in the console, with keys as an operator presses them."""
+"""Tests of time travel in the console, operated with keys like an operator."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def console(*, write: bool = False) -> ConsoleApp:
 
 
 def past_at(app: ConsoleApp) -> float:
-    """Return the seconds of the instant that is shown, since the start of the clock."""
+    """Return the time of the displayed moment, in seconds since the start of the clock."""
     assert app.session.past is not None
     return app.session.past.instant.at - FIXED_TIME
 
@@ -184,7 +184,7 @@ def test_two_instants_are_compared_figure_by_figure() -> None:
         await until(pilot, lambda: app.session.view.name == "overview")
         await pilot.press("N")
         await until(pilot, lambda: "PAST" not in shown(app))
-        # The present can be compared with the chosen instant too.
+        # The present can also be compared with the chosen moment.
         await pilot.press("c")
         await until(pilot, lambda: "Compare" in shown(app))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 SANE = {"icanon", "echo", "isig", "icrnl", "opost"}
-"""Modes of a terminal that a program has left as it found it."""
+"""Modes of a terminal that a program has restored."""
 
 
 class Tmux:
@@ -46,7 +46,7 @@ class Tmux:
         raise AssertionError(f"timed out waiting for {what}:\n{self.screen()}")
 
     def keys(self, *keys: str) -> None:
-        """Press keys, by tmux's names."""
+        """Press keys, given by tmux's names."""
         self.tmux("send-keys", *keys)
 
     def type(self, text: str) -> None:
@@ -58,7 +58,7 @@ class Tmux:
         self.wait(lambda: text in self.screen(), repr(text))
 
     def modes(self) -> set[str]:
-        """Wait until the console has ended, and return the modes of the terminal then."""
+        """Wait until the console has ended, and return the terminal's modes."""
         self.wait(self.marker.exists, "the console to end")
         path = self.folder / "stty"
         self.wait(lambda: path.exists() and path.read_text(), "stty")

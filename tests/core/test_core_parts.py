@@ -1,4 +1,4 @@
-"""Tests of the core's small parts: model versions, listeners, the run directory, and access to the admin
+"""Tests of the core's small components: model versions, listeners, the run directory, and access to the admin
 API."""
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def first(snapshots: Iterator[Snapshot], matches: Callable[[Snapshot], bool]) -> Snapshot:
-    """Return the first snapshot that matches. The stream sends several in a second, so 500 last minutes."""
+    """Return the first matching snapshot. The stream sends several per second, so 500 snapshots take
+    minutes."""
     for _, one in zip(range(500), snapshots, strict=False):
         if matches(one):
             return one
@@ -203,7 +204,7 @@ def test_nothing_is_read_without_readers() -> None:
         before = reads
         await asyncio.sleep(0.3)
         assert reads == before
-        # A reader that comes later gets a fresh snapshot, not the state of the last reader.
+        # A reader that connects later gets a fresh snapshot, not the state of the last reader.
         line = await anext(feed.frames())
         assert msgspec.json.decode(line, type=Frame).at > msgspec.json.decode(lines[-1], type=Frame).at
         assert msgspec.json.decode(line, type=Frame).whole

@@ -1,4 +1,4 @@
-"""Tests of requests that go to the fallback of their model, in the request manager."""
+"""Tests of the request manager with requests that go to their model's fallback."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def service() -> SimulatedService:
 
 
 def admit(service: SimulatedService, front: FakeFront, **changed: Any) -> Admit:
-    """Return a first attempt for model "m", which may fall back."""
+    """Return a first attempt for model "m", for a request that may fall back."""
     service.ask(front)
     sent: Admit = front.to_core.pop()
     return msgspec.structs.replace(sent, **{"may_fall_back": True, **changed})

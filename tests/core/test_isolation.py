@@ -1,5 +1,5 @@
-"""Tests, in virtual time, of short P0 requests, requests from light tenants, and P1 requests, each beside
-large requests."""
+"""Tests, in virtual time, of short P0 requests, requests from light tenants, and P1 requests, each together
+with large requests."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ class Watched:
                 await asyncio.sleep(0.01)
 
     async def signs(self, more: int) -> None:
-        """Wait for `more` further keep-alives."""
+        """Wait for `more` additional keep-alives."""
         so_far = self.heard.count("WATCHDOG")
         await self.until(lambda: self.heard.count("WATCHDOG") >= so_far + more)
 

@@ -236,7 +236,8 @@ def test_a_logged_alert_has_the_state_of_the_time() -> None:
 
 
 def test_coarse_resolutions_take_requests_from_the_log(running: Service, tmp_path: Path) -> None:
-    """A copy of the database without its seconds shows the minute and the request log."""
+    """Without its one-second samples, a copy of the database shows the one-minute samples and the request
+    log."""
     import sqlite3
 
     asked = running.connect("m 100000")

@@ -1,4 +1,4 @@
-"""Tests of the recorded requests and alerts: every second is read back, in bounded space."""
+"""Tests of the recorded requests and alerts: every second can be read back, and the space is bounded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def at(seconds: float, requests: list[UnfinishedRequest], alerts: list[Alert] | 
 
 
 def story(seed: int, seconds: int) -> list[Snapshot]:
-    """Return the snapshots of a service whose requests arrive, change their phases, generate and end."""
+    """Return the snapshots of a service whose requests arrive, change their phases, generate tokens and
+    end."""
     chance = random.Random(seed)
     requests: list[UnfinishedRequest] = []
     found, now = [], 1000.0

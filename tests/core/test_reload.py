@@ -339,7 +339,7 @@ def test_a_change_that_fails_leaves_no_address_open() -> None:
 
 
 class OpeningDoor:
-    """Opens a socket for every reload."""
+    """Opens a socket at every reload."""
 
     def prepare(self, settings: Settings) -> socket.socket:
         self.opened = socket.socket()

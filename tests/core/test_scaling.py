@@ -1,4 +1,4 @@
-"""A test of the number of replicas in a real core with simulated replicas."""
+"""Tests scaling of the number of replicas in a real core with simulated replicas."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def numbers_of(kind: Any, path: str = "", around: str = "{}") -> Iterator[tuple[
             for each in kind.types:
                 yield from numbers_of(each, path, around)
         case msgspec.inspect.ListType(item_type=msgspec.inspect.StructType()):
-            return  # The next test but one covers arrays of tables.
+            return  # A later test covers arrays of tables.
         case msgspec.inspect.ListType() | msgspec.inspect.VarTupleType():
             yield from numbers_of(kind.item_type, path, around.format("[{}]"))
         case msgspec.inspect.TupleType():

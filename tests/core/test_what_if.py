@@ -48,7 +48,7 @@ def served(limit: float | None, seconds: float = SECONDS) -> SimulatedServer:
 
 
 def past(server: SimulatedServer, one: Asked) -> PastRequest:
-    """Return a request as the service remembers it."""
+    """Return a request in the form in which the service records it."""
     refused = one.refused
     return PastRequest(
         arrived_at=_EPOCH + one.arrived_at,

@@ -9,16 +9,16 @@ GRANULARITY = 4096
 
 class FakeDriver:
     """Implements `engine.device_arena.VirtualMemory`. Newly mapped and unmapped memory contains garbage, so
-    that lost content is noticed. At most `limit_bytes` can be mapped."""
+    that tests detect lost content. At most `limit_bytes` can be mapped."""
 
     granularity = GRANULARITY
 
     def __init__(self, limit_bytes: int = 1 << 30) -> None:
         self.limit_bytes = limit_bytes
         self.mapped: dict[int, tuple[int, int]] = {}
-        """By handle: address and size."""
+        """Address and size of each mapping, keyed by handle."""
         self.ranges: dict[int, torch.Tensor] = {}
-        """By first address: the reserved memory."""
+        """The reserved memory, keyed by its first address."""
         self.log: list[str] = []
         self._next_address = 1 << 40
         self._next_handle = 1

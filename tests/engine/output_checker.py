@@ -29,7 +29,7 @@ class Entry:
     origin: str
     submit: Submit
     wrong: str
-    """The kind of defect, as returned by `soak_traffic.draw_submit`."""
+    """The kind of invalid field, as returned by `soak_traffic.draw_submit`."""
     samples: dict[int, Told]
     cancelled: set[int] = field(default_factory=set)
     """Samples that were cancelled."""

@@ -142,7 +142,7 @@ def _sampling(draw: random.Random, limits: Limits) -> SamplingParams:
 
 
 def _refused(draw: random.Random, submit: Submit, limits: Limits) -> Submit:
-    """Return the submission with one field made invalid, as a defective front might send it."""
+    """Return the submission with one field made invalid, as a faulty front might send it."""
     sampling = {name: getattr(submit.sampling, name) for name in submit.sampling.__struct_fields__}
     bad_sampling = [
         {"temperature": math.nan},

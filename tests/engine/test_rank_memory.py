@@ -113,7 +113,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 
 def add_up(numbers: Sequence[int]) -> list[int]:
-    """The sums over a single rank."""
+    """Return the sums over a single rank."""
     return list(numbers)
 
 
@@ -205,7 +205,7 @@ def test_a_rank_stays_asleep_if_device_memory_is_missing_and_can_wake_later(
 
 
 class Scripted:
-    """A rank's memory whose operations fail as the test says."""
+    """A rank's memory whose operations fail as configured by the test."""
 
     held_bytes = 0
     host_bytes = 5
@@ -242,7 +242,7 @@ class Scripted:
 
 
 def together(*memories: Scripted, asleep: bool = True) -> tuple[list[MemoryChanged], list[RankSleep]]:
-    """Let ranks with these memories sleep at the same time, on threads."""
+    """Put ranks with these memories to sleep at the same time, on threads."""
     count = len(memories)
     barrier, given = threading.Barrier(count), [[0]] * count
     results: dict[int, MemoryChanged] = {}

@@ -249,7 +249,7 @@ def engine_of_four_slots() -> EngineCore:
 
 
 class SlowMemory:
-    """A device whose memory changes when the test allows it."""
+    """A device whose memory operations complete when the test allows it."""
 
     def __init__(self) -> None:
         self.asked: list[bool] = []
@@ -301,7 +301,7 @@ class Served:
         )
 
     def wait_for_change(self) -> MemoryChanged:
-        """Return the next answer to Sleep or Wake."""
+        """Return the next reply to Sleep or Wake."""
         until(lambda: (self._read(), self.changes)[1])
         return self.changes.pop(0)
 

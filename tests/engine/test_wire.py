@@ -1,4 +1,4 @@
-"""Tests of channels: frames arrive whole, in order and with their descriptors, and a closed peer is
+"""Tests of channels: frames arrive complete, in order and with their descriptors, and a closed peer is
 detected."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests of the choice of a split's arm."""
+"""Tests of how an arm of a split is chosen."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_changed_weight_moves_callers_only_to_or_from_its_arm() -> None:
     before, after = chosen(arms(a=50, b=30, c=20)), chosen(arms(a=50, b=30, c=40))
     moved = [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
     assert moved and {to for _, to in moved} == {"c"}
-    # The share of c grows from 20/100 to 40/120, and nobody else moves.
+    # The share of c grows from 20/100 to 40/120, and no caller moves between the other arms.
     assert abs(len(moved) / len(CALLERS) - (40 / 120 - 20 / 100)) < 0.02
 
 

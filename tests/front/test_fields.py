@@ -19,7 +19,7 @@ KEEP_ALIVES = [
     *[(0, 0.0), (90, 90.0), (-1, -1.0), ("90", 90.0), ("5m", 300.0)],
     *[("1h30m", 5400.0), ("1.5s", 1.5), ("250ms", 0.25), ("-1s", -1.0)],
 ]
-"""Values of `keep_alive`, and the seconds that they mean."""
+"""Values of `keep_alive`, and their durations in seconds."""
 
 
 def completion(front: Harness, **fields: Any) -> Any:

@@ -31,8 +31,8 @@ dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_break
 repeat_penalty no_repeat_ngram_size min_new_tokens max_new_tokens n_predict
 use_beam_search num_beams length_penalty stop_regex logits_processors
 """
-"""Fields of vLLM, SGLang, TGI and llama.cpp that change the answer. The list stands here too, so that a field
-that is removed from the product's list is noticed."""
+"""Fields of vLLM, SGLang, TGI and llama.cpp that change the answer. The list is repeated here, so that a
+field that is removed from the product's list is noticed."""
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])

@@ -1,4 +1,4 @@
-"""Tests that a replica on a GPU releases its memory and is the same afterwards."""
+"""Tests that a sleeping replica on a GPU releases its memory and is unchanged after waking."""
 
 from __future__ import annotations
 
@@ -153,7 +153,8 @@ def test_the_demo_model_gives_the_same_answers_in_fifty_rounds_that_leak_nothing
         awake = used_bytes()
         slept = made.change_memory(True)
         assert slept.asleep, slept.problem
-        # Less is released than the weights and the cache need only because of torch's other memory.
+        # The released memory may be smaller than the weights and the cache only because of torch's other
+        # memory.
         assert slept.freed_bytes >= made.info.weight_bytes + made.info.kv_bytes
         assert awake - used_bytes() >= made.info.weight_bytes + made.info.kv_bytes - SLACK
         woken = made.change_memory(False)

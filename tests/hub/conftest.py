@@ -25,7 +25,7 @@ Pull = Callable[..., Pulled]
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    # scripts/test forbids all other tests to reach a hub.
+    # scripts/test prevents all other tests from reaching a hub.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     server = HubServer()
     yield server

@@ -1,4 +1,5 @@
-"""A hub on loopback: the parts of the Hugging Face hub's HTTP API that a download uses, with faults."""
+"""A hub on loopback: implements the parts of the Hugging Face hub's HTTP API that downloads use, with
+injected faults."""
 
 from __future__ import annotations
 
@@ -27,35 +28,35 @@ class Request:
 
 @dataclass
 class Repository:
-    """A repository: its files, and who may read it."""
+    """A repository: its files and access rules."""
 
     files: dict[str, bytes]
     revisions: dict[str, str] = field(default_factory=lambda: {"main": COMMIT})
     gated: bool = False
     sizes: dict[str, int] = field(default_factory=dict)
-    """Sizes to list for files, instead of their real sizes."""
+    """Sizes to list for files, overriding their real sizes."""
     token: str | None = None
     """The only token with which a gated repository can be read."""
 
 
 @dataclass
 class Faults:
-    """What goes wrong. The defaults mean that nothing does."""
+    """The faults to inject. By default, there are none."""
 
     close_after_bytes: int | None = None
-    """Close the connection after this many bytes of a file, once for each count in `times`."""
+    """Close the connection after this many bytes of a file, as many times as given by `times`."""
     times: int = 1
     ignore_ranges: bool = False
     wrong_bytes_of: str = ""
-    """The file of which one byte is sent wrong."""
+    """The file that is sent with one corrupted byte."""
     status: int | None = None
-    """The status of all answers about files, `times` times."""
+    """The status of responses to requests for files, as many times as given by `times`."""
     before_piece: Callable[[str, int], None] = lambda path, offset: None
     """Called before each piece of a file is sent."""
 
 
 class HubServer:
-    """Serves repositories on a port of its own. Files of Git LFS are sent by a second port, as a hub sends
+    """Serves repositories on a separate port. Git LFS files are sent from a second port, just as a hub sends
     them from its storage."""
 
     def __init__(self) -> None:

@@ -123,7 +123,7 @@ def test_an_interrupted_pull_continues_in_the_middle_of_a_file(hub: HubServer, p
         if done > 2 << 20:
             raise KeyboardInterrupt
 
-    # Keep the server from sending everything before the interruption.
+    # Prevent the server from sending everything before the interruption.
     hub.faults.before_piece = lambda path, offset: (
         (released.wait(60) if path in SHARDS and offset >= 2 << 20 else None) and None
     )

@@ -426,8 +426,8 @@ def test_pdl_and_graphs_change_no_bit_of_the_experts(
     tokens: int, planned: int, values: torch.dtype | None
 ) -> None:
     """Run a chain of layers in which a kernel that starts too early reads stale data, because each layer's
-    tokens choose other experts than in the layer before. `planned` is the number of tokens for which plans
-    are chosen."""
+    tokens choose different experts than in the previous layer. `planned` is the number of tokens for which
+    plans are chosen."""
     count, top_k, hidden, width = QWEN
     case = Case(tokens, *QWEN, torch.bfloat16, values=values)
     plans = choose(planned, top_k, count, hidden, width, values or torch.bfloat16)

@@ -19,7 +19,7 @@ MEAN_RUN_S = 8.0
 
 def recorded_arrivals(seed: int) -> list[float]:
     """Return the times at which the recorded requests arrive, in seconds. The times within each interval of
-    the recording are drawn with the seed."""
+    the recording are random, drawn with the seed."""
     recorded = json.loads(RECORDED.read_text())
     draw, seconds = random.Random(seed), recorded["seconds"]
     return sorted(
@@ -50,7 +50,7 @@ class SimulatedModel:
         self._recent: deque[tuple[float, float]] = deque()
 
     def run(self, arrivals: list[float]) -> None:
-        """Serve these requests, and then none for an hour."""
+        """Serve these requests, followed by an hour without requests."""
         position, end = 0, arrivals[-1] + 3600.0
         now = 0.0
         while now < end:
@@ -101,5 +101,5 @@ class SimulatedModel:
         self.replicas = decision.replicas
         while len(self._ready_at) < decision.replicas:
             self._ready_at.append(now + self._load_s)
-        # The requests of a removed replica finish on it, and its slots are not used again.
+        # The requests of a removed replica finish on it, and its slots are not reused.
         del self._ready_at[decision.replicas :]

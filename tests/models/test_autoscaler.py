@@ -40,7 +40,7 @@ def test_a_recorded_load_is_scaled_up_in_time_without_flapping_and_down_again(se
     assert model.p99_s() < rules.ttft_target_s
     numbers = [rules.min_replicas, *(replicas for _, replicas, _ in model.changes)]
     assert max(numbers) >= 7 and numbers[-1] == rules.min_replicas
-    # Flapping would be an addition soon after a removal, and many changes of direction.
+    # Flapping would show as additions soon after removals, and as many changes of direction.
     steps = [after - before for before, after in itertools.pairwise(numbers)]
     turns = sum((one > 0) != (other > 0) for one, other in itertools.pairwise(steps))
     assert turns <= 3
@@ -53,7 +53,7 @@ def test_a_recorded_load_is_scaled_up_in_time_without_flapping_and_down_again(se
             assert at - removed_at >= rules.idle_s
     fixed = SimulatedModel(rules, load_s=20.0, seed=seed, scales=False)
     fixed.run(arrivals)
-    assert fixed.p99_s() > 100 * rules.ttft_target_s  # the load does need more replicas
+    assert fixed.p99_s() > 100 * rules.ttft_target_s  # the load really needs more replicas
     assert model.replica_seconds < 0.7 * rules.max_replicas * (arrivals[-1] + 3600)
 
 
@@ -98,7 +98,7 @@ def test_growing_demand_adds_a_replica_before_it_is_reached() -> None:
     scaler = Autoscaler()
     changes = [(now, scaler.decide(now, RULES, load(0.2 + now / 600))) for now in range(300)]
     at, decision = next((now, change) for now, change in changes if change is not None)
-    assert 0.2 + at / 600 < 0.65 and decision.replicas == 2  # the present demand alone needs 1 up to 0.7
+    assert 0.2 + at / 600 < 0.65 and decision.replicas == 2  # the current demand alone needs 1
     assert "grows by 0.10 per minute" in decision.reason
 
 

@@ -1,4 +1,4 @@
-"""Tests of the control groups of replicas, in a folder that stands for the cgroup file system."""
+"""Tests of the control groups of replicas, in a folder that replaces the cgroup file system."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ def test_the_processes_of_a_replica_get_its_limits(tmp_path: Path) -> None:
     assert tree.text("replica-org_chat_1-0/cpu.max") == "150000 100000"
     assert tree.text("replica-org_chat_1-0/memory.max") == "4000000000"
     assert tree.text("replica-org_chat_1-0/memory.oom.group") == "1"
-    assert (
-        tree.text("replica-org_chat_1-0/cgroup.procs") == "42"
-    )  # each process is moved by a write of its own
+    assert tree.text("replica-org_chat_1-0/cgroup.procs") == "42"  # each process is moved by a separate write
     assert (tree.base / "service").is_dir()
 
 

@@ -1,4 +1,4 @@
-"""Tests of the time for which a model stays loaded after its use by several tenants."""
+"""Tests of how long a model stays loaded after use by several tenants."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from appliance.traffic.model_uses import ModelUses
 
 
 def leaves_at(*uses: tuple[str, float, float | None], loaded_at: float = 0.0) -> float:
-    """Return when a model with a time to live of 60 s leaves the memory. Each use has a tenant, a time and
+    """Return when a model with a time to live of 60 s is unloaded. Each use consists of a tenant, a time and
     `keep_alive`."""
     known = ModelUses()
     for tenant, used_at, keep_alive_s in uses:

@@ -36,7 +36,7 @@ class Traffic:
 
 
 class Manager(SimulatedManager):
-    """Loads and parks units at once. `room` is the number of units that fit into memory."""
+    """Loads and parks units immediately. `room` is the number of units that fit into memory."""
 
     def __init__(self, requests: Requests, declared: dict[str, ModelSettings]) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Manager(SimulatedManager):
 
 
 class Requests:
-    """The request manager."""
+    """A simulated request manager."""
 
     def __init__(self) -> None:
         self.state = SimpleNamespace(models={})
@@ -110,7 +110,7 @@ class Requests:
 
 
 class Site:
-    """A registry with two versions of the model `chat`, models in the settings, and room for one unit."""
+    """A registry with two versions of the model `chat`, models in the settings, and memory for one unit."""
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         self.world = World(folder)
@@ -140,7 +140,7 @@ class Site:
         return found
 
     def ask(self, unit: str, tenant: str = "acme", keep_alive_s: float | None = None) -> None:
-        """Let a request for a unit wait."""
+        """Queue a request for a unit."""
         traffic = self.traffic(unit)
         traffic.queued, traffic.since, traffic.asked_at = 1, self.now, self.now
         traffic.uses.accept(tenant, keep_alive_s, self.now)
@@ -150,7 +150,7 @@ class Site:
         self.traffic(unit).uses.end(tenant, self.now)
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Let time pass until the condition is true, for at most 1,000 simulated seconds."""
+        """Advance the clock until the condition is true, for at most 1,000 simulated seconds."""
         end = self.now + 1000
         while not condition():
             assert self.now < end, f"{what} did not happen; history: {self.manager.history}"
@@ -178,7 +178,7 @@ def play(site: Site, scenario: Callable[[], Any]) -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the loop take a step in every millisecond, and failures be forgiven early."""
+    """Make the loop take a step every millisecond, and shorten the time for which failures are remembered."""
     monkeypatch.setattr(on_demand, "_POLL_S", 0.001)
     monkeypatch.setattr(on_demand, "_RETRY_S", 0.2)
     monkeypatch.setattr(on_demand, "_host_bytes", lambda settings: dict.fromkeys(settings, 0))
@@ -225,7 +225,7 @@ def test_a_tenant_does_not_unload_a_model_that_another_tenant_uses(tmp_path: Pat
         site.answer("a", "other")
         await site.until(lambda: site.manager.is_parked("a"), "the end of the time to live")
         assert ended + 60.0 <= site.now < ended + 120.0
-        # The other tenant alone may unload the model.
+        # Only the other tenant may unload the model.
         site.ask("a", "other", keep_alive_s=0.0)
         await site.until(lambda: site.manager.loaded("a"), "the second load")
         site.answer("a", "other")

@@ -23,7 +23,7 @@ WITHIN_S = 60.0
 
 
 class SimulatedManager:
-    """Loads units at once. `room` is the number of units that fit into memory."""
+    """Loads units immediately. `room` is the number of units that fit into memory."""
 
     def __init__(self) -> None:
         self.models: dict[str, ServedModel] = {}
@@ -81,7 +81,7 @@ class SimulatedManager:
 
 
 class SimulatedFronts:
-    """Takes routes at once, and records them."""
+    """Applies routes immediately, and records them."""
 
     def __init__(self, routing: Callable[[], Routing]) -> None:
         self._routing = routing

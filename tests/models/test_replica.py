@@ -17,7 +17,7 @@ from engine.messages import Fatal, ReplicaSpec
 
 
 class Simulated:
-    """A replica, and what it has started and reported."""
+    """A replica, with records of its starts and reports."""
 
     def __init__(self, **settings: Any) -> None:
         self.specs: list[ReplicaSpec] = []
@@ -55,7 +55,7 @@ class Simulated:
         return SimpleNamespace(pids=[7], kill=lambda reason: None)
 
     async def fail(self, kind: Any, text: str) -> None:
-        """Let the load fail, and wait for the next start."""
+        """Make the load fail, and wait for the next start."""
         starts = len(self.specs)
         self.say(0, Fatal(kind, text))
         self.end("rank 0 (pid 7) exited with status 1")

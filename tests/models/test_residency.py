@@ -1,4 +1,4 @@
-"""Tests of the decision which models are in memory, with simulated models and a simulated clock."""
+"""Tests of the decision about which models are in memory, with simulated models and a simulated clock."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RESIDENCE_S = 10.0
 
 @dataclass
 class Model:
-    """A simulated model. A request is the time that it still has to run."""
+    """A simulated model. A request is represented by its remaining run time."""
 
     name: str
     bytes: int = 1
@@ -70,14 +70,14 @@ class Model:
 
 
 class Machine:
-    """Runs requests on models that share `room` bytes, as `OnDemand` does."""
+    """Runs requests on models that share `room` bytes, in the same way as `OnDemand`."""
 
     def __init__(self, *models: Model, room: int = 1, load_s: float = 2.0) -> None:
         self.models = {model.name: model for model in models}
         self.room, self.load_s = room, load_s
         self.now = 0.0
         self.absences: list[float] = []
-        """For each load, the time for which requests have waited for it."""
+        """For each load, how long requests waited for it."""
         self.waits: list[float] = []
         """Waiting time of each request that began to run."""
         self.loads: list[tuple[float, str]] = []
@@ -85,8 +85,8 @@ class Machine:
         self.most_bytes = 0
 
     def run(self, arrivals: list[tuple[float, str, float]], for_s: float = 0.0) -> None:
-        """Run until all requests have ended, but for at least `for_s`. An arrival is a time, a model, and the
-        time that the request runs."""
+        """Run until all requests have ended, but for at least `for_s`. An arrival consists of a time, a model
+        and the request's run time."""
         left, begin = deque(sorted(arrivals)), self.now
         while left or self.now < begin + for_s or any(one.waiting or one.running for one in self.all()):
             while left and left[0][0] <= self.now:
@@ -158,7 +158,7 @@ class Machine:
 
 
 def longest_wait_s(load_s: float, models: int = 2) -> float:
-    """The bound that docs/models.md states, and the ticks of this simulation."""
+    """Return the bound stated in docs/models.md, plus this simulation's ticks."""
     turn_s = max(RESIDENCE_S, load_s + MIN_SERVICE_S) + DRAIN_S + UNLOAD_S + load_s
     return (models - 1) * turn_s + DRAIN_S + UNLOAD_S + 10 * models * TICK_S
 

@@ -14,7 +14,7 @@ RULES = AutoscalingSettings(cooldown_s=5.0, idle_s=20.0)
 
 
 class World:
-    """Two models, of which only `m` is scaled. Replicas are ready at once."""
+    """Two models, of which only `m` is scaled. Replicas are ready immediately."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -22,7 +22,7 @@ class World:
         self.settings = {"m": SCALED, "fixed": ModelSettings(folder="/f")}
         self.running = {"m": 1, "fixed": 1}
         self.room = 10
-        """Number of further replicas for which there is memory."""
+        """Number of additional replicas for which there is memory."""
         self.asked: list[int] = []
         self.notes: list[str] = []
         traffic: Any = SimpleNamespace(

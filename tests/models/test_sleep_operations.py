@@ -25,13 +25,13 @@ def test_a_version_sleeps_and_wakes_and_is_not_loaded_again_at_the_next_start(wo
         await world.operations.sleep(world.version(1), WITHIN_S)
         assert world.operations.asleep == {"chat@1"} and world.unit == ""
         assert world.version(1).loaded_at is None
-        await world.operations.sleep(world.version(1), WITHIN_S)  # it sleeps already
+        await world.operations.sleep(world.version(1), WITHIN_S)  # it is already asleep
         world.fronts.routes.clear()
         await world.operations.wake(world.version(1))
         # Requests wait in the fronts until the version is awake.
         assert world.fronts.routes == [{"chat": ""}, {"chat": "chat@1"}]
         assert not world.operations.asleep and world.version(1).loaded_at is not None
-        await world.operations.wake(world.version(1))  # it is awake already
+        await world.operations.wake(world.version(1))  # it is already awake
         assert world.manager.history == ["load chat@1", "sleep chat@1", "wake chat@1"]
 
     run(scenario)

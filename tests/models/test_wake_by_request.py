@@ -1,5 +1,5 @@
 """Tests of requests that wait in a front while the version that they name sleeps. The front's catalog and the
-core's operations are real; the messages between them are passed by the test."""
+core's operations are real; the test passes the messages between them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ IDENTITY = Identity(tenant="acme")
 
 
 class OneFront(SimulatedFronts):
-    """One front. It gets new routes at once, but confirms routes to a model only when `confirms` is set."""
+    """One front. It gets new routes immediately, but confirms routes to a model only when `confirms` is
+    set."""
 
     def __init__(self, site: WaitingSite) -> None:
         super().__init__(lambda: site.routing)
@@ -79,7 +80,7 @@ class WaitingSite(Site):
         await self.operations.load(self.world.version(1))
 
     async def begin_sleep(self) -> asyncio.Task[None]:
-        """Begin to let version 1 sleep, until no route leads to it any more."""
+        """Begin to put version 1 to sleep, and wait until no route leads to it."""
         sleeping = asyncio.ensure_future(self.operations.sleep(self.world.version(1), 60.0))
         await self.until(lambda: not self.routing.unit_of("chat"), "the new routes")
         return sleeping

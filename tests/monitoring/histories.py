@@ -1,4 +1,4 @@
-"""Synthetic histories for tests of alerts: samples per second of a small service."""
+"""Synthetic histories for tests of alerts: one sample per second of a small service."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from store.samples import Splitter, TelemetrySample
 
 START = 1_800_000_000.0
 Change = Callable[[int, dict[str, Any]], None]
-"""Changes the tree of one second."""
+"""Changes the tree for one second."""
 
 
 def quiet_service(models: int = 1, replicas: int = 2) -> dict[str, Any]:
-    """Return the tree of a service that works normally."""
+    """Return the tree of a service that is working normally."""
     names = [(f"model-{model}", f"model-{model}-{one}") for model in range(models) for one in range(replicas)]
     return {
         "at": START,

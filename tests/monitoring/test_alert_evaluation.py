@@ -104,7 +104,7 @@ def test_a_trend_predicts_when_the_kv_cache_is_full() -> None:
     assert filling.alert.value is not None and filling.alert.value == pytest.approx(370, abs=20)
     assert filling.alert.what == "the KV cache of model-0-0 will be full in 6 min"
     assert full.alert.rule == "kv-cache-full"
-    # The prediction is explained by the full cache once it has come true.
+    # Once the prediction has come true, the full cache is the cause of its alert.
     assert [one.event for one in found if one.alert.rule == "kv-cache-filling"] == ["raised", "suppressed"]
 
 

@@ -11,7 +11,7 @@ from appliance.monitoring.alerts.manager import MAX_SILENCES, AlertManager
 
 
 class Nothing:
-    """Stands for the log of alerts and for the receivers. Accepts every call."""
+    """Stands in for the alert log and for the receivers. Accepts every call."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: True

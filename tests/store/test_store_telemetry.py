@@ -1,4 +1,4 @@
-"""Tests of recorded telemetry: what was sampled is read back, in bounded space."""
+"""Tests of recorded telemetry: samples can be read back, and the space is bounded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from store.telemetry import RESOLUTIONS, TelemetryLog, combine, pack_interval, u
 from store.telemetry_reader import TelemetryReader
 
 START = 1_800_000_000.0
-"""A multiple of 60, so that intervals begin with it."""
+"""A multiple of 60, so that intervals begin at this time."""
 
 VALUES = st.one_of(
     st.none(), st.booleans(), st.integers(-(2**50), 2**50), st.floats(allow_nan=False), st.text(max_size=5)
@@ -125,7 +125,7 @@ def test_coarse_rows_keep_the_extremes_of_an_incident(history, telemetry, reader
     assert minutes[0].sample.numbers[position] == pytest.approx(10 + 490 / 60, rel=5e-4)
     tens = list(reader.samples(START, START + 125, RESOLUTIONS[1]))
     assert [row.high[position] for row in tens] == pytest.approx([10, 10, 10, 500, *[10] * 8], rel=5e-4)
-    # A figure that does not vary is exact.
+    # Figures that do not vary are exact.
     assert (tens[0].low[position], tens[0].sample.numbers[position], tens[0].high[position]) == (10, 10, 10)
 
 

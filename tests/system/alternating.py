@@ -1,8 +1,8 @@
 """Sends requests to models that do not fit into memory together, and checks every answer and waiting time:
 `python -m tests.system.alternating --rounds 20`.
 
-The checkpoints answer with different tokens. The service may use the memory of one model, so it exchanges the
-models while requests wait.
+The checkpoints answer with different tokens. The service may use the memory of only one model, so it swaps
+the models while requests wait.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MODELS = {"a": 100, "b": 200, "c": 300}
 SETTINGS = {"kv_blocks": 100, "threads": 1, "max_num_seqs": 16}
 MIN_RESIDENCE_S = 4.0
 SLACK_S = 10.0
-"""Time for draining: a request waits at most the minimum residence, one swap and this time."""
+"""Allowance for draining: a request waits at most for the minimum residence, one swap and this time."""
 WITHIN_S = 180.0
 
 
@@ -46,7 +46,7 @@ class Answered(NamedTuple):
 
 
 class Alternating:
-    """A service with three models and the memory of one."""
+    """A service with three models but memory for only one."""
 
     def __init__(self, running: Service, folder: Path) -> None:
         self.running = running
@@ -79,8 +79,8 @@ class Alternating:
         self.answers.append(Answered(model, began, first_s, len(tokens)))
 
     def run(self, clients: dict[str, int], for_s: float) -> float:
-        """Let this many clients for each model send one request after another. Return the time in seconds
-        until the last answer."""
+        """Run this many clients for each model, each of which sends one request after another. Return the
+        time in seconds until the last answer."""
         began = time.monotonic()
 
         def send(model: str) -> None:
@@ -126,12 +126,12 @@ class Alternating:
         return int(sum(self.count("appliance_model_demand_loads_total").values()))
 
     def swap_s(self) -> float:
-        """Return the longest time of a load so far, in seconds."""
+        """Return the duration of the longest load so far, in seconds."""
         times = re.findall(r"was ready after ([0-9.]+) s", self.running.log_path.read_text())
         return max(map(float, times))
 
     def check(self) -> float:
-        """Check that no request failed or waited too long. Return the longest wait in seconds."""
+        """Check that no request has failed or waited too long. Return the longest wait in seconds."""
         assert not self.failures, self.failures[:5]
         longest = max(answer.first_token_s for answer in self.answers)
         assert longest <= MIN_RESIDENCE_S + self.swap_s() + SLACK_S, (longest, self.swap_s())
@@ -147,7 +147,7 @@ def checkpoints(folder: Path) -> dict[str, Path]:
 
 
 def memory_gb(folder: Path, models: float) -> float:
-    """Return the memory that this many of the models need, for `on_demand.memory_gb`."""
+    """Return the memory needed by this many of the models, as a value for `on_demand.memory_gb`."""
     checkpoint = write_constant_checkpoint(folder / "measured", 1)
     settings = ModelSettings(folder=str(checkpoint), device="cpu", **SETTINGS)
     return models * host_bytes(settings, read_memory()) / 1e9
@@ -155,7 +155,7 @@ def memory_gb(folder: Path, models: float) -> float:
 
 @contextmanager
 def alternating(folder: Path, room: float = 1.5, more: str = "") -> Iterator[Alternating]:
-    """Run a service whose models may use the memory of `room` models. `more` are further settings."""
+    """Run a service whose models may use the memory of `room` models. `more` contains additional settings."""
     config = folder / "appliance.toml"
     config.write_text(
         f"fronts = 2\n[models]\n[on_demand]\nmemory_gb = {memory_gb(folder, room)}\n"
@@ -166,8 +166,8 @@ def alternating(folder: Path, room: float = 1.5, more: str = "") -> Iterator[Alt
 
 
 def measure(world: Alternating, for_s: float) -> str:
-    """Run two busy models with room for one, and compare the throughput with that of the ideal order: all
-    requests of one model before those of the other."""
+    """Run two busy models with memory for one, and compare the throughput with that of the ideal order, in
+    which all requests of one model precede those of the other."""
     rates = {}
     for name in "ab":
         world.ask(name)

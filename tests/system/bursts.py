@@ -74,7 +74,7 @@ class Round:
 
 @dataclass
 class Findings:
-    """Counts of defects and other counts. All counts of defects must be zero."""
+    """Counts of errors and other counts. All counts of errors must be zero."""
 
     overshoot_tokens: int = 0
     """Number of tokens in excess of a quota's limit that were charged, or that clients received."""
@@ -94,7 +94,7 @@ class Findings:
     examples: list[str] = field(default_factory=list)
 
     def note(self, kind: str, amount: int, example: str) -> None:
-        """Add `amount` to the count of this kind of defect."""
+        """Add `amount` to the count of this kind of error."""
         setattr(self, kind, getattr(self, kind) + amount)
         if len(self.examples) < 20:
             self.examples.append(f"{kind}: {example}")
@@ -380,7 +380,7 @@ def summary(bursts: Bursts, found: Findings, seconds: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run bursts one after another and print the number of each kind of defect. All of them must be zero."""
+    """Run bursts one after another and print the number of each kind of error. All of them must be zero."""
     parser = argparse.ArgumentParser(prog="python -m tests.system.bursts", description=main.__doc__)
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,5 +1,5 @@
-"""Puts a model of a running service to sleep and wakes it, many times: `python -m tests.system.model_sleeps
---rounds 50`. Checks the tokens, and that no process keeps memory, descriptors or threads."""
+"""Repeatedly puts a model of a running service to sleep and wakes it: `python -m tests.system.model_sleeps
+--rounds 50`. Checks the tokens, and that no process leaks memory, descriptors or threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.system.usage import Usage, usage_of
 TOKEN = 100
 MAX_GROWTH_MB = 20.0
 """Allowed growth of a process after the first ten rounds. Caches of the interpreter and of malloc grow by
-less, and one KV cache has several times as much."""
+less, and a single KV cache is several times as large."""
 
 
 class Sleeps:

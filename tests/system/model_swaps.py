@@ -1,9 +1,9 @@
-"""Changes the version that answers for a name while streams run, and checks every answer: `python -m
+"""Changes the version that answers requests for a name while streams run, and checks every answer: `python -m
 tests.system.model_swaps --rounds 20`.
 
-The two checkpoints answer with different tokens. A request that begins after a change was acknowledged must
-be answered by a version that the change left in place, and no request may fail. While a split is unchanged,
-the same user gets the same version.
+The two checkpoints answer with different tokens. A request that begins after a change has been acknowledged
+must be answered by one of the versions that are active after the change, and no request may fail. While a
+split is unchanged, the same user gets the same version.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ class Streams:
             thread.start()
 
     def change(self, act: Callable[[], Any], *versions: int) -> None:
-        """Perform an operation that makes these versions answer the requests."""
+        """Perform an operation after which these versions answer the requests."""
         self.changing, self.changes = True, self.changes + 1
         act()
         self.seen = set()
         self.acknowledged, self.changing = frozenset(versions), False
 
     def wait_for_answers(self, count: int) -> None:
-        """Wait until this many further answers are complete whose requests began after the latest change."""
+        """Wait for this many more complete answers to requests that began after the latest change."""
         wanted, deadline = self.checked + count, time.monotonic() + WITHIN_S
         while self.checked < wanted and not self.failures:
             assert time.monotonic() < deadline, f"fewer than {count} answers in {WITHIN_S} s"
@@ -95,7 +95,7 @@ class Streams:
             time.sleep(0.02)
 
     def stop(self) -> None:
-        """Let the running streams end."""
+        """Stop after the running streams have ended."""
         self._stop.set()
         for thread in self._threads:
             thread.join(WITHIN_S)
@@ -178,8 +178,8 @@ class Swaps:
         )
 
     def swap_and_roll_back(self, rounds: int, streams: int = STREAMS) -> int:
-        """Swap the versions and roll back, `rounds` times each, under streams. Return the number of answers.
-        Raises AssertionError if a request failed or was answered by the wrong version."""
+        """Swap the versions and roll back, `rounds` times each, while streams run. Return the number of
+        answers. Raises AssertionError if a request failed or was answered by the wrong version."""
         clients = Streams(self.running, "chat", streams)
         try:
             for _ in range(rounds):
@@ -195,7 +195,7 @@ class Swaps:
         return clients.answers
 
     def change_alias(self, rounds: int, streams: int = STREAMS) -> int:
-        """Let an alias name the two versions in turn under streams. Return the number of answers."""
+        """Point an alias at the two versions in turn while streams run. Return the number of answers."""
         self.act(LoadModel(model="chat@2", wait=True))
         self.act(SetAlias(name="assistant", target="chat@1"))
         clients = Streams(self.running, "assistant", streams)
@@ -211,8 +211,9 @@ class Swaps:
         return clients.answers
 
     def change_split(self, rounds: int, streams: int = STREAMS) -> int:
-        """Change the weights of two versions under streams: each version is added to the split and removed
-        from it in turn. Afterwards, end the split and unload version 2. Return the number of answers."""
+        """Change the weights of two versions while streams run: each version is added to the split and
+        removed from it in turn. Afterwards, end the split and unload version 2. Return the number of
+        answers."""
         self.act(LoadModel(model="chat@2", wait=True))
         clients = Streams(self.running, "chat", streams)
         try:

@@ -3,7 +3,7 @@ model serves: `python -m tests.system.replica_kills --rounds 20`.
 
 After each kill, the operation must complete, the replica must restart by itself, every greedy stream must
 have the tokens of an undisturbed run, and every request must have exactly one row in the request log. The
-other model's streams must not notice anything."""
+other model's streams must not be affected."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Bystander(threading.Thread):
                 self.failures.append(f"{stream.error}, tokens {stream.token_ids}")
 
     def stop(self) -> None:
-        """Let the running stream end."""
+        """Stop after the running stream has ended."""
         self._stopping.set()
         self.join(WITHIN_S)
 
@@ -270,7 +270,7 @@ class Kills:
         return pid
 
     def _is_idle(self) -> bool:
-        """Return whether only version 1 is loaded, and nothing of the requests is left."""
+        """Return whether only version 1 is loaded and no requests remain."""
         if self._unit("chat@2") is not None or (found := self._unit("chat@1")) is None:
             return False
         (replica,) = found["replicas"]

@@ -118,7 +118,7 @@ class Service:
             return client.act(action)
 
     def key(self, name: str, tenant: str = "default", **fields: Any) -> str:
-        """Create a key and return its secret. `fields` are further fields of `CreateKey`."""
+        """Create a key and return its secret. `fields` contains additional fields of `CreateKey`."""
         return str(self.act(CreateKey(name=name, tenant=tenant, **fields)).key)
 
     def tenant(self, name: str, **fields: Any) -> None:

@@ -1,4 +1,4 @@
-"""A test of a real service that adds a replica under load and removes it afterwards."""
+"""Tests that a real service adds a replica under load and removes it afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests that a model with defective files is named with its cause and remedy, and that others are served."""
+"""Tests that a model with damaged files is reported with the cause and remedy, and that other models are
+served."""
 
 from __future__ import annotations
 

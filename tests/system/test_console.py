@@ -1,5 +1,5 @@
-"""Tests of the console in a real terminal (tmux) on a real service: actions and their effect, lost
-connections, and the terminal after every exit."""
+"""Tests of the console in a real terminal (tmux) on a real service: actions and their effects, lost
+connections, and the state of the terminal after every exit."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def perform(terminal: Tmux, command: str) -> None:
 
 
 def confirm(terminal: Tmux) -> None:
-    """Confirm the dialog of an action. The focus is on Cancel at first, and a button for
-    the forecast may be between."""
+    """Confirm an action's dialog. The focus is on Cancel at first, and there may be a forecast button in
+    between."""
     terminal.wait_for("$ appliance")
     terminal.keys(*["Tab"] * (2 if "What if" in terminal.screen() else 1), "Enter")
     terminal.wait(lambda: "$ appliance" not in terminal.screen(), "the dialog to close")

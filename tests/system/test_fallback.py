@@ -1,4 +1,5 @@
-"""Tests of fallbacks: requests that another model answers because theirs is overloaded or has failed."""
+"""Tests of fallbacks: requests that are answered by another model because theirs is overloaded or has
+failed."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def keys(running: Service) -> dict[str, str]:
-    """Keys by what they may do."""
+    """Return keys, by their permissions."""
     options = {
         "allowed": ("--fallback", "allowed"),
         "never": (),

@@ -1,4 +1,5 @@
-"""Tests that every load ends within its bound, with the cause, and leaves no process and no model behind."""
+"""Tests that every load ends within its bound, reports the cause, and leaves no process and no model
+behind."""
 
 from __future__ import annotations
 
@@ -101,7 +102,7 @@ def test_a_load_is_cancelled_by_unloading_the_model(running: Service, added: Pat
 
 
 class EveryNewRank(threading.Thread):
-    """Does something to every further rank of a service, until the end of a `with` block."""
+    """Applies an operation to every new rank of a service, until the end of a `with` block."""
 
     def __init__(self, running: Service, act: Callable[[int], object]) -> None:
         super().__init__(daemon=True)

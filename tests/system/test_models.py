@@ -149,7 +149,7 @@ def test_a_version_has_its_own_sampling_defaults_and_chat_template(
         )
         chat = {"model": "own", "messages": [{"role": "user", "content": "Hello"}]}
         tokens = http.post("/tokenize", json=chat | {"return_token_strs": True}).json()["token_strs"]
-    # Without a penalty, every token is that of the checkpoint.
+    # Without a penalty, every token is the checkpoint's token.
     assert chosen == [TOKENS[0]] * 40 and drawn.count(TOKENS[0]) < 20
     assert tokens == ["A"]
     models(running, "unload", "own", "--wait", "--yes")

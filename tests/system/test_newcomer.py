@@ -1,4 +1,4 @@
-"""Tests of the way of a new user: from a service without models to an answer."""
+"""Tests of a new user's first steps: from a service without models to an answer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def command(running: Service, hub: HubServer, *words: str) -> str:
-    """Return the output of a command as a new user runs it."""
+    """Return the output of a command run by a new user."""
     environ = {
         name: value
         for name, value in os.environ.items()

@@ -29,7 +29,7 @@ def sleeps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sleeps]:
 
 @pytest.fixture(autouse=True)
 def awake(sleeps: Sleeps) -> None:
-    """Begin each test with a model that is awake."""
+    """Start each test with an awake model."""
     sleeps.act(LoadModel(model="chat", wait=True))
 
 

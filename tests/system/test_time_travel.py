@@ -39,7 +39,7 @@ _AFTER_RESTART = 5
 _MAX_SECONDS = 150
 
 UNKNOWN = {"kv[].hit_rate", "kv[].hit_window_s", "batches[].mixed_step_ms", "batches[].mixed_idle_us"}
-"""Figures that are unknown while no step has prompts."""
+"""Figures that are unknown while no step contains prompts."""
 
 
 def ask_until(stop: threading.Event, running: Service) -> None:
@@ -49,7 +49,7 @@ def ask_until(stop: threading.Event, running: Service) -> None:
 
 
 def bodies(session: ConsoleSession) -> dict[str, list[str]]:
-    """Return what the screens show below the header and the tabs."""
+    """Return the content of the screens below the header and the tabs."""
     shown = {}
     for name in SCREENS:
         session.run(f"screen {name}")
@@ -85,11 +85,12 @@ async def watch(running: Service) -> tuple[Frames, list[Snapshot]]:
 
 
 async def replay(recording: RecordedPast, times: list[float]) -> Frames:
-    """Return what a console shows that steps through the recorded instants from the first of these times."""
+    """Return the content of a console that steps through the recorded samples, starting at the first of these
+    times."""
     source, frames = ReplaySource(recording, times[0] + 0.0005), Frames()
     session = ConsoleSession(source)
     snapshot = await source.next()
-    # The console that watched was opened then, so its charts began there.
+    # The watching console was opened at that time, so its charts began there.
     while source.history.points[0].at < times[0] - 0.001:
         source.history.points.popleft()
     for slices in source.history.batches.values():
@@ -105,7 +106,7 @@ async def replay(recording: RecordedPast, times: list[float]) -> Frames:
 
 
 def compare(live: Frames, past: Frames) -> None:
-    """Assert that the screens are equal at every second that the console has seen."""
+    """Assert that the screens are equal at every second that the live console has shown."""
     assert set(live) <= set(past), sorted(set(live) - set(past))
     for at, screens in live.items():
         for name, rows in screens.items():

@@ -34,8 +34,8 @@ def logits_of(
     kv_fp8: bool = False,
     whole_experts: bool = False,
 ) -> list[torch.Tensor]:
-    """Return the logits of PROMPTS prompts made of `tokens`, and of DECODES further tokens. Every rank must
-    call this."""
+    """Return the logits of PROMPTS prompts made of `tokens`, and of DECODES additional tokens. Every rank
+    must call this."""
     config = read_config(folder)
     if whole_experts:
         config = config.with_whole_experts()

@@ -38,7 +38,7 @@ from .checkpoints import (
 from .driver import Driver, teacher_forced
 
 SIZES = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 48}
-"""Neither a matrix nor a rank's part of it consists of complete blocks."""
+"""Neither a matrix nor a rank's slice of it consists of complete blocks."""
 WHOLE_BLOCKS = {
     "hidden_size": 256,
     "intermediate_size": 256,
@@ -70,7 +70,7 @@ CASES = [
 ]
 TOLERANCE = 1e-4
 EQUAL = 0.5
-"""As in `test_fp8_checkpoints`."""
+"""See `test_fp8_checkpoints.EQUAL`."""
 SEQUENCES = torch.randint(3, 157, (6, 12), generator=torch.Generator().manual_seed(7)).tolist()
 
 
@@ -128,7 +128,7 @@ def test_every_rank_has_the_numbers_and_scales_of_its_part(
             assert torch.equal(part, shard.part(meant[shard.name])), shard.name
         return len(quantised)
 
-    # The scales of the checkpoint lie in one file with the weights, and every projection has blocks.
+    # The checkpoint's scales are in the same file as the weights, and every projection has blocks.
     counts = on_ranks(size, compare)
     assert counts == [sum("proj.weight" in name for name in meant)] * size
 

@@ -70,7 +70,7 @@ NO_WORSE = 1.25
 
 
 WIDER = Case("wider", "qwen3_moe", {**QWEN3_EXPERTS, "hidden_size": 192, "moe_intermediate_size": 160})
-"""A model whose FP8 blocks are cut by the ranks."""
+"""A model whose FP8 blocks are split across ranks."""
 
 
 def _quantised(folder: Path) -> list[Path]:

@@ -1,5 +1,4 @@
-"""Tests that warm-up runs every linear and every attention with enough numbers of rows, spaced closely
-enough."""
+"""Tests that warm-up runs every linear and every attention with a sufficiently dense set of row counts."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Ask:
     """The prompts of all submissions of one family have the same first `shared` tokens."""
     shared: int
     own: int
-    """Number of further prompt tokens. These differ between submissions."""
+    """Number of additional prompt tokens, which differ between submissions."""
     follows: bool
     """Whether the prompt continues an earlier conversation, if there is one."""
     resumed: int

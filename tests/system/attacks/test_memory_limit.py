@@ -1,5 +1,5 @@
 """Tests of a service in a control group with a memory limit, where the kernel kills one of the service's
-processes. That the core is started again after this is tested in `tests/system/test_systemd.py`."""
+processes. `tests/system/test_systemd.py` tests that the core is started again afterwards."""
 
 from __future__ import annotations
 
