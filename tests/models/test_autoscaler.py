@@ -40,7 +40,7 @@ def test_a_recorded_load_is_scaled_up_in_time_without_flapping_and_down_again(se
     assert model.p99_s() < rules.ttft_target_s
     numbers = [rules.min_replicas, *(replicas for _, replicas, _ in model.changes)]
     assert max(numbers) >= 7 and numbers[-1] == rules.min_replicas
-    # Flapping would show as additions soon after removals, and as many changes of direction.
+    # Flapping would show up as additions soon after removals, and as frequent changes of direction.
     steps = [after - before for before, after in itertools.pairwise(numbers)]
     turns = sum((one > 0) != (other > 0) for one, other in itertools.pairwise(steps))
     assert turns <= 3
