@@ -58,7 +58,7 @@ class Backend(NamedTuple):
     configuration: Callable[[], Configuration]
     metrics: Callable[[], bytes]
     routes: Sequence[ScopedRoute]
-    """Further routes, which read more than the state in memory."""
+    """Additional routes, which read more than the state in memory."""
     act: Callable[[Actor, msgspec.Struct], Awaitable[msgspec.Struct]]
     """Performs the action that the parameters belong to. Raises ActionError."""
     record_denied: Callable[[Actor, Action, str], None]

@@ -2,7 +2,8 @@
 with the `admin` or `read` scope. If a request carries a key, only the key determines the caller's rights, so
 that an operator can test a key's permissions.
 
-A request with the header `x-appliance-read-only: true` has read access only, whatever rights its caller has.
+A request with the header `x-appliance-read-only: true` is limited to read access, regardless of the caller's
+rights.
 
 Every action is audited with the peer's uid, the key and the host.
 """

@@ -1,8 +1,8 @@
 """The event stream: snapshots of the service several times a second, as frames (`appliance.snapshot_stream`).
 
-All readers of one rate share the snapshots and their encoding, so a further reader costs only the writing of
-the bytes. A reader has no queue: it gets the newest frame when its connection accepts bytes, and a whole
-snapshot if it has missed frames. Without readers, nothing is read.
+All readers of one rate share the snapshots and their encoding, so an additional reader costs only the time to
+write the bytes. A reader has no queue: it gets the newest frame when its connection accepts bytes, and a full
+snapshot if it has missed frames. While there are no readers, no snapshots are read.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class EventFeed:
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield frames as lines of JSON until the iterator is closed."""
-        # The state that earlier readers have left may be old.
+        # The state may be old, because it dates from the last reader.
         idle = self._task is None or self._task.done()
         seen, last = self._seq if idle else self._seq - 1, -1
         self._readers += 1
@@ -86,7 +86,7 @@ class EventFeed:
             await asyncio.sleep(max(0.05, self._interval_s - (time.monotonic() - began)))
 
     def take(self, snapshot: Snapshot) -> None:
-        """Return the frame with the differences from the previous snapshot to this one."""
+        """Return the frame with the differences between the previous snapshot and this one."""
         self._seq += 1
         self._at, self._requests, self._whole = snapshot.at, snapshot.requests, None
         changed = {}
@@ -117,7 +117,7 @@ class EventFeed:
         self.delta = self._encode(frame) + b"\n"
 
     def whole_line(self) -> bytes:
-        """Return a frame that contains the whole latest snapshot."""
+        """Return a frame that contains the full latest snapshot."""
         if self._whole is None:
             frame = Frame(
                 seq=self._seq,

@@ -1,7 +1,7 @@
 """Reads the request log, the audit trail and the usage for the admin API.
 
-SQLite is read in two threads, never on the event loop, through connections that are opened for one page. Each
-page is bounded in rows, bytes and time, so that no caller can occupy the disk or the memory.
+SQLite is read in two threads, never on the event loop. Each page is read through its own connection and is
+bounded in rows, bytes and time, so that no caller can occupy the disk or the memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 MAX_READ_S = 2.0
 """Time limit for reading one page."""
 MAX_PAGE_BYTES = 1 << 20
-"""A page of the request log ends with the row with which its texts exceed this size."""
+"""A page of the request log ends after the row whose texts take the page over this size."""
 _FOLLOWED_ROWS = 200
 _THREADS = 2
 
@@ -67,7 +67,7 @@ class LogReading:
         """The threads, which also read the machine's figures for snapshots."""
 
     def close(self) -> None:
-        """Release the threads. Reads in progress end first."""
+        """Stop the threads after the reads in progress have finished."""
         self.threads.shutdown()
 
     # ── pages ──
@@ -132,7 +132,7 @@ class LogReading:
             if after is None:
                 after = self._requests.last_sequence()
                 return [], False
-            # Rows that do not match are skipped too: nothing before this change is read again.
+            # Skip the rows that do not match as well, so that no row before this change is read again.
             latest = self._requests.last_sequence()
             rows = self._requests.changes(after, _FOLLOWED_ROWS, wanted)
             more = len(rows) == _FOLLOWED_ROWS or sum(map(_size, rows)) > MAX_PAGE_BYTES

@@ -130,7 +130,7 @@ class ModelAdmin:
         )
 
     def _state(self, unit: str) -> tuple[VersionState, str]:
-        """Return the state of a unit of loading, and its explanation."""
+        """Return the state of a unit of loading, and an explanation of it."""
         if unit in self.operations.draining:
             return "draining", "finishing its requests"
         replicas = self.manager.of(unit)
@@ -158,7 +158,7 @@ class ModelAdmin:
         ]
 
     def _shares(self, unit: str) -> dict[str, float]:
-        """Return the fraction of the requests for each split name that the unit gets."""
+        """For each split name, return the fraction of its requests that the unit gets."""
         return {
             route.name: sum(arm.weight for arm in route.arms if arm.unit == unit)
             / sum(arm.weight for arm in route.arms)
@@ -228,7 +228,7 @@ class ModelAdmin:
         return done(f"{asked.model} removed; its files are kept")
 
     async def prune(self, actor: Actor, asked: PruneModels) -> Effect:
-        """Remove the versions that nothing names."""
+        """Remove unused versions."""
         registry = self.operations.registry
         pruned = [one for one in registry.current.versions.values() if not self._is_named(one)]
         if not asked.dry_run:
@@ -245,7 +245,7 @@ class ModelAdmin:
         )
 
     async def _withdraw(self, record: VersionRecord) -> None:
-        """Accept no more requests for a version that is not loaded but known to the fronts."""
+        """Stop accepting requests for a version that is not loaded but known to the fronts."""
         if unit_name(record.model, record.version) in self.routing.usable:
             await self.operations.unload(record, 0.0)
 
@@ -281,7 +281,7 @@ class ModelAdmin:
         return Effect(status, {"state": before}, {"state": status.state})
 
     async def sleep(self, actor: Actor, asked: SleepModel) -> Effect:
-        """Let a version sleep. Raises LoadError if it is not loaded or stays awake."""
+        """Put a version to sleep. Raises LoadError if it is not loaded or stays awake."""
         record = self._record(asked.model, "put to sleep")
         before = self._status(record).state
         await self._perform(self.operations.sleep(record, asked.grace_s), wait=asked.wait)
@@ -297,8 +297,8 @@ class ModelAdmin:
         return Effect(status, {"state": before}, {"state": status.state})
 
     async def _perform(self, operation: Awaitable[None], *, wait: bool) -> None:
-        """Run an operation to its end, or only begin it. A failure of an operation that was only begun is
-        shown in the list of models."""
+        """Run an operation to completion, or only start it. If an operation that was only started fails, the
+        failure is shown in the list of models."""
         task = asyncio.ensure_future(operation)
         if wait:
             await asyncio.shield(task)
@@ -312,8 +312,8 @@ class ModelAdmin:
         await asyncio.sleep(0)
 
     async def retry(self, actor: Actor, asked: RetryModel) -> Effect:
-        """Start the replicas of a model that wait for their next start. Raises UnknownModelError, or
-        ConflictError if none waits."""
+        """Start the replicas of a model that are waiting for their next start. Raises UnknownModelError, or
+        ConflictError if none is waiting."""
         unit = asked.model
         if not self.manager.is_declared(unit):
             record = self._record(unit, "retry")
@@ -334,7 +334,7 @@ class ModelAdmin:
         return await self._set_pinned(actor, "models.pin", asked.model, pinned=True)
 
     async def unpin(self, actor: Actor, asked: UnpinModel) -> Effect:
-        """Let a version leave the memory again."""
+        """Allow a version to be unloaded again."""
         return await self._set_pinned(actor, "models.unpin", asked.model, pinned=False)
 
     async def _set_pinned(self, actor: Actor, action: str, target: str, *, pinned: bool) -> Effect:
@@ -357,7 +357,7 @@ class ModelAdmin:
         return await self._swap(actor, "models.default", name, version, asked.grace_s)
 
     async def rollback(self, actor: Actor, asked: RollbackModel) -> Effect:
-        """Make the former default version the default again."""
+        """Make the previous default version the default again."""
         self.check_declared(asked.name, "roll back")
         version = self._model(asked.name).previous_version
         if asked.name in self.operations.registry.current.splits:

@@ -28,7 +28,7 @@ class RunningRequests:
         return self.known(await self.progress(), time.time())
 
     async def progress(self) -> Mapping[str, RequestProgress]:
-        """Ask the fronts how far their requests have come."""
+        """Ask the fronts for the progress of their requests."""
         return await self._progress.read() if self._traffic.running else {}
 
     def known(self, progress: Mapping[str, RequestProgress], unix: float) -> list[UnfinishedRequest]:

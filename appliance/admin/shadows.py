@@ -1,4 +1,4 @@
-"""Copies a share of the requests for a name to another model or version, for operators."""
+"""Admin operations for shadow traffic: copying a share of a name's requests to another model or version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads one instant of the service (`appliance.snapshot`) from the state of its parts."""
+"""Reads a snapshot of the service (`appliance.snapshot`) from the state of its components."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _COUNT_KEYS_EVERY_S = 15.0
 
 @dataclass(kw_only=True)
 class SnapshotParts:
-    """The parts that a snapshot is read from."""
+    """The components that a snapshot is read from."""
 
     status: StatusReader
     running: RunningRequests
@@ -60,7 +60,7 @@ class SnapshotReader:
         self._keys: tuple[Policies | None, float, Counter[str]] = (None, float("-inf"), Counter())
 
     async def read(self) -> Snapshot:
-        """Return the service's present state."""
+        """Return the service's current state."""
         running = self._parts.running
         progress = await running.progress()
         # The ages of requests must refer to the time of the snapshot, because readers compute later ages.
@@ -227,8 +227,8 @@ class SnapshotReader:
     # ── the machine ──
 
     def _read_machine(self, status: Status) -> tuple[Host, list[Gpu], str]:
-        """Return the latest figures of the machine. If they are old, begin to read newer ones. The snapshot
-        does not wait for them."""
+        """Return the latest figures of the machine. If they are old, start reading new ones, without waiting
+        for them."""
         if self._reading is not None and self._reading.done():
             if self._reading.exception() is None:
                 self._machine = self._reading.result()
@@ -249,7 +249,7 @@ class SnapshotReader:
 
 
 class _Counters:
-    """The counters of a replica at one instant."""
+    """The counters of a replica at one moment."""
 
     def __init__(self, replica: Replica, at: float) -> None:
         report, steps = replica.latest_report, replica.steps

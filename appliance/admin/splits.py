@@ -50,7 +50,7 @@ class SplitAdmin:
         return found
 
     def _default_of(self, name: str) -> str:
-        """Return what answers requests for the name without a split."""
+        """Return the model or version that answers requests for the name if it is not split."""
         registry = self.models.operations.registry.current
         if (alias := registry.aliases.get(name)) is not None:
             return alias.target

@@ -1,4 +1,4 @@
-"""Collects the service's status for operators. This module only reads the state of the other parts."""
+"""Collects the service's status for operators. This module only reads the state of the other components."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class StatusReader:
         )
 
     def _state(self, reason: str, degraded: bool) -> ServiceState:
-        """Return the service's state. `degraded` tells whether there are current problems."""
+        """Return the service's state. `degraded` is true if there are current problems."""
         if (drain := self.drains.of_service) is not None:
             return drain.public_state
         drains = [self.drains.of(model) for model in self.models.models]

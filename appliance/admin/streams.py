@@ -28,7 +28,7 @@ _UNREADABLE_FOR_S = 10.0
 
 
 class TooManyStreamsError(Exception):
-    """Raised if no further stream can be opened."""
+    """Raised if no more streams can be opened."""
 
 
 class Streams:
@@ -43,7 +43,7 @@ class Streams:
         self.closing = True
 
     def response(self, lines: AsyncIterator[bytes]) -> Response:
-        """Return a response that sends these pieces as they come. Raises TooManyStreamsError."""
+        """Return a response that sends these pieces as they arrive. Raises TooManyStreamsError."""
         if self.open >= MAX_STREAMS or self.closing:
             raise TooManyStreamsError(
                 f"{self.open} streams are open, which is the maximum: close one, or retry later"
@@ -63,7 +63,7 @@ class Streams:
         self, version: Callable[[], object], read: Callable[[], Awaitable[tuple[list[bytes], bool]]]
     ) -> AsyncIterator[bytes]:
         """Yield what `read` returns whenever `version` has changed. `read` also returns whether more can be
-        read at once."""
+        read immediately."""
         seen: object = None
         sent_at = time.monotonic()
         failing_since: float | None = None

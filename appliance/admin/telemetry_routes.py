@@ -1,5 +1,5 @@
-"""The admin API's routes for the recorded past. All of them need the scope `read`. The database is read in
-threads, and each answer is bounded in rows and time."""
+"""The admin API's routes for the recorded history. All of them require the scope `read`. The database is read
+in threads, and each answer is bounded in rows and time."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def telemetry_routes(history: Path, threads: ThreadPoolExecutor) -> list[ScopedR
             SnapshotQuery,
             PastSnapshot,
             past.snapshot,
-            "Return the state of the service at a time of the past",
+            "Return the state of the service at a past time",
         ),
         route(
             "/telemetry", TelemetryQuery, TelemetryColumns, past.columns, "Return recorded figures over time"

@@ -23,7 +23,7 @@ CancelRequests = Callable[[Callable[[Identity], bool], str], int]
 """Cancels the running and queued requests of the matching callers, sends their clients the message, and
 returns the number of cancelled requests."""
 Usage = Callable[[str, str], list[LimitUsage]]
-"""Returns how much of its limits a tenant or key has used. The arguments are ("tenant", name) or ("key",
+"""Returns how much of its limits a tenant or key has used up. The arguments are ("tenant", name) or ("key",
 id)."""
 
 

@@ -1,4 +1,4 @@
-"""Answers what would have happened with other limits, by replaying the last minutes. Nothing is changed."""
+"""Forecasts the effect of other limits, by replaying the last minutes. Nothing is changed."""
 
 from __future__ import annotations
 

@@ -62,8 +62,9 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     clear_for_s: Seconds = 30.0
     """Number of seconds for which the condition must be over before the alert ends."""
     downstream_of: list[str] = []
-    """Names of rules whose alerts explain this alert. While one of them is active for the same model, replica
-    or GPU, and for one minute afterwards, this alert is not shown, but is counted in the other alert."""
+    """Names of rules whose alerts show the cause of this alert. While one of them is active for the same
+    model, replica or GPU, and for one minute afterwards, this alert is not shown, but is counted in the other
+    alert."""
     what: str = ""
     """Text of the alert. {where}, {value}, {threshold} and {text} are replaced."""
     remedy: str = ""

@@ -65,7 +65,7 @@ def take_backup(
 
 
 def _begun(run: Path, begin: BeginBackup) -> Head | None:
-    """Make the running service record the beginning of the backup. Returns the chain head that the copy must
+    """Make the running service record the start of the backup. Returns the chain head that the copy must
     contain; None if no service is running."""
     with AdminClient(run, key=admin_key()) as client:
         try:

@@ -28,7 +28,7 @@ class FitGpu(msgspec.Struct, kw_only=True):
     name: str
     memory_bytes: int
     used_bytes: int
-    """Memory that all processes use at the moment."""
+    """Memory that all processes currently use."""
 
 
 class FitSequences(msgspec.Struct, kw_only=True):

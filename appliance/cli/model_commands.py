@@ -198,7 +198,7 @@ def models_sleep(
         typer.Option(
             "--grace",
             metavar="SPAN",
-            help="Time to wait for unfinished requests. If requests are left then, the version stays awake.",
+            help="Time to wait for unfinished requests. If any remain after that, the version stays awake.",
         ),
     ] = "120s",
     run_dir: RunDir = None,

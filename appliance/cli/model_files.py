@@ -49,7 +49,7 @@ def remove(run_dir: str | None, target: str, *, files: bool, yes: bool, as_json:
 
 
 def prune(run_dir: str | None, *, dry_run: bool, files: bool, yes: bool, as_json: bool) -> None:
-    """Remove the versions that nothing names and, with `files`, their downloaded files."""
+    """Remove unused versions and, with `files`, their downloaded files."""
     deleted: list[Deleted] = []
     if not dry_run:
         check_terminal(action_of(PruneModels()), "from the registry", yes=yes)

@@ -62,7 +62,7 @@ def _weights(texts: list[str]) -> dict[str, float]:
         if not equals or not target or not 0 < value <= 1e6:
             raise CommandLineError(
                 f"{text!r} is not valid: write VERSION=WEIGHT or NAME=WEIGHT, such as 2=10, with a weight "
-                "above 0 and at most 1,000,000; leave out what shall get no requests"
+                "above 0 and at most 1,000,000; omit targets that should get no requests"
             )
         if target in weights:
             raise CommandLineError(f"{target!r} is given twice: give each target one weight")

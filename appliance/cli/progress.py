@@ -1,4 +1,4 @@
-"""Shows how far a transfer of bytes is: as a bar on a terminal, otherwise as a line every few seconds."""
+"""Shows the progress of a byte transfer: as a bar on a terminal, otherwise as a line every few seconds."""
 
 from __future__ import annotations
 

@@ -188,8 +188,7 @@ def _show_fields(row: NamedRequest) -> None:
 
 
 def unseen(changes: Iterator[NamedRequest], shown: dict[str, NamedRequest]) -> Iterator[NamedRequest]:
-    """Yield the changes without those that were already shown: a request that ended while the list was read
-    is in both."""
+    """Yield the changes that were not shown yet: a request that ended while the list was read is in both."""
     for row in changes:
         before = shown.pop(row.request_id, None)
         if before is None or before.state != row.state:

@@ -229,7 +229,7 @@ def _replicas(replicas: list[ReplicaStatus], width: int | None) -> list[str]:
 
 
 def _experts(replica: ReplicaStatus) -> str:
-    """Describe how evenly tokens choose a replica's experts. Empty if no choices were counted."""
+    """Describe how evenly tokens are distributed over a replica's experts. Empty if nothing was counted."""
     layers = [use for use in replica.expert_layers if use.choices]
     if not layers:
         return ""

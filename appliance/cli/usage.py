@@ -77,7 +77,7 @@ def _day(text: str | None, option: str) -> str | None:
     if text is None:
         return None
     at = moment(text, option, ahead=False)
-    # A date without a time is meant as the day in UTC, in which the usage is counted.
+    # A date without a time means the day in UTC, because usage is counted per UTC day.
     return text.strip() if len(text.strip()) == 10 else datetime.fromtimestamp(at, UTC).date().isoformat()
 
 

@@ -40,8 +40,8 @@ class Connection(asyncio.BufferedProtocol):
     `state["peer"]`.
 
     At most one request is parsed at a time. While that request is being answered, or while the application is
-    not reading its body, at most one read buffer of further bytes is held. Further data stays in the kernel's
-    buffer, which slows the sender down.
+    not reading its body, at most one read buffer of additional bytes is held. All other data stays in the
+    kernel's buffer, which slows the sender down.
 
     While a response is streamed, `write_chunk` passes bytes straight to the transport. It never waits, so the
     writer must check `writable` first and, if it is false, keep its data until `on_writable` is called.
@@ -289,7 +289,7 @@ class Connection(asyncio.BufferedProtocol):
             self.refuse(RequestError(503, message, "too_many_header_bytes"))
 
     def _step(self) -> bool:
-        """Parse one piece of the input. Return False if nothing can be parsed at the moment."""
+        """Parse one piece of the input. Return False if nothing can be parsed yet."""
         if not self._input:
             return False
         exchange = self._exchange
@@ -363,8 +363,8 @@ class Connection(asyncio.BufferedProtocol):
         return body.complete
 
     def _wants_bytes(self) -> bool:
-        """Whether the connection should read further bytes. While a request is being answered, one buffer of
-        the next request is read ahead, because a disconnection can be noticed only by reading."""
+        """Whether the connection should read more bytes. While a request is being answered, one buffer of the
+        next request is read ahead, because a disconnection can be noticed only by reading."""
         exchange = self._exchange
         if exchange is None or exchange.wants_body:
             return True

@@ -31,7 +31,7 @@ class RepositoryCache:
         return self.folder / "blobs" / file.digest
 
     def partial(self, file: RemoteFile) -> Path:
-        """Return the path of the received beginning of a file."""
+        """Return the path of a partially downloaded file."""
         return self.folder / "blobs" / f"{file.digest}.incomplete"
 
     def snapshot(self, commit: str) -> Path:
@@ -84,7 +84,7 @@ class RepositoryCache:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep other pulls of this repository out. Raises HubError if there is one."""
+        """Prevent concurrent pulls of this repository. Raises HubError if one is running."""
         path = self.root / ".locks" / self.folder.name / "pull.lock"
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -105,9 +105,9 @@ def as_owner(root: Path) -> Iterator[None]:
     """Create files in `root` as its owner and for its group.
 
     As root, act as the owner of the folder, so that the service's user can read the files, and so that links
-    which this user may have placed in the folder cannot direct root's writes to other files. As another user,
-    keep files writable for the group if the folder hands its group on (set-group-ID), so that every operator
-    can continue a pull.
+    which this user may have placed in the folder cannot redirect root's writes to other files. As another
+    user, keep files writable for the group if new files inherit the folder's group (set-group-ID), so that
+    every operator can continue a pull.
     """
     found = root.stat()
     shared = bool(found.st_mode & stat.S_ISGID)

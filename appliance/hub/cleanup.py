@@ -28,7 +28,7 @@ def delete_snapshot(folder: Path) -> int:
     repository = folder.parent.parent
     cache = RepositoryCache(repository.parent, repository.name.removeprefix(_FOLDER).replace("--", "/"))
     with as_owner(cache.root), cache.lock():
-        # Copies of a repository have the same commits, so the other repositories are left out.
+        # Copies of a repository have the same commits, so other repositories are excluded from the deletion.
         scanned = scan_cache_dir(cache.root)
         own = frozenset(one for one in scanned.repos if one.repo_path.name == repository.name)
         strategy = replace(scanned, repos=own).delete_revisions(folder.name)

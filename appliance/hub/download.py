@@ -65,14 +65,14 @@ class Download:
         """Number of bytes that were received from the hub."""
 
     def run(self, files: Sequence[RemoteFile], progress: DownloadProgress) -> None:
-        """Download the files that are not in the cache yet, and show the progress. Raises HubError. Files and
-        the received parts of files are kept in every case, except for files with a wrong checksum."""
+        """Download the files that are not in the cache yet, and show the progress. Raises HubError. Complete
+        and partial files are always kept, except for files with a wrong checksum."""
         missing = [file for file in files if not self._cache.blob(file).exists()]
         total = sum(file.size for file in missing)
         self._stop = threading.Event()
         self._done = self._cache.received_bytes(missing)
         waiting: queue.SimpleQueue[RemoteFile] = queue.SimpleQueue()
-        # The largest file first, so that it does not remain as the only one at the end.
+        # Start with the largest file, so that it is not the only one left at the end.
         for file in sorted(missing, key=lambda file: -file.size):
             waiting.put(file)
         errors: list[Exception] = []
@@ -155,7 +155,7 @@ class Download:
             self._check()
 
     def _receive(self, file: RemoteFile, partial: _Partial) -> None:
-        """Receive the rest of a file, until its end or an error."""
+        """Receive the rest of a file, up to its end or an error."""
         url = hf_hub_url(
             self._listing.reference.repository,
             file.path,
@@ -198,7 +198,7 @@ class _Stopped(Exception):
 
 
 class _Partial:
-    """The received beginning of a file on disk, and its checksum."""
+    """A partially downloaded file on disk, and its checksum."""
 
     def __init__(self, path: Path, file: RemoteFile) -> None:
         self.path = path

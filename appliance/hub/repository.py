@@ -52,8 +52,8 @@ class Hub(NamedTuple):
     token: str | None
 
     def header_token(self) -> str | bool:
-        """Return the token in the form that huggingface_hub expects. False keeps the library from reading the
-        token of the user as whom the process runs at that moment."""
+        """Return the token in the form that huggingface_hub expects. False prevents the library from reading
+        the token of the user that the process currently runs as."""
         return self.token if self.token is not None else False
 
 

@@ -78,8 +78,8 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tensor_parallel_size: Processes = 1
     """Number of ranks per replica. Each rank uses one GPU."""
     expert_parallel: bool = False
-    """Whether each rank has some experts of a mixture of experts completely. Otherwise, each rank has a part
-    of every expert. Only the CPU supports complete experts if there are several ranks."""
+    """Whether each rank has a subset of complete experts of a mixture of experts. Otherwise, each rank has a
+    slice of every expert. With several ranks, only the CPU supports complete experts."""
     max_model_len: Positive | None = None
     """Maximum length of a sequence in tokens, prompt and output together. Default: the checkpoint's limit."""
     max_num_seqs: Positive = 64
@@ -118,7 +118,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Name of another model that answers requests while this one is overloaded or has failed, for keys with
     `--fallback allowed`. The answer's field `model` names it. Default: none."""
     sampling: SamplingDefaults = SamplingDefaults()
-    """Default sampling parameters, in a table of their own."""
+    """Default sampling parameters, in a separate table."""
 
     def replica_range(self) -> tuple[int, int]:
         """Return the minimum and the maximum number of replicas."""
@@ -254,7 +254,7 @@ class TelemetrySettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True,
 
 class RestartSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """Restarts of replicas that have exited. The delay between restarts grows from 0.1 s to 5 s. A replica
-    that exits again and again is given up for a while: see [models.md](models.md#replicas)."""
+    that exits repeatedly is given up for a while: see [models.md](models.md#replicas)."""
 
     max_deaths: Positive = 5
     """Number of exits within `window_s` after which a replica is not restarted until `retry_s` have passed,

@@ -1,7 +1,7 @@
 """Generates training conversations. Most questions ask, in varying words, for the documented purpose of a
 name.
 
-To questions about unknown names and other subjects, the answers say that the model does not know.
+For questions about unknown names and other subjects, the answers say that the model does not know.
 """
 
 import random
