@@ -273,7 +273,7 @@ def models_rollback(
 
 @models.command("alias", help=about("models.alias"))
 def models_alias(
-    name: Annotated[str, typer.Argument(metavar="ALIAS", help="The further name.", show_default=False)],
+    name: Annotated[str, typer.Argument(metavar="ALIAS", help="The additional name.", show_default=False)],
     target: Annotated[
         str | None,
         typer.Argument(
