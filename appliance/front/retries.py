@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from appliance.front.respond import GenerationResponse
 
 _NOT_REPEATED = (b"x-ratelimit-", b"content-length")
-"""Prefixes of headers that are left out of the recorded response: they do not apply to a retry, or a retry's
+"""Prefixes of headers that are omitted from the stored response: they do not apply to a retry, or a retry's
 response gets its own."""
 _RUN_BYTES = 1024
 """Memory in bytes that a run takes in addition to its answer."""
 
 
 class KeyedRun:
-    """One run, whose response is recorded for retries. After the run has finished, the object no longer
-    refers to a connection or a prompt, because `held_bytes` does not count their memory."""
+    """One run, whose response is stored for retries. After the run has finished, the object no longer refers
+    to a connection or a prompt, because `held_bytes` does not count their memory."""
 
     def __init__(self, retries: Retries, claim: Claim, fingerprint: bytes) -> None:
         """Create a run that has not been claimed yet. `fingerprint` is a hash of the request's body."""
@@ -45,12 +45,12 @@ class KeyedRun:
         self.claimed: asyncio.Future[Claimed] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.Event()
         self.answer: Response | None = None
-        """The response to retries, or None if there is no complete record."""
+        """The response to retries, or None if no complete response is stored."""
         self.status = 500
         self.finish_reason = "error"
         self.request_class: int | None = None
         self.is_kept = True
-        """Whether retries can find the run. If so, its response must be recorded."""
+        """Whether retries can find the run. If so, its response must be stored."""
         self.held_bytes = _RUN_BYTES
         """Memory in bytes that counts against `RetryRules.max_bytes`."""
         self.timer = Timer()
@@ -75,7 +75,7 @@ class KeyedRun:
             self.leave(connection)
 
     async def send(self, to_client: Send, message: Message) -> None:
-        """Record part of the response (ASGI), and send it to the first client."""
+        """Store part of the response (ASGI), and send it to the first client."""
         if message["type"] == "http.response.start":
             self._head = {**message}
         else:
@@ -83,13 +83,13 @@ class KeyedRun:
         await to_client(message)
 
     def record(self, data: bytes) -> None:
-        """Record part of the body."""
+        """Store part of the body."""
         if self.is_kept:
             self._body += data
             self._retries.grew(self, len(data))
 
     def complete(self, response: GenerationResponse) -> None:
-        """Create the response to retries from the record, if the record is complete."""
+        """Create the response to retries from the stored parts, if they are complete."""
         self.status = response.status
         self.finish_reason = response.generation.finish_reason(response.status)
         self.request_class = response.generation.context.request_class
@@ -133,7 +133,7 @@ class KeyedRun:
             else:
                 self.give_up()
         if generation is not None and generation.on_end is not None:
-            # Write the events that were waiting for the client to read, so that they are recorded.
+            # Write the events that were waiting for the client to read, so that they are stored.
             generation.on_end()
 
 

@@ -12,7 +12,7 @@ running.
 
 The settings define how many replicas a model has and how they run. When the settings change, the replicas are
 changed one by one. A replica that already runs with the wanted settings stays, and a missing replica is
-started. A replica with other settings serves until its successor is ready, if the memory is sufficient for
+started. A replica with other settings serves until its successor is ready, if there is enough memory for
 both. Otherwise it is stopped first, and its requests continue on its successor.
 """
 
@@ -46,7 +46,7 @@ _POLL_S = 0.05
 _STOP_S = 2.0
 _MAX_FAILED_LOADS = 2
 """Number of failed starts after which a version of the registry cannot be loaded. The second start succeeds
-if another process had not yet freed its memory at the first."""
+if the first failed only because another process had not freed its memory yet."""
 _MAX_FAILED_STARTS = 3
 """Number of failed starts of a successor after which the previous replica is kept."""
 
@@ -106,7 +106,7 @@ class ModelManager:
             self, lambda: requests.state.models, lambda: settings().autoscaling, note
         )
         self.sleeping = UnitSleep(self.of, requests, publish)
-        """Lets the replicas of a unit sleep, and wakes them."""
+        """Puts the replicas of a unit to sleep, and wakes them."""
         for model in served:
             requests.add_model(model.name, model.version)
         for name, wanted in self._wanted.items():
@@ -125,7 +125,7 @@ class ModelManager:
                 replica.start()
 
     async def stop(self) -> None:
-        """End every replica."""
+        """Stop every replica."""
         for task in (*self._changes.values(), *self._retirements.values()):
             task.cancel()
         await asyncio.gather(*(replica.stop(_STOP_S) for replica in self.replicas))
@@ -172,7 +172,7 @@ class ModelManager:
         return next((replica.remedy for replica in self.of(unit) if replica.remedy), "")
 
     def retry(self, unit: str) -> list[str]:
-        """Start the replicas of the unit that wait for their next start. Return their names."""
+        """Start the replicas of the unit that are waiting for their next start. Return their names."""
         return [replica.name for replica in self.of(unit) if replica.retry()]
 
     def set_timeouts(self) -> None:
@@ -298,8 +298,8 @@ class ModelManager:
         return self._requests.state.finished(unit)
 
     async def shortage(self, settings: ModelSettings, count: int | None = None) -> MemoryShortage:
-        """Return the memory that is missing for `count` replicas with these settings beside the running
-        replicas. Default: the number of replicas with which the model is loaded."""
+        """Return the memory that is missing for `count` replicas with these settings in addition to the
+        running replicas. Default: the number of replicas with which the model is loaded."""
         limit_gb = self._settings().on_demand.memory_gb
         if not self.replicas and limit_gb is None:
             return MemoryShortage()  # the replica itself reports why it cannot load
@@ -313,15 +313,15 @@ class ModelManager:
         )
 
     async def why_not_beside(self, settings: ModelSettings, count: int = 1) -> str:
-        """Return the reason why `count` replicas with these settings cannot run beside the running replicas;
-        empty if they can."""
+        """Return the reason why `count` replicas with these settings cannot run in addition to the running
+        replicas; empty if they can."""
         return (await self.shortage(settings, count)).why
 
     # ── replicas by load (ScaledModels) ──
 
     def scalable(self) -> dict[str, ModelSettings]:
-        """Return the settings of every unit, except units that sleep or whose replicas are being changed at
-        the moment."""
+        """Return the settings of every unit, except units that are asleep or whose replicas are being
+        changed."""
         changing = {unit for unit, task in self._changes.items() if not task.done()}
         asleep = {replica.model for replica in self.replicas if replica.sleeping.asleep}
         units = self.models.keys() - changing - asleep - self._parked
@@ -363,7 +363,7 @@ class ModelManager:
             self._note(name, "applying the new settings failed: see the log for the cause")
 
     async def _next_step(self, name: str) -> bool:
-        """Take one step. Return whether another step may follow."""
+        """Take one step. Return whether another step may be possible."""
         wanted = self._wanted.get(name)
         by_load = wanted is not None and wanted.max_replicas is not None
         for replica in self.of(name):
@@ -426,7 +426,7 @@ class ModelManager:
         await asyncio.shield(self._begin_retirement(replica))
 
     def _begin_retirement(self, replica: Replica) -> asyncio.Task[None]:
-        """Begin to retire a replica, unless this has already begun. Return the task."""
+        """Start to retire a replica, unless its retirement has already begun. Return the task."""
         if (task := self._retirements.get(replica)) is None:
             replica.retiring = True
             task = asyncio.get_running_loop().create_task(self._finish_and_end(replica))

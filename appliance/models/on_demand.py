@@ -1,5 +1,5 @@
-"""Loads models at their first request, unloads models that have not been used for a while, and exchanges
-models that do not fit into memory together. `appliance.models.residency` decides, and this module acts.
+"""Loads models at their first request, unloads models that have not been used for a while, and swaps models
+that do not fit into memory together. `appliance.models.residency` decides, and this module acts.
 
 A unit of loading that requests may name is in one of three states:
 
@@ -8,7 +8,7 @@ A unit of loading that requests may name is in one of three states:
 - parked: its requests wait in the queue until the unit is loaded.
 - in memory.
 
-One load or exchange is in progress at a time.
+Only one load or swap is in progress at a time.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _RETRY_S = 30.0
-"""Time for which a model's requests are refused after its load on demand failed. Then the next request loads
-it again."""
+"""Time for which a model's requests are refused after its load on demand failed. After that, the next request
+loads it again."""
 _FORGET_S = 600.0
-"""A version of the registry that was loaded on demand, has left the memory, and has had no requests for this
+"""A version of the registry that was loaded on demand, has been unloaded, and has had no requests for this
 long is removed from the fronts, so that its tokenizer does not occupy memory."""
 
 
@@ -71,18 +71,18 @@ def _key(unit: str) -> tuple[str, int]:
 
 
 class Residency(NamedTuple):
-    """How often a unit entered and left the memory since the service started."""
+    """How often a unit was loaded on demand and unloaded again since the service started."""
 
     in_memory: bool
     loads: int
     """Number of loads on demand."""
     evictions: Mapping[str, int]
-    """Number of times that the unit left the memory without a command, by reason."""
+    """Number of times that the unit was unloaded without a command, by reason."""
 
 
 _REASONS = ("memory", "group", "idle")
-"""Why a unit leaves the memory: another model needs the memory, must not be loaded together with the unit, or
-the unit has been idle for its time to live."""
+"""Why a unit is unloaded: another model needs the memory or must not be loaded together with the unit, or the
+unit has been idle for its time to live."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ class _Times:
     ready_at: float = 0.0
     used_at: float = 0.0
     left_at: float = -math.inf
-    """When the unit left the memory."""
+    """When the unit was unloaded."""
 
 
 class OnDemand:
@@ -113,7 +113,7 @@ class OnDemand:
         self.loads: Counter[str] = Counter()
         """Number of loads on demand since the service started, by unit."""
         self.evictions: Counter[tuple[str, str]] = Counter()
-        """Number of times that units left the memory without a command, by unit and reason (`_REASONS`)."""
+        """Number of times that units were unloaded without a command, by unit and reason (`_REASONS`)."""
         self._settings = settings
         self._operations = operations
         self._manager = manager
@@ -126,20 +126,20 @@ class OnDemand:
         """Predicted host memory of one replica of each unit; 0 for units on GPUs."""
         self._introducing: set[str] = set()
         self._incomplete: set[tuple[str, ...]] = set()
-        """Bundles of which some units have been loaded and the others are to be loaded next."""
+        """Bundles that are partly loaded. Their remaining units are loaded next."""
         self._at_start = [name for name in manager.models if manager.is_parked(name)]
         """Models of the settings that are loaded as soon as the required models are, if they fit."""
         self._changing = asyncio.Lock()
-        """Held while a unit is loaded or leaves the memory."""
+        """Held while a unit is being loaded or unloaded."""
         self._background = Background()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to load and unload models."""
+        """Start loading and unloading models."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def stop(self) -> None:
-        """Load and unload nothing any more."""
+        """Stop loading and unloading models."""
         if self._task is not None:
             self._task.cancel()
 
@@ -147,7 +147,7 @@ class OnDemand:
 
     async def load(self, record: VersionRecord) -> None:
         """Load a version as `ModelOperations.load` does. If it does not fit, idle models that may be unloaded
-        leave the memory first. Raises LoadError."""
+        are unloaded first. Raises LoadError."""
         unit = unit_name(record.model, record.version)
         async with self._changing:
             if unit not in self._routing.usable or self._manager.is_parked(unit):
@@ -159,15 +159,14 @@ class OnDemand:
             self._incomplete.add(self._loaded_with(unit))
 
     def expires_at(self, unit: str) -> float | None:
-        """Return when the unit leaves the memory if no further request arrives, in unix seconds; None if it
-        stays."""
+        """Return when the unit is unloaded if no more requests arrive, in unix seconds; None if it stays."""
         leaves_at = self._leaves_at(unit)
         if leaves_at == math.inf or self._kept(unit) or not self._manager.of(unit):
             return None
         return time.time() + max(0.0, leaves_at - self._clock())
 
     def stats(self, unit: str) -> Residency:
-        """Return how often the unit was loaded on demand and left the memory."""
+        """Return how often the unit was loaded on demand and unloaded again."""
         return Residency(
             in_memory=bool(self._manager.of(unit)),
             loads=self.loads[unit],
@@ -201,7 +200,7 @@ class OnDemand:
 
     async def _wake(self, unit: str, record: VersionRecord) -> None:
         """Wake a sleeping version, because requests for it wait in the fronts. If there is not enough memory
-        for that, unload it, so that it is loaded when it is its turn. Raises LoadError."""
+        for that, unload it, so that it is loaded in its turn. Raises LoadError."""
         await self._operations.finish_sleep(unit)
         if unit not in self._operations.asleep:
             return
@@ -328,7 +327,7 @@ class OnDemand:
         self._fronts.publish_configuration()
 
     async def _evict(self, units: tuple[str, ...], reason: str, why: str) -> None:
-        """Let units leave the memory, and wait until it is free. This is the only place where they leave it
+        """Unload units, and wait until their memory is free. This is the only place where units are unloaded
         without a command."""
         leaving = [unit for unit in units if self._manager.of(unit)]
         self._incomplete.discard(units)
@@ -355,13 +354,13 @@ class OnDemand:
             log.info("%s is not loaded at startup, because it does not fit; its first request loads it", unit)
             return
         self._note_load(unit)
-        with contextlib.suppress(LoadError):  # shown as failed; tried again when a request arrives
+        with contextlib.suppress(LoadError):  # shown as failed; retried at the next request
             await self._operations.bring_back(unit)
             self._incomplete.add(bundle.units)
         self._of(unit).ready_at = self._clock()
 
     async def _make_room(self, unit: str, record: VersionRecord) -> None:
-        """Let idle models leave the memory until a version fits, as far as that is possible."""
+        """Unload idle models until a version fits, as far as that is possible."""
         settings = self._operations.settings_of(record.folder, record.settings)
         wanted = Bundle((unit,), waiting_since=self._clock())
         while True:
@@ -479,7 +478,7 @@ class OnDemand:
         return traffic is not None and bool(traffic.running or traffic.queued)
 
     def _waiting_since(self, unit: str) -> float | None:
-        """Return when the unit's requests began to wait for a load; None if none wait."""
+        """Return when the unit's requests began to wait for a load; None if none are waiting."""
         now, traffic = self._clock(), self._requests.state.models.get(unit)
         if traffic is None or not traffic.queued:
             return None
@@ -497,7 +496,7 @@ class OnDemand:
         return f"{unit!r} is pinned" if pinned else ""
 
     def _leaves_at(self, unit: str) -> float:
-        """Return when the time to live of a unit ends if no further request arrives; infinite if there is no
+        """Return when the time to live of a unit ends if no more requests arrive; infinite if there is no
         limit."""
         times, settings = self._of(unit), self._manager.settings_of(unit)
         idle_s = (settings.idle_unload_s or math.inf) if settings is not None else math.inf
@@ -516,7 +515,7 @@ class OnDemand:
         return 0
 
     def _memory_bytes(self, unit: str) -> int:
-        """Return the memory that becomes free when the unit leaves it, in bytes."""
+        """Return the memory that unloading the unit frees, in bytes."""
         replicas = self._manager.of(unit)
         if not replicas:
             return 0

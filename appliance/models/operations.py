@@ -1,12 +1,12 @@
 """Loads, unloads and swaps the versions of registered models while the service is running.
 
 A version is loaded in four steps: its files are compared with the manifest, its replicas are started, every
-front reads its tokenizer, and only then do names lead to it (`Routing.usable`). If a step fails, what was
-running before is left as it was.
+front reads its tokenizer, and only then are names routed to it (`Routing.usable`). If a step fails,
+everything that was running before is left unchanged.
 
-A swap makes another version the default of its name. The new version is loaded beside the old one. Then the
-names are switched in all fronts, and the operation is complete: every later request is answered by the new
-version. The old version finishes its requests and is unloaded. If the memory is not sufficient for both
+A swap makes another version the default of its name. The new version is loaded while the old one is still
+loaded. Then the names are switched in all fronts. From that moment, every new request is answered by the new
+version. The old version finishes its requests and is unloaded. If there is not enough memory for both
 versions, requests wait in the fronts while the old version is unloaded and the new one is loaded.
 """
 
@@ -73,9 +73,9 @@ class ModelOperations:
         self.failures = routing.failures
         """Units whose latest load failed, each with the reason."""
         self.draining: set[str] = set()
-        """Units that finish their requests, and are then unloaded or put to sleep."""
+        """Units that are finishing their requests before they are unloaded or put to sleep."""
         self.asleep: set[str] = set()
-        """Units that are loaded, but have released their memory."""
+        """Units that are loaded but have released their memory."""
         self._manager = manager
         self._routing = routing
         self._fronts = fronts
@@ -129,9 +129,10 @@ class ModelOperations:
         return unit in self._loads
 
     async def load(self, record: VersionRecord) -> None:
-        """Load a version, and return when every front can send requests to it. Meanwhile, requests for a
-        model whose default version or arm it is wait, unless another arm can answer. If the version is
-        already being loaded, wait for that. A sleeping version is woken. Raises LoadError."""
+        """Load a version, and return when every front can send requests to it. Meanwhile, if it is the
+        default version or an arm of a model, requests for that model wait, unless another arm can answer. If
+        the version is already being loaded, wait for that load. A sleeping version is woken. Raises
+        LoadError."""
         unit = unit_name(record.model, record.version)
         if unit in self.asleep or unit in self._sleeps:
             await self.wake(record)
@@ -167,8 +168,8 @@ class ModelOperations:
         return task
 
     async def _hold_until(self, task: asyncio.Task[None], record: VersionRecord) -> None:
-        """Wait for a task that makes a version usable. Meanwhile, requests for a model whose default version
-        or arm it is wait. Raises the task's exception, or LoadError if it is cancelled."""
+        """Wait for a task that makes a version usable. Meanwhile, if it is the default version or an arm of a
+        model, requests for that model wait. Raises the task's exception, or LoadError if it is cancelled."""
         registry, unit = self.registry.current, unit_name(record.model, record.version)
         split = registry.splits.get(record.model)
         answers = registry.models[record.model].default_version == record.version or (
@@ -186,7 +187,7 @@ class ModelOperations:
         await _result(task, unit)
 
     async def _keep(self, unit: str, record: VersionRecord, unloading: asyncio.Task[None]) -> None:
-        """Use a version again that was about to be unloaded."""
+        """Resume using a version that was about to be unloaded."""
         unloading.cancel()
         await asyncio.wait([unloading])
         self._routing.usable.add(unit)
@@ -307,7 +308,7 @@ class ModelOperations:
         task.add_done_callback(ended)
 
     async def _drain(self, unit: str, record: VersionRecord, grace_s: float) -> None:
-        """Wait until no request uses the unit any more, and unload it."""
+        """Wait until no request uses the unit, and then unload it."""
         await self._fronts.routed()
         await self._store_loaded(record, False)
         await self._finish_requests(unit, grace_s)
@@ -316,7 +317,7 @@ class ModelOperations:
         log.info("%s is unloaded", unit)
 
     async def _finish_requests(self, unit: str, grace_s: float) -> bool:
-        """Wait until no request uses the unit any more, for at most `grace_s`. Return whether that is so."""
+        """Wait up to `grace_s` until no request uses the unit. Return whether all requests have finished."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + grace_s
         while self._fronts.prepares(unit) or not self._manager.finished(unit):
@@ -333,7 +334,7 @@ class ModelOperations:
 
     async def sleep(self, record: VersionRecord, grace_s: float) -> None:
         """Stop routing requests to a loaded version, let its requests finish within `grace_s`, and release
-        its memory. Raises LoadError if it is not loaded, or stays awake."""
+        its memory. Raises LoadError if it is not loaded or if it stays awake."""
         unit = unit_name(record.model, record.version)
         if unit in self.asleep and unit not in self._wakes:
             return
@@ -345,7 +346,7 @@ class ModelOperations:
         await _result(task, unit)
 
     async def finish_sleep(self, unit: str) -> None:
-        """Wait until a unit that is about to sleep does, or stays awake."""
+        """Wait for a unit that is going to sleep, until it is asleep or has been kept awake."""
         if (task := self._sleeps.get(unit)) is not None:
             await asyncio.wait([task])
 
@@ -370,8 +371,8 @@ class ModelOperations:
 
     async def wake(self, record: VersionRecord) -> None:
         """Restore the memory of a sleeping version, and return when every front can send requests to it. A
-        version that is about to sleep stays awake. Raises LoadError: NoRoomError if there is not enough
-        memory; the version then stays asleep."""
+        version that is going to sleep is kept awake. Raises LoadError, or its subclass NoRoomError if there
+        is not enough memory; the version then stays asleep."""
         unit = unit_name(record.model, record.version)
         if (sleeping := self._sleeps.get(unit)) is not None:
             await self._stay_awake(unit, sleeping)
@@ -382,8 +383,8 @@ class ModelOperations:
         await self._hold_until(self._shared(self._wakes, unit, lambda: self._wake(unit, record)), record)
 
     async def _stay_awake(self, unit: str, sleeping: asyncio.Task[None]) -> None:
-        """Cancel an operation that lets a unit sleep, if the unit's requests are still finishing. Otherwise
-        wait for its end."""
+        """Cancel the operation that puts a unit to sleep if the unit's requests are still finishing.
+        Otherwise, wait for the operation to end."""
         if not self._manager.finished(unit):
             sleeping.cancel()
         await asyncio.wait([sleeping])
@@ -422,9 +423,9 @@ class ModelOperations:
         self, former: VersionRecord, wanted: VersionRecord, commit: Commit, grace_s: float
     ) -> None:
         """Make `wanted` the default version of its model. When this method returns, every new request gets
-        the new version. If the model is not loaded, nothing is loaded. `commit` stores the change. The former
-        version gets `grace_s` to finish its requests. Raises LoadError, and every error of `commit`; the
-        former version then stays the default."""
+        the new version. If the model is not loaded, nothing is loaded. `commit` stores the change. The
+        previous version gets `grace_s` to finish its requests. Raises LoadError, and every error of `commit`;
+        the previous version then stays the default."""
         name = wanted.model
         if name in self._swapping:
             raise LoadError(
@@ -489,7 +490,7 @@ class ModelOperations:
             await self._fronts.routed()
 
     async def _return_to(self, former: VersionRecord, wanted: VersionRecord) -> None:
-        """Load the former version again after a swap has failed."""
+        """Load the previous version again after a swap has failed."""
         if unit_name(wanted.model, wanted.version) in self._routing.usable:
             await self.unload(wanted, 0.0)
         try:
@@ -502,7 +503,8 @@ class ModelOperations:
         try:
             await asyncio.wrap_future(stored)
         except Exception as error:
-            # The version runs or has ended in any case. Only the next start of the service is affected.
+            # The version has been loaded or unloaded in any case. Only the next start of the service is
+            # affected.
             self._note(f"{record.model}@{record.version}", f"its state could not be stored: {error}")
 
 
@@ -526,7 +528,7 @@ async def _check_files(record: VersionRecord) -> None:
 
 
 class NoRoomError(LoadError):
-    """Raised if a version does not fit beside the models that are loaded."""
+    """Raised if a version does not fit into memory together with the models that are loaded."""
 
 
 async def _result(task: asyncio.Task[None], unit: str) -> None:

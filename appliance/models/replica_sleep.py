@@ -18,8 +18,7 @@ class ReplicaSleep:
         self.asleep = False
         """Whether the replica has released its memory. It is true until the memory is restored."""
         self.sleeps = self.wakes = 0
-        """Number of times that the replica has gone to sleep, followed by the number of times that it has
-        woken."""
+        """Number of times that the replica has gone to sleep, and number of times that it has woken."""
         self.wake_s = 0.0
         """Total time that the engine needed to wake, in seconds."""
         self._latest = MemoryChanged(False)
@@ -46,8 +45,8 @@ class ReplicaSleep:
         return f"asleep for {minutes:.0f} min, {of_bytes(self.freed_bytes)} released{held}"
 
     async def change(self, group: ReplicaGroup, asleep: bool, timeout_s: float) -> str:
-        """Let the replica sleep (`asleep`), or wake it. Return the reason if that failed. A replica that does
-        not answer within `timeout_s` is killed."""
+        """Put the replica to sleep (`asleep`), or wake it. Return the reason if that failed. A replica that
+        does not answer within `timeout_s` is killed."""
         self._pending = asyncio.get_running_loop().create_future()
         try:
             group.change_memory(asleep)

@@ -2,16 +2,16 @@
 the models' state and the time.
 
 Models that wait for memory are served in the order in which their oldest requests began to wait for a load.
-The first of them gets the memory of others: first of models without requests, least recently used first, then
-of models with requests. A model keeps its memory for at least `min_residence_s` after its load began and
-`MIN_SERVICE_S` after it became ready. A model with requests also keeps it until the first waiting model has
-waited for `min_residence_s`. Requests that then do not finish within `DRAIN_S` continue when their model is
-loaded again.
+The first of them gets the memory of other models: first of models without requests, least recently used
+first, then of models with requests. A model keeps its memory for at least `min_residence_s` after its load
+began and `MIN_SERVICE_S` after it became ready. A model with requests also keeps it until the first waiting
+model has waited for `min_residence_s`. Requests that then do not finish within `DRAIN_S` continue when their
+model is loaded again.
 
-Two models that compete for the memory of one therefore change places at most once in `min_residence_s`, and a
-request waits at most `min_residence_s` (or the time of a load and `MIN_SERVICE_S`, if that is longer), one
-swap, and 2 × `DRAIN_S`. The second drain counts for a request that arrives while its model is being drained.
-With N competing models, a request may have to wait for N - 1 such changes.
+If two models compete for memory that only one of them fits into, they are therefore swapped at most once in
+`min_residence_s`, and a request waits at most `min_residence_s` (or the time of a load and `MIN_SERVICE_S`,
+if that is longer), one swap, and 2 × `DRAIN_S`. The second drain counts for a request that arrives while its
+model is being drained. With N competing models, a request may have to wait for N - 1 such swaps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 DRAIN_S = 5.0
-"""Time that running requests have to finish before their model leaves the memory. Requests that take longer
+"""Time that running requests have to finish before their model is unloaded. Requests that take longer
 continue when the model is loaded again."""
 MIN_SERVICE_S = 1.0
 """Minimum time for which a model that has become ready answers requests, even if its load took longer than
@@ -40,8 +40,9 @@ class Bundle(NamedTuple):
     busy: bool = False
     """Whether requests are running or waiting."""
     waiting_since: float | None = None
-    """When the oldest waiting request began to wait, or when the bundle left the memory if that was later;
-    None if no request waits. Otherwise, a model with a long queue would get its memory back at once."""
+    """When the oldest waiting request began to wait, or when the bundle was unloaded if that was later; None
+    if no request waits. Without the later time, a model with a long queue would get its memory back
+    immediately."""
     load_began_at: float = 0.0
     ready_at: float = 0.0
     used_at: float = 0.0
@@ -52,8 +53,8 @@ class Bundle(NamedTuple):
     """Reason why the bundle always stays loaded, such as "'chat' is pinned"; empty if it may be unloaded."""
 
     def evictable_at(self, waiting_since: float, min_residence_s: float) -> float:
-        """Return the time from which the bundle may be unloaded for a bundle whose oldest request has waited
-        since `waiting_since`."""
+        """Return the time from which this bundle may be unloaded in favour of a bundle whose oldest request
+        has waited since `waiting_since`."""
         earliest = max(self.load_began_at + min_residence_s, self.ready_at + MIN_SERVICE_S)
         return max(earliest, waiting_since + min_residence_s) if self.busy else earliest
 
@@ -130,7 +131,7 @@ def next_step(
             + (f" ({kept})" if kept else ""),
         )
     for one in reversed(list(chosen)):
-        # An earlier choice may be superfluous because a later one frees enough memory alone.
+        # An earlier choice may be unnecessary because a later one frees enough memory alone.
         if freed - one.memory_bytes >= missing_bytes:
             chosen.remove(one)
             freed -= one.memory_bytes

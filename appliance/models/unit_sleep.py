@@ -1,4 +1,4 @@
-"""Lets all replicas of a unit sleep, and wakes them."""
+"""Puts all replicas of a unit to sleep, and wakes them."""
 
 from __future__ import annotations
 
