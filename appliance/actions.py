@@ -471,7 +471,14 @@ ACTIONS: tuple[Action, ...] = (
     Action("models.pin", "Pin model", "none", "model", PinModel, Done, "model"),
     Action("models.unpin", "Unpin model", "none", "model", UnpinModel, Done, "model"),
     Action(
-        "models.sleep", "Let model sleep", "none", "model", SleepModel, VersionStatus, "model", is_long=True
+        "models.sleep",
+        "Put model to sleep",
+        "none",
+        "model",
+        SleepModel,
+        VersionStatus,
+        "model",
+        is_long=True,
     ),
     Action("models.wake", "Wake model", "none", "model", WakeModel, VersionStatus, "model", is_long=True),
     Action(
@@ -486,7 +493,7 @@ ACTIONS: tuple[Action, ...] = (
     ),
     Action(
         "models.rollback",
-        "Return to former version",
+        "Return to previous version",
         "none",
         "model",
         RollbackModel,

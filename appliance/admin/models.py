@@ -345,7 +345,7 @@ class ModelAdmin:
                 actor=actor, action=action, model=name, version=version, pinned=pinned
             )
         )
-        return done(f"{unit_name(name, version)} is {'pinned' if pinned else 'not pinned any more'}")
+        return done(f"{unit_name(name, version)} is {'pinned' if pinned else 'no longer pinned'}")
 
     # ── default version and aliases ──
 

@@ -91,7 +91,7 @@ class Readiness:
         replicas = self.models.of(model)
         if not any(replica.answers for replica in replicas):
             states = ", ".join(map(_state, replicas))
-            return f"model {model!r} is unavailable ({states or 'it has no replica at the moment'})"
+            return f"model {model!r} is unavailable ({states or 'it currently has no replica'})"
         problem = self.front_problems(model)
         return f"model {model!r} is unavailable ({problem})" if problem else ""
 

@@ -279,8 +279,8 @@ RESIDENCY = (
            "Loads of the model because a request waited for it.",
            lambda r: r.loads),
     Metric("counter", "appliance_model_evictions_total", "",
-           "Times that the model left the memory without a command: another model needed the memory, a group "
-           "forbids both, or the model was idle.",
+           "Number of times that the model was unloaded without a command: another model needed the memory, "
+           "a group forbids both, or the model was idle.",
            lambda r: r.evictions, ("reason",)),
 )
 TENANT_ROWS = (
