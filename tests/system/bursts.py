@@ -160,12 +160,12 @@ class Bursts:
         began = time.monotonic()
         asyncio.run(self._burst(this, draw))
         self._calm(this)
-        this.seconds = time.monotonic() - began
         if this.scope == "tenant":
             this.usage = next(one.usage for one in self.admin.tenants() if one.name == this.tenant)
         else:
             every = self.admin.keys()
             this.usage = next(one.usage for one in every if one.id == this.key_id)
+        this.seconds = time.monotonic() - began  # the quota regained tokens until its usage was read
         self.admin.act(RevokeKey(id=this.key_id))
         self.admin.act(DeleteTenant(name=this.tenant))
         self.rounds.append(this)
@@ -238,10 +238,13 @@ class Bursts:
     def findings(self) -> Findings:
         """Compare all counts. Call this only after the last round."""
         self.count_engine()
-        replica = self._replica()
         found = Findings()
-        if replica.blocks_used or replica.credit_seqs != replica.max_num_seqs or replica.running:
+        try:
+            self.running.wait_until(self._replica_is_idle, 60, "the replica to be idle")
+        except AssertionError:
+            replica = self._replica()
             found.note("leaked", 1, f"the replica has {replica.blocks_used} blocks in use and runs something")
+        self.running.wait_until(self._all_written, 60, "every row to be on the disk")
         self.running.wait_until(lambda: not self._open_rows(), 60, "every row to end")
         rows = self.rows()
         for this in self.rounds:
@@ -265,6 +268,15 @@ class Bursts:
             database.row_factory = sqlite3.Row
             found = map(dict, database.execute("SELECT * FROM requests"))
             return {row["request_id"]: row for row in found}
+
+    def _replica_is_idle(self) -> bool:
+        """Return whether the latest report of the replica shows that nothing is in use."""
+        replica = self._replica()
+        return not (replica.blocks_used or replica.running or replica.credit_seqs != replica.max_num_seqs)
+
+    def _all_written(self) -> bool:
+        """Return whether the databases contain every row. Rows are written a moment after a request's end."""
+        return not any(database.lag_rows for database in self.admin.status().databases)
 
     def _open_rows(self) -> int:
         with contextlib.closing(self._database()) as database:

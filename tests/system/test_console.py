@@ -88,8 +88,13 @@ def test_an_operator_loads_limits_drains_and_cancels_in_the_console(running: Ser
         terminal.wait(lambda: "esc closes" not in terminal.screen(), "the result to close")
 
         perform(terminal, "tenants set default --tokens-per-minute 60000")
-        [tenant] = [one for one in client.tenants() if one.name == "default"]
-        assert tenant.quota.tokens_per_minute == 60000
+
+        def tokens_per_minute() -> float | None:
+            [tenant] = [one for one in client.tenants() if one.name == "default"]
+            return tenant.quota.tokens_per_minute
+
+        # The dialog closes before the action has been performed.
+        running.wait_until(lambda: tokens_per_minute() == 60000, 60, "the limit to be set")
 
         perform(terminal, "drain --grace 60s --queue")
         terminal.wait_for("SERVICE DRAIN")
@@ -118,7 +123,8 @@ def test_an_operator_loads_limits_drains_and_cancels_in_the_console(running: Ser
         confirm(terminal)
         running.wait_until(lambda: not client.status().drains, 60, "the end of the drain")
     for action in ("models.load", "tenants.set", "drain", "requests.cancel", "resume"):
-        assert audited(running, action)[0] == "ok", action
+        # The result of an action is recorded after its effect is visible.
+        running.wait_until(lambda action=action: audited(running, action)[:1] == ["ok"], 60, action)
     assert running.command("audit", "verify")["ok"]
     terminal.keys("q")
     assert terminal.modes() >= SANE

@@ -37,7 +37,7 @@ class Terminal:
         if self.pid == 0:
             os.execv(command[0], command)
 
-    def expect(self, words: str, timeout_s: float = 60) -> None:
+    def expect(self, words: str, timeout_s: float = 120) -> None:
         """Read until `words` have appeared after the text found by the previous call."""
         assert self._comes(words, timeout_s), f"{words!r} did not appear within {timeout_s} s: {self.text}"
         self.text = self.text.partition(words)[2]

@@ -72,11 +72,9 @@ def act(running: Service, action: Any) -> None:
 
 def row(running: Service, answer: dict[str, Any]) -> dict[str, Any]:
     request_id = answer["id"].removeprefix("cmpl-")
-    # The row is written after the answer.
+    # The row is closed after the answer.
     [found] = running.wait_until(
-        lambda: [one for one in running.command("requests") if one["request_id"] == request_id],
-        60.0,
-        "the row of the request",
+        lambda: running.rows(request_id=request_id, state="ended"), 60.0, "the end of the request's row"
     )
     return dict(found)
 

@@ -85,10 +85,11 @@ def test_openais_client_that_times_out_gets_the_answer_to_its_first_attempt(runn
         )
     (ran,) = rows_of(running, answer.id.removeprefix("cmpl-"))
     assert ran["billed_tokens"] == answer.usage.completion_tokens == 300
-    (retry,) = running.wait_until(
+    retries = running.wait_until(
         lambda: [row for row in running.rows() if row["retry_of"] == ran["request_id"]], 60, "the retry's row"
     )
-    assert (retry["status"], retry["billed_tokens"]) == (200, 0)
+    # On a busy machine, the client may time out again while it receives the recorded answer.
+    assert {(retry["status"], retry["billed_tokens"]) for retry in retries} == {(200, 0)}
 
 
 def test_a_run_survives_the_death_of_its_replica_but_not_of_its_front(running: Service) -> None:

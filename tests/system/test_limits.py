@@ -206,6 +206,8 @@ def test_an_answer_of_no_given_length_has_its_tenants_and_never_more_than_is_lef
     answer = caller.ask(10, None)
     assert tokens(answer) == 40
     assert answer.headers["x-ratelimit-remaining-tokens"] == "0"
+    # A request that is still open would be charged to the new quota.
+    caller.wait(lambda: caller.in_flight() == [], "the request's end in the core")
     caller.set(tokens_per_day=None)
     caller.set(tokens_per_day=45.0)
     answer = caller.ask(10, None)

@@ -200,6 +200,10 @@ def test_a_split_sends_each_user_to_one_version_and_the_log_names_it(running: Se
     users = [f"user-{number}" for number in range(40)]
     first, again = ([token_for(running, user) for user in users] for _ in range(2))
     assert first == again and set(first) == set(TOKENS) and first.count(TOKENS[0]) > 20
+    # Rows are written a moment after the answer.
+    running.wait_until(
+        lambda: sum(row["user"] in users for row in running.rows(state="ended")) == 80, 60, "the rows"
+    )
     units = {row["user"]: row["unit"] for row in running.command("requests", "--limit", "80")}
     assert units == {
         user: f"chat@{1 + TOKENS.index(token)}" for user, token in zip(users, first, strict=True)

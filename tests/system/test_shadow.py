@@ -59,6 +59,11 @@ def test_copies_are_compared_and_leave_no_trace_in_log_and_usage(
     assert found["agreement"] == agreement and 1 <= found["greedy"] <= 6
     assert found["original"]["tokens"] == found["copy"]["tokens"] == 6
     assert 0 < found["copy"]["ttft_ms"] <= found["copy"]["e2e_ms"]
+
+    def new_rows() -> int:
+        return len(running.command("requests", "--limit", "1000")) - len(before)
+
+    running.wait_until(lambda: new_rows() >= 8, 60, "the rows, which are written a moment after the answers")
     rows = running.command("requests", "--limit", "1000")
     assert len(rows) - len(before) == 8 and {row["unit"] for row in rows} == {"chat"}
     transport = httpx.HTTPTransport(uds=str(running.run_dir / "admin.sock"))
