@@ -16,7 +16,7 @@ from store.schemas import HISTORY
 from store.telemetry import TelemetryLog
 from store.writer import Writer
 from tests.core.conftest import ROOT, Service, make_service, wait_until
-from tests.core.test_alerting import kill_replica
+from tests.core.test_alerting import kill_replica, wait_until_sampled
 from tests.monitoring.histories import history
 
 pytestmark = pytest.mark.system
@@ -95,7 +95,7 @@ def test_alerts_are_listed_acknowledged_and_silenced(make_service: Make) -> None
     service.wait_ready()
     at = ("--run-dir", service.run_dir)
     assert run("alerts", "list", *at) == "no alerts within the last hour\n"
-    time.sleep(1.5)
+    wait_until_sampled(service)
     kill_replica(service)
     wait_until(lambda: run("alerts", "list", "--json", *at) != "[]\n")
     [alert] = json.loads(run("alerts", "list", "--json", *at))

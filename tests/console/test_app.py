@@ -160,7 +160,7 @@ def test_a_dialog_shows_impact_and_cli_command_and_its_default_is_cancel() -> No
         await pilot.press("enter")
         await until(pilot, lambda: not isinstance(app.screen, ActionDialog))
         assert not hasattr(app.source, "performed")
-        assert "nothing was changed" in shown(app)
+        await until(pilot, lambda: "nothing was changed" in shown(app))
 
     run(steps, console(write=True))
 
@@ -252,7 +252,7 @@ def test_a_table_is_exported_to_a_private_file(tmp_path: Path) -> None:
         assert path.read_text().startswith("name,")
         assert path.stat().st_mode & 0o777 == 0o600
         app.run_line(f"export csv {tmp_path}/missing/x.csv")
-        assert "cannot write" in shown(app)
+        await until(pilot, lambda: "cannot write" in shown(app))
 
     run(steps, console())
 

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import msgspec
 import pytest
 
 from appliance.actions import AcknowledgeAlert, SilenceAlerts, UnsilenceAlerts
 from appliance.calls import ALERTS, SILENCES, AdminError
-from appliance.snapshot import Alert
+from appliance.snapshot import Alert, Snapshot
 from store.alerts import AlertReader
+from store.telemetry_reader import TelemetryReader
 from tests.audit_trail import read_audit
 from tests.core.conftest import Service, wait_until
 
@@ -63,6 +65,18 @@ def kill_replica(service: Service) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+def wait_until_sampled(service: Service) -> None:
+    """Wait until the samples that alert rules evaluate contain the ready replica."""
+    reader = TelemetryReader(service.state_dir / "history.db")
+
+    def sampled() -> bool:
+        recorded = reader.samples(0, time.time(), reader.finest)
+        trees = [msgspec.convert(one.sample.tree(), Snapshot) for one in recorded]
+        return any(replica.state == "ready" for one in trees[-1:] for replica in one.models[0].replicas)
+
+    wait_until(sampled, what="a sample with the ready replica")
+
+
 def alerts(service: Service, state: str) -> list[Alert]:
     return [alert for alert in service.admin.call(ALERTS) if alert.state == state]
 
@@ -73,7 +87,7 @@ def test_a_killed_replica_raises_one_alert_until_it_is_ready_again(
     service = make_service(f'[[alerts.sinks]]\nwebhook = "{webhook.url}"')
     service.start()
     service.wait_ready()
-    time.sleep(1.5)  # at least one sample with the ready replica
+    wait_until_sampled(service)
     kill_replica(service)
     wait_until(lambda: bool(alerts(service, "firing")))
     [alert] = alerts(service, "firing")
@@ -105,7 +119,7 @@ def test_silences_and_lasting_alerts_survive_a_restart(make_service: Make, webho
     service = make_service(f'[[alerts.sinks]]\nwebhook = "{webhook.url}"')
     service.start()
     service.wait_ready()
-    time.sleep(1.5)
+    wait_until_sampled(service)
     with pytest.raises(AdminError, match="rule is 'replca-lost', which matches no rule: use one of"):
         service.admin.act(SilenceAlerts(rule="replca-lost"))
     service.admin.act(SilenceAlerts(rule="replica-*", for_s=3600.0, reason="maintenance"))

@@ -130,6 +130,8 @@ def test_a_key_given_instead_of_its_id_is_stored_nowhere(service: Service) -> No
     assert [row.action for row in rows if row.phase == "intent"] == [
         *("keys.revoke", "keys.set", "keys.create", "tenants.delete"),
     ]
+    # The service writes the log in a separate thread.
+    wait_until(lambda: f"tenants.delete by uid:{os.geteuid()}" in service.log.read_text())
     assert key not in service.log.read_text() and f"{key[:8]}..." in service.log.read_text()
     assert key not in str(read_audit(service.state_dir / "control.db"))
 

@@ -19,7 +19,7 @@ import pytest
 
 from appliance.client import AdminError
 from appliance.monitoring.doctor import examine
-from appliance.protocol import ModelStatus, Status
+from appliance.protocol import ModelStatus, ReplicaStatus, Status
 from appliance.rundir import last_holder
 from appliance.settings import SettingsError, demo_model_folder
 from store.evidence import verify_audit
@@ -92,6 +92,7 @@ def test_a_killed_front_loses_only_its_own_clients_and_is_restarted(make_service
     status = service.wait_ready()
     doomed, other = service.connect("m 100000"), service.connect("m 100")
     wait_until(lambda: len(service.rows()) == 2)
+    assert doomed.recv(1, socket.MSG_PEEK)
     os.kill(status.fronts[0].pid or 0, signal.SIGKILL)
     assert read_answer(doomed)[-1].isdecimal()
     assert read_answer(other)[-1] == "front-1 length"
@@ -276,7 +277,8 @@ def test_a_model_that_a_front_cannot_serve_is_listed_as_a_problem(make_service: 
     with metrics:
         said = metrics.get("http://box/metrics").text
     assert 'appliance_front_dropped_texts_total{front="front-0"} 3' in said
-    assert "not ready: model 'm' is unavailable" in service.log.read_text()
+    # The service writes the log in a separate thread.
+    wait_until(lambda: "not ready: model 'm' is unavailable" in service.log.read_text())
     (service.folder / "m" / "untold").unlink()
     service.wait_ready()
     assert service.admin.status().reason == ""
@@ -324,15 +326,22 @@ def test_a_replica_that_ends_while_it_loads_is_restarted(make_service: Make) -> 
     (service.folder / "m" / "fake.json").write_text(json.dumps({"hang": True}))
     service.start()
     wait_until(lambda: service.state() != "down")
-    wait_until(lambda: service.admin.status().models[0].replicas[0].load is not None)
-    (replica,) = service.admin.status().models[0].replicas
+    seen: list[ReplicaStatus] = []
+
+    def loads() -> bool:
+        seen.extend(service.admin.status().models[0].replicas)
+        return seen[-1].load is not None
+
+    wait_until(loads)
+    replica = seen[-1]
     assert replica.load is not None and (replica.load.stage, replica.load.unit) == ("read", "bytes")
     assert replica.fraction == 0.5 and replica.detail.startswith("read 50% of 2.0 MiB")
     wait_until(lambda: service.state() == "degraded")
     (service.folder / "m" / "fake.json").unlink()
     service.have_time_to_load()
     service.wait_ready()
-    assert "m-0: read 2.0 MiB (model.safetensors); start took" in service.log.read_text()
+    # The service writes the log in a separate thread.
+    wait_until(lambda: "m-0: read 2.0 MiB (model.safetensors); start took" in service.log.read_text())
     (replica,) = service.admin.status().models[0].replicas
     assert "no progress" in replica.last_error and "load_timeout_s" in replica.last_error
 

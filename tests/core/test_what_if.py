@@ -17,7 +17,7 @@ from appliance.traffic.recent import KEPT_S, MAX_RECENT, PastRequest
 from appliance.traffic.simulated_replica import speed_of
 from appliance.traffic.what_if import ReplayInput, replay, replay_apart
 from store.policies import Quota, TenantRecord
-from tests.core.conftest import Service, read_answer
+from tests.core.conftest import Service, read_answer, wait_until
 from tests.core.simulated_clients import percentile
 from tests.core.simulated_server import Asked, Shape, SimulatedServer
 
@@ -126,12 +126,14 @@ def test_the_service_forecasts_from_its_own_traffic_and_changes_nothing(
     service.admin.act(CreateTenant(name="t", tokens_per_minute=60000.0))
     for _ in range(6):
         read_answer(service.connect("m 100"))
+    # A front reports the end of a request only after the client has received the answer.
+    wait_until(lambda: service.admin.status().queue.ended == 6, what="the end of the requests in the core")
     read_key = service.admin.act(CreateKey(name="k", scopes=("read",)))
     reader = AdminClient(service.run_dir, key=read_key.key)  # type: ignore[attr-defined]
-    forecast = reader.call(calls.what_if(SetTenant(name="t", tokens_per_minute=210.0)))
+    forecast = reader.call(calls.what_if(SetTenant(name="t", tokens_per_day=210.0)))
     [tenant] = [one for one in forecast.tenants if one.tenant == "t"]
     assert (tenant.recorded.admitted, tenant.recorded.over_quota) == (6, 0)
-    # Each request takes 104 tokens, so two of them fit into the limit.
+    # Each request takes 104 tokens, so two of them fit into the limit, which regains no token in this time.
     assert tenant.predicted.admitted == 2 and tenant.predicted.over_quota == 4
     [unchanged] = [one for one in service.admin.tenants() if one.name == "t"]
     assert unchanged.quota.tokens_per_minute == 60000.0
