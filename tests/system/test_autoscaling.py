@@ -27,6 +27,11 @@ max_replicas = 2
 """
 
 
+TOKENS = 100
+"""Length of each answer. With short answers, a busy machine would spend more time in the clients than in the
+service, which would then need only one replica."""
+
+
 class Clients:
     """Clients that send one stream after another."""
 
@@ -45,10 +50,10 @@ class Clients:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            stream = TokenStream(self._running, "demo", "import ", 20)
+            stream = TokenStream(self._running, "demo", "import ", TOKENS)
             stream.join(180)
             self.answers += 1
-            if stream.error is not None or len(stream.token_ids) != 20:
+            if stream.error is not None or len(stream.token_ids) != TOKENS:
                 self.failures.append(f"{stream.error}, {len(stream.token_ids)} tokens")
 
 
@@ -65,8 +70,12 @@ def test_a_replica_is_added_under_load_and_removed_again_without_a_failed_reques
 
         assert has(1) and model()["scaling"]["replicas"] == 1
         clients = Clients(running, 6)
-        running.wait_until(lambda: has(2), 120, "the second replica")
-        second = model()["replicas"][1]["name"]
+
+        def second_ready() -> str:
+            ready = [one["name"] for one in model()["replicas"] if one["state"] == "ready"]
+            return ready[1] if len(ready) == 2 else ""
+
+        second = running.wait_until(second_ready, 120, "the second replica")
         running.wait_until(
             lambda: any(row["replica"] == second for row in running.rows()),
             120,

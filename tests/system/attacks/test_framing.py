@@ -156,6 +156,7 @@ def test_a_client_that_closes_is_still_noticed(attacked: Target, kind: str) -> N
     def running() -> int:
         return attacked.running.status()["queue"]["running"]
 
+    attacked.running.wait_until(lambda: not running(), 60, "the requests of earlier tests to end")
     body = chat(max_tokens=400, ignore_eos=True, n=8, user=f"closes {kind}")
     sock = connect(getattr(attacked, kind))
     sock.sendall(post("/v1/chat/completions", body, attacked.authorization))

@@ -22,9 +22,9 @@ from tests.system.test_limits import Caller
 pytestmark = pytest.mark.system
 HUGE = "word " * ((Limits().max_body_bytes - 1000) // 5)
 WORD = "some words " * 10 + "x" * (Limits().max_body_bytes - 1000)
-MAX_DELAY_S = 2.0
-"""Maximum delay, in seconds, of a small request during the attack. It was 64 s before fronts encoded the
-prompts of tenants in turns."""
+MAX_DELAY_S = 5.0
+"""Maximum delay, in seconds, of a small request during the attack, on a busy machine. It was 64 s before
+fronts encoded the prompts of tenants in turns."""
 
 
 def small_request_s(http: httpx.Client) -> float:
@@ -142,7 +142,8 @@ def test_prompts_over_the_bound_on_waiting_text_are_refused_for_their_tenant_alo
     ids=["a prompt that is too long", "a body that is not valid"],
 )
 def test_refused_work_counts_against_the_senders_limits(demo: Service, fields: dict[str, Any]) -> None:
-    tenant = Caller(demo, "tenant", requests_per_minute=60, tokens_per_minute=300_000)
+    # A limit of 20 requests per minute regains little between the two requests, even on a slow machine.
+    tenant = Caller(demo, "tenant", requests_per_minute=20, tokens_per_minute=300_000)
     headers = {"authorization": f"Bearer {tenant.key}"}
     body = {"model": "demo", **fields}
     with demo.http() as http:

@@ -82,7 +82,7 @@ def test_a_template_that_exceeds_a_bound_is_refused_and_delays_nobody_else(
         assert chat(http, "hostile", "something else").status_code == 200
     assert 0 < most < MAX_TEMPLATE_MEMORY_BYTES + (64 << 20)
     # The process of a template that uses too much memory is killed immediately.
-    assert (len(latencies) > 3 or content == "hungry") and max(latencies) < 2.0, latencies
+    assert (len(latencies) > 3 or content == "hungry") and max(latencies) < 5.0, latencies
 
     def shown() -> bool:
         return any(
