@@ -51,6 +51,11 @@ def ask(front: Harness, key: str, body: Any = BODY, path: str = CHAT) -> Answer:
         return read_answer(sock)
 
 
+def wait_until_waiting(front: Harness, count: int) -> None:
+    """Wait until the front handles this many requests, of which those without a run wait for another one."""
+    front.wait_for(lambda: front.report().busy_connections == count)
+
+
 def text(answer: Answer) -> Any:
     if answer.body.startswith(b"{"):
         return answer.json["choices"][0]["message"]["content"]
@@ -93,7 +98,7 @@ def test_a_run_continues_after_its_client_disconnects_and_a_retry_gets_its_answe
     assert not front.settles and not front.replica.cancels
     with connect(front) as second:
         send(second, "left", body)
-        time.sleep(0.02)
+        wait_until_waiting(front, 1)
         front.replica.hold = False
         answer = read_answer(second)
     assert (answer.status, text(answer)) == (200, front.text())
@@ -128,7 +133,7 @@ def test_a_waiting_retry_does_not_get_the_cut_off_answer_of_a_client_that_read_t
         send(first, "slow", body, COMPLETIONS)
         front.wait_for(lambda: len(front.replica.running) == 128)
         send(second, "slow", body, COMPLETIONS)
-        time.sleep(0.05)
+        wait_until_waiting(front, 2)
         front.replica.hold = False
         (settle,) = front.settled(1)
         assert (settle.status, settle.finish_reason) == (499, "cancelled")
@@ -152,7 +157,8 @@ def test_a_run_without_clients_is_cancelled_after_the_grace_period(front: Harnes
     front.wait_for(lambda: not front.replica.running)
     assert (settle.status, settle.finish_reason) == (499, "cancelled")
     # The 5 tokens that the replica generated during the grace period are not billed.
-    assert 5 <= settle.delivered_tokens <= 6
+    seen = received.count(b'"content":"a')
+    assert seen <= settle.delivered_tokens <= seen + 1
     ask(front, "gone", chat(max_tokens=1))
     assert len(front.admits) == 2
 
@@ -200,7 +206,7 @@ def test_retries_that_waited_for_a_failing_run_get_its_error(front: Harness) -> 
         send(first, "doomed")
         send(second, "doomed")
         front.wait_for(lambda: len(front.admits) == 1)
-        time.sleep(0.05)
+        wait_until_waiting(front, 2)
         request_id = front.admits[0].request_id
         front.refused.add(request_id)
         front.send(Refused(request_id, 0, 503, "queue_timeout", "full", 2.0))

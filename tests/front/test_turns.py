@@ -110,7 +110,7 @@ def test_work_is_done_at_once_while_a_source_with_another_budget_pauses() -> Non
 def test_work_that_pauses_is_done_when_its_budget_is_within_its_share_again() -> None:
     async def main() -> None:
         turns, done = Turns(), list[str]()
-        turns._budgets.charge("tcp", 0.1 * MAX_SHARE + BURST_S * MAX_SHARE, time.monotonic())
+        turns._budgets.charge("tcp", 2.0 * MAX_SHARE + BURST_S * MAX_SHARE, time.monotonic())
         for name in ("a", "b"):
             turns.add(Source(name, "tcp"), 0, lambda name=name: done.append(name))  # type: ignore[misc]
         assert not done

@@ -180,7 +180,7 @@ def play(site: Site, scenario: Callable[[], Any]) -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the loop take a step every millisecond, and shorten the time for which failures are remembered."""
     monkeypatch.setattr(on_demand, "_POLL_S", 0.001)
-    monkeypatch.setattr(on_demand, "_RETRY_S", 0.2)
+    monkeypatch.setattr(on_demand, "_RETRY_S", 1.0)
     monkeypatch.setattr(on_demand, "_host_bytes", lambda settings: dict.fromkeys(settings, 0))
 
 

@@ -39,11 +39,17 @@ def with_process(
 
 
 def workers() -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process().children()
-        if child.status() != psutil.STATUS_ZOMBIE and "appliance.text.template_worker" in child.cmdline()
-    ]
+    return [child for child in psutil.Process().children() if is_worker(child)]
+
+
+def is_worker(process: psutil.Process) -> bool:
+    """Return whether this process renders templates. It may end while this function reads its command."""
+    try:
+        return (
+            process.status() != psutil.STATUS_ZOMBIE and "appliance.text.template_worker" in process.cmdline()
+        )
+    except psutil.Error:
+        return False
 
 
 def have_ended(processes: list[psutil.Process]) -> bool:
