@@ -107,7 +107,8 @@ def test_a_killed_replica_raises_one_alert_until_it_is_ready_again(
         ("raised", alert.id),
         ("ended", alert.id),
     ]
-    assert f"alert {alert.id} raised: replica-down" in service.log.read_text()
+    # The service writes the log in a separate thread.
+    wait_until(lambda: f"alert {alert.id} raised: replica-down" in service.log.read_text())
     actions = [row.action for row in read_audit(service.state_dir / "control.db")]
     assert actions.count("alerts.ack") >= 2
     assert service.stop() == 0

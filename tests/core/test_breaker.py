@@ -52,7 +52,8 @@ def test_the_breaker_opens_after_repeated_deaths_says_why_and_spares_other_model
     assert any("exited 3 times" in one.text for one in found if one.level == "problem")
     [shown, _] = service.admin.models()
     assert shown.state == "failed" and "appliance models retry m" in shown.versions[0].detail
-    assert "exited 3 times" in service.log.read_text()
+    # The service writes the log in a separate thread.
+    wait_until(lambda: "exited 3 times" in service.log.read_text(), what="the log line")
     assert "exited 3 times" in read_answer(service.connect("m 2"))[-1]
     assert read_answer(service.connect("other 2"))[-1] == "front-0 length"
     with pytest.raises(AdminError, match="none of its replicas waits"):

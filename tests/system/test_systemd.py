@@ -284,6 +284,8 @@ def test_a_killed_core_is_back_and_who_connected_meanwhile_is_served(
     box.wait_active(but=before["MainPID"])
     assert int(box.unit()["NRestarts"]) == int(before["NRestarts"]) + 1
     assert not any(process.is_running() for process in killed)
+    # Rows are written a moment after the answers.
+    box.inside.wait_until(lambda: len(box.rows()) >= len(ended) + 16, 60, "the rows of all requests")
     box.inside.wait_until(lambda: not box.rows(state="open"), 60, "the rows to end")
     after = box.rows()
     assert ended.keys() <= after.keys()
