@@ -39,6 +39,7 @@ __all__ = ["AdminClient", "AdminError", "NotAllowedError", "ServiceNotRunningErr
 
 Answer = TypeVar("Answer")
 
+_CONNECT_TIMEOUT_S = 10.0
 ACTION_TIMEOUT_S = 30.0
 """Time limit for an action. Even if an action has to wait for the service's database and then fails, the
 service responds within 25 s."""
@@ -188,7 +189,7 @@ def call_timeout_s(call: Call[Answer], timeout_s: float) -> float | None:
     return None if call.is_long else max(timeout_s, ACTION_TIMEOUT_S)
 
 
-def unix_connection(path: Path, timeout_s: float | None, connect_timeout_s: float = 10.0) -> HTTPConnection:
+def unix_connection(path: Path, timeout_s: float | None) -> HTTPConnection:
     """Return an HTTP connection to the service's socket at `path`, not yet open. `timeout_s` limits each wait
     for the answer; None means no limit.
 
@@ -204,7 +205,7 @@ def unix_connection(path: Path, timeout_s: float | None, connect_timeout_s: floa
             try:
                 # A blocking connect waits while the backlog is full. With settimeout(), it would fail
                 # immediately.
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(connect_timeout_s))
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_CONNECT_TIMEOUT_S))
                 sock.connect(os.fspath(path))
                 check_peer(sock, uids)
                 sock.settimeout(timeout_s)

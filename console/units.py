@@ -84,14 +84,6 @@ def date(at: float | None) -> str:
     return UNKNOWN if at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
-def moment(at: float | None, now: float) -> str:
-    """Format a time, with its date unless it is less than 12 hours away."""
-    if at is None:
-        return UNKNOWN
-    form = "%H:%M:%S" if abs(now - at) < 12 * 3600 else "%m-%d %H:%M"
-    return time.strftime(form, time.localtime(at))
-
-
 def ratio(part: float | None, whole: float | None) -> float | None:
     """Return part / whole, or None if either is unknown or the whole is 0."""
     return None if part is None or not whole else part / whole

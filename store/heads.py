@@ -231,10 +231,10 @@ class HeadKeeper:
             log.error("%s; the head is only in this log", self.last_error)
 
 
-def append_line(path: Path, line: str, mode: int = 0o640) -> None:
+def append_line(path: Path, line: str) -> None:
     """Append a line to a file and sync it to disk. If this fails, remove the partial line and raise
     OSError."""
-    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, mode), "rb+", 0) as file:
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o640), "rb+", 0) as file:
         end = file.seek(0, os.SEEK_END)
         try:
             data = line.encode() + b"\n"

@@ -16,10 +16,10 @@ from store.schemas import CONTROL
 ROOT = Actor("uid:0", "box")
 
 
-def read_audit(path: Path, after: int = 0) -> list[AuditRow]:
-    """Return the audit rows with a seq above `after`, oldest first, through a read-only connection."""
+def read_audit(path: Path) -> list[AuditRow]:
+    """Return the audit rows, oldest first, through a read-only connection."""
     with reading(path, CONTROL) as connection:
-        return [row for row in audit.all_rows(connection) if row.seq > after]
+        return list(audit.all_rows(connection))
 
 
 def forge(folder: Path, sql: str) -> None:

@@ -15,7 +15,7 @@ _HIDDEN, _HEADS, _LAYERS, _MLP = 32, 2, 1, 32
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
-def write_constant_checkpoint(folder: Path, token_id: int, layers: int = _LAYERS) -> Path:
+def write_constant_checkpoint(folder: Path, token_id: int) -> Path:
     """Write a checkpoint with the shipped model's tokenizer that generates only the token `token_id` with
     greedy sampling.
 
@@ -29,7 +29,7 @@ def write_constant_checkpoint(folder: Path, token_id: int, layers: int = _LAYERS
     config |= {
         "hidden_size": _HIDDEN,
         "intermediate_size": _MLP,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": _LAYERS,
         "num_attention_heads": _HEADS,
         "num_key_value_heads": _HEADS,
         "head_dim": _HIDDEN // _HEADS,
@@ -46,7 +46,7 @@ def write_constant_checkpoint(folder: Path, token_id: int, layers: int = _LAYERS
         "model.norm.weight": torch.ones(_HIDDEN),
         "lm_head.weight": head,
     }
-    for number in range(layers):
+    for number in range(_LAYERS):
         layer = f"model.layers.{number}"
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             tensors[f"{layer}.self_attn.{name}.weight"] = torch.zeros(_HIDDEN, _HIDDEN)

@@ -146,8 +146,8 @@ class BenchReport:
 class ProgressBar:
     """One line that is overwritten during a run, if standard error is a terminal."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._line = StatusLine(stream)
+    def __init__(self) -> None:
+        self._line = StatusLine()
 
     def show(self, title: str, load: Load, raw: RawRun | None) -> None:
         """Draw the progress of a run; None clears the line."""

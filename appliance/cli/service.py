@@ -77,11 +77,11 @@ def check_databases(state_dir: Path, run_dir: Path | None, *names: str) -> None:
 
 
 @contextmanager
-def admin_client(run_dir: str | None, config: str | None = None) -> Iterator[AdminClient]:
+def admin_client(run_dir: str | None) -> Iterator[AdminClient]:
     """Open the admin client for the service in `run_dir`, and convert its errors into Failures."""
     from appliance.client import AdminClient, AdminError, ServiceNotRunningError
 
-    with AdminClient(find_run_dir(run_dir, config), key=admin_key()) as client:
+    with AdminClient(find_run_dir(run_dir), key=admin_key()) as client:
         try:
             yield client
         except (ServiceNotRunningError, AdminError) as error:

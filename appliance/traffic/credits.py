@@ -34,11 +34,11 @@ class CreditAccount:
     own level and of all lower-priority levels, because the engine serves those levels later.
     """
 
-    def __init__(self, replica: str, model: str, devices: str = "", version: str = "") -> None:
+    def __init__(self, replica: str, model: str, devices: str = "") -> None:
         self.replica = replica
         self.model = model
         self.devices = devices
-        self.version = version
+        self.version = ""
         """Version of the model files that the replica has loaded. Empty if not known yet."""
         self.slots = 0
         """Number of slots: the maximum number of sequences that the replica can run at the same time."""

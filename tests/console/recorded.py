@@ -17,9 +17,9 @@ from store.telemetry import TelemetryLog
 from store.writer import Writer
 
 
-def fake_seconds(count: int, *, seed: int = 7) -> list[Snapshot]:
+def fake_seconds(count: int) -> list[Snapshot]:
     """Return successive seconds of a small simulated service."""
-    fake = FakeSource(seed=seed, requests=60, blocks=2048, gpus=4, tenants=8, interval_s=1.0, now=FIXED_TIME)
+    fake = FakeSource(seed=7, requests=60, blocks=2048, gpus=4, tenants=8, interval_s=1.0, now=FIXED_TIME)
     return [msgspec.msgpack.decode(msgspec.msgpack.encode(fake.step()), type=Snapshot) for _ in range(count)]
 
 

@@ -16,7 +16,6 @@ def poisson(
     *,
     until: float = float("inf"),
     deadline_s: Callable[[random.Random], float] | None = None,
-    asked_class: str = "",
 ) -> None:
     """Send a tenant's requests at random times, at this mean rate per second."""
     draw = random.Random(f"{server.draw.random()} {tenant}")
@@ -24,7 +23,7 @@ def poisson(
     def come() -> None:
         if server.now < until:
             deadline = None if deadline_s is None else deadline_s(draw)
-            server.ask(tenant, shape(draw), deadline_s=deadline, asked_class=asked_class)
+            server.ask(tenant, shape(draw), deadline_s=deadline)
             server.after(draw.expovariate(per_s), come)
 
     server.after(draw.expovariate(per_s), come)
@@ -35,15 +34,13 @@ def backlogged(
     tenant: str,
     outstanding: int,
     shape: Callable[[random.Random], Shape],
-    *,
-    asked_class: str = "",
 ) -> None:
     """Keep `outstanding` requests of a tenant in flight."""
     draw = random.Random(f"{server.draw.random()} {tenant}")
 
     def again(asked: Asked | None = None) -> None:
         def ask() -> None:
-            server.ask(tenant, shape(draw), asked_class=asked_class, done=again)
+            server.ask(tenant, shape(draw), done=again)
 
         # The client of a refused request retries after the time given in the refusal.
         wait_s = asked.refused.retry_after_s if asked is not None and asked.refused is not None else None

@@ -126,7 +126,7 @@ class FakeFront:
 class SimulatedService:
     """The request manager and its environment."""
 
-    def __init__(self, queue_limit: int = 7, queue_timeout_s: float = 50.0) -> None:
+    def __init__(self, queue_limit: int = 7) -> None:
         self.now = 1000.0
         self.time_of_day = 0.0
         """Difference between the system clock and `now`. Tests change it to simulate a change of the system
@@ -141,7 +141,7 @@ class SimulatedService:
             salt=lambda tenant: f"salt of {tenant}",
             clock=lambda: self.now,
             unix=lambda: self.now + self.time_of_day,
-            rules=QueueRules(limit=queue_limit, timeout_s=queue_timeout_s),
+            rules=QueueRules(limit=queue_limit, timeout_s=50.0),
             quotas=Quotas(lambda: self.now),
         )
         self.requests.add_model("m", "v1")

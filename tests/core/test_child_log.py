@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -32,7 +32,7 @@ def of(lines: LogLines, process: str) -> list[LogLine]:
     return lines.page(LogQuery(process=process, limit=1000)).lines
 
 
-def ran(script: str, during: Callable[[ChildLog], object] = lambda log: None) -> str:
+def ran(script: str) -> str:
     """Run a script as a child with a copied log, and return its standard error."""
 
     async def run() -> str:
@@ -44,7 +44,6 @@ def ran(script: str, during: Callable[[ChildLog], object] = lambda log: None) ->
             stderr=subprocess.PIPE,
         )
         log.listen()
-        during(log)
         _, written = await asyncio.to_thread(process.communicate)
         log.finish()
         return written.decode()

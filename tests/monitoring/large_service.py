@@ -29,9 +29,9 @@ from appliance.snapshot import (
 GPUS, TENANTS, MODELS, FRONTS, REQUESTS, ENDED_PER_S = 8, 20, 4, 4, 500, 25
 
 
-def large_service(at: float, seconds: int, seed: int = 0) -> Iterator[Snapshot]:
+def large_service(at: float, seconds: int) -> Iterator[Snapshot]:
     """Yield one snapshot per second, whose figures vary like those of a busy service."""
-    state = _State(random.Random(seed), at)
+    state = _State(random.Random(0), at)
     for second in range(seconds):
         state.advance()
         yield state.snapshot(at + second + state.rng.uniform(0, 0.002))

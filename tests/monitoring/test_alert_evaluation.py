@@ -24,11 +24,11 @@ HOT = AlertRule(
 )
 
 
-def temperatures(values: list[float], rule: AlertRule = HOT) -> list[tuple[int, str]]:
+def temperatures(values: list[float]) -> list[tuple[int, str]]:
     def change(second: int, tree: dict[str, Any]) -> None:
         tree["gpus"][0]["temperature_c"] = values[second]
 
-    return [(at, event) for at, event, _, _ in transitions([rule], history(len(values), change))]
+    return [(at, event) for at, event, _, _ in transitions([HOT], history(len(values), change))]
 
 
 def test_an_alert_is_raised_after_its_time_and_ends_after_the_clear_time() -> None:

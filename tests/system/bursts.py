@@ -348,7 +348,7 @@ def check_rows(this: Round, rows: dict[str, dict[str, Any]], found: Findings) ->
 
 
 @contextlib.contextmanager
-def tiny_service(fronts: int = 2) -> Iterator[Service]:
+def tiny_service() -> Iterator[Service]:
     """Start a service with a tiny random model."""
     with tempfile.TemporaryDirectory(prefix="tiny-") as folder:
         config = json.loads((DEMO / "config.json").read_text())
@@ -356,7 +356,7 @@ def tiny_service(fronts: int = 2) -> Iterator[Service]:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(DEMO / name, folder)
         flags = ["--model", f"tiny={folder}", "--load-format", "dummy", "--device", "cpu"]
-        with service(*flags, "--fronts", str(fronts)) as running:
+        with service(*flags, "--fronts", "2") as running:
             yield running
 
 

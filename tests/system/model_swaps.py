@@ -177,54 +177,54 @@ class Swaps:
             lambda: sum(map(is_rank, self.running.descendants())) == 1, WITHIN_S, "only one rank to run"
         )
 
-    def swap_and_roll_back(self, rounds: int, streams: int = STREAMS) -> int:
+    def swap_and_roll_back(self, rounds: int) -> int:
         """Swap the versions and roll back, `rounds` times each, while streams run. Return the number of
         answers. Raises AssertionError if a request failed or was answered by the wrong version."""
-        clients = Streams(self.running, "chat", streams)
+        clients = Streams(self.running, "chat", STREAMS)
         try:
             for _ in range(rounds):
                 clients.change(lambda: self.act(SetDefaultModel(model="chat@2")), 2)
-                clients.wait_for_answers(streams)
+                clients.wait_for_answers(STREAMS)
                 self.wait_for_one(2)
                 clients.change(lambda: self.act(RollbackModel(name="chat")), 1)
-                clients.wait_for_answers(streams)
+                clients.wait_for_answers(STREAMS)
                 self.wait_for_one(1)
         finally:
             clients.stop()
         assert not clients.failures, clients.failures[:5]
         return clients.answers
 
-    def change_alias(self, rounds: int, streams: int = STREAMS) -> int:
+    def change_alias(self, rounds: int) -> int:
         """Point an alias at the two versions in turn while streams run. Return the number of answers."""
         self.act(LoadModel(model="chat@2", wait=True))
         self.act(SetAlias(name="assistant", target="chat@1"))
-        clients = Streams(self.running, "assistant", streams)
+        clients = Streams(self.running, "assistant", STREAMS)
         try:
             for _ in range(rounds):
                 for version in (2, 1):
                     action = SetAlias(name="assistant", target=f"chat@{version}")
                     clients.change(partial(self.act, action), version)
-                    clients.wait_for_answers(streams)
+                    clients.wait_for_answers(STREAMS)
         finally:
             clients.stop()
         assert not clients.failures, clients.failures[:5]
         return clients.answers
 
-    def change_split(self, rounds: int, streams: int = STREAMS) -> int:
+    def change_split(self, rounds: int) -> int:
         """Change the weights of two versions while streams run: each version is added to the split and
         removed from it in turn. Afterwards, end the split and unload version 2. Return the number of
         answers."""
         self.act(LoadModel(model="chat@2", wait=True))
-        clients = Streams(self.running, "chat", streams)
+        clients = Streams(self.running, "chat", STREAMS)
         try:
             for _ in range(rounds):
                 for weights in ({"1": 50.0, "2": 50.0}, {"2": 1.0}, {"1": 70.0, "2": 30.0}, {"1": 1.0}):
                     action = SplitModel(name="chat", weights=weights)
                     clients.change(partial(self.act, action), *map(int, weights))
-                    clients.wait_for_answers(streams)
+                    clients.wait_for_answers(STREAMS)
                     clients.wait_for_versions(*map(int, weights))
             clients.change(partial(self.act, SplitModel(name="chat", weights=None)), 1)
-            clients.wait_for_answers(streams)
+            clients.wait_for_answers(STREAMS)
             self.act(UnloadModel(model="chat@2", wait=True))
             self.wait_for_one(1)
         finally:

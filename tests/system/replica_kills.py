@@ -111,11 +111,11 @@ class Bystander(threading.Thread):
 class Kills:
     """A service with the model `other`, and the model `chat` with two versions of different checkpoints."""
 
-    def __init__(self, running: Service, folder: Path, seed: int = 0) -> None:
+    def __init__(self, running: Service, folder: Path) -> None:
         self.running = running
         self.kills = 0
         self._sent = 0
-        self._draw = random.Random(seed)
+        self._draw = random.Random(0)
         constant = write_constant_checkpoint(folder / "constant", CONSTANT)
         for checkpoint in (demo_model_folder(), constant):
             running.act(AddModel(name="chat", folder=str(checkpoint), settings=VERSION))

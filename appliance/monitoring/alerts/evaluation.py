@@ -106,7 +106,7 @@ class Evaluator:
             ]
         self._causes.observe(sample)
         ended = list(self._update(sample))
-        self._suppress(sample.at)
+        self._suppress()
         transitions = [*self._announce(sample.at), *ended]
         self._forget(sample.at)
         return transitions
@@ -179,7 +179,7 @@ class Evaluator:
         if alert.known:
             yield Transition(at, "ended", alert)
 
-    def _suppress(self, at: float) -> None:
+    def _suppress(self) -> None:
         """Find the alert, if any, that is the cause of each alert."""
         for alert in self.alerts.values():
             alert.explains = []
