@@ -1,9 +1,15 @@
 """Tests, with the real engine on the CPU, that greedy tokens do not depend on other requests or on how a
-request is computed: batch, chunk size, prefix hits, preemption, number of samples, and overlap.
+request is computed: batch, chunk size, prefix hits, preemption, number of samples, and overlap. Each test
+runs in float32, with an FP8 cache, and with FP8 weights and an FP8 cache.
 
-The last bits of sums depend on the shapes of tensors, so a sequence may diverge from its reference only where
-the gap between the top two tokens is below NEAR_TIE. Log probabilities are compared too, because they reveal
-wrong keys or values that are too small to change a token.
+The last bits of sums depend on the shapes of tensors, so in float32 a sequence may diverge from its reference
+only where the gap between the top two tokens is below NEAR_TIE. Log probabilities are compared too, because
+they reveal wrong keys or values that are too small to change a token.
+
+With FP8, activations are quantised per token, and the cache per token and head, so no quantisation depends on
+the batch. But if a sum lies close to the boundary between two e4m3 values, a difference in its last bit grows
+to a whole step of e4m3. The tests with FP8 therefore compute sums in float64 and round them once to float32,
+so that the sums are equal for every shape. Every token and every log probability must then be bitwise equal.
 """
 
 from __future__ import annotations
@@ -11,20 +17,27 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from engine.generate import LocalEngine
 from engine.messages import Output, ReplicaSpec, SamplingParams, Submit, TokenLogprob, pack_tokens
+from kernels import reference
 from tests.engine.tiny import TINY
 
 NEAR_TIE = 1e-4
 """Maximum difference between the top two log probabilities that counts as a near-tie, in nats."""
 LOGPROB_ERROR = 1e-3
 VOCAB = TINY["vocab_size"]
+FLOAT32: dict[str, str] = {}
+FP8_CACHE = {"kv_cache_dtype": "fp8"}
+FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 
 
 @dataclass
@@ -56,9 +69,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@contextmanager
-def engines_of(model: Path, **form: str) -> Iterator[Build]:
-    """Yield a function that creates engines over the model. The engines are closed at the end."""
+@pytest.fixture(scope="module", params=[FLOAT32, FP8_CACHE, FP8], ids=["float32", "FP8 cache", "FP8"])
+def form(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
+    """The settings of the engines' precision. With FP8, sums are computed in float64."""
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q.double(), k.double(), v.double(), **options).to(q.dtype)
+
+    exact = {"linear": linear, "scaled_dot_product_attention": attention}
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param:
+            patch.setattr(reference, "F", SimpleNamespace(**{**vars(F), **exact}))
+            patch.setattr(reference, "_has_packed_linear", lambda: False)
+        yield request.param
+
+
+@pytest.fixture
+def build(model: Path, form: dict[str, str]) -> Iterator[Build]:
+    """A function that creates engines over the model. The engines are closed at the end."""
     engines: list[LocalEngine] = []
 
     def make(**changes: object) -> LocalEngine:
@@ -83,12 +114,6 @@ def engines_of(model: Path, **form: str) -> Iterator[Build]:
             engine.close()
 
 
-@pytest.fixture
-def build(model: Path) -> Iterator[Build]:
-    with engines_of(model) as make:
-        yield make
-
-
 class Alone:
     """Reference outputs, which are kept for later tests. To compute one, the request runs alone in an empty
     engine, without chunking and without cached blocks."""
@@ -110,6 +135,8 @@ class Alone:
                 **changes,  # type: ignore[arg-type]
             )
         )
+        self.exact = bool(changes)
+        """Whether other answers must be bitwise equal."""
         self._known: dict[tuple[int, ...], Answer] = {}
 
     def answer(self, ask: Ask) -> Answer:
@@ -124,8 +151,8 @@ class Alone:
 
 
 @pytest.fixture(scope="module")
-def alone(model: Path) -> Iterator[Alone]:
-    references = Alone(model)
+def alone(model: Path, form: dict[str, str]) -> Iterator[Alone]:
+    references = Alone(model, **form)
     yield references
     references.close()
 
@@ -172,8 +199,12 @@ def take(answer: Answer, output: Output) -> None:
     answer.finish_reason = output.finish_reason
 
 
-def expect_equal(answer: Answer, reference: Answer) -> None:
+def expect_equal(answer: Answer, reference: Answer, *, exact: bool) -> None:
     assert answer.finish_reason == reference.finish_reason == "length"
+    if exact:
+        assert (answer.token_ids, answer.logprobs) == (reference.token_ids, reference.logprobs)
+        assert answer.prompt_logprobs in (None, reference.prompt_logprobs)
+        return
     assert len(answer.token_ids) == len(reference.token_ids)
     if answer.prompt_logprobs is not None and reference.prompt_logprobs is not None:
         assert len(answer.prompt_logprobs) == len(reference.prompt_logprobs)
@@ -190,8 +221,9 @@ def expect_equal(answer: Answer, reference: Answer) -> None:
 
 def expect_all_equal(answers: list[list[Answer]], asks: list[Ask], alone: Alone) -> None:
     for samples, ask in zip(answers, asks, strict=True):
+        assert (samples[0].prompt_logprobs is not None) == ask.scored
         for answer in samples:
-            expect_equal(answer, alone.answer(ask))
+            expect_equal(answer, alone.answer(ask), exact=alone.exact)
 
 
 def prompt(length: int, family: int = 0) -> list[int]:
@@ -201,6 +233,15 @@ def prompt(length: int, family: int = 0) -> list[int]:
 
 
 LENGTHS = [1, 2, 63, 64, 65, 127, 128, 129, 200]
+
+
+@pytest.mark.parametrize("form", [FP8_CACHE, FP8], ids=["FP8 cache", "FP8"], indirect=True)
+def test_the_engine_runs_in_fp8(model: Path, alone: Alone) -> None:
+    plain = Alone(model)
+    ask = Ask(prompt(65), 2)
+    found, exact = alone.answer(ask).logprobs[0], plain.answer(ask).logprobs[0]
+    plain.close()
+    assert 1e-4 < abs(found.logprob - exact.logprob) < 0.3
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -249,7 +290,11 @@ def test_samples_that_share_the_prompt_have_the_outputs_of_single_requests(
     expect_all_equal(serve(build(), asks), asks, alone)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    ("form", "seed"),
+    [(form, seed) for form, seeds in ((FLOAT32, 10), (FP8_CACHE, 3), (FP8, 3)) for seed in range(seeds)],
+    indirect=["form"],
+)
 def test_outputs_are_the_same_in_random_traffic(build: Build, alone: Alone, seed: int) -> None:
     draw = random.Random(seed)
     engine = build(
