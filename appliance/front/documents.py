@@ -73,13 +73,17 @@ class PromptTokenDocument(_Document):
     decoded_token: str
 
 
-PromptLogprobs = list[dict[str, PromptTokenDocument] | None]
+PromptLogprobs = Annotated[
+    list[dict[str, PromptTokenDocument] | None],
+    Meta(description="Present only if the request sets `prompt_logprobs`."),
+]
+ReturnedTokenIds = Annotated[
+    list[int], Meta(description="Present only if the request sets `return_token_ids`.")
+]
 
 
 class _ChoiceDocument(_Document):
-    token_ids: Annotated[
-        list[int], Meta(description="Present only if the request sets `return_token_ids`.")
-    ] = []
+    token_ids: ReturnedTokenIds = []
 
 
 class UsageDocument(_Document):
@@ -139,12 +143,8 @@ class ChatCompletionDocument(_Document):
     system_fingerprint: str
     choices: list[ChatChoiceDocument]
     usage: UsageDocument
-    prompt_logprobs: Annotated[
-        PromptLogprobs, Meta(description="Present only if the request sets `prompt_logprobs`.")
-    ] = []
-    prompt_token_ids: Annotated[
-        list[int], Meta(description="Present only if the request sets `return_token_ids`.")
-    ] = []
+    prompt_logprobs: PromptLogprobs = []
+    prompt_token_ids: ReturnedTokenIds = []
 
 
 class CompletionLogprobsDocument(_Document):
@@ -163,12 +163,8 @@ class CompletionChoiceDocument(_ChoiceDocument, kw_only=True):
     text: str
     logprobs: CompletionLogprobsDocument | None
     finish_reason: Literal["stop", "length"]
-    prompt_logprobs: Annotated[
-        PromptLogprobs, Meta(description="Present only if the request sets `prompt_logprobs`.")
-    ] = []
-    prompt_token_ids: Annotated[
-        list[int], Meta(description="Present only if the request sets `return_token_ids`.")
-    ] = []
+    prompt_logprobs: PromptLogprobs = []
+    prompt_token_ids: ReturnedTokenIds = []
 
 
 class CompletionDocument(_Document):
