@@ -186,7 +186,7 @@ def follow_log(query: LogQuery) -> Call[LogLine]:
 
 
 def events(hz: int = 2) -> Call[Frame]:
-    """Return the call that follows the state of the service, with `hz` frames per second."""
+    """Return the call that streams the state of the service at `hz` frames per second."""
     from appliance.snapshot_stream import EventsQuery, Frame
 
     return Call("GET", _with("/events", EventsQuery(hz=hz)), Frame)

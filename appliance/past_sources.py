@@ -210,7 +210,8 @@ class FilePast:
         self._folder.cleanup()
 
     def _actions(self, query: AuditQuery) -> list[AuditAction]:
-        """Return up to one action more than the query's limit, which shows whether there is another page."""
+        """Return at most one action more than the query's limit. The extra action shows that there
+        is another page."""
         if self.facts is None:
             if not self._control.exists():
                 raise PastError(

@@ -65,8 +65,8 @@ class DetailEncoder:
         self._saved_bytes = _SAVED_BYTES
 
     def encode(self, snapshot: Snapshot) -> tuple[bool, bytes] | None:
-        """Return whether the next frame is a full frame, and its bytes. Return None if it is too large to be
-        recorded."""
+        """Encode the next frame. Return whether it is a full frame, and its bytes. Return None if the frame
+        is too large to be recorded."""
         requests = {one.request_id: one for one in snapshot.requests[:MAX_RECORDED_REQUESTS]}
         self._number += 1
         self._since_whole += 1

@@ -425,8 +425,8 @@ class ModelAdmin:
         """Raise ConflictError if the settings declare the model."""
         if place := self.declared_in(name):
             raise ConflictError(
-                f"model {name!r} is declared in {place}, so this command cannot {verb} it: edit that place "
-                "and run: appliance config reload"
+                f"model {name!r} is declared in {place}, so this command cannot {verb} it: change the "
+                "declaration there and run: appliance config reload"
             )
 
     def _model(self, name: str) -> ModelRecord:

@@ -237,9 +237,9 @@ def _experts(replica: ReplicaStatus) -> str:
     unused = sum(use.unused for use in layers)
     return (
         f"expert {use.busiest} of layer {use.layer} is chosen {use.imbalance:.1f} times as often as the "
-        "mean; "
-        f"{unused:,} of {sum(use.experts for use in layers):,} experts are unused "
-        f"({of_count(sum(use.choices for use in layers))} choices)"
+        "average expert of that layer; "
+        f"{unused:,} of {sum(use.experts for use in layers):,} experts have not been "
+        f"chosen ({of_count(sum(use.choices for use in layers))} choices in all layers)"
     )
 
 

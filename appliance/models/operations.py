@@ -232,8 +232,8 @@ class ModelOperations:
             raise LoadError(f"the fronts did not read the tokenizer of {unit} within {_FRONTS_WITHIN_S:g} s")
 
     def settings_of(self, folder: str, settings: Mapping[str, Any]) -> ModelSettings:
-        """Return the complete settings of a version. Command-line options apply to settings that the version
-        does not have."""
+        """Return the complete settings of a version. Settings that the version does not specify are
+        taken from the command-line options."""
         values = {"required": False} | self._model_flags | dict(settings) | {"folder": folder}
         return msgspec.convert(values, ModelSettings)
 

@@ -114,7 +114,7 @@ def train(corpus: Path, recipe: Recipe, device: torch.device) -> tuple[Llama, di
 
 
 def heldout_windows(tokenizer: Tokenizer, text: str, length: int) -> Tensor:
-    """Return the text as int64 [windows, length + 1]: each window is a begin token followed by `length`
+    """Return the text as int64 [windows, length + 1]: each window is a BOS token followed by `length`
     tokens to predict."""
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     windows = len(ids) // length

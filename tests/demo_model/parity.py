@@ -131,7 +131,7 @@ def transformers_parity(model: Path, asked: int | None = None) -> float:
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     largest = 0.0
     for prompt, answer in zip(prompts, answers, strict=True):
-        # `generate` would exclude the begin token from attention if it equalled the padding token.
+        # `generate` would exclude the BOS token from attention if it equalled the padding token.
         tokens = torch.tensor([prompt + answer.token_ids])
         with torch.inference_mode():
             scores = reference(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1)

@@ -16,9 +16,9 @@ from tests.demo_model.asking import DEMO, END, questions
 from tests.demo_model.block_checkpoint import write_blocks
 
 BEGIN = 0
-"""The demo model's begin token."""
+"""The demo model's BOS token."""
 WINDOW = 1024
-"""Number of held-out tokens that are scored together after a begin token, as in the model card."""
+"""Number of held-out tokens that are scored together after a BOS token, as in the model card."""
 MOST_ANSWER_TOKENS = 100
 UNQUANTISED = "unquantised"
 
@@ -116,7 +116,7 @@ def measure(
 
 
 def held_out_windows() -> list[list[int]]:
-    """Return `heldout.txt` in windows of WINDOW tokens, each preceded by a begin token. An incomplete last
+    """Return `heldout.txt` in windows of WINDOW tokens, each preceded by a BOS token. An incomplete last
     window is dropped."""
     from tokenizers import Tokenizer
 
