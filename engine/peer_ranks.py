@@ -9,26 +9,13 @@ from typing import Protocol
 import torch
 
 from engine.parallel import Collectives, Ranks
+from engine.peer_limits import AllReduceLimits, limits_of
 from engine.peer_overlap import PeerOverlap, make_overlap
 from engine.sizing import overlap_split
 from kernels import DeferredNorm, Fp8Activation, NextNorm, Residual
 from kernels.triton import all_gather, all_reduce, all_reduce_norm
 from kernels.triton.peer_arena import Arena
 
-_TWO_SHOT_BYTES = {2: 4 << 20, 4: 512 << 10, 8: 128 << 10}
-"""Message size in bytes from which the two-shot all-reduce is faster than the one-shot all-reduce, by number
-of ranks.
-
-The value for two ranks was measured on 2 × H200 (docs/performance.md). The values for four and eight ranks
-are computed. The second exchange costs 2.5 µs. At the computed sizes, the two-shot all-reduce saves the same
-transfer time on an NVLink with 373 GB/s. For n ranks, the saved time is (n - 1)(1 - 2 / n) × size /
-bandwidth.
-"""
-
-QUANTISED_ROWS = 64
-"""Maximum number of rows for which the all-reduce also computes the quantised norm, with one program per row.
-The value has not been measured on GPUs yet. With more rows, the plain all-reduce already uses all of its
-programs."""
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes that are gathered through peer memory. Gathering preserves all values except the sign of a zero."""
 
@@ -48,6 +35,7 @@ class PeerRanks(Collectives):
 
     `pdl` states whether the GPU supports programmatic dependent launch; if it is None, support is detected.
     In passes of at least `overlap_from` tokens, sums overlap with computation. None disables the overlap.
+    `limits` selects the all-reduce of each message; None selects the limits of this number of ranks.
     """
 
     def __init__(
@@ -57,22 +45,24 @@ class PeerRanks(Collectives):
         *,
         pdl: bool | None = None,
         overlap_from: int | None = None,
+        limits: AllReduceLimits | None = None,
     ) -> None:
         self.size, self.rank = group.size, group.rank
+        self.limits = limits_of(group.size) if limits is None else limits
         self.collectives = f"peer memory, {group.collectives} for long messages"
         self._group = group
         self._memory = memory
         self._arena = memory.arena
-        self._overlap_from = overlap_from
+        self.overlap_from = overlap_from
         self._overlap: PeerOverlap | None = None
-        self._pdl = torch.cuda.get_device_capability() >= (9, 0) if pdl is None else pdl
+        self.pdl = torch.cuda.get_device_capability() >= (9, 0) if pdl is None else pdl
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self._sums(tensor):
             return self._group.all_reduce(tensor)
         total = torch.empty_like(tensor)
         two_shot = self._uses_two_shot(tensor)
-        all_reduce.all_reduce_add(tensor, total, self._arena, two_shot=two_shot, add=False, pdl=self._pdl)
+        all_reduce.all_reduce_add(tensor, total, self._arena, two_shot=two_shot, add=False, pdl=self.pdl)
         return total
 
     def add_sum(self, residual: Residual, part: torch.Tensor, norm: NextNorm | None) -> Residual:
@@ -80,10 +70,10 @@ class PeerRanks(Collectives):
             return self._group.add_sum(residual, part, None)
         values, two_shot = residual.values, self._uses_two_shot(part)
         if norm is not None and norm.quantised:
-            if len(part) <= QUANTISED_ROWS and not two_shot and self._fits_norm(part):
+            if len(part) <= self.limits.quantised_rows and not two_shot and self._fits_norm(part):
                 gain, eps = norm.gain, norm.eps
                 normed = all_reduce_norm.all_reduce_norm_fp8(
-                    part, values, gain, eps, self._arena, pdl=self._pdl
+                    part, values, gain, eps, self._arena, pdl=self.pdl
                 )
                 return Residual(values, normed=Fp8Activation(*normed, part.dtype))
             norm = None
@@ -100,7 +90,7 @@ class PeerRanks(Collectives):
             gain=None if norm is None else norm.gain,
             scaled=None if deferred is None else deferred.values,
             squares=None if deferred is None else deferred.squares,
-            pdl=self._pdl,
+            pdl=self.pdl,
         )
         return Residual(values, deferred)
 
@@ -109,30 +99,30 @@ class PeerRanks(Collectives):
         if tensor.dtype not in _FLOATS or row_bytes % 4 or not self._gathers(tensor):
             return self._group.all_gather_last_dim(tensor)
         words = tensor.contiguous().view(torch.int32)
-        gathered = all_gather.all_gather(words.view(-1), row_bytes // 4, self._arena, pdl=self._pdl)
+        gathered = all_gather.all_gather(words.view(-1), row_bytes // 4, self._arena, pdl=self.pdl)
         return gathered.view(tensor.dtype).view(*tensor.shape[:-1], -1)
 
     def all_gather_stack(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype != torch.float32 or not self._gathers(tensor):
             return self._group.all_gather_stack(tensor)
         words = tensor.contiguous().view(-1).view(torch.int32)
-        gathered = all_gather.all_gather(words, len(words), self._arena, pdl=self._pdl)
+        gathered = all_gather.all_gather(words, len(words), self._arena, pdl=self.pdl)
         return gathered.view(torch.float32).view(self.size, *tensor.shape)
 
     def best(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         if not all_gather.best_fits(len(values)):
             return self._group.best(values, ids)
-        return all_gather.best_of_ranks(values, ids, self._arena, pdl=self._pdl)
+        return all_gather.best_of_ranks(values, ids, self._arena, pdl=self.pdl)
 
     def prepare_overlap(self, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         rows = overlap_split(tokens)
-        if self._overlap_from is None or tokens < self._overlap_from or rows % self.size:
+        if self.overlap_from is None or tokens < self.overlap_from or rows % self.size:
             return
         self._overlap = make_overlap(self._arena, rows, hidden, dtype, device, self._memory.allocate)
 
     def overlap(self, tokens: int) -> PeerOverlap | None:
         overlap = self._overlap
-        if overlap is None or self._overlap_from is None or tokens < self._overlap_from:
+        if overlap is None or self.overlap_from is None or tokens < self.overlap_from:
             return None
         split = overlap_split(tokens)
         if split > overlap.max_half_tokens or (tokens - split) % self.size:
@@ -155,6 +145,7 @@ class PeerRanks(Collectives):
             and part.dim() == 2
             and len(part) > 0
             and part.is_contiguous()
+            and part.numel() * part.element_size() < self.limits.group_bytes
             and all_reduce.fits(part.shape[0], part.shape[1], self._arena)
         )
 
@@ -162,14 +153,9 @@ class PeerRanks(Collectives):
         return all_reduce_norm.fits(part.shape[0], part.shape[1], self._arena)
 
     def _uses_two_shot(self, part: torch.Tensor) -> bool:
-        return part.numel() * part.element_size() >= two_shot_bytes(self.size)
+        return part.numel() * part.element_size() >= self.limits.two_shot_bytes
 
     def _gathers(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is gathered through peer memory. Its size in bytes must be a multiple of
         4."""
         return all_gather.fits(tensor.numel() * tensor.element_size() // 4, self._arena)
-
-
-def two_shot_bytes(size: int) -> int:
-    """Return the message size in bytes from which `size` ranks use the two-shot all-reduce."""
-    return _TWO_SHOT_BYTES[max((known for known in _TWO_SHOT_BYTES if known <= size), default=2)]

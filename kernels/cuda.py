@@ -82,7 +82,7 @@ class CudaOps:
         hopper_multiprocessors: int = 0,
     ) -> None:
         self._expansion_blocks = expansion_blocks
-        self._pdl = pdl
+        self.pdl = pdl
         self._hopper_multiprocessors = hopper_multiprocessors
         self._table = Table() if table is None else table
         self._decode_workspaces: dict[tuple[int, int, int], DecodeWorkspace] = {}
@@ -96,7 +96,7 @@ class CudaOps:
     def embedding(self, token_ids: torch.Tensor, weight: torch.Tensor, first: int | None) -> torch.Tensor:
         if first is None:
             return embedding(token_ids, weight, first)
-        return embedding_part(token_ids, weight, first, pdl=self._pdl)
+        return embedding_part(token_ids, weight, first, pdl=self.pdl)
 
     # ── GEMMs ────────────────────────────────────────────────────────────────────────────────────
 
@@ -104,7 +104,7 @@ class CudaOps:
         return self._product(x, weight, bias=bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return fused.rms_norm(x, weight, eps, pdl=self._pdl)
+        return fused.rms_norm(x, weight, eps, pdl=self.pdl)
 
     def norm_linear(
         self,
@@ -129,7 +129,7 @@ class CudaOps:
         if isinstance(weight, Fp8Weight) and self._plan(len(x.values), weight.values) is None:
             # torch's FP8 GEMM cannot fuse SwiGLU, so one kernel computes SwiGLU and quantises the result.
             product = self._norm_product(*normed, bias=bias)
-            return Fp8Activation(*fused.silu_mul_fp8(product, pdl=self._pdl), product.dtype)
+            return Fp8Activation(*fused.silu_mul_fp8(product, pdl=self.pdl), product.dtype)
         return self._norm_product(*normed, bias=bias, silu_mul=True)
 
     def linear_add(
@@ -186,7 +186,7 @@ class CudaOps:
     def _product(self, x: Activation, weight: Weight, **options: Any) -> torch.Tensor:
         """Call `linear.linear` or `linear.linear_fp8`, depending on the types of weight and x."""
         device = x.values.device if isinstance(x, Fp8Activation) else x.device
-        options |= {"workspace": self._workspace(device), "table": self._table, "pdl": self._pdl}
+        options |= {"workspace": self._workspace(device), "table": self._table, "pdl": self.pdl}
         if not isinstance(weight, Fp8Weight):
             assert isinstance(x, torch.Tensor)
             return linear.linear(x, weight, **options)
@@ -206,18 +206,18 @@ class CudaOps:
         self, x: Residual, norm_weight: torch.Tensor, eps: float, experts: Experts
     ) -> ExpertActivation:
         table, workspace = self._table, self._workspace(x.values.device)
-        options: dict[str, Any] = {"shared_bytes": table.shared_bytes, "pdl": self._pdl}
+        options: dict[str, Any] = {"shared_bytes": table.shared_bytes, "pdl": self.pdl}
         return moe.activate(x.values, norm_weight, eps, experts, workspace=workspace, **options)
 
     def experts_sum(self, x: ExpertActivation, experts: Experts) -> torch.Tensor:
         workspace = self._workspace(x.chosen.device)
-        return moe.weighted_sum(x, experts, workspace=workspace, pdl=self._pdl)
+        return moe.weighted_sum(x, experts, workspace=workspace, pdl=self.pdl)
 
     def experts_add(
         self, x: ExpertActivation, experts: Experts, residual: Residual, next_gain: torch.Tensor | None
     ) -> Residual:
         values, workspace = residual.values, self._workspace(x.chosen.device)
-        options: dict[str, Any] = {"residual": values, "out": values, "pdl": self._pdl}
+        options: dict[str, Any] = {"residual": values, "out": values, "pdl": self.pdl}
         return Residual(moe.weighted_sum(x, experts, workspace=workspace, **options))
 
     # ── attention ────────────────────────────────────────────────────────────────────────────────
@@ -240,7 +240,7 @@ class CudaOps:
     ) -> torch.Tensor:
         if self._only_decodes(plan.inputs):
             return self._decode(qkv, pool, plan.inputs, heads, scale, window, rotation)
-        q = fused.rope_cache_write(qkv, positions, kv_slots, rotation, pool, heads, pdl=self._pdl)
+        q = fused.rope_cache_write(qkv, positions, kv_slots, rotation, pool, heads, pdl=self.pdl)
         if plan.inputs.queries is not None:
             asking = q.index_select(0, plan.inputs.queries)
             return self._decode(asking, pool, plan.inputs, heads, scale, window, None)
@@ -281,7 +281,7 @@ class CudaOps:
             pool.v_scales,
             out,
             rotation,
-            self._pdl,
+            self.pdl,
             self._decode_config(len(q), pool.keys, heads // kv_heads),
         )
 
@@ -306,18 +306,18 @@ class CudaOps:
             assert chunks.pages is not None and pool.k_scales is not None and pool.v_scales is not None
             wide = self._scratch(pool.keys, q.dtype)
             narrow = (pool.keys, pool.values, pool.k_scales, pool.v_scales)
-            attention_prefill.expand(*narrow, table, chunks.pages, *wide, self._pdl)
+            attention_prefill.expand(*narrow, table, chunks.pages, *wide, self.pdl)
             read = (*wide, None, chunks.expanded)
             if chunks.hopper:
                 self._prefill_on_hopper(q, *read, scale, out)
             else:
-                attention_prefill.prefill(q, *read, scale, window, out=out, pdl=self._pdl)
+                attention_prefill.prefill(q, *read, scale, window, out=out, pdl=self.pdl)
         if chunks.direct is not None:
             cached = (pool.keys, pool.values, table, chunks.direct)
             if chunks.hopper and pool.k_scales is None:
                 self._prefill_on_hopper(q, *cached, scale, out)
             else:
-                attention_prefill.prefill(q, *cached, scale, window, *scales, out=out, pdl=self._pdl)
+                attention_prefill.prefill(q, *cached, scale, window, *scales, out=out, pdl=self.pdl)
 
     def _prefill_on_hopper(
         self,
@@ -333,7 +333,7 @@ class CudaOps:
         from kernels.triton import attention_prefill_hopper
 
         read = (keys, values, table, tiles)
-        attention_prefill_hopper.prefill(q, *read, scale, out, self._hopper_multiprocessors, self._pdl)
+        attention_prefill_hopper.prefill(q, *read, scale, out, self._hopper_multiprocessors, self.pdl)
 
     def _plan_chunks(
         self, q: torch.Tensor, keys: torch.Tensor, inputs: AttentionInput, window: int | None, expand: bool

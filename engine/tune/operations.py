@@ -54,7 +54,7 @@ class TunedOps(CudaOps):
         rotated queries instead of the attention result."""
         if self._attention:
             return super().attend(qkv, positions, slots, rotation, pool, heads, *others)
-        return fused.rope_cache_write(qkv, positions, slots, rotation, pool, heads, pdl=self._pdl)
+        return fused.rope_cache_write(qkv, positions, slots, rotation, pool, heads, pdl=self.pdl)
 
 
 class _NotingTable:

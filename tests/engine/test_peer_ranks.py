@@ -15,9 +15,10 @@ from engine.bench.shapes import write_config
 from engine.families import read_config
 from engine.launch_enumeration import UnconnectedRanks, _MetaMemory
 from engine.parallel import RankLost
+from engine.peer_limits import AllReduceLimits, limits_of
 from engine.peer_memory import ITEMS
 from engine.peer_overlap import OverlapMemory
-from engine.peer_ranks import QUANTISED_ROWS, PeerRanks, two_shot_bytes
+from engine.peer_ranks import PeerRanks
 from engine.sizing import overlap_bytes, overlap_split, peer_bytes
 from kernels import NextNorm, Residual
 from kernels.triton import all_gather, all_reduce
@@ -98,7 +99,17 @@ def test_sums_switch_to_two_shot_at_a_size_that_falls_with_the_number_of_ranks(
         ranks.add_sum(Residual(part(count)), part(count), None)
     assert [options["two_shot"] for _, options in kernels.calls] == [False, False, True, True]
     assert group.calls == []
-    assert two_shot_bytes(size) == rows * 8192 * 2
+    assert limits_of(size).two_shot_bytes == rows * 8192 * 2
+
+
+def test_given_limits_replace_those_of_the_number_of_ranks(kernels: Kernels) -> None:
+    ranks, group = made(4)
+    ranks.limits = AllReduceLimits(two_shot_bytes=2 * 16384, group_bytes=3 * 16384, quantised_rows=0)
+    gain = torch.empty(8192, dtype=torch.bfloat16, device="meta")
+    for rows in (1, 2, 3):
+        ranks.add_sum(Residual(part(rows)), part(rows), NextNorm(gain, 1e-5, quantised=True))
+    assert [(name, options["two_shot"]) for name, options in kernels.calls] == [("add", False), ("add", True)]
+    assert group.calls == ["all_reduce"]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +141,7 @@ def test_a_sum_carries_the_requested_deferred_norm(kernels: Kernels) -> None:
     assert ranks.add_sum(Residual(part(3)), part(3), None).deferred_norm is None
 
 
-@pytest.mark.parametrize(("size", "most"), [(2, QUANTISED_ROWS), (4, 31), (8, 7)])
+@pytest.mark.parametrize(("size", "most"), [(2, limits_of(2).quantised_rows), (4, 31), (8, 7)])
 def test_a_sum_of_few_rows_carries_the_requested_quantised_norm(
     size: int, most: int, kernels: Kernels
 ) -> None:

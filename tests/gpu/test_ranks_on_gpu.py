@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import pytest
 import torch
 from msgspec import structs
 
-from engine import peer_ranks
 from engine.generate import LocalEngine
 from engine.messages import BLOCK_TOKENS, ReplicaSpec, SamplingParams
 from engine.parallel import RankLost
+from engine.peer_limits import limits_of
+from engine.peer_ranks import PeerRanks
 from engine.plan import Chunk, SlotSetup, StepPlan
 from engine.runner import ModelRunner
 from kernels.sampling import gumbel_noise, noise_base, noise_keys, token_hashes
@@ -229,7 +231,8 @@ def test_several_gpus_generate_the_tokens_of_one_up_to_near_ties(
 
 
 def fp8_passes(member: Member, spec: ReplicaSpec, quantised_rows: int) -> dict[str, torch.Tensor]:
-    peer_ranks.QUANTISED_ROWS = quantised_rows
+    assert isinstance(member.ranks, PeerRanks)
+    member.ranks.limits = replace(member.ranks.limits, quantised_rows=quantised_rows)
     return passes(member.runner(spec))
 
 
@@ -239,7 +242,7 @@ def test_fp8_decodes_with_fused_norms_compute_what_separate_norms_compute(tmp_pa
     spec = spec_of(tmp_path, 2, tensor_parallel_size=2, quantization="fp8")
     fused, separate = (
         results(start_ranks(2, tmp_path / f"{rows}", "cuda", fp8_passes, spec, rows), tmp_path / f"{rows}")
-        for rows in (peer_ranks.QUANTISED_ROWS, 0)
+        for rows in (limits_of(2).quantised_rows, 0)
     )
     for name, logits in fused[0].items():
         assert torch.equal(logits, fused[1][name]), f"ranks differ in {name}"

@@ -145,7 +145,7 @@ def test_only_hopper_gpus_use_the_hopper_kernel_in_serving_and_in_builds(
     ops: Any = select_backend("cuda", BF16)
     assert ops._hopper_multiprocessors == (78 if capability == 90 else 0)
     gpu = GpuModel.of("any", capability)
-    assert (gpu.hopper, gpu.pdl) == (ops._hopper_multiprocessors > 0, ops._pdl)
+    assert (gpu.hopper, gpu.pdl) == (ops._hopper_multiprocessors > 0, ops.pdl)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,42 @@
+"""Message sizes at which ranks change from one all-reduce to another. `engine.bench.collectives` measures
+them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+UNLIMITED = 1 << 62
+"""A number of bytes that no message reaches."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduceLimits:
+    """The all-reduce of a message: one-shot through peer memory, then two-shot, then the group's (NCCL)."""
+
+    two_shot_bytes: int
+    """Message size from which the two-shot all-reduce is used."""
+    group_bytes: int = UNLIMITED
+    """Message size from which the group's all-reduce is used. The group also sums messages that do not fit
+    into the arena."""
+    quantised_rows: int = 64
+    """Maximum number of rows for which a one-shot all-reduce also computes the quantised norm, with one
+    program per row. With more rows, the plain all-reduce already uses all of its programs."""
+
+
+_LIMITS = {
+    2: AllReduceLimits(two_shot_bytes=4 << 20),
+    4: AllReduceLimits(two_shot_bytes=512 << 10),
+    8: AllReduceLimits(two_shot_bytes=128 << 10),
+}
+"""The limits by number of ranks.
+
+`two_shot_bytes` for two ranks was measured on 2 × H200 (docs/parallel.md). The values for four and eight
+ranks are computed: the second exchange costs 2.5 µs, and for n ranks the two-shot all-reduce saves
+(n - 1)(1 - 2 / n) × size / bandwidth on an NVLink with 373 GB/s. `quantised_rows` has not been measured.
+"""
+
+
+def limits_of(size: int) -> AllReduceLimits:
+    """Return the limits for `size` ranks, which are those of the largest known number of ranks up to
+    `size`."""
+    return _LIMITS[max((known for known in _LIMITS if known <= size), default=2)]
