@@ -1,0 +1,264 @@
+"""`python -m engine.bench.passes`: time one pass of a prompt on several GPUs with different collectives.
+
+    python -m engine.bench.passes --gpus 4 --shape llama-3.1-70b --layers 16 --fp8 --kv-fp8
+    python -m engine.bench.passes --gpus 2 --shape llama-3.1-8b --tokens 256 512 1024
+
+The model has a few layers of a public shape and random weights. All ranks start a pass at the same time,
+without plan channels. For each variant, the table shows the milliseconds of the first and the second pass on
+the device, the median and the slowest of all passes, and the slowest rank's median. The last column is the
+median time that the host needs to launch a pass. The variants are:
+
+    default      as in serving: a CUDA graph for short prompts, and the collectives of `engine.peer_limits`
+    eager        each kernel is launched separately
+    no PDL       without programmatic dependent launch
+    one-shot     every all-reduce that fits is one-shot
+    two-shot     every all-reduce that fits is two-shot
+    group        every all-reduce uses NCCL
+    whole        long passes are not divided into halves
+    alone        no all-reduce, so that the results are wrong: the time of the computation
+
+After the table, the kernels of the first and of the last rank are listed for the variants of --profile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from engine import parallel
+from engine.bench.shapes import SHAPES, write_config
+from engine.config import ModelConfig
+from engine.device_tables import SlotTables
+from engine.families import read_config
+from engine.messages import BLOCK_TOKENS, SamplingParams
+from engine.model.decoder import TORCH_DTYPES, Decoder
+from engine.model.loader import load_dummy
+from engine.peer_limits import UNLIMITED
+from engine.peer_ranks import PeerRanks
+from engine.plan import Chunk, SlotSetup, StepPlan
+from engine.profile.trace import read_timeline
+from engine.progress import no_progress
+from engine.prompt_graphs import PromptGraphs
+from engine.sizing import EXPANSION_BLOCKS
+from kernels import NextNorm, Residual, select_backend
+from kernels.cuda import CudaOps
+
+VARIANTS = ("default", "eager", "no PDL", "one-shot", "two-shot", "group", "whole", "alone")
+_COLUMNS = ("first", "second", "median", "slowest", "ranks", "host")
+_PASSES = 12
+_KERNELS_SHOWN = 9
+
+
+def main() -> int:
+    """Run the variants on this machine's first GPUs and print a table. Returns 1 if there are too few
+    GPUs."""
+    arguments = _arguments()
+    if torch.cuda.device_count() < arguments.gpus:
+        print(f"--gpus is {arguments.gpus}, but there are {torch.cuda.device_count()}", file=sys.stderr)
+        return 1
+    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(arguments.shape, Path(folder))
+        torch.multiprocessing.spawn(_rank, (arguments, folder), nprocs=arguments.gpus)
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.bench.passes",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--gpus", type=int, default=2, help="number of ranks, one per GPU (%(default)s)")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.1-70b")
+    parser.add_argument("--layers", type=int, default=16, help="number of layers (%(default)s)")
+    parser.add_argument("--fp8", action="store_true", help="quantise the layers' weights")
+    parser.add_argument("--kv-fp8", action="store_true", help="quantise the KV cache")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512], help="lengths of the prompt")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT")
+    parser.add_argument("--profile", nargs="*", choices=VARIANTS, default=["default"], metavar="VARIANT")
+    arguments = parser.parse_args()
+    if arguments.gpus < 2:
+        parser.error(f"--gpus is {arguments.gpus}; at least 2 are needed")
+    return arguments
+
+
+def _rank(rank: int, arguments: argparse.Namespace, folder: str) -> None:
+    torch.cuda.set_device(rank)
+    ranks = parallel.join(arguments.gpus, rank, f"{folder}/store", "nccl")
+    if not isinstance(ranks, PeerRanks):
+        raise SystemExit("the GPUs cannot access each other's memory")
+    with torch.inference_mode():
+        bench = _Bench(arguments, read_config(Path(folder)), ranks)
+        if rank == 0:
+            name = torch.cuda.get_device_name()
+            print(f"{arguments.layers} layers of {arguments.shape}, {arguments.gpus} × {name}")
+            print(f"{'tokens':>6} {'variant':10}" + "".join(f"{name:>9}" for name in _COLUMNS))
+        for tokens in arguments.tokens:
+            for variant in arguments.variants:
+                bench.measure(variant, tokens)
+        for variant in arguments.profile:
+            bench.profile(variant, arguments.tokens[-1], Path(folder))
+    sys.stdout.flush()
+    os._exit(0)  # a normal exit could hang because of threads of torch.distributed
+
+
+class _Alone(parallel.Collectives):
+    """A rank that adds only its own part."""
+
+    def __init__(self, ranks: PeerRanks) -> None:
+        self.size, self.rank = ranks.size, ranks.rank
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def add_sum(self, residual: Residual, part: torch.Tensor, norm: NextNorm | None) -> Residual:
+        return Residual(residual.values.add_(part))
+
+
+class _Bench:
+    """One rank of the benchmark, with its part of the model."""
+
+    def __init__(self, arguments: argparse.Namespace, config: ModelConfig, ranks: PeerRanks) -> None:
+        self._ranks = ranks
+        self._longest = max(arguments.tokens)
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        dtype = TORCH_DTYPES[config.dtype]
+        self._decoder = Decoder(
+            config.with_layers(list(range(arguments.layers))),
+            ranks,
+            select_backend("cuda", dtype, EXPANSION_BLOCKS),
+            dtype,
+            self._device,
+            max_model_len=self._longest + BLOCK_TOKENS,
+            fp8=arguments.fp8,
+            kv_fp8=arguments.kv_fp8,
+        )
+        ranks.prepare_overlap(self._longest, config.hidden_size, dtype, self._device)
+        load_dummy(self._decoder, 0)
+        self._blocks = -(-self._longest // BLOCK_TOKENS) + 1
+        self._kv = self._decoder.allocate_kv(self._blocks)
+        self._tables = SlotTables(8, self._blocks, config.vocab_size, self._device)
+
+    def measure(self, variant: str, tokens: int) -> None:
+        """Time the passes of a variant, and print a line on rank 0."""
+        run = self._prepare(variant, tokens)
+        times, host = zip(*(self._time(run) for _ in range(_PASSES)), strict=True)
+        median = torch.tensor([statistics.median(times)], device=self._device)
+        slowest = float(self._ranks.all_gather_stack(median).max())
+        if self._ranks.rank == 0:
+            cells = (
+                times[0],
+                times[1],
+                statistics.median(times),
+                max(times),
+                slowest,
+                statistics.median(host),
+            )
+            print(f"{tokens:6d} {variant:10}" + "".join(f"{cell:9.2f}" for cell in cells), flush=True)
+
+    def profile(self, variant: str, tokens: int, folder: Path) -> None:
+        """Print the kernels of one pass of a variant, on the first and on the last rank."""
+        run = self._prepare(variant, tokens)
+        for _ in range(2):
+            self._time(run)
+        rank, size = self._ranks.rank, self._ranks.size
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recording:
+            self._time(run)
+        path = folder / f"trace-{rank}.json"
+        recording.export_chrome_trace(str(path))
+        timeline = read_timeline(path)
+        us, calls = defaultdict[str, float](float), defaultdict[str, int](int)
+        for call in timeline.calls:
+            us[call.name] += call.us
+            calls[call.name] += 1
+        gaps = sum(call.gap_us for call in timeline.calls)
+        for turn in range(size):
+            self._barrier()
+            if turn == rank and rank in (0, size - 1):
+                print(f"rank {rank}, {variant}, {tokens} tokens: {timeline.us:,.0f} µs, gaps {gaps:,.0f}")
+                for name in sorted(us, key=lambda name: -us[name])[:_KERNELS_SHOWN]:
+                    print(f"  {name[:46]:46}{calls[name]:6d}{us[name]:10,.0f}{us[name] / calls[name]:9,.1f}")
+                sys.stdout.flush()
+
+    def _prepare(self, variant: str, tokens: int) -> Callable[[], object]:
+        """Return a function that launches a pass of `tokens` tokens. The first call has been made."""
+        plan = self._plan(tokens)
+        self._tables.apply(plan)
+        with self._variant(variant) as decoder:
+            graphs = PromptGraphs(decoder, self._kv, self._tables, tokens)
+            if variant != "eager" and graphs.fits(plan):
+                graphs.sizes = graphs.sizes[-1:]
+                graphs.capture(no_progress)
+                graphs.stage(plan)
+                return graphs.forward
+        batch = self._tables.step_batch(plan)
+
+        def run() -> object:
+            with self._variant(variant) as decoder:
+                return decoder.logits(decoder.forward(batch.forward, self._kv))
+
+        run()
+        return run
+
+    @contextlib.contextmanager
+    def _variant(self, variant: str) -> Iterator[Decoder]:
+        """Return a decoder that launches the kernels of a variant in the context."""
+        ranks, decoder = self._ranks, copy.copy(self._decoder)
+        ops, limits, pdl, overlap_from = decoder.ops, ranks.limits, ranks.pdl, ranks.overlap_from
+        assert isinstance(ops, CudaOps)
+        if variant == "no PDL":
+            ranks.pdl = ops.pdl = False
+        elif variant == "one-shot":
+            ranks.limits = replace(limits, two_shot_bytes=UNLIMITED)
+        elif variant == "two-shot":
+            ranks.limits = replace(limits, two_shot_bytes=0)
+        elif variant == "group":
+            ranks.limits = replace(limits, group_bytes=0)
+        elif variant == "whole":
+            ranks.overlap_from = None
+        elif variant == "alone":
+            decoder.ranks = _Alone(ranks)
+        yield decoder
+        ranks.limits, ranks.overlap_from = limits, overlap_from
+        ranks.pdl = ops.pdl = pdl
+
+    def _plan(self, tokens: int) -> StepPlan:
+        setups = [SlotSetup(0, SamplingParams(max_tokens=1), 0, tokens, [])]
+        blocks = [(0, index, index) for index in range(self._blocks)]
+        prompt = [(7 * place) % 900 + 3 for place in range(tokens)]
+        return StepPlan(0, setups, blocks, [], [], [Chunk(0, 0, prompt, [0])])
+
+    def _time(self, run: Callable[[], object]) -> tuple[float, float]:
+        """Run a pass that all ranks start at the same time. Return its milliseconds on the device, and the
+        milliseconds that the host needs to launch it."""
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._barrier()
+        called = time.perf_counter()
+        began.record()
+        run()
+        ended.record()
+        launched = time.perf_counter()
+        torch.cuda.synchronize()
+        return began.elapsed_time(ended), 1e3 * (launched - called)
+
+    def _barrier(self) -> None:
+        self._ranks.all_gather_stack(torch.zeros(1, dtype=torch.int32, device=self._device))
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
