@@ -11,7 +11,7 @@ import inspect
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from appliance.protocol import (
     AddedVersion,
@@ -36,10 +36,48 @@ MAX_GRACE_S = 7 * 86400.0
 
 MAX_ARMS = 16
 """Maximum number of models and versions over which the requests for a name are distributed."""
-Weight = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+Weight = Annotated[float, Meta(gt=0, le=1e6)]
 
 MAX_SILENCE_S = 30 * 86400.0
 """Maximum length of a silence: 30 days."""
+
+# Values of `Meta.extra`: the name that the command line's help shows for a parameter's value, and the
+# parameter's short option.
+NAME = {"metavar": "NAME"}
+ID = {"metavar": "ID"}
+VERSION = {"metavar": "NAME[@VERSION]"}
+
+TenantName = Annotated[str, Meta(description="The tenant's name, as shown by `tenants list`.", extra=NAME)]
+BilledTenant = Annotated[str, Meta(description="The tenant that is billed for the requests.", extra=NAME)]
+KeyId = Annotated[str, Meta(description="The key's id, as shown by `keys list`.", extra=ID)]
+PeerName = Annotated[
+    str,
+    Meta(
+        description="A user or group, such as uid:1000 or gid:100. The command line also accepts names, such "
+        "as user:alice and group:staff.",
+        extra={"metavar": "PEER"},
+    ),
+]
+RequestId = Annotated[str, Meta(description="The request's id, as shown by `requests`.", extra=ID)]
+ModelVersion = Annotated[
+    str, Meta(description="NAME@VERSION, or NAME for the default version.", extra=VERSION)
+]
+ModelOrService = Annotated[
+    str | None,
+    Meta(description="Name of the model. Default: the whole service.", extra=NAME | {"short": "-m"}),
+]
+Grace = Annotated[
+    float,
+    Meta(ge=0, le=MAX_GRACE_S, description="Time after which unfinished requests end with an error."),
+]
+PreviousGrace = Annotated[
+    float,
+    Meta(
+        ge=0,
+        le=MAX_GRACE_S,
+        description="Time after which unfinished requests of the previous version end with an error.",
+    ),
+]
 
 Danger = Literal["none", "confirm", "typed"]
 """Required confirmation: none, yes or no, or typing the target's name."""
@@ -51,10 +89,11 @@ steps."""
 
 def _changes(record: type[msgspec.Struct]) -> Any:
     """Return a struct with the declared fields of `record` and of `Quota`, all of them optional."""
-    fields = [*declared(record).values(), *declared(Quota).values()]
+    fields = {**declared(record), **declared(Quota)}
     return msgspec.defstruct(
         f"{record.__name__}Changes",
-        [(field.name, _parameter(field), UNSET) for field in fields],
+        [(field.name, _parameter(field), UNSET) for field in fields.values()],
+        namespace={"DECLARED": fields},
         kw_only=True,
         forbid_unknown_fields=True,
     )
@@ -74,346 +113,356 @@ def _parameter(field: Declared) -> Any:
         schema["items"] = {"enum": list(field.choices)}
     elif field.kind in ("number", "count", "span", "class"):
         schema.update(minimum=field.field.low, maximum=field.field.high)
-    return Annotated[
-        kind | UnsetType, msgspec.Meta(description=field.description, extra_json_schema=schema or None)
-    ]
+    return Annotated[kind | UnsetType, Meta(description=field.description, extra_json_schema=schema or None)]
 
 
 _TenantChanges: Any = _changes(TenantRecord)
 _KeyChanges: Any = _changes(KeyFields)
 
 
+class _Parameters(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The parameters of an action."""
+
+
 class CreateTenant(_TenantChanges):
     """Create a tenant. Omitted fields get the same defaults as the built-in tenants, which have no limits."""
 
-    name: str
-    """The tenant's name, which cannot change."""
+    name: Annotated[str, Meta(description="The tenant's name, which cannot change.", extra=NAME)]
 
 
 class SetTenant(_TenantChanges):
     """Change a tenant, effective immediately. Omitted fields keep their values."""
 
-    name: str
-    """The tenant's name, as shown by `tenants list`."""
+    name: TenantName
 
 
-class SuspendTenant(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class SuspendTenant(_Parameters):
     """Refuse new requests from a tenant. Running requests continue unless `cancel` is set."""
 
-    name: str
-    """The tenant's name, as shown by `tenants list`."""
-    cancel: bool = False
-    """Also cancel the tenant's running and queued requests."""
+    name: TenantName
+    cancel: Annotated[bool, Meta(description="Also cancel the tenant's running and queued requests.")] = False
 
 
-class ResumeTenant(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ResumeTenant(_Parameters):
     """Accept requests from a suspended tenant again."""
 
-    name: str
-    """The tenant's name, as shown by `tenants list`."""
+    name: TenantName
 
 
-class DeleteTenant(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class DeleteTenant(_Parameters):
     """Delete a tenant that has no valid key and no mapped user or group."""
 
-    name: str
-    """The tenant's name, as shown by `tenants list`."""
+    name: TenantName
 
 
 class CreateKey(_KeyChanges):
     """Create a bearer key. The key is shown only once. Its limits apply in addition to its tenant's
     limits."""
 
-    name: str
-    """The purpose or user of the key."""
-    tenant: str = "default"
-    """The tenant that is billed for the key's requests."""
+    name: Annotated[str, Meta(description="The purpose or user of the key.", extra=NAME)]
+    tenant: BilledTenant = "default"
 
 
 class SetKey(_KeyChanges):
     """Change a key, effective immediately. Omitted fields keep their values."""
 
-    id: str
-    """The key's id, as shown by `keys list`."""
+    id: KeyId
 
 
-class RotateKey(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class RotateKey(_Parameters):
     """Replace a key with a new key that has the same rights. The old key stays valid for `overlap_s`
     seconds."""
 
-    id: str
-    """The key's id, as shown by `keys list`."""
-    overlap_s: float = 86400.0
-    """Number of seconds for which the old key stays valid."""
-    expires_at: float | None = None
-    """Expiry of the new key, as unix time. By default, the new key gets the lifetime that the old key was
-    created with."""
+    id: KeyId
+    overlap_s: Annotated[float, Meta(description="Time for which the old key stays valid.")] = 86400.0
+    expires_at: Annotated[
+        float | None,
+        Meta(
+            description="Expiry of the new key. By default, the new key gets the lifetime that the old key "
+            "was created with."
+        ),
+    ] = None
 
 
-class RevokeKey(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class RevokeKey(_Parameters):
     """Revoke a key permanently. Running requests continue unless `cancel` is set."""
 
-    id: str
-    """The key's id, as shown by `keys list`."""
-    cancel: bool = False
-    """Also cancel the key's running and queued requests."""
+    id: KeyId
+    cancel: Annotated[bool, Meta(description="Also cancel the key's running and queued requests.")] = False
 
 
-class MapPeer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class MapPeer(_Parameters):
     """Map a local user or group to a tenant. The mapping applies to requests on `api.sock`. A user's mapping
     takes precedence over the mappings of the user's groups."""
 
-    peer: str
-    """The user or group, such as uid:1000 or gid:100."""
-    tenant: str
-    """The tenant that is billed for the requests."""
+    peer: PeerName
+    tenant: BilledTenant
 
 
-class UnmapPeer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class UnmapPeer(_Parameters):
     """Remove the mapping of a local user or group."""
 
-    peer: str
-    """The user or group, such as uid:1000 or gid:100."""
+    peer: PeerName
 
 
-class DrainService(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class DrainService(_Parameters):
     """Stop accepting requests, and finish the requests that were already accepted."""
 
-    model: str | None = None
-    """The model to drain, or null for the whole service."""
-    grace_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_GRACE_S)] = 120.0
-    """Number of seconds after which unfinished requests end with an error."""
-    queue: bool = False
-    """Hold new requests until service resumes, instead of refusing them."""
+    model: ModelOrService = None
+    grace_s: Grace = 120.0
+    queue: Annotated[
+        bool, Meta(description="Hold new requests until service resumes, instead of refusing them.")
+    ] = False
 
 
-class ResumeService(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ResumeService(_Parameters):
     """Cancel or end a drain and accept requests again. Held requests are served first."""
 
-    model: str | None = None
-    """The model to resume, or null for the whole service."""
+    model: ModelOrService = None
 
 
-class ReloadConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ReloadConfig(_Parameters):
     """Read the settings files again and apply the changes."""
 
 
-class CancelRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class CancelRequest(_Parameters):
     """Cancel a request. Its client gets an error."""
 
-    request_id: str
-    """The request's id, as shown by `requests`."""
+    request_id: RequestId
 
 
-class ShowContents(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ShowContents(_Parameters):
     """Show a request's stored prompts and answers. The audit trail records the operator who reads them."""
 
-    request_id: str
-    """The request's id, as shown by `requests`."""
+    request_id: RequestId
 
 
-class AcknowledgeAlert(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class AcknowledgeAlert(_Parameters):
     """Record that you are handling an alert. The alert is listed as acknowledged until it ends."""
 
-    id: str
-    """The alert's id, as shown by `alerts list`."""
+    id: Annotated[str, Meta(description="The alert's id, as shown by `alerts list`.", extra=ID)]
 
 
-class SilenceAlerts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class SilenceAlerts(_Parameters):
     """Stop announcing a rule's alerts for some time. Silenced alerts are still listed and recorded."""
 
-    rule: Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
-    """Name of the rule. `*` stands for any characters."""
-    where: Annotated[str, msgspec.Meta(min_length=1, max_length=200)] = "*"
-    """The model, replica, GPU or other component that the alerts concern. `*` stands for any characters."""
-    for_s: Annotated[float, msgspec.Meta(ge=1, le=MAX_SILENCE_S)] = 3600.0
-    """Length of the silence in seconds."""
-    reason: Annotated[str, msgspec.Meta(max_length=400)] = ""
-    """Why the alerts are silenced."""
+    rule: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            max_length=100,
+            description="Name of the rule. `*` stands for any characters.",
+            extra={"metavar": "RULE"},
+        ),
+    ]
+    where: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            max_length=200,
+            description="The model, replica, GPU or other component that the alerts concern. `*` stands for "
+            "any characters.",
+            extra={"metavar": "SUBJECT"},
+        ),
+    ] = "*"
+    for_s: Annotated[float, Meta(ge=1, le=MAX_SILENCE_S, description="Length of the silence.")] = 3600.0
+    reason: Annotated[
+        str, Meta(max_length=400, description="Why the alerts are silenced.", extra={"metavar": "TEXT"})
+    ] = ""
 
 
-class UnsilenceAlerts(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class UnsilenceAlerts(_Parameters):
     """End a silence early."""
 
-    id: str
-    """The silence's id, as shown by `alerts list`."""
+    id: Annotated[str, Meta(description="The silence's id, as shown by `alerts list`.", extra=ID)]
 
 
-class BeginBackup(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class BeginBackup(_Parameters):
     """Record that the backup command starts a backup. `EndBackup` records its result."""
 
-    path: str
-    """Path of the backup."""
-    contents: bool = True
-    """Whether the backup includes prompts and answers."""
+    path: Annotated[str, Meta(description="Path of the backup.")]
+    contents: Annotated[bool, Meta(description="Whether the backup includes prompts and answers.")] = True
 
 
-class EndBackup(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class EndBackup(_Parameters):
     """Record the result of a backup. A complete backup is reported with `rows` and `sha256`, a failed backup
     with `error`."""
 
-    path: str
-    """Path of the backup, or the intended path if the backup failed."""
-    rows: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """Number of audit chain rows in the backup."""
-    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")] | None = None
-    """SHA-256 (hex) of the archive. For a backup folder, the hash of its `backup.json`, which contains the
-    hashes of the other files."""
-    error: Annotated[str, msgspec.Meta(min_length=1, max_length=2000)] | None = None
-    """Reason why the backup failed."""
+    path: Annotated[str, Meta(description="Path of the backup, or the intended path if the backup failed.")]
+    rows: Annotated[int, Meta(ge=0, description="Number of audit chain rows in the backup.")] | None = None
+    sha256: (
+        Annotated[
+            str,
+            Meta(
+                pattern="^[0-9a-f]{64}$",
+                description="SHA-256 (hex) of the archive. For a backup folder, the hash of its "
+                "`backup.json`, which contains the hashes of the other files.",
+            ),
+        ]
+        | None
+    ) = None
+    error: (
+        Annotated[str, Meta(min_length=1, max_length=2000, description="Reason why the backup failed.")]
+        | None
+    ) = None
 
 
-_Grace = Annotated[float, msgspec.Meta(ge=0, le=MAX_GRACE_S)]
-
-
-class AddModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class AddModel(_Parameters):
     """Add the checkpoint in a folder to the registry. Another checkpoint under the same name becomes a new
     version of the model. Nothing is loaded."""
 
-    name: str
-    """The name that applications use."""
-    folder: str
-    """Folder of a Hugging Face checkpoint, as an absolute path."""
-    settings: dict[str, Any] = {}
-    """Settings of the version, by their names in settings files."""
+    name: Annotated[str, Meta(description="The name that applications use.")]
+    folder: Annotated[str, Meta(description="Folder of a Hugging Face checkpoint, as an absolute path.")]
+    settings: Annotated[
+        dict[str, Any], Meta(description="Settings of the version, by their names in settings files.")
+    ] = {}
 
 
-class LoadModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class LoadModel(_Parameters):
     """Load a version of a model. If it does not fit into memory, idle models that are not pinned are removed
     from memory first."""
 
-    model: str
-    """NAME@VERSION, or NAME for the default version."""
-    wait: bool = False
-    """Respond when the version is loaded, or when it is known that it cannot be loaded."""
+    model: ModelVersion
+    wait: Annotated[
+        bool,
+        Meta(description="Wait until the version is loaded, or until it is known that it cannot be loaded."),
+    ] = False
 
 
-class UnloadModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class UnloadModel(_Parameters):
     """Unload a version of a model after its requests have finished. A later request loads it again."""
 
-    model: str
-    """NAME@VERSION, or NAME for the default version."""
-    wait: bool = False
-    """Respond when the version is unloaded."""
-    grace_s: _Grace = 120.0
-    """Number of seconds after which unfinished requests end with an error."""
+    model: ModelVersion
+    wait: Annotated[bool, Meta(description="Wait until the version is unloaded.")] = False
+    grace_s: Grace = 120.0
 
 
-class RetryModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class RetryModel(_Parameters):
     """Immediately restart a model's replicas that have failed or are waiting for their next start. Their
     earlier exits are forgotten."""
 
-    model: str
-    """The name of a model in the settings, NAME@VERSION, or NAME for the default version."""
+    model: Annotated[
+        str,
+        Meta(
+            description="The name of a model in the settings, NAME@VERSION, or NAME for the default version.",
+            extra=VERSION,
+        ),
+    ]
 
 
-class SleepModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class SleepModel(_Parameters):
     """Release the memory of a loaded version after its requests have finished. On GPUs, its weights are
     copied to host memory, so that waking takes about a second. The next request wakes the version."""
 
-    model: str
-    """NAME@VERSION, or NAME for the default version."""
-    wait: bool = False
-    """Respond when the version sleeps, or when it is known that it stays awake."""
-    grace_s: _Grace = 120.0
-    """Number of seconds to wait for unfinished requests. If any remain after that, the version stays
-    awake."""
+    model: ModelVersion
+    wait: Annotated[
+        bool, Meta(description="Wait until the version sleeps, or until it is known that it stays awake.")
+    ] = False
+    grace_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=MAX_GRACE_S,
+            description="Time to wait for unfinished requests. If any remain after that, the version stays "
+            "awake.",
+        ),
+    ] = 120.0
 
 
-class WakeModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class WakeModel(_Parameters):
     """Restore the memory of a sleeping version, so that it answers requests again."""
 
-    model: str
-    """NAME@VERSION, or NAME for the default version."""
-    wait: bool = False
-    """Respond when the version is awake, or when it is known that it stays asleep."""
+    model: ModelVersion
+    wait: Annotated[
+        bool, Meta(description="Wait until the version is awake, or until it is known that it stays asleep.")
+    ] = False
 
 
-class PinModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class PinModel(_Parameters):
     """Keep a version of a model loaded: once loaded, it is removed from memory only by a command. This action
     does not load it."""
 
-    model: str
-    """NAME@VERSION, or NAME for the default version."""
+    model: ModelVersion
 
 
-class UnpinModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class UnpinModel(_Parameters):
     """Allow a pinned version of a model to be removed from memory when it is idle or another model needs the
     memory."""
 
-    model: str
-    """NAME@VERSION, or NAME for the default version."""
+    model: ModelVersion
 
 
-class SetDefaultModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class SetDefaultModel(_Parameters):
     """Make a version the default of its model, and end a split of the model. If the model is loaded, the
     version is loaded first. After the response, every new request gets the new version. The previous version
     finishes its requests and is then unloaded."""
 
-    model: str
-    """NAME@VERSION."""
-    grace_s: _Grace = 3600.0
-    """Number of seconds after which unfinished requests of the previous version end with an error."""
+    model: Annotated[
+        str,
+        Meta(description="The model and the number of the version.", extra={"metavar": "NAME@VERSION"}),
+    ]
+    grace_s: PreviousGrace = 3600.0
 
 
-class RollbackModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class RollbackModel(_Parameters):
     """Make the previous default version of a model the default again."""
 
-    name: str
-    """The model's name."""
-    grace_s: _Grace = 3600.0
-    """Number of seconds after which unfinished requests of the replaced version end with an error."""
+    name: Annotated[str, Meta(description="The model's name, as shown by `models list`.", extra=NAME)]
+    grace_s: PreviousGrace = 3600.0
 
 
-class SetAlias(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class SetAlias(_Parameters):
     """Set an additional name for a model or for one of its versions. After the response, every new request
     for the alias gets the new target."""
 
-    name: str
-    """The alias."""
-    target: str | None
-    """A model's name, or NAME@VERSION. Null deletes the alias."""
+    name: Annotated[str, Meta(description="The alias.")]
+    target: Annotated[
+        str | None, Meta(description="A model's name, or NAME@VERSION. Null deletes the alias.")
+    ]
 
 
-class SplitModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class SplitModel(_Parameters):
     """Distribute the requests for a name over several loaded models or versions. Requests with the same key
     and `user` go to the same target as long as the weights do not change. After the response, every new
     request is distributed by the new weights."""
 
-    name: str
-    """A model of the registry, or an alias."""
-    weights: Annotated[dict[str, Weight], msgspec.Meta(min_length=1, max_length=MAX_ARMS)] | None
-    """Weight of each target: a version of the model (1), a model's name, or NAME@VERSION. Null ends the
-    split."""
+    name: Annotated[str, Meta(description="A model of the registry, or an alias.")]
+    weights: Annotated[
+        Annotated[dict[str, Weight], Meta(min_length=1, max_length=MAX_ARMS)] | None,
+        Meta(
+            description="Weight of each target: a version of the model (1), a model's name, or NAME@VERSION. "
+            "Null ends the split."
+        ),
+    ]
 
 
-class ShadowModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ShadowModel(_Parameters):
     """Mirror a share of a name's requests to another loaded model or version, to compare answers and latency.
     Copies run after the originals, in the lowest class, and only when no other request is waiting. Their
     answers are discarded and not billed."""
 
-    name: str
-    """The name whose requests are copied."""
-    target: str | None
-    """A version of the model (2), a model's name, or NAME@VERSION. Null ends the shadow."""
-    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.05
-    """Fraction of the requests that are copied."""
+    name: Annotated[str, Meta(description="The name whose requests are copied.")]
+    target: Annotated[
+        str | None,
+        Meta(
+            description="A version of the model (2), a model's name, or NAME@VERSION. Null ends the shadow."
+        ),
+    ]
+    share: Annotated[float, Meta(gt=0, le=1, description="Fraction of the requests that are copied.")] = 0.05
 
 
-class RemoveModel(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class RemoveModel(_Parameters):
     """Remove a model, or one of its versions, from the registry. It must not be loaded. The files are
     kept."""
 
-    model: str
-    """NAME for all versions, or NAME@VERSION."""
+    model: Annotated[str, Meta(description="NAME for all versions, or NAME@VERSION.")]
 
 
-class PruneModels(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class PruneModels(_Parameters):
     """Remove unused versions from the registry: versions that are not loaded, are neither the default of
     their model nor the version to which a rollback returns, and have no alias. The files are kept."""
 
-    dry_run: bool = False
-    """Only list the versions, without removing them."""
+    dry_run: Annotated[bool, Meta(description="Only list the versions, without removing them.")] = False
 
 
 class Action(NamedTuple):
@@ -440,10 +489,22 @@ class Action(NamedTuple):
         """Description of the action, in full sentences."""
         return " ".join((inspect.getdoc(self.parameters) or "").split())
 
+    @property
+    def declared_fields(self) -> dict[str, Declared]:
+        """Declared fields of tenants and keys among the parameters, by name."""
+        return getattr(self.parameters, "DECLARED", {})
+
+    @property
+    def is_target_required(self) -> bool:
+        """Whether the target must be named. If so, its name is an argument of the command and not an
+        option."""
+        fields = msgspec.structs.fields(self.parameters)
+        return any(field.required for field in fields if field.name == self.named_by)
+
     def target_name(self, parameters: msgspec.Struct) -> str:
         """Return the display name of the action's target."""
         name = getattr(parameters, self.named_by) if self.named_by else None
-        if self.target == "model":
+        if self.target == "model" and not self.is_target_required:
             return "the service" if name is None else f"model {name}"
         return "" if name is None else str(name)
 
@@ -523,6 +584,11 @@ ACTIONS: tuple[Action, ...] = (
     Action("backup.begin", "Begin backup", "none", "service", BeginBackup, AuditHead, visibility="internal"),
     Action("backup.end", "End backup", "none", "service", EndBackup, Done, visibility="internal"),
 )
+
+
+def flag(parameter: str) -> str:
+    """Return the command-line option for a parameter or a declared field, such as `--grace` or `--burst`."""
+    return "--" + parameter.removesuffix("_s").removesuffix("_at").replace("_", "-")
 
 
 def action_named(name: str) -> Action:

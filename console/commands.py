@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from appliance.actions import Action
+from appliance.actions import Action, flag
 from console.keys import SCREENS, offered
 
 _POSITIONAL = {
@@ -56,7 +56,7 @@ def completions(text: str, targets: dict[str, list[str]]) -> list[str]:
     for action in offered():
         name = action.name.replace(".", " ")
         if action.named_by and text.startswith(name + " "):
-            prefix = f"{name} --{action.named_by} " if _optional_target(action) else f"{name} "
+            prefix = f"{name} " if action.is_target_required else f"{name} --{action.named_by} "
             known = targets.get(action.target, [])
             found += [prefix + one for one in known if (prefix + one).startswith(text)]
             found += [
@@ -83,9 +83,7 @@ def parse_action(text: str) -> tuple[Action, dict[str, Any]] | None:
 
 def flag_of(parameter: str) -> str:
     """Return the CLI's option for a parameter."""
-    if parameter in _OPTIONS:
-        return _OPTIONS[parameter]
-    return f"--{parameter.removesuffix('_s').removesuffix('_at').replace('_', '-')}"
+    return _OPTIONS.get(parameter) or flag(parameter)
 
 
 def flags(action: Action) -> list[str]:
@@ -141,7 +139,7 @@ def positional(action: Action) -> tuple[str, ...]:
     """Return the CLI's positional parameters."""
     if action.name in _POSITIONAL:
         return _POSITIONAL[action.name]
-    return (action.named_by,) if action.named_by and not _optional_target(action) else ()
+    return (action.named_by,) if action.is_target_required else ()
 
 
 def _parameters(action: Action, words: list[str]) -> dict[str, Any]:
@@ -159,16 +157,20 @@ def _parameters(action: Action, words: list[str]) -> dict[str, Any]:
                 raise CommandError(f"{action.name}: unexpected {word!r}; options: {', '.join(flags(action))}")
             values[free.pop(0)] = word
             continue
-        flag, equals, value = word[2:].partition("=")
-        name = next((one for one in names if f"--{flag}" in (flag_of(one), f"--{one.replace('_', '-')}")), "")
+        option, equals, value = word[2:].partition("=")
+        name = next(
+            (one for one in names if f"--{option}" in (flag_of(one), f"--{one.replace('_', '-')}")), ""
+        )
         if not name:
-            raise CommandError(f"{action.name}: unknown option --{flag}; options: {', '.join(flags(action))}")
+            raise CommandError(
+                f"{action.name}: unknown option --{option}; options: {', '.join(flags(action))}"
+            )
         if is_switch(action, name) and not equals:
             values[name] = True
             continue
         if not equals:
             if at == len(words):
-                raise CommandError(f"{action.name}: --{flag} needs a value")
+                raise CommandError(f"{action.name}: --{option} needs a value")
             value = words[at]
             at += 1
         values[name] = value
@@ -238,12 +240,3 @@ def _value(action: Action, name: str, value: Any) -> Any:
                 except ValueError:
                     break
     return value
-
-
-def _optional_target(action: Action) -> bool:
-    """Return whether the target is an option, because it has a default: without a model, `drain` drains the
-    service."""
-    return any(
-        field.name == action.named_by and not field.required
-        for field in msgspec.structs.fields(action.parameters)
-    )

@@ -19,7 +19,8 @@ import msgspec
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from appliance.cli.fields import flag, shown  # noqa: E402
+from appliance.actions import flag  # noqa: E402
+from appliance.cli.fields import shown  # noqa: E402
 from appliance.monitoring.metrics import families  # noqa: E402
 from appliance.monitoring.metrics.metric import Group  # noqa: E402
 from console.figures import FIGURES  # noqa: E402

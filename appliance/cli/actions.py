@@ -4,38 +4,47 @@ service."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
 import msgspec
 
 from appliance.actions import Action, action_of
 from appliance.cli.failure import CommandLineError, Failure
 from appliance.cli.output import is_terminal, print_json, printable
+from appliance.cli.results import print_result
 from appliance.cli.service import admin_client
-from appliance.protocol import Done
+from appliance.cli.status_line import loads_shown
+from appliance.protocol import ReplicaStatus, VersionStatus
 
 
-def perform(
-    run_dir: str | None,
-    parameters: msgspec.Struct,
-    *,
-    as_json: bool,
-    yes: bool = False,
-    show: Callable[[Any], None] | None = None,
-) -> None:
-    """Perform the action that `parameters` belongs to and print its result. `show` prints every result that
-    is not a `Done`. With `yes`, dangerous actions are not confirmed."""
+def perform(run_dir: str | None, parameters: msgspec.Struct, *, as_json: bool, yes: bool = False) -> None:
+    """Perform the action that `parameters` belongs to and print its result. With `yes`, dangerous actions are
+    not confirmed."""
     action = action_of(parameters)
     confirm(action, printable(action.target_name(parameters)), yes=yes)
-    with admin_client(run_dir) as client:
+    with _progress(run_dir, action, parameters), admin_client(run_dir) as client:
         result = client.act(parameters)
     if as_json:
         print_json(result)
-    elif show is not None:
-        show(result)
     else:
-        print(printable(result.message) if isinstance(result, Done) else result)
+        print_result(result)
+
+
+def _progress(
+    run_dir: str | None, action: Action, parameters: msgspec.Struct
+) -> AbstractContextManager[None]:
+    """Return a context that shows the progress of a model's loads, if the action's result is the state of a
+    version and standard error is a terminal."""
+    if action.result is not VersionStatus:
+        return nullcontext()
+    name = getattr(parameters, action.named_by).partition("@")[0]
+
+    def replicas() -> list[ReplicaStatus]:
+        with admin_client(run_dir) as client:
+            models = client.status().models
+        return [one for model in models if model.name.partition("@")[0] == name for one in model.replicas]
+
+    return loads_shown(replicas)
 
 
 def check_terminal(action: Action, target: str, *, yes: bool) -> None:

@@ -7,16 +7,13 @@ from typing import Annotated
 
 import typer
 
+from appliance.cli.action_commands import add_commands
 from appliance.cli.options import Json, RunDir, StateDir
 
 alerts = typer.Typer(
     help="List, acknowledge and silence alerts, and test alert rules on recorded history.",
     no_args_is_help=True,
 )
-
-AlertId = Annotated[
-    str, typer.Argument(metavar="ID", help="The alert's id, as shown by `alerts list`.", show_default=False)
-]
 
 
 @alerts.command("list")
@@ -28,61 +25,7 @@ def alerts_list(run_dir: RunDir = None, json: Json = False) -> None:
     list_alerts(run_dir, as_json=json)
 
 
-@alerts.command("ack")
-def alerts_ack(alert_id: AlertId, run_dir: RunDir = None, json: Json = False) -> None:
-    """Acknowledge an alert: record that you are handling it."""
-    from appliance.cli.alerts import acknowledge
-
-    acknowledge(run_dir, alert_id, as_json=json)
-
-
-@alerts.command("silence")
-def alerts_silence(
-    rule: Annotated[
-        str,
-        typer.Argument(
-            metavar="RULE", help="Name of the rule; * stands for any characters.", show_default=False
-        ),
-    ],
-    where: Annotated[
-        str,
-        typer.Option(
-            "--where",
-            metavar="SUBJECT",
-            help="Silence only alerts of this subject, such as a model, replica or GPU; * stands for any "
-            "characters.",
-        ),
-    ] = "*",
-    for_s: Annotated[
-        str, typer.Option("--for", metavar="SPAN", help="Length of the silence, up to 30d.")
-    ] = "1h",
-    reason: Annotated[
-        str, typer.Option("--reason", metavar="TEXT", help="Why the alerts are silenced.")
-    ] = "",
-    run_dir: RunDir = None,
-    json: Json = False,
-) -> None:
-    """Stop announcing the alerts of a rule for a limited time. Silenced alerts are still listed and
-    recorded."""
-    from appliance.cli.alerts import silence
-
-    silence(run_dir, rule, where=where, span=for_s, reason=reason, as_json=json)
-
-
-@alerts.command("unsilence")
-def alerts_unsilence(
-    silence_id: Annotated[
-        str,
-        typer.Argument(metavar="ID", help="The silence's id, as shown by `alerts list`.", show_default=False),
-    ],
-    run_dir: RunDir = None,
-    json: Json = False,
-) -> None:
-    """End a silence before it expires."""
-    from appliance.actions import UnsilenceAlerts
-    from appliance.cli.actions import perform
-
-    perform(run_dir, UnsilenceAlerts(id=silence_id), as_json=json)
+add_commands(alerts, "alerts.ack", "alerts.silence", "alerts.unsilence")
 
 
 @alerts.command("test")

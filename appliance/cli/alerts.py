@@ -1,15 +1,13 @@
-"""Implements `appliance alerts list`, `ack` and `silence`."""
+"""Implements `appliance alerts list`."""
 
 from __future__ import annotations
 
 import time
 
 from appliance import calls
-from appliance.actions import MAX_SILENCE_S, AcknowledgeAlert, SilenceAlerts
-from appliance.cli.actions import perform
 from appliance.cli.output import of_seconds, paint, print_json, printable
 from appliance.cli.service import admin_client
-from appliance.cli.times import local, span_s
+from appliance.cli.times import local
 from appliance.snapshot import Alert
 from store.structs import Silence
 
@@ -32,22 +30,6 @@ def list_alerts(run_dir: str | None, *, as_json: bool) -> None:
             print(line)
     for silence in silences:
         print(silence_line(silence))
-
-
-def acknowledge(run_dir: str | None, alert_id: str, *, as_json: bool) -> None:
-    """Acknowledge an alert."""
-
-    def show(alert: Alert) -> None:
-        print(printable(f"acknowledged: {alert.what}"))
-
-    perform(run_dir, AcknowledgeAlert(id=alert_id), as_json=as_json, show=show)
-
-
-def silence(run_dir: str | None, rule: str, *, where: str, span: str, reason: str, as_json: bool) -> None:
-    """Silence alerts."""
-    seconds = span_s(span, "--for", MAX_SILENCE_S)
-    asked = SilenceAlerts(rule=rule, where=where, for_s=seconds, reason=reason)
-    perform(run_dir, asked, as_json=as_json, show=lambda made: print(silence_line(made)))
 
 
 def alert_lines(alert: Alert, now: float) -> list[str]:

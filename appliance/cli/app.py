@@ -6,12 +6,14 @@ from typing import Annotated
 
 import typer
 
+from appliance.actions import action_named
+from appliance.cli.action_commands import add_command
 from appliance.cli.alert_commands import alerts
 from appliance.cli.audit_commands import audit, backup
 from appliance.cli.client_commands import BENCH_EPILOG, bench, chat
 from appliance.cli.console_commands import console, history, top
 from appliance.cli.model_commands import models
-from appliance.cli.operating_commands import config, drain, resume
+from appliance.cli.operating_commands import config, drain
 from appliance.cli.request_commands import requests, usage
 from appliance.cli.service_commands import doctor, logs, serve, status
 from appliance.cli.tenant_commands import keys, peers, tenants
@@ -24,8 +26,11 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (serve, status, console, top, usage, logs, drain, resume, backup, doctor, chat):
+for command in (serve, status, console, top, usage, logs, drain):
     app.command()(command)
+add_command(app, action_named("resume"), "resume")
+for other in (backup, doctor, chat):
+    app.command()(other)
 app.command(epilog=BENCH_EPILOG)(bench)
 for name, commands in (
     ("models", models),

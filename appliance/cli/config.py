@@ -7,12 +7,10 @@ from typing import Any
 
 import msgspec
 
-from appliance.actions import ReloadConfig
-from appliance.cli.actions import perform
 from appliance.cli.failure import Failure, as_failure
 from appliance.cli.output import paint, print_json, printable
 from appliance.cli.service import admin_key, find_run_dir
-from appliance.protocol import Configuration, Reloaded
+from appliance.protocol import Configuration
 from appliance.settings import Fault, Flags, SettingsError, dotted, read_settings
 from appliance.settings.table import as_table
 from store.errors import StoreError
@@ -86,11 +84,6 @@ def show(run_dir: str | None, config: str | None, *, origin: bool, as_json: bool
         print(text)
 
 
-def reload(run_dir: str | None, *, as_json: bool) -> None:
-    """Make the service reload its settings, and print the result. Raises Failure if the service refuses."""
-    perform(run_dir, ReloadConfig(), as_json=as_json, show=_show_reloaded)
-
-
 def toml_lines(
     table: Mapping[str, Any], places: Mapping[str, str], path: tuple[str, ...] = ()
 ) -> Iterator[str]:
@@ -126,13 +119,3 @@ def _of_service(run_dir: str | None) -> Configuration | None:
             return None
         except AdminError as error:
             raise Failure(str(error)) from error
-
-
-def _show_reloaded(reloaded: Reloaded) -> None:
-    lines = [*reloaded.changed, *reloaded.models]
-    for text in lines:
-        print(printable(text))
-    for text in reloaded.at_restart:
-        print(paint(f"{printable(text)} (takes effect only after a restart)", "yellow"))
-    if not lines and not reloaded.at_restart:
-        print("the settings have not changed")

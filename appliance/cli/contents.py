@@ -1,12 +1,9 @@
-"""Implements `appliance requests show`, which shows the stored prompts and answers of a request through the
-service."""
+"""Prints the stored prompts and answers of a request."""
 
 from __future__ import annotations
 
 import msgspec
 
-from appliance.actions import ShowContents
-from appliance.cli.actions import perform
 from appliance.cli.output import paint, printable
 from appliance.cli.times import local
 from appliance.protocol import Contents
@@ -21,12 +18,8 @@ class _Message(msgspec.Struct):
     name: str = ""
 
 
-def show_contents(run_dir: str | None, request_id: str, *, as_json: bool) -> None:
-    """Print the stored contents. The service records the request and its caller in the audit trail."""
-    perform(run_dir, ShowContents(request_id=request_id), as_json=as_json, show=_say)
-
-
-def _say(contents: Contents) -> None:
+def print_contents(contents: Contents) -> None:
+    """Print the stored contents of a request."""
     goes = "forever" if contents.goes_at is None else f"until {local(contents.goes_at)}"
     print(f"{contents.request_id} of tenant {contents.tenant}, {local(contents.created_at)}; kept {goes}")
     for text in contents.texts:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Annotated, Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
+from appliance.actions import flag
 from store.fields import Declared, declared
 from store.policies import Quota
-
-Command = TypeVar("Command", bound=Callable[..., None])
 
 _METAVARS = {
     "number": "N",
@@ -25,39 +24,13 @@ _METAVARS = {
 }
 
 
-def fields_of(record: type[msgspec.Struct]) -> list[Declared]:
-    """Return the declared fields of a tenant or key, and of its quota."""
-    return [*declared(record).values(), *declared(Quota).values()]
-
-
-def flag(field: Declared) -> str:
-    """Return the option for a field, such as `--tokens-per-minute` or `--burst`."""
-    return "--" + field.name.removesuffix("_s").removesuffix("_at").replace("_", "-")
-
-
-def with_fields(record: type[msgspec.Struct], *, but: Collection[str] = ()) -> Callable[[Command], Command]:
-    """Add options to a command: one for each declared field of `record` and its quota, except the fields in
-    `but`. The command receives the options as keyword arguments. Their values are strings, because "none" is
-    also a valid value."""
-
-    def decorate(command: Command) -> Command:
-        signature = inspect.signature(command, eval_str=True)
-        own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-        # Place the options that all commands share last.
-        common = [one for one in own if one.name in ("run_dir", "json")]
-        options = [_option(field) for field in fields_of(record) if field.name not in but]
-        ordered = [*(one for one in own if one not in common), *options, *common]
-        command.__signature__ = signature.replace(parameters=ordered)  # type: ignore[attr-defined]
-        return command
-
-    return decorate
-
-
-def _option(field: Declared) -> inspect.Parameter:
+def field_option(field: Declared) -> inspect.Parameter:
+    """Return the option for a declared field, as a parameter of a command's function. Its value is a text,
+    because "none" is also a valid value."""
     known = field.default not in (None, msgspec.NODEFAULT)
     default = f" (default {shown(field, field.default)})" if known else ""
     info = typer.Option(
-        flag(field),
+        flag(field.name),
         metavar="|".join(field.choices) if field.kind == "choice" else _METAVARS[field.kind],
         help=f"{field.description}{default}.",
         show_default=False,
@@ -70,13 +43,11 @@ def _option(field: Declared) -> inspect.Parameter:
     )
 
 
-def given_fields(options: Mapping[str, Any], record: type[msgspec.Struct]) -> dict[str, Any]:
+def given_fields(options: Mapping[str, Any], fields: Iterable[Declared]) -> dict[str, Any]:
     """Return the values of the fields that were given as options. Raises CommandLineError for an invalid
     value."""
     return {
-        field.name: _value(field, text)
-        for field in fields_of(record)
-        if (text := options.get(field.name)) is not None
+        field.name: _value(field, text) for field in fields if (text := options.get(field.name)) is not None
     }
 
 
@@ -85,7 +56,7 @@ def _value(field: Declared, text: str) -> Any:
     from appliance.cli.times import moment, span_s
     from store.rules import allows
 
-    name = flag(field)
+    name = flag(field.name)
     if field.optional and text == "none":
         return None
     if field.kind == "span":

@@ -1,21 +1,15 @@
-"""Implements `appliance keys`: list, create, change, rotate and revoke bearer keys."""
+"""Implements `appliance keys list`, and prints keys."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any
 
-from appliance.actions import CreateKey, RotateKey, SetKey
-from appliance.cli.actions import perform
-from appliance.cli.failure import CommandLineError
-from appliance.cli.fields import given_fields, limits
+from appliance.cli.fields import limits
 from appliance.cli.output import Column, print_json, print_table, printable
 from appliance.cli.service import admin_client
 from appliance.cli.tables import field_cells, field_columns
-from appliance.cli.times import local, moment, span_s
-from appliance.cli.what_if import print_forecast
+from appliance.cli.times import local
 from appliance.protocol import Key, NewKey
 from store.fields import declared
 from store.policies import KeyFields
@@ -33,45 +27,6 @@ _COLUMNS = (
 )
 
 
-def create_key(
-    run_dir: str | None,
-    name: str,
-    tenant: str,
-    options: Mapping[str, Any],
-    *,
-    as_json: bool,
-) -> None:
-    """Create a key and print it."""
-    asked = CreateKey(name=name, tenant=tenant, **given_fields(options, KeyFields))
-    perform(run_dir, asked, as_json=as_json, show=_print_new)
-
-
-def rotate_key(
-    run_dir: str | None, key_id: str, overlap: str, expires: str | None, *, yes: bool, as_json: bool
-) -> None:
-    """Replace a key by a new one, and print the new key."""
-    asked = RotateKey(
-        id=key_id,
-        overlap_s=span_s(overlap, "--overlap"),
-        expires_at=None if expires is None else moment(expires, "--expires", ahead=True),
-    )
-    perform(run_dir, asked, yes=yes, as_json=as_json, show=_print_new)
-
-
-def set_key(
-    run_dir: str | None, key_id: str, options: Mapping[str, Any], *, what_if: bool, as_json: bool
-) -> None:
-    """Change a key, and print it. With `what_if`, only forecast the effect."""
-    fields = given_fields(options, KeyFields)
-    if not fields:
-        raise CommandLineError("no changes were given: see appliance keys set --help")
-    asked = SetKey(id=key_id, **fields)
-    if what_if:
-        print_forecast(run_dir, asked, as_json=as_json)
-    else:
-        perform(run_dir, asked, as_json=as_json, show=lambda key: _print([key]))
-
-
 def list_keys(run_dir: str | None, tenant: str | None, *, as_json: bool) -> None:
     """Print all keys, or the keys of one tenant, oldest first."""
     with admin_client(run_dir) as client:
@@ -80,13 +35,14 @@ def list_keys(run_dir: str | None, tenant: str | None, *, as_json: bool) -> None
     if as_json:
         print_json(found)
     elif found:
-        _print(found)
+        print_keys(found)
     else:
         whose = "" if tenant is None else f" of tenant {printable(tenant)}"
         print(f"No keys{whose}. Create one with: appliance keys create --name NAME", file=sys.stderr)
 
 
-def _print(keys: list[Key]) -> None:
+def print_keys(keys: list[Key]) -> None:
+    """Print a table of keys."""
     rows = [
         (
             key.id,
@@ -103,7 +59,7 @@ def _print(keys: list[Key]) -> None:
     print_table(_COLUMNS, rows)
 
 
-def _print_new(made: NewKey) -> None:
+def print_new_key(made: NewKey) -> None:
     """Print a new key. Only the key is written to standard output, so that a script can read it."""
     until = f", valid until {local(made.expires_at)}" if made.expires_at is not None else ""
     print(made.key)

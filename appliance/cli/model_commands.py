@@ -8,22 +8,15 @@ from typing import Annotated
 
 import typer
 
+from appliance.actions import action_named
+from appliance.cli.action_commands import add_commands
 from appliance.cli.options import Json, RunDir, Yes
-from appliance.cli.tenant_commands import about
 
 models = typer.Typer(help="Add, load, swap and remove models.", no_args_is_help=True)
 
 Name = Annotated[
     str,
     typer.Argument(metavar="NAME", help="The model's name, as shown by `models list`.", show_default=False),
-]
-Target = Annotated[
-    str,
-    typer.Argument(
-        metavar="NAME[@VERSION]",
-        help="The model and the number of the version. Default: the model's default version.",
-        show_default=False,
-    ),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -35,16 +28,11 @@ Settings = Annotated[
         show_default=False,
     ),
 ]
-Grace = Annotated[
-    str,
-    typer.Option(
-        "--grace",
-        metavar="SPAN",
-        help="Time after which unfinished requests of the version that is replaced or unloaded end with an "
-        "error.",
-    ),
-]
-Wait = Annotated[bool, typer.Option("--wait", help="Return when the operation is complete.")]
+
+
+def about(action: str) -> str:
+    """Return an action's help text for its command."""
+    return action_named(action).description
 
 
 @models.command("add", help=about("models.add"))
@@ -156,119 +144,18 @@ def models_show(name: Name, run_dir: RunDir = None, json: Json = False) -> None:
     show_model(run_dir, name, as_json=json)
 
 
-@models.command("load", help=about("models.load"))
-def models_load(model: Target, wait: Wait = False, run_dir: RunDir = None, json: Json = False) -> None:
-    from appliance.actions import LoadModel
-    from appliance.cli.models import change
-
-    change(run_dir, LoadModel(model=model, wait=wait), as_json=json)
-
-
-@models.command("unload", help=about("models.unload"))
-def models_unload(
-    model: Target,
-    wait: Wait = False,
-    grace_s: Grace = "120s",
-    yes: Yes = False,
-    run_dir: RunDir = None,
-    json: Json = False,
-) -> None:
-    from appliance.actions import MAX_GRACE_S, UnloadModel
-    from appliance.cli.models import change
-    from appliance.cli.times import span_s
-
-    action = UnloadModel(model=model, wait=wait, grace_s=span_s(grace_s, "--grace", MAX_GRACE_S))
-    change(run_dir, action, yes=yes, as_json=json)
-
-
-@models.command("retry", help=about("models.retry"))
-def models_retry(model: Target, run_dir: RunDir = None, json: Json = False) -> None:
-    from appliance.actions import RetryModel
-    from appliance.cli.actions import perform
-
-    perform(run_dir, RetryModel(model=model), as_json=json)
-
-
-@models.command("sleep", help=about("models.sleep"))
-def models_sleep(
-    model: Target,
-    wait: Wait = False,
-    grace_s: Annotated[
-        str,
-        typer.Option(
-            "--grace",
-            metavar="SPAN",
-            help="Time to wait for unfinished requests. If any remain after that, the version stays awake.",
-        ),
-    ] = "120s",
-    run_dir: RunDir = None,
-    json: Json = False,
-) -> None:
-    from appliance.actions import MAX_GRACE_S, SleepModel
-    from appliance.cli.models import change
-    from appliance.cli.times import span_s
-
-    action = SleepModel(model=model, wait=wait, grace_s=span_s(grace_s, "--grace", MAX_GRACE_S))
-    change(run_dir, action, as_json=json)
-
-
-@models.command("wake", help=about("models.wake"))
-def models_wake(model: Target, wait: Wait = False, run_dir: RunDir = None, json: Json = False) -> None:
-    from appliance.actions import WakeModel
-    from appliance.cli.models import change
-
-    change(run_dir, WakeModel(model=model, wait=wait), as_json=json)
-
-
-@models.command("pin", help=about("models.pin"))
-def models_pin(model: Target, run_dir: RunDir = None, json: Json = False) -> None:
-    from appliance.actions import PinModel
-    from appliance.cli.actions import perform
-
-    perform(run_dir, PinModel(model=model), as_json=json)
-
-
-@models.command("unpin", help=about("models.unpin"))
-def models_unpin(model: Target, run_dir: RunDir = None, json: Json = False) -> None:
-    from appliance.actions import UnpinModel
-    from appliance.cli.actions import perform
-
-    perform(run_dir, UnpinModel(model=model), as_json=json)
-
-
-@models.command("default", help=about("models.default"))
-def models_default(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME@VERSION", help="The model and the number of the version.", show_default=False
-        ),
-    ],
-    grace_s: Grace = "1h",
-    run_dir: RunDir = None,
-    json: Json = False,
-) -> None:
-    from appliance.actions import MAX_GRACE_S, SetDefaultModel
-    from appliance.cli.models import change
-    from appliance.cli.times import span_s
-
-    action = SetDefaultModel(model=model, grace_s=span_s(grace_s, "--grace", MAX_GRACE_S))
-    change(run_dir, action, as_json=json)
-
-
-@models.command("rollback", help=about("models.rollback"))
-def models_rollback(
-    name: Name,
-    grace_s: Grace = "1h",
-    run_dir: RunDir = None,
-    json: Json = False,
-) -> None:
-    from appliance.actions import MAX_GRACE_S, RollbackModel
-    from appliance.cli.models import change
-    from appliance.cli.times import span_s
-
-    action = RollbackModel(name=name, grace_s=span_s(grace_s, "--grace", MAX_GRACE_S))
-    change(run_dir, action, as_json=json)
+add_commands(
+    models,
+    "models.load",
+    "models.unload",
+    "models.retry",
+    "models.sleep",
+    "models.wake",
+    "models.pin",
+    "models.unpin",
+    "models.default",
+    "models.rollback",
+)
 
 
 @models.command("alias", help=about("models.alias"))

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import os
-import sys
 import tomllib
-from contextlib import nullcontext
 from typing import Any
 
 import msgspec
 
-from appliance.actions import AddModel, SetAlias, action_of
+from appliance.actions import AddModel, SetAlias
 from appliance.cli.actions import perform
 from appliance.cli.failure import CommandLineError, Failure
 from appliance.cli.model_splits import shares, show_shadow
 from appliance.cli.output import Column, of_count, print_json, print_table, printable
 from appliance.cli.service import admin_client
-from appliance.cli.status_line import loads_shown
 from appliance.cli.times import local
-from appliance.protocol import (
-    AddedVersion,
-    RegisteredModel,
-    RegisteredVersion,
-    ReplicaStatus,
-    VersionStatus,
-)
+from appliance.protocol import RegisteredModel, RegisteredVersion
 from appliance.quantities import of_bytes
 from appliance.settings import named_folder
 
@@ -63,7 +54,7 @@ def add_model(run_dir: str | None, model: str, settings: list[str], *, as_json: 
     name, folder = named_folder(model)
     folder = os.path.abspath(os.path.expanduser(folder))
     added = AddModel(name=name, folder=folder, settings=version_settings(settings))
-    perform(run_dir, added, as_json=as_json, show=show_added)
+    perform(run_dir, added, as_json=as_json)
 
 
 def list_models(run_dir: str | None, *, as_json: bool) -> None:
@@ -153,17 +144,6 @@ def show_model(run_dir: str | None, name: str, *, as_json: bool) -> None:
         _show_version(version)
 
 
-def change(run_dir: str | None, action: msgspec.Struct, *, yes: bool = False, as_json: bool) -> None:
-    """Perform an action whose result is the state of a version. While it runs, show the progress of the
-    model's loads if standard error is a terminal."""
-    declared = action_of(action)
-    name = declared.target_name(action).partition("@")[0]
-    # The progress must not overwrite a confirmation prompt.
-    shown = loads_shown(lambda: _replicas(run_dir, name)) if declared.danger == "none" else nullcontext()
-    with shown:
-        perform(run_dir, action, yes=yes, as_json=as_json, show=_show_status)
-
-
 def set_alias(run_dir: str | None, alias: str, target: str | None, *, delete: bool, as_json: bool) -> None:
     """Set or delete an alias."""
     if delete == (target is not None):
@@ -174,13 +154,6 @@ def set_alias(run_dir: str | None, alias: str, target: str | None, *, delete: bo
 def _models(run_dir: str | None) -> list[RegisteredModel]:
     with admin_client(run_dir) as client:
         return client.models()
-
-
-def _replicas(run_dir: str | None, name: str) -> list[ReplicaStatus]:
-    """Return the replicas of all loaded versions of a model."""
-    with admin_client(run_dir) as client:
-        models = client.status().models
-    return [replica for model in models if model.name.partition("@")[0] == name for replica in model.replicas]
 
 
 def _without_files(model: RegisteredModel) -> dict[str, Any]:
@@ -210,19 +183,6 @@ def version_settings(texts: list[str]) -> dict[str, Any]:
             raise CommandLineError(f"--set {text!r} contradicts {table} = {known!r}: give one of them")
         known[field] = parsed
     return settings
-
-
-def show_added(added: AddedVersion) -> None:
-    """Print a version that was added, and how to load it."""
-    for warning in added.warnings:
-        print(f"warning: {printable(warning)}", file=sys.stderr)
-    name = printable(added.name)
-    print(f"added {name} version {added.version}; load it with: appliance models load {name}@{added.version}")
-
-
-def _show_status(status: VersionStatus) -> None:
-    detail = f": {printable(status.detail)}" if status.detail else ""
-    print(f"{printable(status.name)} version {status.version} is {status.state}{detail}")
 
 
 def _show_version(version: RegisteredVersion) -> None:

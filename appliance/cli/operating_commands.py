@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from appliance.cli.action_commands import add_commands
 from appliance.cli.options import Config, Json, RunDir, Yes
 
 config = typer.Typer(help="Check, show and reload the settings.", no_args_is_help=True)
@@ -48,14 +49,6 @@ def drain(
     )
 
 
-def resume(model: Model = None, run_dir: RunDir = None, json: Json = False) -> None:
-    """Cancel or end a drain and accept requests again. Held requests are served first."""
-    from appliance.actions import ResumeService
-    from appliance.cli.actions import perform
-
-    perform(run_dir, ResumeService(model=model), as_json=json)
-
-
 @config.command("check")
 def config_check(
     file: Annotated[
@@ -89,13 +82,4 @@ def config_show(
     show(run_dir, config, origin=origin, as_json=json)
 
 
-@config.command("reload")
-def config_reload(run_dir: RunDir = None, json: Json = False) -> None:
-    """Make the running service read its settings files again and apply the changes.
-
-    Models whose settings did not change stay loaded. If a file is not valid, nothing changes and the exit
-    code is 1.
-    """
-    from appliance.cli.config import reload
-
-    reload(run_dir, as_json=json)
+add_commands(config, "config.reload")

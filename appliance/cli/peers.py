@@ -1,12 +1,10 @@
-"""Implements `appliance peers`: list, map and unmap local users and groups."""
+"""Implements `appliance peers list`, and converts the names of local users and groups to numbers."""
 
 from __future__ import annotations
 
 import grp
 import pwd
 
-from appliance.actions import MapPeer, UnmapPeer
-from appliance.cli.actions import perform
 from appliance.cli.failure import CommandLineError
 from appliance.cli.output import Column, print_json, print_table, printable
 from appliance.cli.service import admin_client
@@ -40,16 +38,6 @@ def list_peers(run_dir: str | None, *, as_json: bool) -> None:
         for peer in found
     ]
     print_table(_COLUMNS, rows)
-
-
-def map_peer(run_dir: str | None, peer: str, tenant: str, *, as_json: bool) -> None:
-    """Map a user or group to a tenant."""
-    perform(run_dir, MapPeer(peer=by_number(peer), tenant=tenant), as_json=as_json)
-
-
-def unmap_peer(run_dir: str | None, peer: str, *, yes: bool, as_json: bool) -> None:
-    """Remove the mapping of a user or group."""
-    perform(run_dir, UnmapPeer(peer=by_number(peer)), yes=yes, as_json=as_json)
 
 
 def by_number(peer: str) -> str:

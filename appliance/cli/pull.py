@@ -12,9 +12,10 @@ import msgspec
 from appliance.actions import AddModel
 from appliance.cli.drain import INTERRUPTED
 from appliance.cli.failure import Failure, as_failure
-from appliance.cli.models import REGISTRY, show_added
+from appliance.cli.models import REGISTRY
 from appliance.cli.output import print_json, printable
 from appliance.cli.progress import ByteProgress
+from appliance.cli.results import print_added
 from appliance.cli.service import admin_client, find_run_dir, find_state_dir
 from appliance.hub.cache import as_owner
 from appliance.hub.pull import Pulled, pull_model
@@ -52,7 +53,7 @@ def pull(
         return 0
     print(printable(f"{pulled.folder}: {pulled.files} files, {of_bytes(pulled.bytes)}"))
     if added is not None:
-        show_added(added)
+        print_added(added)
     return 0
 
 

@@ -1,5 +1,5 @@
-"""The request log commands, and their options. They are implemented in `appliance.cli.requests` and
-`appliance.cli.contents`, which are loaded on demand."""
+"""The request log commands, and their options. They are implemented in `appliance.cli.requests`, which
+is loaded on demand."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from typing import Annotated
 
 import typer
 
+from appliance.cli.action_commands import add_commands
 from appliance.cli.failure import CommandLineError
-from appliance.cli.options import Json, Limit, RunDir, StateDir, Yes
-
-RequestId = Annotated[
-    str, typer.Argument(metavar="ID", help="The request's id, as shown by `requests`.", show_default=False)
-]
+from appliance.cli.options import Json, Limit, RunDir, StateDir
 
 requests = typer.Typer(help="Show the request log, oldest requests first.", invoke_without_command=True)
 
@@ -82,30 +79,7 @@ def requests_read(
     show_requests(run_dir, state_dir, query, limit=limit, follow=follow, as_json=json)
 
 
-@requests.command("cancel")
-def requests_cancel(
-    request_id: RequestId,
-    yes: Yes = False,
-    run_dir: RunDir = None,
-    json: Json = False,
-) -> None:
-    """Cancel a request. Its client gets an error."""
-    from appliance.actions import CancelRequest
-    from appliance.cli.actions import perform
-
-    perform(run_dir, CancelRequest(request_id=request_id), yes=yes, as_json=json)
-
-
-@requests.command("show")
-def requests_show(
-    request_id: RequestId,
-    run_dir: RunDir = None,
-    json: Json = False,
-) -> None:
-    """Show a request's stored prompts and answers. The audit trail records the operator who reads them."""
-    from appliance.cli.contents import show_contents
-
-    show_contents(run_dir, request_id, as_json=json)
+add_commands(requests, "requests.cancel", "requests.show")
 
 
 def usage(

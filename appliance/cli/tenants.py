@@ -1,20 +1,16 @@
-"""Implements `appliance tenants`: list, show, create and change tenants."""
+"""Implements `appliance tenants list` and `show`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
-from appliance.actions import CreateTenant, SetTenant
-from appliance.cli.actions import perform
-from appliance.cli.failure import CommandLineError, Failure
-from appliance.cli.fields import given_fields, limits, shown
+from appliance.cli.failure import Failure
+from appliance.cli.fields import limits, shown
 from appliance.cli.output import Column, of_count, paint, print_json, print_table, printable
 from appliance.cli.service import admin_client
 from appliance.cli.tables import field_cells, field_columns
 from appliance.cli.times import local
-from appliance.cli.what_if import print_forecast
 from appliance.protocol import Key, LimitUsage, Tenant
 from appliance.quantities import duration
 from store.fields import declared
@@ -70,7 +66,7 @@ def show_tenant(run_dir: str | None, name: str, *, as_json: bool) -> None:
     if as_json:
         print_json(found[0])
         return
-    _print(found[0])
+    print_tenant(found[0])
     rows = [_used("tenant", usage) for usage in found[0].usage]
     rows += [
         _used(f"key {key.name}", usage)
@@ -81,26 +77,6 @@ def show_tenant(run_dir: str | None, name: str, *, as_json: bool) -> None:
     if rows:
         print()
         print_table(_USAGE_COLUMNS, rows)
-
-
-def create_tenant(run_dir: str | None, name: str, options: Mapping[str, Any], *, as_json: bool) -> None:
-    """Create a tenant and print it."""
-    asked = CreateTenant(name=name, **given_fields(options, TenantRecord))
-    perform(run_dir, asked, as_json=as_json, show=_print)
-
-
-def set_tenant(
-    run_dir: str | None, name: str, options: Mapping[str, Any], *, what_if: bool, as_json: bool
-) -> None:
-    """Change a tenant and print it. With `what_if`, only forecast the effect."""
-    fields = given_fields(options, TenantRecord)
-    if not fields:
-        raise CommandLineError("no changes were given: see appliance tenants set --help")
-    asked = SetTenant(name=name, **fields)
-    if what_if:
-        print_forecast(run_dir, asked, as_json=as_json)
-    else:
-        perform(run_dir, asked, as_json=as_json, show=_print)
 
 
 def _used(scope: str, usage: LimitUsage) -> tuple[str, ...]:
@@ -122,7 +98,8 @@ def _valid(key: Key) -> bool:
     return key.revoked_at is None and (key.expires_at is None or key.expires_at > time.time())
 
 
-def _print(tenant: Tenant) -> None:
+def print_tenant(tenant: Tenant) -> None:
+    """Print a tenant with all its fields."""
     for name, value in _fields(tenant):
         print(f"{paint(f'{name:22}', 'dim')}  {printable(value)}")
 

@@ -298,6 +298,7 @@ def test_what_others_named_cannot_steer_the_terminal(cli: Run, admin: AdminServi
         (("keys", "revoke", "key_1"), "Revoke key key_1? [y/N]", "y"),
         (("keys", "rotate", "key_1"), "Rotate key key_1? [y/N]", "y"),
         (("peers", "unmap", "uid:7"), "Unmap peer uid:7? [y/N]", "y"),
+        (("models", "remove", "demo"), "Remove model demo? Type the name to confirm:", "demo"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
