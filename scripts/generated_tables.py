@@ -43,7 +43,7 @@ def options(fields: Iterable[Declared]) -> str:
         ("option", "value", "meaning"),
         (
             (
-                f"`{flag(field)}`",
+                f"`{flag(field.name)}`",
                 "P0, P1, P2 or P3" if field.kind == "class" else values(field),
                 field.description + default(field),
             )
