@@ -1,5 +1,5 @@
 """The calls of the admin API: their paths, parameters and response types. `appliance.client` and
-`appliance.async_client` perform them."""
+`appliance.events.async_client` perform them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from appliance.actions import action_of
-from appliance.forecasts import QuotaForecast
+from appliance.history.forecasts import QuotaForecast
 from appliance.protocol import (
     Configuration,
     ErrorBody,
@@ -24,6 +24,17 @@ from appliance.snapshot import Alert, UnfinishedRequest
 from store.structs import Silence
 
 if TYPE_CHECKING:
+    from appliance.events.frames import Frame
+    from appliance.history.pages import (
+        AlertLogPage,
+        AlertLogQuery,
+        PastSnapshot,
+        SnapshotQuery,
+        StoredPage,
+        StoredQuery,
+        TelemetryColumns,
+        TelemetryQuery,
+    )
     from appliance.pages import (
         AuditAction,
         AuditPage,
@@ -36,17 +47,6 @@ if TYPE_CHECKING:
         RequestPage,
         UsageQuery,
         UsageReport,
-    )
-    from appliance.snapshot_stream import Frame
-    from appliance.telemetry_pages import (
-        AlertLogPage,
-        AlertLogQuery,
-        PastSnapshot,
-        SnapshotQuery,
-        StoredPage,
-        StoredQuery,
-        TelemetryColumns,
-        TelemetryQuery,
     )
 
 Answer = TypeVar("Answer")
@@ -187,35 +187,35 @@ def follow_log(query: LogQuery) -> Call[LogLine]:
 
 def events(hz: int = 2) -> Call[Frame]:
     """Return the call that streams the state of the service at `hz` frames per second."""
-    from appliance.snapshot_stream import EventsQuery, Frame
+    from appliance.events.frames import EventsQuery, Frame
 
     return Call("GET", _with("/events", EventsQuery(hz=hz)), Frame)
 
 
 def past_snapshot(query: SnapshotQuery) -> Call[PastSnapshot]:
     """Return the call that reads the state of the service at a past time."""
-    from appliance.telemetry_pages import PastSnapshot
+    from appliance.history.pages import PastSnapshot
 
     return Call("GET", _with("/telemetry/snapshot", query), PastSnapshot)
 
 
 def telemetry(query: TelemetryQuery) -> Call[TelemetryColumns]:
     """Return the call that reads figures over time."""
-    from appliance.telemetry_pages import TelemetryColumns
+    from appliance.history.pages import TelemetryColumns
 
     return Call("GET", _with("/telemetry", query), TelemetryColumns)
 
 
 def stored_telemetry(query: StoredQuery) -> Call[StoredPage]:
     """Return the call that reads a page of stored samples."""
-    from appliance.telemetry_pages import StoredPage
+    from appliance.history.pages import StoredPage
 
     return Call("GET", _with("/telemetry/stored", query), StoredPage)
 
 
 def alert_log(query: AlertLogQuery) -> Call[AlertLogPage]:
     """Return the call that reads the alerts between two times."""
-    from appliance.telemetry_pages import AlertLogPage
+    from appliance.history.pages import AlertLogPage
 
     return Call("GET", _with("/alert-log", query), AlertLogPage)
 

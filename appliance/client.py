@@ -150,7 +150,7 @@ class AdminClient:
 
     def snapshots(self, hz: int = 2) -> Iterator[Snapshot]:
         """Yield snapshots of the service, `hz` times a second. Returns when the service stops."""
-        from appliance.snapshot_stream import SnapshotAssembler
+        from appliance.events.frames import SnapshotAssembler
 
         assembler = SnapshotAssembler()
         for frame in self.follow(calls.events(hz)):

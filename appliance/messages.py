@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from appliance.front_stats import FrontStats
+from appliance.channel.front_stats import FrontStats
+from appliance.channel.sampling import SamplingDefaults
 from appliance.protocol import LogLevel
-from appliance.sampling import SamplingDefaults
 from store.policies import BACKGROUND, INTERACTIVE, LogPolicy
 
 SocketKind = Literal["unix", "tcp"]

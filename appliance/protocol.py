@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from appliance.front_stats import FrontStats
+from appliance.channel.front_stats import FrontStats
 from engine.messages import ReplicaStats
 from store.policies import KeyFields, TenantRecord
 from store.structs import KeptText, WriterState

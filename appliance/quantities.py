@@ -1,8 +1,14 @@
-"""Formats byte counts and durations as text."""
+"""Formats and parses byte counts, time spans and times."""
 
 from __future__ import annotations
 
 import math
+import re
+from datetime import datetime, timedelta
+
+_SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800}
+_SPAN = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*(s|m|min|h|d|w)")
+_CLOCK = re.compile(r"([0-9]{1,2}):([0-9]{2})(?::([0-9]{2}))?")
 
 
 def of_bytes(count: float) -> str:
@@ -24,3 +30,50 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}h{minutes}m{rest}s"
     return f"{minutes}m{rest}s" if minutes else f"{rest}s"
+
+
+def span_seconds(text: str) -> float | None:
+    """Parse a duration such as 90s, 30m, 12h or 7d into seconds. Return None if the text is not a
+    duration."""
+    found = _SPAN.fullmatch(text.strip())
+    return None if found is None else float(found[1]) * _SECONDS[found[2]]
+
+
+def span_text(seconds: float) -> str:
+    """Format a duration so that `span_seconds` can parse it, in the largest unit that divides it."""
+    for unit in ("w", "d", "h", "m"):
+        if seconds and seconds % _SECONDS[unit] == 0:
+            return f"{seconds / _SECONDS[unit]:g}{unit}"
+    return f"{seconds:g}s"
+
+
+def clock_time(text: str, now: float) -> float | None:
+    """Return the unix time of the latest occurrence, not after `now`, of a local time of day such as 14:03 or
+    14:03:20. Returns None if the text is not a time of day."""
+    found = _CLOCK.fullmatch(text.strip())
+    if found is None:
+        return None
+    hour, minute, second = (int(part or 0) for part in found.groups())
+    if hour > 23 or minute > 59 or second > 59:
+        return None
+    today = datetime.fromtimestamp(now).replace(hour=hour, minute=minute, second=second, microsecond=0)
+    if today.timestamp() > now:
+        today -= timedelta(days=1)
+    return today.timestamp()
+
+
+def past_time(text: str, now: float) -> float:
+    """Return the unix time of a past moment: 14:03, 14:03:20, 20m or -20m (both mean 20 minutes ago), or an
+    ISO 8601 date. Times are local unless they carry an offset. Raises ValueError with a message that says how
+    to fix the input."""
+    text = text.strip()
+    if (at := clock_time(text, now)) is not None:
+        return at
+    if (seconds := span_seconds(text.removeprefix("-"))) is not None:
+        return now - seconds
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError, OSError):
+        raise ValueError(
+            f"{text[:40]!r} is not a time: write for example 14:03, 14:03:20, -20m or 2026-11-20T14:03"
+        ) from None

@@ -19,7 +19,7 @@ from appliance.actions import (
     SuspendTenant,
     action_of,
 )
-from appliance.forecasts import QuotaForecast
+from appliance.history.forecasts import QuotaForecast
 from appliance.protocol import (
     ClassStatus,
     Done,

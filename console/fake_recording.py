@@ -10,9 +10,9 @@ from pathlib import Path
 
 import msgspec
 
+from appliance.history.pages import PastSnapshot
 from appliance.pages import NamedRequest
 from appliance.snapshot import Snapshot
-from appliance.telemetry_pages import PastSnapshot
 from console.fake_rows import FakeRows
 from console.history import History
 from console.recordings import HISTORY_POINTS, NOT_RECORDED, USAGE_NOT_RECORDED, Mark, PastTimeline

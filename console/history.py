@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_type_hints
 
+from appliance.history.pages import TelemetryColumns
 from appliance.snapshot import Batch, Snapshot
-from appliance.telemetry_pages import TelemetryColumns
 
 MAX_POINTS = 1200
 HISTORY_FIGURES = (

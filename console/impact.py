@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from appliance.actions import Action
-from appliance.forecasts import QuotaForecast
+from appliance.history.forecasts import QuotaForecast
 from appliance.protocol import ModelStatus
 from appliance.snapshot import Snapshot, UnfinishedRequest
 from console import units

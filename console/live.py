@@ -16,15 +16,15 @@ from typing import Literal
 import msgspec
 
 from appliance import calls
-from appliance.async_client import AsyncAdminClient
 from appliance.calls import AdminError
 from appliance.client import ServiceNotRunningError
-from appliance.forecasts import QuotaForecast
+from appliance.events.async_client import AsyncAdminClient
+from appliance.events.frames import FrameLostError
+from appliance.history.forecasts import QuotaForecast
 from appliance.ownership import UntrustedError
 from appliance.pages import AuditQuery, LogQuery, RequestLogQuery, UsageQuery, UsageRow
 from appliance.protocol import Configuration
 from appliance.snapshot import Snapshot
-from appliance.snapshot_stream import FrameLostError
 from console.list_rows import audit_row, log_row
 from console.recordings import RecordedPast
 from console.source import MAX_ROWS, USAGE_DAYS, ListName, ListRow, Row, SourceError, UnsupportedListError

@@ -12,7 +12,7 @@ from textual.containers import Horizontal, Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Label, Static
 
-from appliance.moments import past_time
+from appliance.quantities import past_time
 from console import units
 from console.dialogs import text
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from appliance.telemetry_pages import PastSnapshot
+from appliance.history.pages import PastSnapshot
 from console.history import History
 from console.source import ListName, Row
 

@@ -8,9 +8,9 @@ from typing import Literal
 
 import msgspec
 
-from appliance.forecasts import QuotaForecast
+from appliance.history.forecasts import QuotaForecast
+from appliance.history.pages import PastSnapshot
 from appliance.snapshot import Snapshot
-from appliance.telemetry_pages import PastSnapshot
 from console.history import History
 from console.recordings import RecordedPast
 from console.source import ListName, Row, SourceError

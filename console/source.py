@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
-from appliance.forecasts import QuotaForecast
+from appliance.history.forecasts import QuotaForecast
 from appliance.pages import NamedRequest, UsageRow
 from appliance.snapshot import Snapshot
 

@@ -11,10 +11,10 @@ from typing import TypeVar
 
 import msgspec
 
-from appliance.incident_export import export_incident
+from appliance.history.incident_export import export_incident
+from appliance.history.pages import AlertLogQuery, PastSnapshot, SnapshotQuery, TelemetryQuery
+from appliance.history.sources import FilePast, PastError, PastSource, ServicePast
 from appliance.pages import MAX_PAGE_ROWS, AuditQuery, LogQuery, NamedRequest, RequestLogQuery
-from appliance.past_sources import FilePast, PastError, PastSource, ServicePast
-from appliance.telemetry_pages import AlertLogQuery, PastSnapshot, SnapshotQuery, TelemetryQuery
 from console.history import HISTORY_FIGURES, History
 from console.list_rows import audit_row, log_row
 from console.recordings import HISTORY_POINTS, NOT_RECORDED, USAGE_NOT_RECORDED, Mark, PastTimeline

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 
-from appliance.telemetry_pages import PastSnapshot
+from appliance.history.pages import PastSnapshot
 from console import units
 from console.glyphs import GlyphSet
 from console.lines import Line, Span, clip, line, span, spread

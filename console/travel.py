@@ -8,7 +8,7 @@ import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from appliance.moments import past_time
+from appliance.quantities import past_time
 from console import units
 from console.context import Compared
 from console.keys import key_of

@@ -20,8 +20,8 @@ from msgspec import inspect as shapes
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from appliance.channel.sampling import SamplingDefaults  # noqa: E402
 from appliance.core.reload import AT_RESTART  # noqa: E402
-from appliance.sampling import SamplingDefaults  # noqa: E402
 from appliance.settings import GroupSettings, ModelPrices, ModelSettings, Settings  # noqa: E402
 from appliance.settings.convert import NOT_SETTINGS  # noqa: E402
 from scripts.field_tables import (  # noqa: E402

@@ -11,6 +11,7 @@ from kernels import PAGE_TOKENS
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_LINES = 700
+MOST_LOOSE_MODULES = 12
 
 
 def tracked() -> list[Path]:
@@ -26,6 +27,14 @@ def test_every_source_file_reads_in_one_sitting() -> None:
     }
     assert len(lengths) > 100
     assert not {str(path): lines for path, lines in lengths.items() if lines > MOST_LINES}
+
+
+def test_the_service_keeps_its_modules_in_packages() -> None:
+    loose = sorted(
+        path.name for path in tracked() if path.parent == ROOT / "appliance" and path.suffix == ".py"
+    )
+    loose.remove("__init__.py")
+    assert 0 < len(loose) <= MOST_LOOSE_MODULES, loose
 
 
 def test_the_engine_and_the_kernels_mean_the_same_block() -> None:

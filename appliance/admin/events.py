@@ -1,4 +1,4 @@
-"""The event stream: snapshots of the service several times a second, as frames (`appliance.snapshot_stream`).
+"""The event stream: snapshots of the service several times a second, as frames (`appliance.events.frames`).
 
 All readers of one rate share the snapshots and their encoding, so an additional reader costs only the time to
 write the bytes. A reader has no queue: it gets the newest frame when its connection accepts bytes, and a full
@@ -19,11 +19,11 @@ from starlette.responses import Response
 from appliance.admin.log_routes import answered
 from appliance.admin.query import parse_query, query_parameters
 from appliance.admin.streams import HEARTBEAT, HEARTBEAT_S, Streams
+from appliance.events.frames import EventsQuery, Frame, signature
 from appliance.http.openapi import Operation
 from appliance.protocol import ErrorBody
 from appliance.scopes import ScopedRoute
 from appliance.snapshot import Snapshot, UnfinishedRequest
-from appliance.snapshot_stream import EventsQuery, Frame, signature
 
 log = logging.getLogger(__name__)
 

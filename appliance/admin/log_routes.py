@@ -13,6 +13,7 @@ from appliance.admin.bodies import error_answer, json_answer
 from appliance.admin.log_reading import LogReading
 from appliance.admin.query import QueryError, parse_query, query_parameters
 from appliance.admin.streams import Streams, TooManyStreamsError
+from appliance.history.reader import NotRecordedError, TooManyValuesError
 from appliance.http.openapi import Operation
 from appliance.pages import (
     AuditPage,
@@ -24,7 +25,6 @@ from appliance.pages import (
     UsageQuery,
     UsageReport,
 )
-from appliance.past import NotRecordedError, TooManyValuesError
 from appliance.protocol import ErrorBody
 from appliance.scopes import ScopedRoute
 from store.errors import SlowQueryError, StoreError

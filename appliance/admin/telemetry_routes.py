@@ -16,11 +16,7 @@ from starlette.responses import Response
 from appliance.admin.log_reading import MAX_READ_S
 from appliance.admin.log_routes import answered
 from appliance.admin.query import parse_query, query_parameters
-from appliance.http.openapi import Operation
-from appliance.past import PastReader
-from appliance.protocol import ErrorBody
-from appliance.scopes import ScopedRoute
-from appliance.telemetry_pages import (
+from appliance.history.pages import (
     AlertLogPage,
     AlertLogQuery,
     PastSnapshot,
@@ -30,6 +26,10 @@ from appliance.telemetry_pages import (
     TelemetryColumns,
     TelemetryQuery,
 )
+from appliance.history.reader import PastReader
+from appliance.http.openapi import Operation
+from appliance.protocol import ErrorBody
+from appliance.scopes import ScopedRoute
 
 Query = TypeVar("Query", bound=msgspec.Struct)
 

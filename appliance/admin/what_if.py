@@ -14,7 +14,7 @@ from starlette.responses import Response
 from appliance.actions import SetKey, SetTenant
 from appliance.admin.bodies import AdminRequestError, error_answer, json_answer, read_parameters
 from appliance.admin.tenants import changes
-from appliance.forecasts import QuotaForecast
+from appliance.history.forecasts import QuotaForecast
 from appliance.http.openapi import Operation
 from appliance.protocol import ErrorBody
 from appliance.scopes import ScopedRoute

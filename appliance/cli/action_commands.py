@@ -17,7 +17,7 @@ import typer
 from appliance.actions import Action, action_named, flag
 from appliance.cli.fields import field_option
 from appliance.cli.options import Json, RunDir, Yes
-from appliance.moments import span_text
+from appliance.quantities import span_text
 from store.fields import Declared
 
 WhatIf = Annotated[

@@ -94,7 +94,7 @@ def _parsed(field: Declared, text: str) -> Any:
 def shown(field: Declared, value: Any) -> str:
     """Format a value for people. None is shown as the text that describes its meaning."""
     from appliance.cli.times import local
-    from appliance.moments import span_text
+    from appliance.quantities import span_text
 
     if value is None:
         return field.field.none

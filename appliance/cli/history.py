@@ -16,8 +16,8 @@ from appliance.cli.service import (
     service_or_files,
 )
 from appliance.cli.times import local, moment
-from appliance.incident_export import export_incident
-from appliance.past_sources import FilePast, PastError, PastSource, ServicePast
+from appliance.history.incident_export import export_incident
+from appliance.history.sources import FilePast, PastError, PastSource, ServicePast
 from appliance.quantities import of_bytes
 
 

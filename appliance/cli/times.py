@@ -6,7 +6,7 @@ import time
 from datetime import datetime
 
 from appliance.cli.failure import CommandLineError
-from appliance.moments import clock_time, span_seconds, span_text
+from appliance.quantities import clock_time, span_seconds, span_text
 
 MAX_SPAN_S = 36525 * 86400.0
 """One hundred years. Times at most this far from now can be stored and displayed."""

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from appliance.memory_files import read_memory
+from appliance.host.memory_files import read_memory
 from appliance.messages import Keep
 from appliance.protocol import Contents
 from appliance.settings import LogSettings

@@ -18,8 +18,8 @@ from appliance.core.readiness import Readiness
 from appliance.core.service import Service
 from appliance.core.state import opened
 from appliance.core.systemd import Manager
+from appliance.host.logs import configure_logging
 from appliance.http.sockets import ListenError
-from appliance.logs import configure_logging
 from appliance.models.preflight import problem_of
 from appliance.models.preflight_process import MODEL_CHECKS, ModelChecks
 from appliance.models.registry import model_faults, model_warnings

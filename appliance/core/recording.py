@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from appliance.recorded_details import DetailEncoder
+from appliance.history.details import DetailEncoder
 from appliance.snapshot import Snapshot
 from store.samples import Splitter, TelemetrySample
 from store.telemetry import TelemetryLog

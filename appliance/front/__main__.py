@@ -47,7 +47,7 @@ def main() -> int:
     import uvloop
 
     from appliance.front.process import run_front
-    from appliance.logs import configure_logging
+    from appliance.host.logs import configure_logging
     from engine.client import return_freed_memory
 
     return_freed_memory()

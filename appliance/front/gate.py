@@ -11,7 +11,7 @@ import math
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from appliance.classes import CLASS_NAMES
+from appliance.channel.classes import CLASS_NAMES
 from appliance.front.app_state import AppState
 from appliance.front.body_budget import BodyReservation
 from appliance.front.errors import ApiError, forbidden, invalid

@@ -23,7 +23,7 @@ from appliance.front.generation_task import GenerationTask
 from appliance.front.request_context import RequestContext, context_of
 from appliance.front.respond import GenerationResponse
 from appliance.front.retries import KeyedRun
-from appliance.memory_files import new_memory
+from appliance.host.memory_files import new_memory
 from appliance.messages import Claim, HandOver, Retried
 from store.policies import INTERACTIVE
 

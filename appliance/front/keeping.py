@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from appliance.background import Background
-from appliance.memory_files import new_memory
+from appliance.host.memory_files import new_memory
 from appliance.messages import Identity, Keep, KeepRules
 from appliance.text.redaction import Redactor
 from store.structs import KeptText

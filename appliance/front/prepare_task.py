@@ -3,7 +3,7 @@ chats and completions share."""
 
 from __future__ import annotations
 
-from appliance.classes import service_class
+from appliance.channel.classes import service_class
 from appliance.front.app_state import AppState
 from appliance.front.errors import invalid
 from appliance.front.generation_task import GenerationTask, Prompt

@@ -14,8 +14,8 @@ from functools import partial
 from appliance.front.app import build_app
 from appliance.front.app_state import AppState
 from appliance.front.capacity import descriptors_for_connections, limits_within
+from appliance.host.memory_files import read_memory
 from appliance.http import HttpServer
-from appliance.memory_files import read_memory
 from appliance.messages import (
     Abort,
     Admitted,

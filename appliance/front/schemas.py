@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
+from appliance.channel.sampling import Fraction, Penalty, RepetitionPenalty, Temperature, TopK
 from appliance.front.fields import (
     AllowedTokenIdsField,
     BadWordsField,
@@ -35,7 +36,6 @@ from appliance.front.refused_fields import (
     RefusedField,
 )
 from appliance.front.validation import MISSING, FieldError, RefusedName, RequestStruct
-from appliance.sampling import Fraction, Penalty, RepetitionPenalty, Temperature, TopK
 
 MAX_MESSAGES = 4096
 MAX_SAMPLES = 128

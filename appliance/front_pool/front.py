@@ -21,8 +21,8 @@ from typing import Protocol
 import msgspec
 
 from appliance.background import Backoff
+from appliance.channel.front_stats import FrontStats
 from appliance.front_pool.refusals import RefusalWatch
-from appliance.front_stats import FrontStats
 from appliance.messages import (
     AboutRequest,
     AttachReplica,

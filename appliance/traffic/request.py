@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from appliance.classes import service_class
+from appliance.channel.classes import service_class
 from appliance.messages import Admit, LoggedFields, Rejected, Retried, Settle
 from appliance.protocol import RequestState
 from appliance.traffic.credits import CreditAccount

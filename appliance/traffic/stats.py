@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from appliance.classes import CLASS_NAMES
+from appliance.channel.classes import CLASS_NAMES
 from appliance.protocol import ClassStatus, LimitUsage
 from appliance.traffic.model import ModelTraffic
 from appliance.traffic.tenants import Tenants, TenantTraffic

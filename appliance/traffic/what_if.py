@@ -20,7 +20,7 @@ from functools import partial
 
 import msgspec
 
-from appliance.forecasts import Outcome, QuotaForecast, TenantForecast
+from appliance.history.forecasts import Outcome, QuotaForecast, TenantForecast
 from appliance.messages import Abort, Admit, Admitted, Identity, Preempted, Refused, Settle
 from appliance.traffic.buckets import LIMITS, rate_of
 from appliance.traffic.quotas import Quotas

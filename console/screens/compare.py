@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from appliance.events.values import Value, named_values
 from appliance.snapshot import Snapshot
-from appliance.snapshot_figures import Value, named_values
 from console import units
 from console.context import Context
 from console.keys import key_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from appliance.core.recording import sampled_tree
-from appliance.recorded_details import DetailEncoder
+from appliance.history.details import DetailEncoder
 from appliance.snapshot import Snapshot
 from console.fake import FIXED_TIME, FakeSource
 from store.samples import Splitter

@@ -12,7 +12,7 @@ from textual.command import CommandList, CommandPalette
 from textual.widgets import Button, Static
 
 from appliance.actions import action_named
-from appliance.forecasts import Outcome, QuotaForecast, TenantForecast
+from appliance.history.forecasts import Outcome, QuotaForecast, TenantForecast
 from appliance.snapshot import Snapshot
 from console.app import ConsoleApp
 from console.dialogs import ChoiceDialog, TextDialog

@@ -28,5 +28,5 @@ def test_the_console_loads_no_engine_and_no_torch() -> None:
 
 
 def test_the_readers_of_recorded_files_are_loaded_only_for_the_past() -> None:
-    code = "import console.app, console.live, sys; print('appliance.past_sources' in sys.modules)"
+    code = "import console.app, console.live, sys; print('appliance.history.sources' in sys.modules)"
     assert "False" in loaded(code)

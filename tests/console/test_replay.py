@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from appliance.incident_export import export_incident
-from appliance.past_sources import FilePast, PastError
+from appliance.history.incident_export import export_incident
+from appliance.history.sources import FilePast, PastError
 from appliance.snapshot import Snapshot
 from console.fake import FIXED_TIME
 from console.lines import plain

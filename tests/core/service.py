@@ -12,7 +12,7 @@ import uvloop
 
 from appliance.core.process import serve
 from appliance.core.systemd import Manager
-from appliance.logs import configure_logging
+from appliance.host.logs import configure_logging
 from appliance.models.preflight import ModelFinding
 from appliance.models.preflight_process import ModelChecks
 from appliance.settings import Flags, ModelSettings, read_settings

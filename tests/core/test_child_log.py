@@ -53,7 +53,7 @@ def ran(script: str) -> str:
 
 SETUP = """
 import logging, os, subprocess, sys
-from appliance.logs import configure_logging
+from appliance.host.logs import configure_logging
 configure_logging("info", "front-3.1")
 log = logging.getLogger("appliance.front.gate")
 """

@@ -13,11 +13,11 @@ import pytest
 from appliance import calls
 from appliance.actions import CreateKey, CreateTenant
 from appliance.admin.events import EventFeed
-from appliance.async_client import AsyncAdminClient
 from appliance.calls import AdminError
 from appliance.client import AdminClient
+from appliance.events.async_client import AsyncAdminClient
+from appliance.events.frames import Frame, FrameLostError, SnapshotAssembler
 from appliance.snapshot import Snapshot, UnfinishedRequest
-from appliance.snapshot_stream import Frame, FrameLostError, SnapshotAssembler
 from tests.core.conftest import Service, read_answer, running_core
 from tests.core.test_snapshot import snapshot
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from appliance import logs
+from appliance.host import logs
 from engine.logs import MAX_LINE_CHARS, MAX_QUEUED_LINES, LineQueue, UtcFormatter
 from tests.core.conftest import wait_until
 

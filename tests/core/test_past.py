@@ -16,13 +16,13 @@ import pytest
 
 from appliance import calls
 from appliance.actions import CreateKey, CreateTenant
-from appliance.async_client import AsyncAdminClient
 from appliance.calls import AdminError
 from appliance.client import AdminClient
+from appliance.events.async_client import AsyncAdminClient
+from appliance.history.pages import AlertLogQuery, SnapshotQuery, StoredQuery, TelemetryQuery
+from appliance.history.reader import PastReader, logged_alert, logged_request
 from appliance.pages import AuditQuery, LogQuery
-from appliance.past import PastReader, logged_alert, logged_request
 from appliance.snapshot import Snapshot
-from appliance.telemetry_pages import AlertLogQuery, SnapshotQuery, StoredQuery, TelemetryQuery
 from store.alerts import AlertRow
 from store.requests import LoggedRequest
 from store.telemetry import RESOLUTIONS

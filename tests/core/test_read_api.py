@@ -15,9 +15,9 @@ import pytest
 from appliance import calls
 from appliance.actions import CreateKey, CreateTenant, ResumeTenant, SuspendTenant
 from appliance.admin.streams import MAX_STREAMS
-from appliance.async_client import AsyncAdminClient
 from appliance.calls import AdminError
 from appliance.client import AdminClient, ServiceNotRunningError
+from appliance.events.async_client import AsyncAdminClient
 from appliance.pages import AuditQuery, LogQuery, NamedRequest, RequestLogQuery, UsageQuery
 from tests.core.conftest import Service, read_answer, running_core, wait_until
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.recorded_details import (
+from appliance.history.details import (
     DETAIL_BYTES_PER_S,
     MAX_RECORDED_REQUESTS,
     DetailEncoder,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from appliance.classes import service_class
+from appliance.channel.classes import service_class
 from appliance.core.state import cache_salts
 from appliance.front_pool.identities import IdentityRegistry, changes
 from appliance.messages import Identities, Identity

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from appliance.channel.sampling import SamplingDefaults
 from appliance.models.registry import describe
-from appliance.sampling import SamplingDefaults
 from appliance.settings import ModelSettings, demo_model_folder
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from appliance.classes import CLASS_NAMES
+from appliance.channel.classes import CLASS_NAMES
 from appliance.models.on_demand import Residency
 from appliance.models.replica import Replica
 from appliance.models.step_totals import StepTotal

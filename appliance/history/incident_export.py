@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
+from appliance.history.pages import AlertLogQuery, Seconds, StoredQuery
+from appliance.history.sources import PastError, PastSource
 from appliance.pages import MAX_PAGE_ROWS, AuditQuery, LogQuery, RequestLogQuery
-from appliance.past_sources import PastError, PastSource
-from appliance.telemetry_pages import AlertLogQuery, Seconds, StoredQuery
 from store.errors import StoreError
 from store.incidents import IncidentWriter
 

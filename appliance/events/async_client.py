@@ -22,9 +22,9 @@ from appliance.client import (
     no_response,
     not_running,
 )
+from appliance.events.frames import SnapshotAssembler
 from appliance.ownership import check_peer, trusted_directory
 from appliance.snapshot import Snapshot
-from appliance.snapshot_stream import SnapshotAssembler
 
 Answer = TypeVar("Answer")
 

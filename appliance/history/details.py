@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from appliance.events.frames import let_pass, signature
 from appliance.snapshot import Alert, Snapshot, UnfinishedRequest
-from appliance.snapshot_stream import let_pass, signature
 
 MAX_RECORDED_REQUESTS = 1000
 """Maximum number of unfinished requests that are recorded each second. The oldest are recorded first."""

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from appliance.recorded_details import MAX_RECORDED_REQUESTS, decode_details
-from appliance.snapshot import Alert, Phase, Severity, Snapshot, UnfinishedRequest
-from appliance.telemetry_pages import (
+from appliance.history.details import MAX_RECORDED_REQUESTS, decode_details
+from appliance.history.pages import (
     MAX_VALUES,
     AlertLogPage,
     AlertLogQuery,
@@ -25,6 +24,7 @@ from appliance.telemetry_pages import (
     TelemetryColumns,
     TelemetryQuery,
 )
+from appliance.snapshot import Alert, Phase, Severity, Snapshot, UnfinishedRequest
 from store.alerts import AlertReader, AlertRow
 from store.errors import StoreError
 from store.requests import LoggedRequest, RequestReader

@@ -14,6 +14,17 @@ import msgspec
 from appliance import calls
 from appliance.calls import AdminError, Call
 from appliance.client import AdminClient, ServiceNotRunningError
+from appliance.history.pages import (
+    AlertLogPage,
+    AlertLogQuery,
+    PastSnapshot,
+    SnapshotQuery,
+    StoredPage,
+    StoredQuery,
+    TelemetryColumns,
+    TelemetryQuery,
+)
+from appliance.history.reader import NotRecordedError, PastReader, TooManyValuesError
 from appliance.ownership import UntrustedError
 from appliance.pages import (
     AuditAction,
@@ -26,17 +37,6 @@ from appliance.pages import (
     RequestLogQuery,
     RequestPage,
     audit_action,
-)
-from appliance.past import NotRecordedError, PastReader, TooManyValuesError
-from appliance.telemetry_pages import (
-    AlertLogPage,
-    AlertLogQuery,
-    PastSnapshot,
-    SnapshotQuery,
-    StoredPage,
-    StoredQuery,
-    TelemetryColumns,
-    TelemetryQuery,
 )
 from store.errors import StoreError
 from store.evidence import read_actions

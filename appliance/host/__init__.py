@@ -1,0 +1,1 @@
+"""Uses of the operating system that several processes of the service share."""
