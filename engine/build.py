@@ -42,6 +42,7 @@ def main() -> int:
             fp8=arguments.fp8,
             kv_fp8=arguments.kv_fp8,
             tensor_parallel_size=arguments.tensor_parallel,
+            expert_parallel=arguments.expert_parallel,
             max_num_seqs=arguments.max_num_seqs,
             max_num_batched_tokens=arguments.max_num_batched_tokens,
         )
@@ -72,6 +73,7 @@ def read_served(
     fp8: bool = False,
     kv_fp8: bool = False,
     tensor_parallel_size: int = 1,
+    expert_parallel: bool = False,
     max_num_seqs: int = 1024,
     max_num_batched_tokens: int = 8192,
 ) -> ReplicaModel:
@@ -83,6 +85,8 @@ def read_served(
     not support the model with these options.
     """
     config = read_config(folder)
+    if expert_parallel:
+        config = config.with_whole_experts()
     file = folder / "config.json"
     if (chosen := dtype or config.dtype) not in DTYPES:
         raise UnsupportedError(
@@ -131,6 +135,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kv-fp8", action="store_true", help="store the KV cache in e4m3")
     parser.add_argument(
         "--tensor-parallel", type=int, default=1, help="number of ranks to split the model over"
+    )
+    parser.add_argument(
+        "--expert-parallel",
+        action="store_true",
+        help="give each rank some experts completely instead of a part of every expert",
     )
     parser.add_argument(
         "--max-num-seqs", type=int, default=1024, help="maximum number of running sequences (%(default)s)"

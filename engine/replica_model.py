@@ -64,11 +64,6 @@ class ReplicaModel:
                 f"{limits.FP8_ALIGNMENT}",
                 serve_unquantised,
             )
-        elif experts is not None and experts.whole and size > 1:
-            problem = (
-                "expert_parallel is true; the GPU kernels split every expert across the ranks",
-                f"set expert_parallel = false, or serve this model {_WITHOUT_KERNELS}",
-            )
         elif experts is not None and experts.count > limits.MAX_EXPERTS:
             has = f"{experts.count_field} is {experts.count}"
             problem = f"{has}; the GPU kernels support at most {limits.MAX_EXPERTS}", serve

@@ -117,7 +117,17 @@ class Experts:
     Otherwise, it covers the logits of all experts."""
     first: int = 0
     """Router row of the first expert in `gate_up` and `down`. The results of experts that are only on other
-    ranks are zero. Only the reference implementation supports experts on other ranks."""
+    ranks are zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceCount:
+    """Counts how many tokens choose each expert of a layer."""
+
+    totals: torch.Tensor
+    """Number of tokens that have chosen each expert: [experts of all ranks] int64. The router adds to it."""
+    live: torch.Tensor
+    """A negative number for each token that is padding, and is therefore not counted: [tokens] int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,10 +305,16 @@ class Ops(Protocol):
         """
 
     def norm_experts(
-        self, x: Residual, norm_weight: torch.Tensor, eps: float, experts: Experts
+        self,
+        x: Residual,
+        norm_weight: torch.Tensor,
+        eps: float,
+        experts: Experts,
+        count: ChoiceCount | None = None,
     ) -> ExpertActivation:
         """Choose the experts of each token by the logits `rms_norm(x.values) @ router.T`, which are computed
-        in float32, and return `silu(gate) × up` of the chosen experts, as `norm_gate_up` does for one MLP."""
+        in float32, and return `silu(gate) × up` of the chosen experts, as `norm_gate_up` does for one MLP.
+        count: the totals to which the choices are added, or None."""
 
     def experts_sum(self, x: ExpertActivation, experts: Experts) -> torch.Tensor:
         """Return each token's sum of `weight × down(activation)` over its chosen experts: `[tokens, hidden]`

@@ -17,6 +17,7 @@ import torch
 from kernels import (
     Activation,
     AttentionInput,
+    ChoiceCount,
     ExpertActivation,
     Experts,
     Fp8Activation,
@@ -203,10 +204,15 @@ class CudaOps:
     # ── experts ──────────────────────────────────────────────────────────────────────────────────
 
     def norm_experts(
-        self, x: Residual, norm_weight: torch.Tensor, eps: float, experts: Experts
+        self,
+        x: Residual,
+        norm_weight: torch.Tensor,
+        eps: float,
+        experts: Experts,
+        count: ChoiceCount | None = None,
     ) -> ExpertActivation:
         table, workspace = self._table, self._workspace(x.values.device)
-        options: dict[str, Any] = {"shared_bytes": table.shared_bytes, "pdl": self.pdl}
+        options: dict[str, Any] = {"count": count, "shared_bytes": table.shared_bytes, "pdl": self.pdl}
         return moe.activate(x.values, norm_weight, eps, experts, workspace=workspace, **options)
 
     def experts_sum(self, x: ExpertActivation, experts: Experts) -> torch.Tensor:

@@ -16,6 +16,7 @@ from kernels import (
     PAGE_TOKENS,
     Activation,
     AttentionInput,
+    ChoiceCount,
     ChunkSpan,
     ExpertActivation,
     Experts,
@@ -115,9 +116,18 @@ def next_norm(rows: int, weight: Weight, gain: torch.Tensor, eps: float) -> Next
     return None
 
 
-def norm_experts(x: Residual, norm_weight: torch.Tensor, eps: float, experts: Experts) -> ExpertActivation:
+def norm_experts(
+    x: Residual,
+    norm_weight: torch.Tensor,
+    eps: float,
+    experts: Experts,
+    count: ChoiceCount | None = None,
+) -> ExpertActivation:
     normed = rms_norm(x.values, norm_weight, eps)
     chosen, weights = route(normed, experts.router, experts.top_k, experts.normalised)
+    if count is not None:
+        each = (count.live >= 0).long().unsqueeze(1).expand_as(chosen)
+        count.totals.index_add_(0, chosen.flatten(), each.flatten())
     rows = normed.repeat_interleave(experts.top_k, dim=0)
     products = experts_linear(rows, chosen.flatten() - experts.first, experts.gate_up)
     return ExpertActivation(chosen, weights, silu_mul(products))

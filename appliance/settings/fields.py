@@ -79,7 +79,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Number of ranks per replica. Each rank uses one GPU."""
     expert_parallel: bool = False
     """Whether each rank has a subset of complete experts of a mixture of experts. Otherwise, each rank has a
-    slice of every expert. With several ranks, only the CPU supports complete experts."""
+    slice of every expert."""
     max_model_len: Positive | None = None
     """Maximum length of a sequence in tokens, prompt and output together. Default: the checkpoint's limit."""
     max_num_seqs: Positive = 64

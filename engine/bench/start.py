@@ -45,6 +45,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="split the model over N GPUs, or N processes on a CPU (%(default)s)",
     )
+    parser.add_argument(
+        "--expert-parallel",
+        action="store_true",
+        help="give each rank some experts completely instead of a part of every expert",
+    )
     parser.add_argument("--fp8", action="store_true", help="quantise the layers' weights")
     parser.add_argument("--kv-fp8", action="store_true", help="quantise the KV cache")
     parser.add_argument("--gpu-memory-utilization", type=float, help="fraction of the device's memory to use")
@@ -115,6 +120,7 @@ def _start(
         quantization="fp8" if arguments.fp8 else "auto",
         kv_cache_dtype="fp8" if arguments.kv_fp8 else "auto",
         tensor_parallel_size=arguments.tensor_parallel_size,
+        expert_parallel=arguments.expert_parallel,
     )
     if arguments.gpu_memory_utilization is not None:
         spec = msgspec.structs.replace(spec, gpu_memory_utilization=arguments.gpu_memory_utilization)

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from kernels import ExpertActivation, Experts, Fp8Weight, Weight
+from kernels import ChoiceCount, ExpertActivation, Experts, Fp8Weight, Weight
 from kernels.triton import experts_few, experts_many, experts_route, linear
 from kernels.triton.attention_decode import multiprocessors_of
-from kernels.triton.experts_many import Sorted
+from kernels.triton.experts_many import ComputedChoices, Sorted
 from kernels.triton.experts_plans import ExpertsPlan, LayerPlans, choose
 from kernels.triton.linear_plans import HOPPER_SHARED
 from kernels.triton.linear_rows import Workspace
@@ -49,6 +49,7 @@ def activate(
     experts: Experts,
     *,
     workspace: Workspace,
+    count: ChoiceCount | None = None,
     shared_bytes: int = HOPPER_SHARED,
     plans: LayerPlans | None = None,
     pdl: bool = True,
@@ -56,25 +57,27 @@ def activate(
     """Normalise `x [tokens, hidden]`, choose the experts of each token and compute their activations
     (`kernels.Ops.norm_experts`).
 
-    workspace: the stream's workspace. shared_bytes: bytes of shared memory available to one program. plans:
-    if given, they replace the plans that the rules choose.
+    workspace: the stream's workspace. count: the totals to which the choices are added. shared_bytes:
+    bytes of shared memory available to one program. plans: if given, they replace the plans that the rules
+    choose.
     """
     weight, scale = _parts(experts.gate_up)
-    count, rows, hidden = weight.shape
+    every, hidden = experts.router.shape
+    rows, first = weight.shape[1], _first(experts)
     plans = plans or choose(
-        len(x), experts.top_k, count, hidden, rows // 2, weight.dtype, shared_bytes=shared_bytes
+        len(x), experts.top_k, every, hidden, rows // 2, weight.dtype, shared_bytes=shared_bytes
     )
     dtype = x.dtype
     values = None if scale is None else weight.dtype
     router = (x.contiguous(), norm_weight, eps, experts.router, experts.top_k)
-    options: dict[str, Any] = {"normalised": experts.normalised, "values": values, "pdl": pdl}
+    options: dict[str, Any] = {"normalised": experts.normalised, "values": values, "count": count, "pdl": pdl}
     if len(x) <= MAX_ROUTE_TOKENS and not plans.grouped:
         routed = experts_route.route(*router, workspace=workspace, **options)
     else:
         routed = experts_route.route_many(*router, **options)
     by_expert = None
     if plans.grouped:
-        by_expert = experts_many.sort(routed, count, pdl=pdl)
+        by_expert = experts_many.sort(routed, every, pdl=pdl)
         activations = experts_many.up(
             routed.normed,
             routed.scales,
@@ -84,13 +87,14 @@ def activate(
             scale,
             plans.up,
             multiprocessors_of(x.device),
+            first=first,
             dtype=dtype,
             pdl=pdl,
         )
     else:
-        activations = experts_few.up(
-            routed.normed, routed.scales, routed.chosen, weight, scale, plans.up, dtype=dtype, pdl=pdl
-        )
+        few: dict[str, Any] = {"first": first, "dtype": dtype, "pdl": pdl}
+        chosen = routed.chosen
+        activations = experts_few.up(routed.normed, routed.scales, chosen, weight, scale, plans.up, **few)
     scales = None
     if scale is not None and plans.down.form != "gemv":
         activations, scales = linear.quantise(activations, values=weight.dtype, pdl=pdl)
@@ -113,7 +117,7 @@ def weighted_sum(
     written to `out` if given, which may be the residual. x: the result of `activate`."""
     weight, scale = _parts(experts.down)
     chosen: ChosenValues = x.values
-    dtype = experts.router.dtype
+    dtype, first = experts.router.dtype, _first(experts)
     if chosen.by_expert is None:
         return experts_few.down(
             chosen.values,
@@ -126,6 +130,7 @@ def weighted_sum(
             workspace=workspace,
             residual=residual,
             out=out,
+            first=first,
             dtype=dtype,
             pdl=pdl,
         )
@@ -137,10 +142,18 @@ def weighted_sum(
         scale,
         chosen.plan,
         multiprocessors_of(weight.device),
+        first=first,
         dtype=dtype,
         pdl=pdl,
     )
-    return experts_many.combine(results, x.weights, residual=residual, out=out, pdl=pdl)
+    computed = None if first is None else ComputedChoices(x.chosen, first, len(weight))
+    return experts_many.combine(results, x.weights, residual=residual, out=out, computed=computed, pdl=pdl)
+
+
+def _first(experts: Experts) -> int | None:
+    """Return the first expert of this rank, or None if the rank has all experts."""
+    weight, _ = _parts(experts.gate_up)
+    return experts.first if len(weight) < len(experts.router) else None
 
 
 def _parts(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -21,6 +21,10 @@ is quantised for `dot`, while `gemv` quantises each expert's activations itself.
 Programmatic dependent launch (PDL): `up` waits for the previous kernel before it reads the chosen experts,
 and lets the next kernel start only after this wait. When `down` starts, the router's results are therefore
 complete. `down` reads the chosen experts and its first weights before it waits for `up`.
+
+Several ranks: a rank may have only some of the experts (`first`). Programs of experts that are on other ranks
+end without reading weights, `up` leaves the results of these choices undefined, and `down` adds nothing for
+them.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ def up(
     weight_scale: torch.Tensor | None,
     plan: ExpertsPlan,
     *,
+    first: int | None = None,
     dtype: torch.dtype | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
@@ -49,7 +54,8 @@ def up(
     x: `[tokens, hidden]` of the weight's dtype, contiguous and normalised. chosen: `[tokens, top_k]` int32; a
     token's experts are distinct. weight: `[experts, 2 × intermediate, hidden]`. x_scale: `[tokens, 1]`, and
     weight_scale: `[experts, 2 × intermediate]`, both float32: the scales if x and weight are quantised. In
-    that case, dtype is the model's dtype.
+    that case, dtype is the model's dtype. first: if given, `weight` has only the experts from this one
+    onwards, and the results of all other experts are undefined.
     """
     tokens, hidden = x.shape
     top_k = chosen.shape[1]
@@ -65,12 +71,14 @@ def up(
         "TOP_K": top_k,
         "BLOCK_N": plan.block_n,
         "BLOCK_K": plan.block_k,
+        "EXPERTS": experts,
+        "PARTIAL": first is not None,
         "SCALED": weight_scale is not None,
         "PDL": pdl,
         "num_warps": plan.warps,
         "launch_pdl": pdl,
     }
-    arguments = (x, x_scale, chosen, weight, weight_scale, out)
+    arguments = (x, x_scale, chosen, weight, weight_scale, out, first or 0)
     if plan.form == "gemv":
         _up_gemv[(tokens * top_k * tiles,)](*arguments, VECTOR=16 // weight.element_size(), **shape)
         return out
@@ -99,6 +107,7 @@ def down(
     workspace: Workspace,
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    first: int | None = None,
     dtype: torch.dtype | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
@@ -108,9 +117,10 @@ def down(
 
     x: `[tokens × top_k, intermediate]`, the result of `up`. For `dot` with FP8 weights, it must be quantised,
     with `x_scale [tokens × top_k, 1]`. chosen: `[tokens, top_k]` int32. weights: `[tokens, top_k]` float32.
-    weight: `[experts, hidden, intermediate]`. dtype: the model's dtype, if x has another dtype. pdl: use
-    programmatic dependent launch. `chosen` is then read before the previous kernel has ended (see the module
-    docstring).
+    weight: `[experts, hidden, intermediate]`. first: if given, `weight` has only the experts from this one
+    onwards, and nothing is added for all other experts. dtype: the model's dtype, if x has another dtype.
+    pdl: use programmatic dependent launch. `chosen` is then read before the previous kernel has ended (see
+    the module docstring).
     """
     tokens, top_k = chosen.shape
     experts, columns, intermediate = weight.shape
@@ -127,6 +137,8 @@ def down(
         "TOP_K_BLOCK": triton.next_power_of_2(top_k),
         "BLOCK_N": plan.block_n,
         "BLOCK_K": plan.block_k,
+        "EXPERTS": experts,
+        "PARTIAL": first is not None,
         "SCALED": weight_scale is not None,
         "RESIDUAL": residual is not None,
         "PDL": pdl,
@@ -142,6 +154,7 @@ def down(
             weight_scale,
             residual,
             out,
+            first or 0,
             WHOLE=triton.next_power_of_2(intermediate),
             VECTOR=16 // weight.element_size(),
             **shape,
@@ -163,6 +176,7 @@ def down(
         partials,
         workspace.arrived,
         tokens,
+        first or 0,
         ROWS=plan.rows,
         BY_PAIR=by_pair,
         num_stages=plan.stages,
@@ -204,10 +218,9 @@ def _check(
 
 
 @triton.jit
-def _load_weights(at, inside, RAGGED: tl.constexpr):
-    """Load a tile of weights. If K is not a multiple of the tile's width (RAGGED), `inside` masks the
-    columns."""
-    if RAGGED:
+def _load_weights(at, inside, MASKED: tl.constexpr):
+    """Load a tile of weights, of which `inside` masks a part if MASKED."""
+    if MASKED:
         return tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
     return tl.load(at, eviction_policy="evict_first")
 
@@ -217,28 +230,39 @@ def _takers(
     chosen,
     slot,
     tokens,
+    first_expert,
     TOP_K: tl.constexpr,
     TOP_K_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     BY_PAIR: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PARTIAL: tl.constexpr,
 ):
     """Return a program's expert, whether the program has work, and for each of ROWS tokens, whether the token
     has chosen the expert and the index of this choice among all choices.
 
     With BY_PAIR, `slot` is the index of a choice. If several choices are the same expert, only the programs
-    of the first of these choices have work. Without BY_PAIR, `slot` is the expert."""
+    of the first of these choices have work. Without BY_PAIR, `slot` is the expert. With PARTIAL, experts are
+    numbered from `first_expert`, and programs of an expert outside of the EXPERTS of this rank have no
+    work."""
     token = tl.arange(0, ROWS)
     turn = tl.arange(0, TOP_K_BLOCK)
     pair = token[:, None] * TOP_K + turn[None, :]
     there = (token < tokens)[:, None] & (turn < TOP_K)[None, :]
     ids = tl.load(chosen + pair, mask=there, other=-1, cache_modifier=".cg")
+    if PARTIAL:
+        ids -= first_expert
     expert = slot
     if BY_PAIR:
         expert = tl.load(chosen + slot, cache_modifier=".cg")
+        if PARTIAL:
+            expert -= first_expert
     same = ids == expert
     if BY_PAIR:
         first = tl.min(tl.min(tl.where(same, pair, ROWS * TOP_K), axis=1), axis=0)
         live = first == slot
+        if PARTIAL:
+            live = live & (expert >= 0) & (expert < EXPERTS)
     else:
         live = tl.max(tl.max(same.to(tl.int32), axis=1), axis=0) > 0
     takes = tl.max(same.to(tl.int32), axis=1) > 0
@@ -273,7 +297,7 @@ def _multiply(
 # ── kernels ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert"])
 def _up_gemv(
     x,
     x_scale,
@@ -281,12 +305,15 @@ def _up_gemv(
     weight,
     weight_scale,
     out,
+    first_expert,
     COLUMNS: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     VECTOR: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PARTIAL: tl.constexpr,
     SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -303,28 +330,33 @@ def _up_gemv(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     expert = tl.load(chosen + pair).to(tl.int64)
-    token = pair // TOP_K
-    weights = weight + expert * (2 * COLUMNS * K) + weight_row[:, None] * K + k[None, :]
-    xs = x + token.to(tl.int64) * K + k
-    if SCALED:
-        scale = tl.load(x_scale + token) * tl.load(weight_scale + expert * (2 * COLUMNS) + weight_row)
-    acc = tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32)
-    for at in tl.static_range(0, K, BLOCK_K):
-        inside = at + k < K
-        w = _load_weights(weights + at, inside[None, :], ragged)
-        part = tl.load(xs + at, mask=inside, other=0.0)
-        products = widen(w, SCALED) * widen(part, SCALED)[None, :]
-        # First sum within the 16 bytes of each thread, which needs no exchange between threads.
-        acc += tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_K // VECTOR, VECTOR]), axis=2)
-    total = tl.sum(acc, axis=1)
-    if SCALED:
-        total = total * scale
-    column = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[:, None]
-    result = gated(total[:, None], out.dtype.element_ty).to(out.dtype.element_ty)
-    tl.store(out + pair.to(tl.int64) * COLUMNS + column, result, mask=column < COLUMNS)
+    live = True
+    if PARTIAL:
+        expert -= first_expert
+        live = (expert >= 0) & (expert < EXPERTS)
+    if live:
+        token = pair // TOP_K
+        weights = weight + expert * (2 * COLUMNS * K) + weight_row[:, None] * K + k[None, :]
+        xs = x + token.to(tl.int64) * K + k
+        if SCALED:
+            scale = tl.load(x_scale + token) * tl.load(weight_scale + expert * (2 * COLUMNS) + weight_row)
+        acc = tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32)
+        for at in tl.static_range(0, K, BLOCK_K):
+            inside = at + k < K
+            w = _load_weights(weights + at, inside[None, :], ragged)
+            part = tl.load(xs + at, mask=inside, other=0.0)
+            products = widen(w, SCALED) * widen(part, SCALED)[None, :]
+            # First sum within the 16 bytes of each thread, which needs no exchange between threads.
+            acc += tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_K // VECTOR, VECTOR]), axis=2)
+        total = tl.sum(acc, axis=1)
+        if SCALED:
+            total = total * scale
+        column = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[:, None]
+        result = gated(total[:, None], out.dtype.element_ty).to(out.dtype.element_ty)
+        tl.store(out + pair.to(tl.int64) * COLUMNS + column, result, mask=column < COLUMNS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert"])
 def _down_gemv(
     x,
     chosen,
@@ -333,6 +365,7 @@ def _down_gemv(
     weight_scale,
     residual,
     out,
+    first_expert,
     COLUMNS: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -341,6 +374,8 @@ def _down_gemv(
     BLOCK_K: tl.constexpr,
     WHOLE: tl.constexpr,
     VECTOR: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PARTIAL: tl.constexpr,
     SCALED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
@@ -348,7 +383,7 @@ def _down_gemv(
     """For each expert that one token has chosen, multiply BLOCK_N of its weight rows by its activations. With
     SCALED, the program quantises the activations."""
     tiles: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
-    ragged: tl.constexpr = K % BLOCK_K != 0
+    masked: tl.constexpr = (K % BLOCK_K != 0) | PARTIAL
     token = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     weight_row = weight_rows(tile, COLUMNS, BLOCK_N, False)
@@ -359,10 +394,15 @@ def _down_gemv(
     # Padding repeats the last choice with a routing weight of zero.
     pair = token * TOP_K + tl.minimum(turn, TOP_K - 1)
     expert = tl.load(chosen + pair, cache_modifier=".cg").to(tl.int64)
+    here = tl.full([TOP_K_BLOCK], True, tl.int1)
+    if PARTIAL:
+        expert -= first_expert
+        here = (expert >= 0) & (expert < EXPERTS)
+        expert = tl.where(here, expert, 0)
     rows = expert[None, :] * COLUMNS + weight_row[:, None]
     tile_weights = weight + rows[:, :, None] * K + k[None, None, :]
-    w = _load_weights(tile_weights, (k < K)[None, None, :], ragged)
-    share = tl.load(weights + pair, mask=turn < TOP_K, other=0.0, cache_modifier=".cg")
+    w = _load_weights(tile_weights, (k < K)[None, None, :] & here[None, :, None], masked)
+    share = tl.load(weights + pair, mask=here & (turn < TOP_K), other=0.0, cache_modifier=".cg")
     if SCALED:
         of_row = tl.load(weight_scale + rows)
     if PDL:
@@ -370,7 +410,8 @@ def _down_gemv(
     values = x + pair.to(tl.int64)[:, None] * K
     if SCALED:
         column = tl.arange(0, WHOLE)
-        whole = tl.load(values + column[None, :], mask=(column < K)[None, :], other=0.0).to(tl.float32)
+        of_choice = (column < K)[None, :] & here[:, None]
+        whole = tl.load(values + column[None, :], mask=of_choice, other=0.0).to(tl.float32)
         most = tl.max(tl.abs(whole), axis=1)
         factor = tl.div_rn(tl.full([TOP_K_BLOCK], 448.0, tl.float32), tl.where(most > 0.0, most, 1.0))
         scale = tl.div_rn(most, tl.full([TOP_K_BLOCK], 448.0, tl.float32))
@@ -379,8 +420,9 @@ def _down_gemv(
     for at in tl.static_range(0, K, BLOCK_K):
         inside = at + k < K
         if at > 0:
-            w = _load_weights(tile_weights + at, inside[None, None, :], ragged)
-        part = tl.load(values + at + k[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
+            w = _load_weights(tile_weights + at, inside[None, None, :] & here[None, :, None], masked)
+        of_choice = inside[None, :] & here[:, None]
+        part = tl.load(values + at + k[None, :], mask=of_choice, other=0.0).to(tl.float32)
         if SCALED:
             part = widen((part * factor[:, None]).to(weight.dtype.element_ty), SCALED)
         products = widen(w, SCALED) * part[None, :, :]
@@ -396,7 +438,7 @@ def _down_gemv(
     tl.store(out + at, result.to(out.dtype.element_ty), mask=column < COLUMNS)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "first_expert"])
 def _up_dot(
     x,
     x_scale,
@@ -404,6 +446,7 @@ def _up_dot(
     weight,
     weight_scale,
     out,
+    first_expert,
     tokens,
     COLUMNS: tl.constexpr,
     K: tl.constexpr,
@@ -413,6 +456,8 @@ def _up_dot(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BY_PAIR: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PARTIAL: tl.constexpr,
     SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -426,15 +471,19 @@ def _up_dot(
         # In this order: the next kernel reads the chosen experts before it waits.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    expert, live, takes, pair = _takers(chosen, slot, tokens, TOP_K, TOP_K_BLOCK, ROWS, BY_PAIR)
+    expert, live, takes, pair = _takers(
+        chosen, slot, tokens, first_expert, TOP_K, TOP_K_BLOCK, ROWS, BY_PAIR, EXPERTS, PARTIAL
+    )
     if live:
         weights = weight + expert * (2 * COLUMNS * K) + weight_row[:, None] * K + k[None, :]
         row = tl.arange(0, ROWS)
         xs = x + row[:, None] * K + k[None, :]
-        acc = _multiply(weights, xs, takes, K, ROWS, BLOCK_N, BLOCK_K)
         if SCALED:
+            # Load the scales before the products, so that the loads overlap with the products.
             of_token = tl.load(x_scale + row, mask=takes, other=0.0)
             of_row = tl.load(weight_scale + expert * (2 * COLUMNS) + weight_row)
+        acc = _multiply(weights, xs, takes, K, ROWS, BLOCK_N, BLOCK_K)
+        if SCALED:
             acc = acc * of_token[None, :] * of_row[:, None]
         column = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         result = gated(acc, out.dtype.element_ty).to(out.dtype.element_ty)
@@ -442,7 +491,7 @@ def _up_dot(
         tl.store(to, result, mask=(column < COLUMNS)[:, None] & takes[None, :])
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "first_expert"])
 def _down_dot(
     x,
     x_scale,
@@ -455,6 +504,7 @@ def _down_dot(
     partials,
     arrived,
     tokens,
+    first_expert,
     COLUMNS: tl.constexpr,
     K: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -463,6 +513,8 @@ def _down_dot(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BY_PAIR: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PARTIAL: tl.constexpr,
     SCALED: tl.constexpr,
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
@@ -476,18 +528,22 @@ def _down_dot(
     k = tl.arange(0, BLOCK_K)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    expert, live, takes, pair = _takers(chosen, slot, tokens, TOP_K, TOP_K_BLOCK, ROWS, BY_PAIR)
+    expert, live, takes, pair = _takers(
+        chosen, slot, tokens, first_expert, TOP_K, TOP_K_BLOCK, ROWS, BY_PAIR, EXPERTS, PARTIAL
+    )
     if PDL:
         tl.extra.cuda.gdc_wait()
     if live:
         weights_at = weight + expert * (COLUMNS * K) + weight_row[:, None] * K + k[None, :]
         xs = x + pair.to(tl.int64)[:, None] * K + k[None, :]
-        acc = _multiply(weights_at, xs, takes, K, ROWS, BLOCK_N, BLOCK_K)
+        share = tl.load(weights + pair, mask=takes, other=0.0)
         if SCALED:
             of_pair = tl.load(x_scale + pair, mask=takes, other=0.0)
             of_row = tl.load(weight_scale + expert * COLUMNS + weight_row)
+        acc = _multiply(weights_at, xs, takes, K, ROWS, BLOCK_N, BLOCK_K)
+        if SCALED:
             acc = acc * of_pair[None, :] * of_row[:, None]
-        acc = acc * tl.load(weights + pair, mask=takes, other=0.0)[None, :]
+        acc = acc * share[None, :]
         column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         to = partials + pair.to(tl.int64)[None, :] * COLUMNS + column[:, None]
         tl.store(to, acc, mask=(column < COLUMNS)[:, None] & takes[None, :])
@@ -504,7 +560,12 @@ def _down_dot(
         total = tl.zeros([ROWS, BLOCK_N], tl.float32)
         for turn in tl.static_range(TOP_K):
             result = partials + (token * TOP_K + turn)[:, None] * COLUMNS + column[None, :]
-            total += tl.load(result, mask=inside, other=0.0, cache_modifier=".cg")
+            computed = inside
+            if PARTIAL:
+                at_turn = chosen + token * TOP_K + turn
+                expert = tl.load(at_turn, mask=token < tokens, other=0, cache_modifier=".cg") - first_expert
+                computed = inside & ((expert >= 0) & (expert < EXPERTS))[:, None]
+            total += tl.load(result, mask=computed, other=0.0, cache_modifier=".cg")
         if RESIDUAL:
             total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)

@@ -13,6 +13,9 @@ the tiles one after another. No launch depends on the routing, so all launches c
 graph. The weight is the 64-row operand of the tensor-core instruction, so small tiles suffice for experts
 with few tokens.
 
+A rank may have only some of the experts. The choices of all experts are sorted, but the GEMMs compute only
+the tiles of the rank's experts, and `combine` skips the results of all other experts.
+
 Results are rounded as in the reference, except that the residual is added to the float32 sum before the sum
 is rounded.
 """
@@ -45,6 +48,18 @@ class Sorted:
     """Numbers of the choices: [tokens × top_k] int32."""
     begins: torch.Tensor
     """Each expert's first position in `order`, followed by the number of choices: [experts + 1] int32."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedChoices:
+    """The choices whose experts are on this rank, if the rank has only some of the experts."""
+
+    chosen: torch.Tensor
+    """Expert ids: [tokens, top_k] int32."""
+    first: int
+    """First expert of this rank."""
+    experts: int
+    """Number of experts of this rank."""
 
 
 def sort(routed: Routed, experts: int, *, pdl: bool = True) -> Sorted:
@@ -87,6 +102,7 @@ def up(
     plan: ExpertsPlan,
     multiprocessors: int,
     *,
+    first: int | None = None,
     dtype: torch.dtype | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
@@ -94,11 +110,12 @@ def up(
     in the model's dtype.
 
     x, x_scale, weight, weight_scale, dtype: as in `experts_few.up`. multiprocessors: number of the device's
-    multiprocessors.
+    multiprocessors. first: if given, `weight` has only the experts from this one onwards, and the results of
+    all other experts are undefined.
     """
     columns = weight.shape[1] // 2
     out = torch.empty((len(x) * top_k, columns), dtype=dtype or x.dtype, device=x.device)
-    _launch(x, x_scale, by_expert, weight, weight_scale, out, plan, multiprocessors, pdl, top_k)
+    _launch(x, x_scale, by_expert, weight, weight_scale, out, plan, multiprocessors, pdl, top_k, first)
     return out
 
 
@@ -111,6 +128,7 @@ def down(
     plan: ExpertsPlan,
     multiprocessors: int,
     *,
+    first: int | None = None,
     dtype: torch.dtype | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
@@ -118,10 +136,10 @@ def down(
 
     x: `[tokens × top_k, intermediate]` in the order of `by_expert`, in the weight's dtype; if it is
     quantised, x_scale is `[tokens × top_k, 1]`. weight: `[experts, hidden, intermediate]`; weight_scale:
-    `[experts, hidden]`.
+    `[experts, hidden]`. first: as in `up`.
     """
     out = torch.empty((len(x), weight.shape[1]), dtype=dtype or x.dtype, device=x.device)
-    _launch(x, x_scale, by_expert, weight, weight_scale, out, plan, multiprocessors, pdl, None)
+    _launch(x, x_scale, by_expert, weight, weight_scale, out, plan, multiprocessors, pdl, None, first)
     return out
 
 
@@ -131,11 +149,13 @@ def combine(
     *,
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    computed: ComputedChoices | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
     """Return the sum of each token's `results [tokens × top_k, hidden]` times its routing `weights [tokens,
     top_k]` float32, plus the residual: `[tokens, hidden]` in the dtype of `results`. The sum is written to
-    `out` if given, which may be the residual."""
+    `out` if given, which may be the residual. computed: the results that have been computed; None means
+    all."""
     tokens, top_k = weights.shape
     hidden = results.shape[1]
     out = torch.empty((tokens, hidden), dtype=results.dtype, device=results.device) if out is None else out
@@ -145,10 +165,14 @@ def combine(
         _combine[(tokens, triton.cdiv(hidden, block))](
             results,
             weights,
+            None if computed is None else computed.chosen,
             residual,
             out,
             hidden,
+            0 if computed is None else computed.first,
             TOP_K=top_k,
+            EXPERTS=0 if computed is None else computed.experts,
+            PARTIAL=computed is not None,
             BLOCK=block,
             RESIDUAL=residual is not None,
             PDL=pdl,
@@ -169,6 +193,7 @@ def _launch(
     multiprocessors: int,
     pdl: bool,
     top_k: int | None,
+    first: int | None,
 ) -> None:
     """Launch `_grouped` for `up`, or for `down` if top_k is None."""
     experts, n, k = weight.shape
@@ -177,10 +202,10 @@ def _launch(
             f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; their last dimensions must be equal, "
             "and both contiguous"
         )
-    if len(by_expert.begins) != experts + 1 or len(by_expert.order) != len(out):
+    every = len(by_expert.begins) - 1
+    if len(by_expert.order) != len(out) or (every != experts if first is None else every < first + experts):
         raise ValueError(
-            f"the choices are {len(by_expert.order)} of {len(by_expert.begins) - 1} experts; "
-            f"needs {len(out)} of {experts}"
+            f"the choices are {len(by_expert.order)} of {every} experts; needs {len(out)} of {experts}"
         )
     if not len(x):
         return
@@ -192,6 +217,7 @@ def _launch(
         weight,
         weight_scale,
         out,
+        first or 0,
         EXPERTS=experts,
         COLUMNS=out.shape[1],
         N=n,
@@ -259,6 +285,24 @@ def _place(
 
 
 @triton.jit
+def _tile(number, order, begin, end, group_ends, ROWS: tl.constexpr, across: tl.constexpr):
+    """Return the expert of a tile, its number across the weight's rows, the sorted positions of its ROWS
+    choices, the expert's last position, and the numbers of the choices. Rows past the expert's last choice
+    repeat that choice. The arguments are those of `_grouped` after its wait; the results of a tile past the
+    last one are arbitrary."""
+    index = tl.arange(0, begin.shape[0])
+    group = number // across
+    expert = tl.sum((group_ends <= group).to(tl.int32), axis=0)
+    this = index == expert
+    groups = (end - begin + ROWS - 1) // ROWS
+    last = tl.sum(tl.where(this, end, 0), axis=0) - 1
+    first = tl.sum(tl.where(this, begin - (group_ends - groups) * ROWS, 0), axis=0) + group * ROWS
+    place = first + tl.arange(0, ROWS)
+    choice = tl.load(order + tl.maximum(tl.minimum(place, last), 0))
+    return expert, number % across, place, last, choice
+
+
+@triton.jit(do_not_specialize=["first_expert"])
 def _grouped(
     x,
     x_scale,
@@ -267,6 +311,7 @@ def _grouped(
     weight,
     weight_scale,
     out,
+    first_expert,
     EXPERTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     N: tl.constexpr,
@@ -282,33 +327,39 @@ def _grouped(
 ):
     """Compute tiles of BLOCK_N weight rows by ROWS choices of one expert. With UP, x has one row per token,
     and the result is SwiGLU in the sorted order. Otherwise, x has one row per choice in the sorted order, and
-    results are written in the original order of the choices."""
+    results are written in the original order of the choices.
+
+    The choices of the next tile, and the scales, are loaded while a tile's products are computed, unless the
+    tile's sums need most registers."""
     dtype: tl.constexpr = out.dtype.element_ty
     width: tl.constexpr = BLOCK_N // 2 if UP else BLOCK_N
     across: tl.constexpr = (COLUMNS + width - 1) // width
+    early: tl.constexpr = ROWS * BLOCK_N <= 8192
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     index = tl.arange(0, ALL)
-    begin = tl.load(begins + index, mask=index < EXPERTS, other=0)
-    end = tl.load(begins + 1 + index, mask=index < EXPERTS, other=0)
+    begin = tl.load(begins + first_expert + index, mask=index < EXPERTS, other=0)
+    end = tl.load(begins + first_expert + 1 + index, mask=index < EXPERTS, other=0)
     groups = (end - begin + ROWS - 1) // ROWS
     group_ends = tl.cumsum(groups, axis=0)
     k = tl.arange(0, BLOCK_K)
-    for number in tl.range(tl.program_id(0), tl.sum(groups, axis=0) * across, tl.num_programs(0)):
-        group = number // across
-        tile = number % across
-        expert = tl.sum((group_ends <= group).to(tl.int32), axis=0)
-        this = index == expert
-        last = tl.sum(tl.where(this, end, 0), axis=0) - 1
-        first = tl.sum(tl.where(this, begin - (group_ends - groups) * ROWS, 0), axis=0) + group * ROWS
-        place = first + tl.arange(0, ROWS)
-        # Rows past the expert's last choice repeat that choice, and their results are not stored.
-        choice = tl.load(order + tl.minimum(place, last))
+    tiles = tl.sum(groups, axis=0) * across
+    if early:
+        following = _tile(tl.program_id(0), order, begin, end, group_ends, ROWS, across)
+    for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        if early:
+            expert, tile, place, last, choice = following
+            following = _tile(number + tl.num_programs(0), order, begin, end, group_ends, ROWS, across)
+        else:
+            expert, tile, place, last, choice = _tile(number, order, begin, end, group_ends, ROWS, across)
         source = choice // TOP_K if UP else tl.minimum(place, last)
         weight_row = weight_rows(tile, COLUMNS, BLOCK_N, UP) + expert.to(tl.int64) * N
         ws = weight + weight_row[:, None] * K + k[None, :]
         xs = x + source.to(tl.int64)[:, None] * K + k[None, :]
+        if SCALED and early:
+            of_choice = tl.load(x_scale + source)
+            of_row = tl.load(weight_scale + weight_row)
         acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
         for at in tl.range(0, K, BLOCK_K):
             if K % BLOCK_K:
@@ -320,7 +371,10 @@ def _grouped(
                 part = tl.load(xs + at)
             acc = tl.dot(w, tl.trans(part), acc, input_precision="ieee")
         if SCALED:
-            acc = acc * tl.load(x_scale + source)[None, :] * tl.load(weight_scale + weight_row)[:, None]
+            if not early:
+                of_choice = tl.load(x_scale + source)
+                of_row = tl.load(weight_scale + weight_row)
+            acc = acc * of_choice[None, :] * of_row[:, None]
         column = tile * width + tl.arange(0, width)
         if UP:
             result = gated(acc, dtype).to(dtype)
@@ -332,14 +386,18 @@ def _grouped(
         tl.store(out + to.to(tl.int64)[None, :] * COLUMNS + column[:, None], result, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_expert"])
 def _combine(
     results,
     weights,
+    chosen,
     residual,
     out,
     hidden,
+    first_expert,
     TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PARTIAL: tl.constexpr,
     BLOCK: tl.constexpr,
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
@@ -354,7 +412,11 @@ def _combine(
     total = tl.zeros([BLOCK], tl.float32)
     for turn in tl.static_range(TOP_K):
         choice = token * TOP_K + turn
-        result = tl.load(results + choice * hidden + column, mask=inside, other=0.0)
+        computed = inside
+        if PARTIAL:
+            expert = tl.load(chosen + choice) - first_expert
+            computed = inside & (expert >= 0) & (expert < EXPERTS)
+        result = tl.load(results + choice * hidden + column, mask=computed, other=0.0)
         total += result.to(tl.float32) * tl.load(weights + choice)
     if RESIDUAL:
         total += tl.load(residual + token * hidden + column, mask=inside, other=0.0).to(tl.float32)

@@ -8,6 +8,9 @@ launches. The first one computes the norm. The second one computes the logits on
 are few tiles, it divides the sums over the hidden size into parts. The third one adds the parts in a fixed
 order, chooses the experts, and counts the choices of each expert.
 
+Both can count how many tokens have chosen each expert. They use atomic additions of integers, so the totals
+do not depend on timing.
+
 The input is normalised in float32 and rounded once to its dtype. Its products with the router's rows are
 summed in float32, and these logits are not rounded. Experts are ordered by decreasing logit, and for equal
 logits by increasing id, as in `reference.route`. A NaN counts as the lowest logit, so that every token has
@@ -22,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import ChoiceCount
 from kernels.limits import LARGEST_ROW, MAX_EXPERTS, MAX_TOP_K
 from kernels.triton import fused
 from kernels.triton.linear_rows import Workspace
@@ -69,6 +73,7 @@ def route(
     normalised: bool,
     workspace: Workspace,
     values: torch.dtype | None = None,
+    count: ChoiceCount | None = None,
     pdl: bool = True,
 ) -> Routed:
     """Normalise a few tokens, `x [tokens, hidden]`, and choose their experts, in one launch. x must be
@@ -77,7 +82,7 @@ def route(
     router: `[experts, hidden]` of x's dtype. normalised: if true, the softmax covers only the chosen experts'
     logits, so that the weights add up to one; otherwise, it covers the logits of all experts. values: dtype
     of the normalised values if they are quantised, or None for x's dtype. workspace: contains at least one
-    counter per token.
+    counter per token. count: the totals to which the choices are added.
     """
     tokens, hidden = x.shape
     experts = _check(x, norm_weight, router, top_k)
@@ -99,6 +104,8 @@ def route(
         routed.scales,
         routed.chosen,
         routed.weights,
+        None if count is None else count.live,
+        None if count is None else count.totals,
         eps,
         HIDDEN=hidden,
         EXPERTS=experts,
@@ -108,6 +115,7 @@ def route(
         ALL=triton.next_power_of_2(experts),
         QUANTISE=values is not None,
         NORMALISED=normalised,
+        COUNT=count is not None,
         PDL=pdl,
         num_warps=min(max(block * block_e // 1024, 1), 16),
         launch_pdl=pdl,
@@ -124,6 +132,7 @@ def route_many(
     *,
     normalised: bool,
     values: torch.dtype | None = None,
+    count: ChoiceCount | None = None,
     pdl: bool = True,
 ) -> Routed:
     """Compute `route` for any number of tokens, in three launches. The result also has the counts that
@@ -175,6 +184,8 @@ def route_many(
         weights,
         places,
         counts,
+        None if count is None else count.live,
+        None if count is None else count.totals,
         tokens,
         EXPERTS=experts,
         SPLITS=splits,
@@ -182,6 +193,7 @@ def route_many(
         ROWS=block,
         ALL=every,
         NORMALISED=normalised,
+        COUNT=count is not None,
         PDL=pdl,
         num_warps=min(16, max(4, block * every // 256)),
         launch_pdl=pdl,
@@ -237,7 +249,7 @@ def _prefetch(at):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["live"])
 def _route(
     x,
     norm_weight,
@@ -248,6 +260,8 @@ def _route(
     scales,
     chosen,
     weights,
+    live,
+    totals,
     eps,
     HIDDEN: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -257,6 +271,7 @@ def _route(
     ALL: tl.constexpr,
     QUANTISE: tl.constexpr,
     NORMALISED: tl.constexpr,
+    COUNT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Compute the logits of BLOCK_E experts for one token. The program that finishes a token last chooses its
@@ -316,6 +331,9 @@ def _route(
         to = token * TOP_K + rank
         tl.store(chosen + to, index, mask=best)
         tl.store(weights + to, share, mask=best)
+        if COUNT:
+            counted = best & (tl.load(live + token) >= 0)
+            tl.atomic_add(totals + index, tl.full([ALL], 1, tl.int64), mask=counted, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -366,13 +384,15 @@ def _logits(
     tl.store(parts + to, logit, mask=(token < tokens)[:, None])
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["live"])
 def _choose(
     parts,
     chosen,
     weights,
     places,
     counts,
+    live,
+    totals,
     tokens,
     EXPERTS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -380,6 +400,7 @@ def _choose(
     ROWS: tl.constexpr,
     ALL: tl.constexpr,
     NORMALISED: tl.constexpr,
+    COUNT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Choose the experts of a block of ROWS tokens, and count the choices of each expert."""
@@ -388,11 +409,11 @@ def _choose(
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     index = tl.arange(0, ALL)
-    live = (token < tokens)[:, None]
+    inside = (token < tokens)[:, None]
     logit = tl.zeros([ROWS, ALL], tl.float32)
     for split in tl.static_range(SPLITS):
         of_token = (tl.cast(split, tl.int64) * tokens + token)[:, None] * ALL
-        logit += tl.load(parts + of_token + index[None, :], mask=live, other=0.0)
+        logit += tl.load(parts + of_token + index[None, :], mask=inside, other=0.0)
     # A NaN fails the comparison. Adding zero makes a negative zero positive.
     logit = tl.where(logit > _LOWEST, logit, _LOWEST) + 0.0
     # Integers in the order of the logits: the GPU finds the largest integer of 32 threads in one instruction.
@@ -414,10 +435,14 @@ def _choose(
     top = tl.max(tl.where(rank == 0, logit, float("-inf")), axis=1)
     share = tl.where(counted, tl.exp(logit - top[:, None]), 0.0)
     share = share / tl.sum(share, axis=1)[:, None]
-    picked = picked & live
+    picked = picked & inside
     to = token.to(tl.int64)[:, None] * TOP_K + rank
     tl.store(chosen + to, tl.broadcast_to(index[None, :], [ROWS, ALL]), mask=picked)
     tl.store(weights + to, share, mask=picked)
     taken = picked.to(tl.int32)
     tl.store(places + to, tl.cumsum(taken, axis=0) - taken, mask=picked)
     tl.store(counts + tl.program_id(0) * ALL + index, tl.sum(taken, axis=0))
+    if COUNT:
+        padding = tl.load(live + token, mask=token < tokens, other=-1) < 0
+        added = tl.sum(tl.where(padding[:, None], 0, taken), axis=0)
+        tl.atomic_add(totals + index, added.to(tl.int64), mask=added > 0, sem="relaxed")

@@ -3,8 +3,8 @@ per line. The list must be empty, because a build compiles, and a startup loads,
 launches.
 
 Runs in a separate process, because Triton decides once per process whether it interprets kernels: `python -m
-tests.engine.launches_of_serving FOLDER FP8 KV_FP8 RANKS`. The engine's own steps run on meta tensors, and
-Triton records what it would have compiled. With several ranks, only the first one serves.
+tests.engine.launches_of_serving FOLDER FP8 KV_FP8 RANKS WHOLE_EXPERTS`. The engine's own steps run on meta
+tensors, and Triton records what it would have compiled. With several ranks, only the first one serves.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ ROWS, STEP_TOKENS, COLUMNS = 80, 700, 17
 
 
 def main() -> None:
+    config = read_config(Path(sys.argv[1]))
     replica_model = ReplicaModel(
-        config=read_config(Path(sys.argv[1])),
+        config=config.with_whole_experts() if sys.argv[5] == "1" else config,
         dtype="bfloat16",
         fp8=sys.argv[2] == "1",
         kv_fp8=sys.argv[3] == "1",

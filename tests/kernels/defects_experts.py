@@ -110,6 +110,20 @@ _EXPERTS_ROUTE = [
         "tl.store(counts + tl.program_id(0) * ALL + index, tl.max(taken, axis=0))",
         "highest or accurate",
     ),
+    Defect(
+        "padding of a few tokens is counted",
+        "experts_route.py",
+        "counted = best & (tl.load(live + token) >= 0)",
+        "counted = best & (tl.load(live + token) >= -1)",
+        "counted or accurate",
+    ),
+    Defect(
+        "padding of many tokens is counted",
+        "experts_route.py",
+        "padding = tl.load(live + token, mask=token < tokens, other=-1) < 0",
+        "padding = tl.load(live + token, mask=token < tokens, other=-1) < -1",
+        "counted or accurate",
+    ),
 ]
 
 _EXPERTS_FEW = [
@@ -173,7 +187,7 @@ _EXPERTS_FEW = [
     Defect(
         "down, dot: results are not weighted",
         "experts_few.py",
-        "acc = acc * tl.load(weights + pair, mask=takes, other=0.0)[None, :]",
+        "acc = acc * share[None, :]",
         "acc = acc * 1.0",
         "few",
     ),
@@ -190,6 +204,27 @@ _EXPERTS_FEW = [
         'scope="gpu") == programs - 1:',
         'scope="gpu") == 0:',
         "few",
+    ),
+    Defect(
+        "some experts, down: experts are numbered from the first of all ranks",
+        "experts_few.py",
+        "expert = tl.where(here, expert, 0)",
+        "expert = tl.where(here, 0, 0)",
+        "some",
+    ),
+    Defect(
+        "some experts, dot: the programs of other ranks' experts have work",
+        "experts_few.py",
+        "live = live & (expert >= 0) & (expert < EXPERTS)",
+        "live = live & (expert >= 0) & (expert < EXPERTS + 1)",
+        "some",
+    ),
+    Defect(
+        "some experts, dot: the sum reads what no program has computed",
+        "experts_few.py",
+        "computed = inside & ((expert >= 0) & (expert < EXPERTS))[:, None]",
+        "computed = inside & ((expert >= 0) & (expert < EXPERTS + 1))[:, None]",
+        "some",
     ),
 ]
 
@@ -239,8 +274,8 @@ _EXPERTS_MANY = [
     Defect(
         "grouped: the weights' scales are missing",
         "experts_many.py",
-        "acc = acc * tl.load(x_scale + source)[None, :] * tl.load(weight_scale + weight_row)[:, None]",
-        "acc = acc * tl.load(x_scale + source)[None, :]",
+        "acc = acc * of_choice[None, :] * of_row[:, None]",
+        "acc = acc * of_choice[None, :]",
         "many",
     ),
     Defect(
@@ -249,6 +284,20 @@ _EXPERTS_MANY = [
         "total += result.to(tl.float32) * tl.load(weights + choice)",
         "total += result.to(tl.float32) * tl.load(weights + token * TOP_K)",
         "many",
+    ),
+    Defect(
+        "grouped: every rank computes the tiles of the first rank's experts",
+        "experts_many.py",
+        "begin = tl.load(begins + first_expert + index, mask=index < EXPERTS, other=0)",
+        "begin = tl.load(begins + index, mask=index < EXPERTS, other=0)",
+        "some",
+    ),
+    Defect(
+        "the sum: the result of an expert of the next rank is added",
+        "experts_many.py",
+        "computed = inside & (expert >= 0) & (expert < EXPERTS)",
+        "computed = inside & (expert >= 0) & (expert <= EXPERTS)",
+        "some",
     ),
 ]
 

@@ -21,6 +21,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from kernels import ChoiceCount
 from kernels.draws import Logits
 from kernels.triton import attention_decode, decode_step, experts_many, fused, linear, sampling
 from kernels.triton.embedding import embedding_part
@@ -133,7 +134,7 @@ def multiply() -> None:
 def mix() -> None:
     """Run the routers and every kernel of experts, in the model's dtype and in FP8. Sizes are not multiples
     of a tile, and there are several blocks to sort. Some experts are chosen by no token, and some by every
-    token."""
+    token, and some experts are on other ranks."""
     values = E4M3 if ON_GPU else None
     for case in route_cases.CASES[:2]:
         made = route_cases.Case(*case, DTYPE)
@@ -141,12 +142,16 @@ def mix() -> None:
             for quantised in {None, values}:
                 routed = made.run(way, normalised=True, values=quantised, pdl=ON_GPU)
                 _finite(routed.normed, routed.weights)
+            count = ChoiceCount(torch.zeros(case[1], dtype=torch.int64, device=DEVICE), made.live)
+            made.run(way, normalised=True, count=count, pdl=ON_GPU)
     for *shape, kind in (experts_cases.FEW[0], experts_cases.LATE[2]):
         for quantised in {None, values}:
             layer = experts_cases.Case(*shape, DTYPE, kind, quantised)
             for plan in (experts_cases.GEMV, experts_cases.DOT):
                 layer.check_few(plan, plan, pdl=ON_GPU)
             layer.check_many(experts_cases.GROUPED, experts_cases.GROUPED, programs=3, pdl=ON_GPU)
+            for plan in (experts_cases.GEMV, experts_cases.DOT, experts_cases.GROUPED):
+                layer.check_ranks(plan, pdl=ON_GPU)
     several = experts_cases.routed(experts_cases.choices("odd", 50, 500, 3), 500)
     _finite(experts_many.sort(several, 500, pdl=ON_GPU).order)
 

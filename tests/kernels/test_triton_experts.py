@@ -14,12 +14,13 @@ cores sum in about 14 bits.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import Experts, Fp8Weight, Residual, Weight, reference
+from kernels import ChoiceCount, Experts, Fp8Weight, Residual, Weight, reference
 from kernels.triton.experts_plans import ExpertsPlan, choose
 from tests.kernels.closeness import error, worst_error
 from tests.kernels.test_compiling import compiled
@@ -103,6 +104,8 @@ class Case:
         self.chosen = choices(kind, tokens, count, top_k)
         self.weights = torch.rand(tokens, top_k, generator=torch.Generator().manual_seed(2)).to(DEVICE)
         self.residual = _random(tokens, hidden, seed=3, dtype=dtype)
+        self.live = torch.arange(tokens, device=DEVICE) % 3 - 1
+        """Negative numbers mark padding, whose choices are not counted: [tokens] int64."""
         gate_up = _random(count, 2 * width, hidden, seed=4, dtype=dtype) * hidden**-0.5
         down = _random(count, hidden, width, seed=5, dtype=dtype) * width**-0.5
         self.values = values
@@ -201,6 +204,62 @@ class Case:
         whole = alone.float() + self.residual.float()
         assert error(whole, out.double()) <= 2 * torch.finfo(self.dtype).eps
 
+    def check_some(self, plan: ExpertsPlan, here: range, pdl: bool = False) -> torch.Tensor:
+        """Run a rank that has only the experts in `here`, and return its part of the sum. Check that the
+        results of the rank's experts are those of a rank with all experts, and make the results of all other
+        experts NaN, so that they spoil the sum if they are read."""
+        weight, scale = _parts(self.gate_up)
+        down, down_scale = _parts(self.down)
+        some = slice(here.start, here.stop)
+        x, x_scale = self.quantise(self.x)
+        options = {"dtype": self.dtype, "pdl": pdl}
+        top_k, elsewhere = self.chosen.shape[1], ~_inside(self.chosen, here)
+        scales = (None, None) if scale is None else (scale[some], down_scale[some])
+        if plan.form == "grouped":
+            by_expert = many.sort(routed(self.chosen, len(weight)), len(weight), pdl=pdl)
+            elsewhere = elsewhere.flatten()[by_expert.order.long()]
+            programs = experts.multiprocessors_of(DEVICE) if DEVICE.type == "cuda" else 3
+
+            def up(weight: torch.Tensor, scale: torch.Tensor | None, first: int | None) -> torch.Tensor:
+                inputs = (x, x_scale, by_expert, top_k, weight, scale, plan, programs)
+                return many.up(*inputs, first=first, **options)
+        else:
+            elsewhere = elsewhere.flatten()
+
+            def up(weight: torch.Tensor, scale: torch.Tensor | None, first: int | None) -> torch.Tensor:
+                return few.up(x, x_scale, self.chosen, weight, scale, plan, first=first, **options)
+
+        found = up(weight[some], scales[0], here.start)
+        assert torch.equal(found[~elsewhere], up(weight, scale, None)[~elsewhere])
+        found[elsewhere] = torch.nan
+        options["first"] = here.start
+        if plan.form == "grouped":
+            x, x_scale = self.quantise(found)
+            inputs = (x, x_scale, by_expert, down[some], scales[1], plan, programs)
+            results = many.down(*inputs, **options)
+            results[~_inside(self.chosen, here).flatten()] = torch.nan
+            computed = many.ComputedChoices(self.chosen, here.start, len(here))
+            return many.combine(results, self.weights, computed=computed, pdl=pdl)
+        x, x_scale = (found, None) if plan.form == "gemv" else self.quantise(found)
+        inputs = (x, x_scale, self.chosen, self.weights, down[some], scales[1], plan)
+        return few.down(*inputs, workspace=self.workspace, **options)
+
+    def check_ranks(self, plan: ExpertsPlan, pdl: bool = False) -> None:
+        """Check that the parts of three ranks, each with some of the experts, add up to the sum of all
+        experts."""
+        count = len(_parts(self.gate_up)[0])
+        ranks = [range(1), range(1, count - 1), range(count - 1, count)]
+        parts = [self.check_some(plan, here, pdl) for here in ranks]
+        for here, part in zip(ranks, parts, strict=True):
+            assert not part[~_inside(self.chosen, here).any(dim=1)].any()
+        whole = self.check_some(plan, range(count), pdl)
+        total = sum(part.float() for part in parts)
+        assert error(total, whole.double()) <= 4 * torch.finfo(self.dtype).eps
+
+
+def _inside(chosen: torch.Tensor, here: range) -> torch.Tensor:
+    return (chosen >= here.start) & (chosen < here.stop)
+
 
 def _parts(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
     return (weight.values, weight.scales) if isinstance(weight, Fp8Weight) else (weight, None)
@@ -254,6 +313,26 @@ def test_many_tokens_get_the_sum_of_quantised_experts(case: tuple) -> None:
     Case(*shape, torch.float16, kind, torch.float16).check_many(GROUPED, GROUPED, programs=2)
 
 
+@pytest.fixture
+def undefined_memory_is_nan() -> Iterator[None]:
+    """Make `torch.empty` return NaN, so that kernels that read undefined results return NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.usefixtures("undefined_memory_is_nan")
+@pytest.mark.parametrize("values", [None, torch.float16], ids=str)
+@pytest.mark.parametrize("plan", [GEMV, DOT, GROUPED], ids=lambda plan: plan.form)
+@pytest.mark.parametrize("case", [*FEW, LATE[0], LATE[2]], ids=str)
+def test_ranks_with_some_experts_add_up_to_all(
+    case: tuple, plan: ExpertsPlan, values: torch.dtype | None
+) -> None:
+    *shape, kind = case
+    Case(*shape, torch.float32 if values is None else torch.float16, kind, values).check_ranks(plan)
+
+
 @pytest.mark.parametrize("kind", ["random", "same", "odd"])
 @pytest.mark.parametrize(
     ("tokens", "count", "top_k"), [(1, 4, 2), (70, 4, 2), (50, 500, 3), (600, 512, 2)], ids=str
@@ -281,24 +360,30 @@ def test_a_token_that_is_not_finite_spoils_no_other() -> None:
             assert torch.equal(found[row], expected[row])
 
 
+@pytest.mark.parametrize("here", [range(6), range(2, 5)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 4, 18, 40])
-def test_the_operations_choose_kernels_by_the_number_of_tokens(tokens: int) -> None:
-    """Compare both operations with the reference, through every path of `experts`."""
+def test_the_operations_choose_kernels_by_the_number_of_tokens(tokens: int, here: range) -> None:
+    """Compare both operations with the reference, through every path of `experts`, with all experts and with
+    some of the experts."""
     made = Case(tokens, 6, 2, 64, 32, torch.float32)
     router = _random(6, 64, seed=6, dtype=torch.float32)
-    layer = Experts(router, made.gate_up, made.down, 2, normalised=True)
+    some = slice(here.start, here.stop)
+    layer = Experts(router, made.gate_up[some], made.down[some], 2, normalised=True, first=here.start)
     gain = _random(64, seed=8, dtype=torch.float32)
     ops = CudaOps(pdl=False)
     for residual in (made.residual, None):
-        results = []
+        results, totals = [], []
         for each in (ops, reference):
-            activation = each.norm_experts(Residual(made.x), gain, EPS, layer)
+            count = ChoiceCount(torch.zeros(6, dtype=torch.int64, device=DEVICE), made.live)
+            activation = each.norm_experts(Residual(made.x), gain, EPS, layer, count)
+            totals.append(count.totals)
             if residual is None:
                 results.append(each.experts_sum(activation, layer))
             else:
                 added = each.experts_add(activation, layer, Residual(residual.clone()), None)
                 results.append(added.values)
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+        assert torch.equal(*totals)
 
 
 def test_no_tokens_have_no_results() -> None:
@@ -405,6 +490,21 @@ def test_many_tokens_are_accurate_in_16_bits_and_fp8(
             plans = choose(tokens, top_k, count, hidden, width, values or dtype)
             case = Case(tokens, *shape, dtype, kind, values)
             case.check_many(plans.up, plans.down, experts.multiprocessors_of(DEVICE), pdl=True)
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.usefixtures("undefined_memory_is_nan")
+@pytest.mark.parametrize("values", [None, E4M3], ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, 8, 32, 200])
+def test_ranks_with_some_experts_add_up_to_all_in_16_bits_and_fp8(
+    tokens: int, values: torch.dtype | None
+) -> None:
+    count, top_k, hidden, width = QWEN
+    plans = choose(tokens, top_k, count, hidden, width, values or torch.bfloat16)
+    case = Case(tokens, *QWEN, torch.bfloat16, values=values)
+    for plan in {plans.up, plans.down}:
+        case.check_ranks(plan, pdl=True)
 
 
 @on_gpu

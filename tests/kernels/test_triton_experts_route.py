@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kernels import reference
+from kernels import ChoiceCount, reference
 from tests.kernels.test_triton_experts import routed
 from tests.kernels.test_triton_linear import check_bits
 
@@ -49,13 +49,24 @@ class Case:
         self.router[experts // 2] = self.router[0]
         self.router[experts - 1] = self.router[0]
         self.top_k = top_k
+        self.live = torch.arange(tokens, device=DEVICE) % 4 - 1
+        """Negative numbers mark padding, whose choices are not counted: [tokens] int64."""
 
-    def run(self, way: str, *, normalised: bool, values: torch.dtype | None = None, pdl: bool = False):
+    def run(
+        self,
+        way: str,
+        *,
+        normalised: bool,
+        values: torch.dtype | None = None,
+        count: ChoiceCount | None = None,
+        pdl: bool = False,
+    ):
         router = (self.x, self.gain, EPS, self.router, self.top_k)
+        options = {"normalised": normalised, "values": values, "count": count, "pdl": pdl}
         if way == "many":
-            return routes.route_many(*router, normalised=normalised, values=values, pdl=pdl)
+            return routes.route_many(*router, **options)
         workspace = linear.allocate_workspace(DEVICE)
-        found = routes.route(*router, normalised=normalised, workspace=workspace, values=values, pdl=pdl)
+        found = routes.route(*router, workspace=workspace, **options)
         assert workspace.arrived.eq(0).all()
         return found
 
@@ -118,6 +129,23 @@ def test_a_token_that_is_not_finite_has_distinct_experts_and_spoils_no_other(way
 
 
 @pytest.mark.parametrize("way", ["few", "many"])
+@pytest.mark.parametrize("tokens", [1, 9, 200])
+def test_the_choices_of_tokens_that_are_not_padding_are_counted(tokens: int, way: str) -> None:
+    """Counts are added to the totals. With 200 tokens, `route_many` has several blocks of tokens, and the
+    last one is not complete."""
+    case = Case(tokens, 13, 3, 32, torch.float32)
+    case.live[:1] = 0
+    count = ChoiceCount(torch.arange(13, device=DEVICE) * 10, case.live)
+    expected = count.totals.clone()
+    for normalised in (True, False):
+        found = case.run(way, normalised=normalised, count=count)
+        expected += found.chosen[case.live >= 0].flatten().bincount(minlength=13)
+        assert torch.equal(count.totals, expected)
+    plain = case.run(way, normalised=False)
+    assert torch.equal(found.chosen, plain.chosen) and torch.equal(found.weights, plain.weights)
+
+
+@pytest.mark.parametrize("way", ["few", "many"])
 def test_normalised_tokens_are_quantised(way: str) -> None:
     case = Case(3, 5, 2, 48, torch.float32)
     found = case.run(way, normalised=True, values=torch.float32)
@@ -161,7 +189,11 @@ def test_the_router_is_accurate_in_16_bits(shape: tuple, dtype: torch.dtype) -> 
     for way, many in (("few", (1, 2, 16, 33)), ("many", (1, 17, 64, 1025, 8192))):
         for tokens in many:
             case = Case(tokens, *shape, dtype)
-            _check(case, case.run(way, normalised=True, pdl=True), normalised=True)
+            count = ChoiceCount(torch.zeros(shape[0], dtype=torch.int64, device=DEVICE), case.live)
+            found = case.run(way, normalised=True, count=count, pdl=True)
+            _check(case, found, normalised=True)
+            counted = found.chosen[case.live >= 0].flatten()
+            assert torch.equal(count.totals, counted.bincount(minlength=shape[0]))
             _check(case, case.run(way, normalised=False, pdl=True), normalised=False)
 
 
