@@ -1,8 +1,7 @@
 """Executes one step on a rank's device: runs a plan, and returns the sampled tokens as tensors.
 
 Decode-only steps and short prompt passes replay captured CUDA graphs, if any exist (`engine.graphs`,
-`engine.prompt_graphs`). In all other steps, each kernel is launched separately. Only these steps count expert
-choices, because a counting kernel would delay the kernels of a graph.
+`engine.prompt_graphs`). In all other steps, each kernel is launched separately.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class StepExecutor:
         batch = self.tables.step_batch(plan)
         on_begin()
         self._prepare_blocks(plan)
-        hidden = self.decoder.forward(batch.forward, self.kv, count_experts=True)
+        hidden = self.decoder.forward(batch.forward, self.kv)
         index, count = batch.logits_indices, batch.sampled_logits
         wanted = hidden[:count] if index is None else hidden.index_select(0, index[:count])
         sampled = self.sampler.sample(self.decoder.logits(wanted), batch.sampling, self.tables)
@@ -101,7 +100,7 @@ class StepExecutor:
         else:
             token_ids = graphs.sample(batch.metadata.variant)
             sampled = SampledStep(token_ids, self.sampler.logprobs(logits, batch, token_ids))
-        return StepResults(sampled, batch.metadata.logprob_rows, [], [])
+        return StepResults(sampled, batch.metadata.logprob_rows, [], [], self._expert_choices())
 
     def _replay_prompts(
         self, graphs: PromptGraphs, plan: StepPlan, on_begin: Callable[[], object]
@@ -112,7 +111,7 @@ class StepExecutor:
         logits = graphs.forward()
         batch = self.tables.prompt_batch(plan)
         sampled = self.sampler.sample(logits, batch, self.tables)
-        return StepResults(sampled, batch.metadata.logprob_rows, [], [])
+        return StepResults(sampled, batch.metadata.logprob_rows, [], [], self._expert_choices())
 
     def _prepare_blocks(self, plan: StepPlan) -> None:
         """Zero and copy KV blocks as listed in the plan."""

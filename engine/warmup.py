@@ -120,9 +120,7 @@ class _PaddedPasses:
 
     def _run(self, tokens: int, attention: AttentionInput, logits_attention: AttentionInput | None) -> None:
         zeros = self._zeros(tokens)
-        self._decoder.forward(
-            ForwardInput(zeros, zeros, zeros - 1, attention, logits_attention), self._kv, count_experts=True
-        )
+        self._decoder.forward(ForwardInput(zeros, zeros, zeros - 1, attention, logits_attention), self._kv)
 
     def _decodes(self, rows: int, queries: torch.Tensor | None = None) -> AttentionInput:
         zeros = self._zeros(rows)

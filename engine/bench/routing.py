@@ -71,11 +71,11 @@ def _watched(decoder: Decoder, tokens: int) -> Iterator[list[int]]:
     watch = _Watch(tokens)
     forward = decoder.forward
 
-    def watched(inputs: ForwardInput, kv: Any, *, count_experts: bool = False) -> Any:
+    def watched(inputs: ForwardInput, kv: Any) -> Any:
         attention = inputs.attention
         # A padded step has at least as many slots as tokens.
         watch.decoding = not attention.chunks and attention.tiles is None and len(attention.slots) >= tokens
-        return forward(inputs, kv, count_experts=count_experts)
+        return forward(inputs, kv)
 
     mixtures = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Mixture)]
     operations = [mixture.ops for mixture in mixtures]

@@ -92,26 +92,25 @@ class Decoder:
 
     # ── computation ──────────────────────────────────────────────────────────────────────────────
 
-    def forward(self, inputs: ForwardInput, kv: list[KvPool], *, count_experts: bool = False) -> torch.Tensor:
+    def forward(self, inputs: ForwardInput, kv: list[KvPool]) -> torch.Tensor:
         """Run a forward pass, and return its hidden states: `[tokens, hidden]`, or only the rows of
         `inputs.logits_attention` if it is given.
 
         The keys and values of the pass are written to `kv`, which contains one pool per layer. The final norm
-        is not applied here. `logits` applies it to the rows whose logits are needed. With `count_experts`,
-        rank 0 adds the experts that the tokens choose to `expert_choices`.
+        is not applied here. `logits` applies it to the rows whose logits are needed. The experts that the
+        tokens choose are added to `expert_choices`.
         """
         ops, ranks, ends = self.ops, self.ranks, inputs.logits_attention
         first = self.shard.first_vocab if ranks.size > 1 else None
         residual = Residual(ranks.all_reduce(ops.embedding(inputs.token_ids, self.embedding, first)))
         plan = ops.plan_attention(inputs.attention)
-        # All ranks choose the same experts, so one rank counts.
-        counting = count_experts and self.config.experts is not None and ranks.rank == 0
-        live = (inputs.kv_slots >= 0).long() if counting else None
+        counting = self.config.experts is not None
+        live = inputs.kv_slots if counting else None  # negative for padding
         every = LayerInput(ranks, self.cos_sin, inputs.positions, inputs.kv_slots, plan, live=live)
         last = every
         if ends is not None:
             assert ends.queries is not None
-            live = (ends.lens > 0).long() if counting else None
+            live = ends.lens - 1 if counting else None
             last = replace(every, attention_plan=ops.plan_attention(ends), kept=ends.queries, live=live)
         next_gains = [*(layer.input_norm for layer in self.layers[1:]), None]
         calls = list(zip(self.layers, kv, next_gains, strict=True))

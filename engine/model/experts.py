@@ -23,7 +23,7 @@ from engine.model.layers import (
     rows_of,
 )
 from engine.parallel import Ranks
-from kernels import Activation, ExpertActivation, Experts, Fp8Activation, Ops, Residual
+from kernels import Activation, ChoiceCount, ExpertActivation, Experts, Fp8Activation, Ops, Residual
 from kernels.reference import expert_weight
 
 
@@ -98,15 +98,20 @@ class Mixture:
             first=self.here.first,
         )
         self.choices = torch.zeros(self.config.count, dtype=torch.int64, device=factory.device)
-        """Number of counted tokens that have chosen each expert."""
+        """Number of tokens that have chosen each expert."""
         self.shared, self.shared_gate = None, None
         if self.config.shared_intermediate_size is not None:
             self.shared = Mlp(config, shard, factory, self.config.shared_intermediate_size)
             self.shared_gate = factory.empty(1, hidden)
         self.down = MixtureDown(self.ops, self.experts, None if self.shared is None else self.shared.down)
 
-    def activate(self, x: Residual, norm_weight: torch.Tensor, eps: float) -> MixtureActivation:
-        routed = self.ops.norm_experts(x, norm_weight, eps, self.experts)
+    def activate(
+        self, x: Residual, norm_weight: torch.Tensor, eps: float, live: torch.Tensor | None = None
+    ) -> MixtureActivation:
+        """Return the input of `down`. If `live` is given, add the choices of its tokens to `choices`; a
+        negative number marks padding (`kernels.ChoiceCount`)."""
+        count = None if live is None else ChoiceCount(self.choices, live)
+        routed = self.ops.norm_experts(x, norm_weight, eps, self.experts, count)
         if self.shared is None or self.shared_gate is None:
             return MixtureActivation(routed, None)
         gate = self.ops.norm_linear(Residual(x.values), norm_weight, eps, self.shared_gate, None).sigmoid()
@@ -116,13 +121,6 @@ class Mixture:
         if isinstance(shared, Fp8Activation):
             return MixtureActivation(routed, Fp8Activation(shared.values, shared.scales * gate, shared.dtype))
         return MixtureActivation(routed, shared * gate)
-
-    def count(self, x: MixtureActivation, live: torch.Tensor) -> None:
-        """Add to `choices` the experts chosen for each token whose `live` flag is 1. Does not synchronise
-        with the device."""
-        chosen = x.routed.chosen
-        each = live.unsqueeze(1).expand(-1, chosen.shape[1])
-        self.choices.index_add_(0, chosen.flatten(), each.flatten())
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:
         router = self.experts.router
@@ -168,7 +166,4 @@ class ExpertsLayer(Layer):
     mlp: Mixture
 
     def activate(self, residual: Residual, inputs: LayerInput) -> MixtureActivation:
-        activated = self.mlp.activate(residual, self.post_norm, self.eps)
-        if inputs.live is not None:
-            self.mlp.count(activated, inputs.live)
-        return activated
+        return self.mlp.activate(residual, self.post_norm, self.eps, inputs.live)

@@ -41,8 +41,8 @@ class LayerInput:
     """Indices of the tokens whose results are needed: [rows] int64, the same tokens as in `attention_plan`.
     For all other tokens, the layer computes only keys and values. None means that all results are needed."""
     live: torch.Tensor | None = None
-    """1 for each row of the layer's result, and 0 for padding: [rows] int64. None if expert choices are not
-    counted."""
+    """A negative number for each row of the layer's result that is padding: [rows] int64. Experts count the
+    choices of the other rows. None if choices are not counted."""
 
 
 @dataclass(frozen=True, slots=True)

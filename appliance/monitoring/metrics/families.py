@@ -384,8 +384,7 @@ REPLICAS = (
            "appliance_step_seconds.",
            _steps(lambda total: total.idle_s), ("kind",)),
     Metric("counter", "appliance_expert_choices_total", "",
-           "Number of times that tokens chose an expert of a layer. On a GPU, only tokens of long prompts, "
-           "and decodes in the same steps, are counted.",
+           "Number of times that tokens chose an expert of a layer.",
            lambda r: {str(use.layer): use.choices for use in r.status.expert_layers}, ("layer",)),
     Metric("gauge", "appliance_expert_imbalance_ratio", "",
            "How often a layer's busiest expert was chosen since the replica's start, divided by the mean "

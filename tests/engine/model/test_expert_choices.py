@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -79,8 +78,8 @@ def test_padding_is_not_counted(tmp_path: Path) -> None:
     layer = engine.runner.decoder.layers[0]
     rows = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        activated = layer.mlp.activate(Residual(rows), layer.post_norm, layer.eps)
-        layer.mlp.count(activated, torch.tensor([1, 1, 0, 1, 0, 0]))
+        live = torch.tensor([70, 0, -1, 5, -1, -1])
+        activated = layer.mlp.activate(Residual(rows), layer.post_norm, layer.eps, live)
         expected = activated.routed.chosen[[0, 1, 3]].flatten().bincount(minlength=8)
         assert torch.equal(layer.mlp.choices, expected)
         engine.runner.decoder.reset_expert_choices()
@@ -88,7 +87,7 @@ def test_padding_is_not_counted(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_only_the_first_rank_counts(tmp_path: Path) -> None:
+def test_every_rank_counts_all_choices(tmp_path: Path) -> None:
     folder = make(MIXTURE, tmp_path)
     config = read_config(folder)
 
@@ -96,14 +95,12 @@ def test_only_the_first_rank_counts(tmp_path: Path) -> None:
         cpu = torch.device("cpu")
         decoder = Decoder(config, ranks, select_backend("cpu"), torch.float32, cpu)
         load(decoder, folder, no_progress)
-        forward = decoder.forward
-        decoder.forward = partial(forward, count_experts=True)  # type: ignore[method-assign]
         Driver(decoder, blocks=2).run([], [(Sequence(), TOKENS[:9])])
         found = decoder.expert_choices()
         assert found is not None
         return int(found.counts.sum())
 
-    assert on_ranks(2, choices) == [2 * 2 * 9, 0]
+    assert on_ranks(2, choices) == [2 * 2 * 9] * 2
 
 
 def test_the_busiest_and_the_unused_experts_of_a_layer_are_summarised() -> None:
