@@ -144,8 +144,8 @@ _EXPERTS_FEW = [
     Defect(
         "down: choices past the last one count",
         "experts_few.py",
-        "share = tl.load(weights + pair, mask=turn < TOP_K, other=0.0",
-        "share = tl.load(weights + pair, mask=turn < TOP_K + 1, other=0.0",
+        "share = tl.load(weights + pair, mask=here & (turn < TOP_K), other=0.0",
+        "share = tl.load(weights + pair, mask=here & (turn < TOP_K + 1), other=0.0",
         "few",
     ),
     Defect(
