@@ -563,8 +563,8 @@ def _down_dot(
             computed = inside
             if PARTIAL:
                 at_turn = chosen + token * TOP_K + turn
-                expert = tl.load(at_turn, mask=token < tokens, other=0, cache_modifier=".cg") - first_expert
-                computed = inside & ((expert >= 0) & (expert < EXPERTS))[:, None]
+                of_turn = tl.load(at_turn, mask=token < tokens, other=0, cache_modifier=".cg") - first_expert
+                computed = inside & ((of_turn >= 0) & (of_turn < EXPERTS))[:, None]
             total += tl.load(result, mask=computed, other=0.0, cache_modifier=".cg")
         if RESIDUAL:
             total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)

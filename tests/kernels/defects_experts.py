@@ -222,8 +222,8 @@ _EXPERTS_FEW = [
     Defect(
         "some experts, dot: the sum reads what no program has computed",
         "experts_few.py",
-        "computed = inside & ((expert >= 0) & (expert < EXPERTS))[:, None]",
-        "computed = inside & ((expert >= 0) & (expert < EXPERTS + 1))[:, None]",
+        "computed = inside & ((of_turn >= 0) & (of_turn < EXPERTS))[:, None]",
+        "computed = inside & ((of_turn >= 0) & (of_turn < EXPERTS + 1))[:, None]",
         "some",
     ),
 ]

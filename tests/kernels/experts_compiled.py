@@ -3,6 +3,7 @@ instructions as JSON. Runs in a separate process, like `launches_of_serving`."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
@@ -17,13 +18,13 @@ GPU = compiling.GpuModel.of("NVIDIA H200", 90)
 EVENTS = re.compile(r"griddepcontrol\.\w+|ld\.global|cp\.async\.c[ag]|wgmma\.mma_async")
 
 
-def launch(tokens: int) -> None:
-    """Run a layer with the shape of Qwen3-30B-A3B."""
+def launch(tokens: int, held: int) -> None:
+    """Run a layer with the shape of Qwen3-30B-A3B on a rank that has `held` of its 128 experts."""
 
     def bf16(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
-    layer = Experts(bf16(128, 2048), bf16(128, 1536, 2048), bf16(128, 2048, 768), 8, normalised=True)
+    layer = Experts(bf16(128, 2048), bf16(held, 1536, 2048), bf16(held, 2048, 768), 8, normalised=True)
     options = {"workspace": allocate_workspace(torch.device("meta"))}
     plans = choose(tokens, 8, 128, 2048, 768, torch.bfloat16)
     activation = experts.activate(bf16(tokens, 2048), bf16(2048), 1e-5, layer, plans=plans, **options)
@@ -32,11 +33,12 @@ def launch(tokens: int) -> None:
 
 if __name__ == "__main__":
     found = {}
-    for tokens in (1, 8, 2048):
-        for job in compiling.record(GPU.target, lambda: launch(tokens)):  # noqa: B023
+    for tokens, held in itertools.product((1, 8, 2048), (128, 32)):
+        for job in compiling.record(GPU.target, lambda: launch(tokens, held)):  # noqa: B023
             name = job.name.split(".")[-1]
-            if not re.match("_(up|down|grouped)", name):
+            if not re.match("_(up|down|grouped|combine)", name):
                 continue
+            name += "" if held == 128 else " of some experts"
             with compiling._offline(GPU.target):
                 kernel = job.function.preload(job.specialisation)
                 job.function.device_caches.clear()
