@@ -118,6 +118,13 @@ def test_figures_over_time_are_selected_by_patterns(running: Service) -> None:
     assert coarse.resolution_s == 60
 
 
+@pytest.mark.parametrize("pattern", ["*" * 200 + "!", "*e" * 100 + "!"])
+def test_a_pattern_with_many_stars_does_not_block_the_service(running: Service, pattern: str) -> None:
+    wait_until(lambda: len(_seconds(running)) >= 1)
+    found = running.admin.call(calls.telemetry(TelemetryQuery(figures=pattern, since=0, until=time.time())))
+    assert not found.figures
+
+
 def test_without_a_time_the_newest_sample_is_returned(running: Service) -> None:
     wait_until(lambda: len(_seconds(running)) >= 2)
     before = _seconds(running)[-1]
