@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,7 +19,7 @@ from appliance.actions import ACTIONS, Action
 from appliance.admin.bodies import AdminRequestError, error_answer, json_answer, read_parameters
 from appliance.admin.callers import Authenticator, Caller, DeniedError
 from appliance.calls import READ_ONLY_HEADER
-from appliance.http import Connection
+from appliance.http import Connection, CountedLog
 from appliance.http.openapi import Operation, openapi_document
 from appliance.monitoring.metrics.exposition import CONTENT_TYPE
 from appliance.protocol import (
@@ -34,8 +34,6 @@ from appliance.protocol import (
 from appliance.scopes import InsufficientScopeError, ScopedRoute, check_routes
 from appliance.snapshot import UnfinishedRequest
 from store.audit import Actor
-
-log = logging.getLogger(__name__)
 
 _READ_ONLY = (
     "this session is read-only: to act on the service, start the console with --write, or send the request "
@@ -64,11 +62,15 @@ class Backend(NamedTuple):
     record_denied: Callable[[Actor, Action, str], None]
     """Adds an audit row for an action that was denied because the caller lacked the required scope. The row
     contains the reason."""
+    note: Callable[[str, str], None]
+    """Reports a problem, given its location and description, to operators."""
 
 
 def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette, App]:
     """Return two applications. The first contains the routes, and tests inspect its route table. The second
     is the one to serve: it authenticates each caller and then calls the first."""
+
+    denials = CountedLog("requests on admin.sock were denied", partial(backend.note, "admin"))
 
     async def openapi(request: Request) -> Response:
         return json_answer(openapi_document("Appliance admin API", check_routes(app)))
@@ -80,7 +82,8 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
         caller: Caller = request.scope["state"]["caller"]
         if caller.read_only:
             error = PermissionError(_READ_ONLY)
-        log.warning("%s denied %s: %s", caller.actor.name, _asked(request.scope), error)
+        denied = f"{caller.actor.name} was denied {_asked(request.scope)}: {error}"
+        denials.note(request.scope["state"].get("peer"), denied)
         action = next((one for one in ACTIONS if request.scope["path"] == f"/actions/{one.name}"), None)
         if action is not None and request.method == "POST":
             backend.record_denied(caller.actor, action, str(error))
@@ -141,7 +144,7 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
         try:
             caller = authenticator.identify(scope["headers"], state.get("peer"))
         except DeniedError as error:
-            log.warning("denied %s: %s", _asked(scope), error)
+            denials.note(state.get("peer"), f"denied {_asked(scope)}: {error}")
             response = error_answer(error.status, str(error))
             response.headers["connection"] = "close"
             await response(scope, receive, send)

@@ -49,9 +49,10 @@ def admin_backend(
     metrics: Callable[[], bytes],
     routes: Sequence[ScopedRoute],
     publish: Callable[[], None],
+    note: Callable[[str, str], None],
 ) -> tuple[Backend, AuditedActions]:
     """Return the backend, and the object that performs its actions. `publish` applies changed tenants and
-    keys to the queue and the fronts."""
+    keys to the queue and the fronts. `note` reports a problem."""
     cancel = canceller.cancel_matching
     peers = PeerAdmin(control=control, unix=lambda: settings().unix, publish=publish)
     tenants = TenantAdmin(
@@ -87,5 +88,6 @@ def admin_backend(
         routes=[*routes, *alert_routes(alerts)],
         act=actions.act,
         record_denied=actions.record_denied,
+        note=note,
     )
     return backend, actions

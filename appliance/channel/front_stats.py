@@ -27,6 +27,8 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     """Number of requests refused because the bodies in progress had too many bytes."""
     refused_heads: int = 0
     """Number of requests refused because the headers in progress had too many bytes."""
+    refused_prompts: int = 0
+    """Number of requests refused because their tenant had too many prompts or conversations in progress."""
     streams: int = 0
     requests: int = 0
     tokens: int = 0

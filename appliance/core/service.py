@@ -259,6 +259,7 @@ class Service:
                 ),
             ],
             publish=self.controller.apply_policies,
+            note=problems.note,
         )
         self.housekeeper = Housekeeper(control, state.history, contents, self.settings, clock)
 

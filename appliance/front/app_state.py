@@ -80,6 +80,7 @@ class AppState:
         self.not_ready_reason = "this front has not received its configuration yet; retry in a moment"
         self.silent_models: dict[str, str] = {}
         """Models that cannot answer, each with the reason."""
+        self.refused_prompts = 0
         self.requests = 0
         self.tokens = 0
         self.streams = 0

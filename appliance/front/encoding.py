@@ -36,7 +36,7 @@ def text_memory(state: AppState, context: RequestContext, size: int) -> Iterator
         with state.text_memory.reserved(context.identity.tenant, size):
             yield
     except TooMuchWorkError as error:
-        raise too_much_work(error) from None
+        raise too_much_work(state, error) from None
 
 
 async def do_work(
@@ -53,12 +53,13 @@ async def do_work(
             return run_steps(steps)
         return await state.work.run(context.identity.tenant, steps, is_long=characters > PIECE_CHARACTERS)
     except TooMuchWorkError as error:
-        raise too_much_work(error) from None
+        raise too_much_work(state, error) from None
     except (TooManyTokensError, UncuttableTextError) as error:
         context.work_tokens = max(context.work_tokens, error.encoded_tokens)
         raise
 
 
-def too_much_work(error: TooMuchWorkError) -> ApiError:
-    """Return the 503 for a tenant that has too much text in progress."""
+def too_much_work(state: AppState, error: TooMuchWorkError) -> ApiError:
+    """Count and return the 503 for a tenant that has too much text in progress."""
+    state.refused_prompts += 1
     return ApiError(503, str(error), code="too_many_prompts", retry_after_s=_RETRY_AFTER_S)

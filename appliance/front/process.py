@@ -228,6 +228,7 @@ class FrontProcess:
                 cut_off_connections=server.cut_off.total,
                 refused_bodies=state.bodies.refused,
                 refused_heads=server.request_memory.refused,
+                refused_prompts=state.refused_prompts,
                 streams=state.streams,
                 requests=state.requests,
                 tokens=state.tokens,

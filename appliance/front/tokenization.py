@@ -103,7 +103,7 @@ async def chat_tokens(
             )
             return (await do_work(state, context, steps, len(text)))[0]
     except TooMuchWorkError as error:
-        raise too_much_work(error) from None
+        raise too_much_work(state, error) from None
     except TemplateBoundError as error:
         raise invalid("messages", str(error), "chat_template_bound") from None
     except (ChatTemplateError, LoneSurrogateError, UncuttableTextError) as error:

@@ -14,11 +14,41 @@ the rate of clients that are merely misconfigured."""
 _MINUTE_S = 60.0
 
 
+_REFUSALS = {
+    "refused_connections": (
+        "connections are refused because the limit of {max_connections:,} connections, or the limit for one "
+        "tenant, is reached; raise limits.max_connections, the number of fronts, or the limit of open files "
+        "(ulimit -n)"
+    ),
+    "evicted_connections": (
+        "the number of connections without a valid key has reached limits.max_unauthenticated_connections; "
+        "each new one replaces the oldest connection of the address with the most connections"
+    ),
+    "cut_off_connections": (
+        "connections were closed because their clients did not read the answers; the front's log lists "
+        "client addresses"
+    ),
+    "refused_bodies": (
+        "requests are refused because the bodies of unfinished requests use too much memory; see "
+        "limits.max_tenant_body_bytes and limits.max_front_body_bytes"
+    ),
+    "refused_heads": (
+        "requests are refused because the headers of unfinished requests use too much memory; clients are "
+        "sending very large headers slowly"
+    ),
+    "refused_prompts": (
+        "requests are refused because their tenants have too many prompts in progress; the request log names "
+        "the tenants (appliance requests)"
+    ),
+}
+"""For each count of refused clients in `FrontReport`: what is reported when it has grown."""
+
+
 class RefusalWatch:
     """Compares consecutive reports of one front process."""
 
     def __init__(self) -> None:
-        self._last: FrontReport | None = None
+        self._last = FrontReport()
         self._told_at: dict[str, float] = {}
         self._minute_began = 0.0
         self._denials_before = 0
@@ -34,41 +64,12 @@ class RefusalWatch:
 
     def _refusals(self, report: FrontReport, now: float) -> Iterator[tuple[str, str]]:
         last = self._last
-        if report.refused_connections > (last.refused_connections if last else 0):
-            yield (
-                "connections",
-                f"connections are refused because the limit of {report.max_connections:,} connections, "
-                "or the limit for one tenant, is reached; raise limits.max_connections, the number of "
-                "fronts, or the limit of open files (ulimit -n)",
-            )
-        if report.evicted_connections > (last.evicted_connections if last else 0):
-            yield (
-                "evictions",
-                "the number of connections without a valid key has reached "
-                "limits.max_unauthenticated_connections; each new one replaces the oldest connection of the "
-                "address with the most connections",
-            )
-        if report.cut_off_connections > (last.cut_off_connections if last else 0):
-            yield (
-                "cut off",
-                "connections were closed because their clients did not read the answers; the front's "
-                "log lists client addresses",
-            )
-        if report.refused_bodies > (last.refused_bodies if last else 0):
-            yield (
-                "bodies",
-                "requests are refused because the bodies of unfinished requests use too much memory; "
-                "see limits.max_tenant_body_bytes and limits.max_front_body_bytes",
-            )
-        if report.refused_heads > (last.refused_heads if last else 0):
-            yield (
-                "heads",
-                "requests are refused because the headers of unfinished requests use too much memory; "
-                "clients are sending very large headers slowly",
-            )
+        for name, text in _REFUSALS.items():
+            if getattr(report, name) > getattr(last, name):
+                yield name, text.format(max_connections=report.max_connections)
         if now - self._minute_began > _MINUTE_S:
             self._minute_began = now
-            self._denials_before = last.unauthenticated if last else 0
+            self._denials_before = last.unauthenticated
         if report.unauthenticated - self._denials_before >= MANY_DENIALS:
             yield (
                 "denials",

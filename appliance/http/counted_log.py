@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from appliance.http.peers import Peer
 
 log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 5.0
+MANY = 100
+"""Minimum number of events within `LOG_EVERY_S` that is reported to operators as a problem."""
 
 
 class CountedLog:
     """Counts events of one kind and logs them in batches."""
 
-    def __init__(self, text: str) -> None:
-        """`text` describes the event, in the plural."""
+    def __init__(self, text: str, on_many: Callable[[str], None] = lambda _: None) -> None:
+        """`text` describes the events. `on_many` reports a batch of at least `MANY` events as a problem."""
         self.total = 0
+        self._on_many = on_many
         self._text = text
         self._logged = 0
         self._latest = ""
         self._timer: asyncio.TimerHandle | None = None
 
-    def note(self, peer: Peer | None) -> None:
-        """Count an event."""
+    def note(self, peer: Peer | None, what: str = "") -> None:
+        """Count an event. `what` describes it further."""
         self.total += 1
-        self._latest = "an unknown address" if peer is None else str(peer)
+        self._latest = ("an unknown address" if peer is None else str(peer)) + (what and f": {what}")
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(LOG_EVERY_S, self._write)
 
@@ -34,3 +38,5 @@ class CountedLog:
         self._timer = None
         count, self._logged = self.total - self._logged, self.total
         log.warning("%s: %d within %.0f s, the latest from %s", self._text, count, LOG_EVERY_S, self._latest)
+        if count >= MANY:
+            self._on_many(f"{self._text}: at least {MANY} within {LOG_EVERY_S:.0f} s; see the log")

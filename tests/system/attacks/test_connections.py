@@ -124,6 +124,29 @@ def test_idle_connections_lock_nobody_out_of_metrics_or_administration(attacked:
         wait_for(lambda: is_closed(first[0]), "the oldest idle connection to be closed")
 
 
+def test_wrong_admin_keys_leave_one_line_and_are_visible(attacked: Target) -> None:
+    def logged() -> list[str]:
+        return [
+            line
+            for line in attacked.running.log_path.read_text().splitlines()
+            if "denied" in line and "/status" in line
+        ]
+
+    before, started = len(logged()), time.monotonic()
+    for number in range(400):
+        request = b"GET /status HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer ak-%d\r\n\r\n" % number
+        assert exchange(attacked.admin, request).startswith(b"HTTP/1.1 401 ")
+    told = "requests on admin.sock were denied: at least 100"
+    wait_for(
+        lambda: any(told in problem["what"] for problem in attacked.running.status()["problems"]),
+        "the problem",
+    )
+    assert any(told in finding for finding in attacked.doctor())
+    lines = logged()[before:]
+    assert 1 <= len(lines) <= 2 + (time.monotonic() - started) / 5
+    assert "this key is unknown, revoked or expired" in lines[-1]
+
+
 def test_wrong_keys_leave_one_line_and_are_visible(attacked: Target) -> None:
     def logged() -> list[str]:
         lines = attacked.running.log_path.read_text().splitlines()

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from appliance.messages import Limits
+from tests.system.attacks.reading import doctor
 from tests.system.service import Service
 from tests.system.test_limits import Caller
 
@@ -134,6 +135,11 @@ def test_prompts_over_the_bound_on_waiting_text_are_refused_for_their_tenant_alo
         for _ in range(5):
             assert small_request_s(http) < MAX_DELAY_S
     assert set(statuses) <= {200, 503}
+    told = "too many prompts in progress"
+    demo.wait_until(
+        lambda: any(told in problem["what"] for problem in demo.status()["problems"]), 60, "the problem"
+    )
+    assert any(told in finding for finding in doctor(demo, "warning"))
 
 
 @pytest.mark.parametrize(
