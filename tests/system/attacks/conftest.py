@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
+from appliance.actions import ReloadConfig
 from tests.ports import free_port
 from tests.system.attacks.reading import findings
 from tests.system.attacks.wire import Address, tcp_address
@@ -57,6 +58,30 @@ def target(folder: Path, limits: str = "", fronts: int = 1, flags: Sequence[str]
     with service("--config", str(settings), *flags) as running:
         running.tenant("acme")
         yield Target(running, tcp_address(running), tcp_address(running, "metrics"), running.key("k", "acme"))
+
+
+@contextmanager
+def limited(attacked: Target, limits: str) -> Iterator[Target]:
+    """Give the service other limits during the block."""
+    path = Path(attacked.running.flags[1])
+    before = path.read_text()
+
+    def use(text: str) -> None:
+        path.write_text(text)
+        attacked.running.act(ReloadConfig())
+
+    use(before.partition("[limits]")[0] + f"[limits]\n{limits}\n")
+    try:
+        yield attacked
+    finally:
+        use(before)
+
+
+@pytest.fixture(scope="session")
+def one_front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    """Start a service with one front. Modules give it their limits."""
+    with target(tmp_path_factory.mktemp("one-front")) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

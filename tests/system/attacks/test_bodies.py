@@ -13,7 +13,7 @@ import pytest
 
 from appliance.http.request_memory import MAX_REQUEST_MEMORY_BYTES
 from appliance.http.server import MAX_UNSENT_BYTES
-from tests.system.attacks.conftest import Target, target
+from tests.system.attacks.conftest import Target, limited
 from tests.system.attacks.wire import (
     MEGABYTE,
     Memory,
@@ -30,12 +30,12 @@ LIMIT = 8 * MEGABYTE
 
 
 @pytest.fixture(scope="module")
-def bounded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    """Start a service with one front. Unfinished bodies may use 16 MiB per tenant and 24 MiB in total."""
+def bounded(one_front: Target) -> Iterator[Target]:
+    """Limit the unfinished bodies in the service's front to 16 MiB per tenant and 24 MiB in total."""
     limits = (
         f"max_body_bytes = {LIMIT}\nmax_tenant_body_bytes = {2 * LIMIT}\nmax_front_body_bytes = {3 * LIMIT}\n"
     )
-    with target(tmp_path_factory.mktemp("bounded"), limits) as made:
+    with limited(one_front, limits) as made:
         yield made
 
 

@@ -16,8 +16,12 @@ from tests.system.service import Service, service
 
 pytestmark = pytest.mark.system
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "deep": (
+        {"chat_template": "{{ " + "(" * 100_000 + "1" + ")" * 100_000 + " }}"},
+        "restore the model's original",
+    ),
     "surrogate": ({"chat_template": "\ud800"}, "lone surrogate"),
-    "deep": ({"bos_token": "\ud800"}, "the model's files cannot be read"),
+    "unreadable": ({"bos_token": "\ud800"}, "the model's files cannot be read"),
 }
 """For each defect: the content of `tokenizer_config.json`, and the reported cause."""
 

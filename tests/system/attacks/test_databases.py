@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from store.control import ControlStore
+from store.schemas import CONTENTS, HISTORY
+from store.writer import Writer
 from tests.system.attacks.reading import doctor, no_problem, problem
 from tests.system.service import APPLIANCE, Service
 from tests.system.test_deaths import answer
@@ -42,14 +45,30 @@ def disk() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def running(disk: Path) -> Iterator[Service]:
+def stopped(disk: Path) -> Iterator[Service]:
+    """Yield a service that is not running. Its databases exist."""
     service = Service(disk.parent)
     assert service.state_dir == disk
+    for database in (
+        ControlStore(disk / "control.db"),
+        Writer(disk / "history.db", HISTORY, synchronous="NORMAL"),
+        Writer(disk / "contents.db", CONTENTS, synchronous="NORMAL"),
+    ):
+        database.start()
+        database.close()
+    yield service
+
+
+@pytest.fixture(scope="module")
+def running(stopped: Service) -> Iterator[Service]:
+    """Start the service."""
+    stopped.start()
     try:
-        yield service.start()
+        no_problem(stopped)
+        yield stopped
     finally:
-        if service.process.poll() is None:
-            service.stop()
+        stopped.process.kill()
+        stopped.process.wait()
 
 
 @contextmanager
@@ -71,6 +90,33 @@ def load(running: Service, *, logged: bool = True) -> Iterator[None]:
     running.wait_until(lambda: asked <= ended(running), 60, "the rows of all requests")
     with closing(sqlite3.connect(f"file:{running.state_dir}/history.db?mode=ro", uri=True)) as database:
         assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_a_damaged_control_database_is_refused_at_the_start_with_a_remedy(stopped: Service) -> None:
+    before = damage(stopped.state_dir / "control.db")
+    command = [APPLIANCE, "serve", "--run-dir", str(stopped.run_dir), "--state-dir", str(stopped.state_dir)]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == 1 and "Traceback" not in refused.stderr
+    assert "control.db is not a valid SQLite database" in refused.stderr
+    assert "restore a backup" in refused.stderr
+    assert any("control.db" in text and "restore a backup" in text for text in doctor(stopped))
+    (stopped.state_dir / "control.db").write_bytes(before)
+
+
+def test_with_damaged_logs_the_service_starts_serves_and_says_so(stopped: Service) -> None:
+    names = ("history.db", "contents.db")
+    before = {name: damage(stopped.state_dir / name) for name in names}
+    stopped.start()
+    try:
+        assert answer(stopped)
+        problem(stopped, "history.db", "not a valid SQLite database")
+        found = doctor(stopped)
+        for name in names:
+            assert any(name in text and "restore a backup" in text for text in found)
+    finally:
+        stopped.stop()
+    for name in names:
+        (stopped.state_dir / name).write_bytes(before[name])
 
 
 def test_a_full_disk_stops_no_request_and_costs_no_row(running: Service, disk: Path) -> None:
@@ -122,34 +168,6 @@ def test_a_change_that_failed_for_a_lock_is_not_made_later(running: Service) -> 
     no_problem(running)
     assert "late" not in {one["name"] for one in running.command("keys", "list")}
     running.command("keys", "create", "--name", "in-time")
-
-
-def test_a_damaged_control_database_is_refused_at_the_start_with_a_remedy(running: Service) -> None:
-    running.stop()
-    before = damage(running.state_dir / "control.db")
-    command = [APPLIANCE, "serve", "--run-dir", str(running.run_dir), "--state-dir", str(running.state_dir)]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert refused.returncode == 1 and "Traceback" not in refused.stderr
-    assert "control.db is not a valid SQLite database" in refused.stderr
-    assert "restore a backup" in refused.stderr
-    assert any("control.db" in text and "restore a backup" in text for text in doctor(running))
-    (running.state_dir / "control.db").write_bytes(before)
-
-
-def test_with_damaged_logs_the_service_starts_serves_and_says_so(running: Service) -> None:
-    names = ("history.db", "contents.db")
-    before = {name: damage(running.state_dir / name) for name in names}
-    running.start()
-    assert answer(running)
-    problem(running, "history.db", "not a valid SQLite database")
-    found = doctor(running)
-    for name in names:
-        assert any(name in text and "restore a backup" in text for text in found)
-    running.stop()
-    for name in names:
-        (running.state_dir / name).write_bytes(before[name])
-    running.start()
-    no_problem(running)
 
 
 def test_a_disk_that_becomes_read_only_stops_no_request(running: Service, disk: Path) -> None:

@@ -47,10 +47,13 @@ def key_of(running: Service, tenant: str, **limits: Any) -> str:
 
 
 def ask(http: httpx.Client, key: str, prompt: list[int]) -> tuple[float, httpx.Response]:
-    """Send a request for one token. Return its duration in seconds and the answer."""
+    """Send a request for one token, without a key if it is empty. Return its duration in seconds and the
+    answer."""
     body = {"model": "demo", "prompt": prompt, "max_tokens": 1}
     began = time.perf_counter()
-    answered = http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+    answered = http.post(
+        "/v1/completions", json=body, headers={"authorization": f"Bearer {key}"} if key else {}
+    )
     return time.perf_counter() - began, answered
 
 
@@ -92,7 +95,7 @@ def test_jumps_of_the_clock_change_no_quota_and_remove_no_row(
             setting.write_text(jump)
             problem(running, "clock", f"the system clock was changed by {hours} hours")
             jumped_at = time.monotonic()
-            assert answer(running)
+            assert ask(http, "", [7])[1].status_code == 200
             assert ask(http, key, [7])[1].status_code == 429, "a jump of the clock refilled a quota"
         assert any("the system clock was changed" in text for text in doctor(running))
         time.sleep(max(0.0, jumped_at + 7 - time.monotonic()))  # housekeeping runs every 5 s

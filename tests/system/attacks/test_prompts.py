@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from appliance.messages import Limits
+from tests.system.attacks.conftest import Target
 from tests.system.attacks.reading import doctor
 from tests.system.service import Service
 from tests.system.test_limits import Caller
@@ -87,14 +88,16 @@ def front_bytes(running: Service) -> int:
     ids=["a prompt", "many prompts", "tokens of a text", "tokens of a chat", "tokens of a long word"],
 )
 def test_another_tenants_small_request_is_answered_at_once_beside_huge_prompts(
-    demo: Service, path: str, fields: dict[str, Any]
+    attacked: Target, path: str, fields: dict[str, Any]
 ) -> None:
-    hog = Caller(demo, "tenant")
-    before = front_bytes(demo)
-    with demo.http() as http, flood(hog, path, 8, **fields) as statuses:
-        demo.wait_until(lambda: sum(statuses.values()) >= 4, 120, "the first answers to the attack")
+    hog = Caller(attacked.running, "tenant")
+    before = front_bytes(attacked.running)
+    with attacked.running.http() as http, flood(hog, path, 8, **fields) as statuses:
+        attacked.running.wait_until(
+            lambda: sum(statuses.values()) >= 4, 120, "the first answers to the attack"
+        )
         latencies = [small_request_s(http) for _ in range(10)]
-        grown = front_bytes(demo) - before
+        grown = front_bytes(attacked.running) - before
     assert statistics.median(latencies) < MAX_DELAY_S / 2, latencies
     assert max(latencies) < MAX_DELAY_S, latencies
     assert grown < 200e6, grown
@@ -111,9 +114,9 @@ def test_another_tenants_small_request_is_answered_at_once_beside_huge_prompts(
     ids=["a truncated prompt", "a chat", "tokens of a text"],
 )
 def test_a_word_that_would_be_encoded_in_one_long_step_is_refused(
-    demo: Service, path: str, fields: dict[str, Any], param: str
+    attacked: Target, path: str, fields: dict[str, Any], param: str
 ) -> None:
-    with demo.http() as http:
+    with attacked.running.http() as http:
         answer = http.post(
             path, json={"model": "demo", "max_tokens": 1, "truncate_prompt_tokens": 1} | fields
         )
@@ -123,11 +126,11 @@ def test_a_word_that_would_be_encoded_in_one_long_step_is_refused(
     assert "xxxxx'…)" in error["message"] and "insert spaces" in error["message"]
 
 
-def test_prompts_over_the_bound_on_waiting_text_are_refused_for_their_tenant_alone(demo: Service) -> None:
-    hog = Caller(demo, "tenant")
+def test_prompts_over_the_bound_on_waiting_text_are_refused_for_their_tenant_alone(attacked: Target) -> None:
+    hog = Caller(attacked.running, "tenant")
     refusals: list[str] = []
-    with demo.http() as http, flood(hog, "/tokenize", 30, refusals, prompt=HUGE) as statuses:
-        demo.wait_until(
+    with attacked.running.http() as http, flood(hog, "/tokenize", 30, refusals, prompt=HUGE) as statuses:
+        attacked.running.wait_until(
             lambda: any(f"prompts of tenant {hog.name!r} are waiting" in message for message in refusals),
             120,
             "a prompt to be refused because its tenant has too many waiting",
@@ -136,10 +139,12 @@ def test_prompts_over_the_bound_on_waiting_text_are_refused_for_their_tenant_alo
             assert small_request_s(http) < MAX_DELAY_S
     assert set(statuses) <= {200, 503}
     told = "too many prompts in progress"
-    demo.wait_until(
-        lambda: any(told in problem["what"] for problem in demo.status()["problems"]), 60, "the problem"
+    attacked.running.wait_until(
+        lambda: any(told in problem["what"] for problem in attacked.running.status()["problems"]),
+        60,
+        "the problem",
     )
-    assert any(told in finding for finding in doctor(demo, "warning"))
+    assert any(told in finding for finding in doctor(attacked.running, "warning"))
 
 
 @pytest.mark.parametrize(
@@ -147,18 +152,18 @@ def test_prompts_over_the_bound_on_waiting_text_are_refused_for_their_tenant_alo
     [{"prompt": HUGE}, {"prompt": ["hi", 5], "suffix": HUGE}],
     ids=["a prompt that is too long", "a body that is not valid"],
 )
-def test_refused_work_counts_against_the_senders_limits(demo: Service, fields: dict[str, Any]) -> None:
+def test_refused_work_counts_against_the_senders_limits(attacked: Target, fields: dict[str, Any]) -> None:
     # A limit of 20 requests per minute regains little between the two requests, even on a slow machine.
-    tenant = Caller(demo, "tenant", requests_per_minute=20, tokens_per_minute=300_000)
+    tenant = Caller(attacked.running, "tenant", requests_per_minute=20, tokens_per_minute=300_000)
     headers = {"authorization": f"Bearer {tenant.key}"}
     body = {"model": "demo", **fields}
-    with demo.http() as http:
+    with attacked.running.http() as http:
         for _ in range(2):
             assert http.post("/v1/completions", json=body, headers=headers).status_code == 400
     tenant.wait(lambda: tenant.usage()["tokens_per_minute"].used > 290_000, "the charge")
     assert tenant.usage()["requests_per_minute"].used >= 1
     assert tenant.ask(prompt=100, max_tokens=10).status_code in (200, 429)
-    with demo.http() as http:
+    with attacked.running.http() as http:
         for _ in range(2):
             http.post("/v1/completions", json=body, headers=headers)
     tenant.wait(
@@ -176,39 +181,41 @@ def test_refused_work_counts_against_the_senders_limits(demo: Service, fields: d
     ids=["a truncated prompt", "tokens of a text", "text of tokens"],
 )
 def test_work_that_is_not_part_of_a_request_counts_against_the_senders_limits(
-    demo: Service, path: str, fields: dict[str, Any]
+    attacked: Target, path: str, fields: dict[str, Any]
 ) -> None:
-    tenant = Caller(demo, "tenant", requests_per_minute=60, tokens_per_minute=300_000)
+    tenant = Caller(attacked.running, "tenant", requests_per_minute=60, tokens_per_minute=300_000)
     headers = {"authorization": f"Bearer {tenant.key}"}
-    with demo.http() as http:
+    with attacked.running.http() as http:
         answer = http.post(path, json={"model": "demo", **fields}, headers=headers)
         assert answer.status_code == 200, answer.text
     tenant.wait(lambda: tenant.usage()["tokens_per_minute"].used > 100_000, "the charge")
 
 
-def test_a_front_keeps_nothing_of_the_prompts_that_it_refuses(demo: Service) -> None:
-    hog = Caller(demo, "tenant")
+def test_a_front_keeps_nothing_of_the_prompts_that_it_refuses(attacked: Target) -> None:
+    hog = Caller(attacked.running, "tenant")
     headers = {"authorization": f"Bearer {hog.key}"}
     body = {"model": "demo", "prompt": HUGE, "max_tokens": 1}
 
     def send(times: int) -> None:
         for number in range(times):
             extra = {"idempotency-key": f"{hog.name}-{times}-{number}"} if number % 2 else {}
-            with demo.http() as http:
+            with attacked.running.http() as http:
                 assert http.post("/v1/completions", json=body, headers=headers | extra).status_code == 400
 
     send(10)
-    before = front_bytes(demo)
+    before = front_bytes(attacked.running)
     send(100)
     # Each prompt is 2 MB long. The front must not keep these prompts in memory.
-    demo.wait_until(lambda: front_bytes(demo) - before < 60e6, 30, "the memory to be free")
+    attacked.running.wait_until(
+        lambda: front_bytes(attacked.running) - before < 60e6, 30, "the memory to be free"
+    )
 
 
-def test_a_small_mistake_costs_nothing(demo: Service) -> None:
-    tenant = Caller(demo, "tenant", requests_per_minute=60, tokens_per_minute=300_000)
+def test_a_small_mistake_costs_nothing(attacked: Target) -> None:
+    tenant = Caller(attacked.running, "tenant", requests_per_minute=60, tokens_per_minute=300_000)
     headers = {"authorization": f"Bearer {tenant.key}"}
-    with demo.http() as http:
+    with attacked.running.http() as http:
         assert http.post("/v1/completions", json={"model": "demo"}, headers=headers).status_code == 400
-    rows = lambda: demo.rows(tenant=tenant.name)  # noqa: E731
+    rows = lambda: attacked.running.rows(tenant=tenant.name)  # noqa: E731
     tenant.wait(rows, "its row")
     assert tenant.usage()["requests_per_minute"].used == 0

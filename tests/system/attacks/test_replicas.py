@@ -6,7 +6,9 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,23 @@ from tests.system.test_deaths import Stream, answer
 pytestmark = pytest.mark.system
 
 TOKENS = 120
+TWO_REPLICAS = f'[models.demo]\nfolder = "{demo_model_folder()}"\nreplicas = 2\n'
+
+
+@pytest.fixture(scope="module")
+def two_replicas() -> Iterator[Service]:
+    """Start a service with two replicas. A silent one is not killed."""
+    with configured(f"hang_timeout_s = 600\n{TWO_REPLICAS}") as running:
+        running.wait_until(  # the service is ready when one replica of each model is ready
+            lambda: all(one["state"] == "ready" for one in replicas(running)), 60, "both replicas to be ready"
+        )
+        yield running
+
+
+def replicas(running: Service) -> list[dict[str, Any]]:
+    """Return the replicas of the model."""
+    found: list[dict[str, Any]] = running.status()["models"][0]["replicas"]
+    return found
 
 
 def begun(running: Service) -> Stream:
@@ -38,53 +57,63 @@ def test_a_stopped_rank_is_noticed_and_replaced_and_its_streams_go_on() -> None:
         os.kill(pids[1], signal.SIGSTOP)  # rank 0 waits for this rank in a collective operation
         problem(running, "demo-0", f"rank 1 (pid {pids[1]}) was stopped by a signal")
         assert time.monotonic() - stopped_at < 30
+        assert any("demo-0" in text and "was stopped by a signal" in text for text in doctor(running))
         stream.join(120)
         assert stream.error is None and stream.text == undisturbed.text
         assert running.replica()["pids"] != pids
         no_problem(running)
 
 
-def test_a_stopped_replica_of_one_rank_is_shown_as_silent_and_replaced() -> None:
-    with configured("hang_timeout_s = 600\n") as running:
-        stream, pids = begun(running), running.replica()["pids"]
-        os.kill(pids[0], signal.SIGSTOP)
-        problem(running, "demo-0", "no report")
-        status = running.status()
-        assert status["state"] == "degraded" and "demo-0 is silent" in status["reason"]
-        with running.http() as http:
-            assert http.get("/health/ready").status_code == 503
-        assert any(
-            "demo-0: replica receives no new requests: no report for" in text for text in doctor(running)
-        )
-        assert running.replica()["pids"] == pids
-        Path(running.flags[1]).write_text("hang_timeout_s = 4\n")
-        running.act(ReloadConfig())
-        stream.join(120)
-        assert stream.error is None and stream.finish_reason == "length"
-        replica = running.replica()
-        assert replica["pids"] != pids and "did not report for" in replica["last_error"]
-        no_problem(running)
+def test_a_silent_replica_gets_no_new_requests_while_another_one_serves(two_replicas: Service) -> None:
+    running = two_replicas
+    stopped, other = replicas(running)
+    os.kill(stopped["pids"][0], signal.SIGSTOP)
+    problem(running, stopped["name"], "no report")
+    assert running.ready()
+    assert all(answer(running) for _ in range(6))
+    rows = running.wait_until(
+        lambda: (rows := [row for row in running.rows() if row["status"] == 200])[5:] and rows,
+        60,
+        "the rows of the requests",
+    )
+    assert {row["replica"] for row in rows} == {other["name"]}
+    os.kill(stopped["pids"][0], signal.SIGCONT)
+    no_problem(running)
+    assert [one["restarts"] for one in replicas(running)] == [0, 0]
 
 
-def test_a_silent_replica_gets_no_new_requests_while_another_one_serves() -> None:
-    settings = f'hang_timeout_s = 600\n[models.demo]\nfolder = "{demo_model_folder()}"\nreplicas = 2\n'
-    with configured(settings) as running:
-        running.wait_until(  # the service is ready when one replica of each model is ready
-            lambda: all(one["state"] == "ready" for one in running.status()["models"][0]["replicas"]),
-            60,
-            "both replicas to be ready",
-        )
-        stopped, other = running.status()["models"][0]["replicas"]
-        os.kill(stopped["pids"][0], signal.SIGSTOP)
-        problem(running, stopped["name"], "no report")
-        assert running.ready()
-        assert all(answer(running) for _ in range(6))
-        rows = running.wait_until(
-            lambda: (rows := [row for row in running.rows() if row["status"] == 200])[5:] and rows,
-            60,
-            "the rows of the requests",
-        )
-        assert {row["replica"] for row in rows} == {other["name"]}
-        os.kill(stopped["pids"][0], signal.SIGCONT)
-        no_problem(running)
-        assert [one["restarts"] for one in running.status()["models"][0]["replicas"]] == [0, 0]
+def test_a_silent_front_is_reported(two_replicas: Service) -> None:
+    running = two_replicas
+    (front,) = running.status()["fronts"]
+    os.kill(front["pid"], signal.SIGSTOP)
+    problem(running, front["name"], "no report for")
+    assert any(f"{front['name']}: no report for" in text for text in doctor(running))
+    os.kill(front["pid"], signal.SIGCONT)
+    no_problem(running)
+    assert answer(running)
+    assert running.status()["fronts"][0]["restarts"] == 0
+
+
+def test_silent_replicas_are_reported_and_replaced_and_their_streams_go_on(two_replicas: Service) -> None:
+    running = two_replicas
+    stream, before = begun(running), replicas(running)
+    for one in before:
+        os.kill(one["pids"][0], signal.SIGSTOP)
+    for one in before:
+        problem(running, one["name"], "no report")
+    status = running.status()
+    assert status["state"] == "degraded" and "demo-0 is silent, demo-1 is silent" in status["reason"]
+    with running.http() as http:
+        assert http.get("/health/ready").status_code == 503
+    found = doctor(running)
+    for one in before:
+        told = f"{one['name']}: replica receives no new requests: no report for"
+        assert any(told in text for text in found), found
+    assert [one["pids"] for one in replicas(running)] == [one["pids"] for one in before]
+    Path(running.flags[1]).write_text(f"hang_timeout_s = 4\n{TWO_REPLICAS}")
+    running.act(ReloadConfig())
+    stream.join(120)
+    assert stream.error is None and stream.finish_reason == "length"
+    no_problem(running)
+    for one, former in zip(replicas(running), before, strict=True):
+        assert one["pids"] != former["pids"] and "did not report for" in one["last_error"]
