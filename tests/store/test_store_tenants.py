@@ -238,6 +238,8 @@ def test_a_key_is_rotated_once_and_only_while_it_is_valid(control):
         ({"scopes": ("read", "read")}, "each once"),
         ({"models": ()}, "use 1 to 256 printable names, or none for all models"),
         ({"models": ("a\n",)}, r"models is \['a"),
+        ({"models": tuple(map(str, range(257)))}, "use 1 to 256 printable names"),
+        ({"name": "x" * 201}, "use 1 to 200 printable characters"),
         ({"highest_class": 9}, "highest_class is 9"),
         ({"expires_at": 5.0}, "which is in the past"),
         ({"quota": {"queued_requests": 0}}, "queued_requests is 0"),
