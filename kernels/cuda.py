@@ -212,7 +212,8 @@ class CudaOps:
         count: ChoiceCount | None = None,
     ) -> ExpertActivation:
         table, workspace = self._table, self._workspace(x.values.device)
-        options: dict[str, Any] = {"count": count, "shared_bytes": table.shared_bytes, "pdl": self.pdl}
+        plans = table.choose_experts(len(x.values), moe.shape_of(experts))
+        options: dict[str, Any] = {"count": count, "plans": plans, "pdl": self.pdl}
         return moe.activate(x.values, norm_weight, eps, experts, workspace=workspace, **options)
 
     def experts_sum(self, x: ExpertActivation, experts: Experts) -> torch.Tensor:

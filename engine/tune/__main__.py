@@ -20,22 +20,20 @@ It changes one linear at a time, and replaces a plan if the whole layer becomes 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 from engine.build import read_served
 from engine.config import CheckpointError, UnsupportedError
 from engine.replica_model import ReplicaModel
 from engine.tune import tuning
+from engine.tune.writing import compile_launches, write_table
 from kernels import compiling
 from kernels.triton.linear_table import Table, TableError, load_table, read_table, table_path
 from kernels.tune.candidates import BUCKETS
@@ -85,7 +83,7 @@ def _search(
     gpu: compiling.GpuModel,
 ) -> list[dict[str, Any]]:
     known = Table() if arguments.again else table
-    _compile(gpu, lambda: tuning.launch_all(models, arguments.rows, known, gpu))
+    compile_launches(gpu, lambda: tuning.launch_all(models, arguments.rows, known, gpu))
     raw: list[dict[str, Any]] = []
     with torch.inference_mode():
         for served in models:
@@ -106,7 +104,7 @@ def _descend(
     gpu: compiling.GpuModel,
 ) -> list[dict[str, Any]]:
     chosen = tuning.Descent(arguments.context, arguments.most, arguments.tried)
-    _compile(gpu, lambda: tuning.launch_descents(models, arguments.rows, table, chosen, gpu))
+    compile_launches(gpu, lambda: tuning.launch_descents(models, arguments.rows, table, chosen, gpu))
     raw: list[dict[str, Any]] = []
     print(tuning.DESCENT_HEADER)
     with torch.inference_mode():
@@ -118,22 +116,8 @@ def _descend(
     return raw
 
 
-def _compile(gpu: compiling.GpuModel, launch: Callable[[], object]) -> None:
-    """Compile the kernels that `launch` launches, in one process per CPU core."""
-    began = time.perf_counter()
-    torch.set_num_threads(1)  # avoids OpenMP threads, which must not exist when this process forks
-    jobs = compiling.record(gpu.target, launch)
-    # Plans that the compiler rejects also fail when they are measured, and are skipped there.
-    failures = compiling.compile_jobs(gpu.target, jobs, compiling.default_processes())
-    seconds = time.perf_counter() - began
-    print(f"{len(jobs)} kernels compiled in {seconds:.0f} s, {len(failures)} failed", flush=True)
-
-
 def _write(path: Path, table: Table, gpu: compiling.GpuModel, json_path: Path | None, raw: list[Any]) -> None:
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    about = {"date": today, "torch": str(torch.__version__), "triton": triton.__version__}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(Table(gpu.name, about, table.products).to_json())
+    write_table(path, table, gpu)
     if json_path:
         json_path.write_text(json.dumps(raw, indent=1) + "\n")
 

@@ -13,6 +13,7 @@ from kernels import Fp8Activation, Fp8Weight, KvPool, Residual, Rotation, refere
 from kernels.compiling import GpuModel
 from kernels.cuda import CudaOps
 from kernels.triton import fused
+from kernels.triton.experts_plans import ExpertsShape, LayerPlans
 from kernels.triton.linear_plans import GemmPlan
 from kernels.triton.linear_table import Product, Table
 
@@ -62,11 +63,13 @@ class _NotingTable:
 
     def __init__(self, table: Table, asked: list[Product]) -> None:
         self._table, self._asked = table, asked
-        self.shared_bytes = table.shared_bytes
 
     def choose(self, rows: int, n: int, k: int, dtype: torch.dtype) -> GemmPlan | None:
         self._asked.append(Product(dtype, n, k))
         return self._table.choose(rows, n, k, dtype)
+
+    def choose_experts(self, tokens: int, shape: ExpertsShape) -> LayerPlans:
+        return self._table.choose_experts(tokens, shape)
 
 
 class WatchedOps:

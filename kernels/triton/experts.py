@@ -18,8 +18,7 @@ from kernels import ChoiceCount, ExpertActivation, Experts, Fp8Weight, Weight
 from kernels.triton import experts_few, experts_many, experts_route, linear
 from kernels.triton.attention_decode import multiprocessors_of
 from kernels.triton.experts_many import ComputedChoices, Sorted
-from kernels.triton.experts_plans import ExpertsPlan, LayerPlans, choose
-from kernels.triton.linear_plans import HOPPER_SHARED
+from kernels.triton.experts_plans import ExpertsPlan, ExpertsShape, LayerPlans
 from kernels.triton.linear_rows import Workspace
 
 MAX_ROUTE_TOKENS = 16
@@ -42,6 +41,12 @@ class ChosenValues:
     """The plan of `down`."""
 
 
+def shape_of(experts: Experts) -> ExpertsShape:
+    """Return the sizes that determine the plans of a layer."""
+    (weight, _), (every, hidden) = _parts(experts.gate_up), experts.router.shape
+    return ExpertsShape(weight.dtype, every, experts.top_k, hidden, weight.shape[1] // 2, len(weight))
+
+
 def activate(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
@@ -49,25 +54,18 @@ def activate(
     experts: Experts,
     *,
     workspace: Workspace,
+    plans: LayerPlans,
     count: ChoiceCount | None = None,
-    shared_bytes: int = HOPPER_SHARED,
-    plans: LayerPlans | None = None,
     pdl: bool = True,
 ) -> ExpertActivation:
     """Normalise `x [tokens, hidden]`, choose the experts of each token and compute their activations
     (`kernels.Ops.norm_experts`).
 
-    workspace: the stream's workspace. count: the totals to which the choices are added. shared_bytes:
-    bytes of shared memory available to one program. plans: if given, they replace the plans that the rules
-    choose.
+    workspace: the stream's workspace. plans: a table's or the rules' choice for this number of tokens. count:
+    the totals to which the choices are added.
     """
     weight, scale = _parts(experts.gate_up)
-    every, hidden = experts.router.shape
-    rows, first = weight.shape[1], _first(experts)
-    plans = plans or choose(
-        len(x), experts.top_k, every, hidden, rows // 2, weight.dtype, shared_bytes=shared_bytes
-    )
-    dtype = x.dtype
+    first, dtype = _first(experts), x.dtype
     values = None if scale is None else weight.dtype
     router = (x.contiguous(), norm_weight, eps, experts.router, experts.top_k)
     options: dict[str, Any] = {"normalised": experts.normalised, "values": values, "count": count, "pdl": pdl}
@@ -77,7 +75,7 @@ def activate(
         routed = experts_route.route_many(*router, **options)
     by_expert = None
     if plans.grouped:
-        by_expert = experts_many.sort(routed, every, pdl=pdl)
+        by_expert = experts_many.sort(routed, len(experts.router), pdl=pdl)
         activations = experts_many.up(
             routed.normed,
             routed.scales,

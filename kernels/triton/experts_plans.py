@@ -60,6 +60,28 @@ class LayerPlans:
         return self.up.form == "grouped"
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """The sizes of a layer with experts on one rank. Together with the number of tokens, they determine the
+    layer's kernels."""
+
+    dtype: torch.dtype
+    """Dtype of the experts' weights."""
+    experts: int
+    """Number of experts of all ranks."""
+    top_k: int
+    hidden: int
+    intermediate: int
+    """Width of an expert on this rank."""
+    held: int
+    """Number of experts on this rank."""
+
+    def __str__(self) -> str:
+        held = "" if self.held == self.experts else f"/{self.held}"
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{name} {self.experts}x{self.top_k}{held} {self.hidden}x{self.intermediate}"
+
+
 MAX_GEMV_TOKENS = 2
 """Maximum number of tokens for `gemv`. With more tokens, several tokens choose the same expert, and `gemv`
 reads its weights once for each of these tokens."""
@@ -101,6 +123,33 @@ def choose(
             block_k = min(max(64, columns // chosen), _power_of_2(intermediate))
             down = ExpertsPlan("gemv", 1, block_n, block_k, warps)
     return LayerPlans(up, down)
+
+
+def problem(
+    plan: ExpertsPlan, tokens: int, shape: ExpertsShape, n: int, k: int, shared_bytes: int
+) -> str | None:
+    """Return why a plan cannot compute the GEMM with matrices `[n, k]` for up to `tokens` tokens, or None if
+    it can."""
+    if plan.form not in ("gemv", "dot", "grouped"):
+        return f"form is {plan.form!r}; expected gemv, dot or grouped"
+    for name in ("rows", "block_n", "block_k", "warps", "stages", "programs"):
+        value = getattr(plan, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            return f"{name} is {value!r}, not a positive integer"
+        if name not in ("stages", "programs") and value & (value - 1):
+            return f"{name} is {value}, not a power of two"
+    if plan.form == "gemv":
+        return None
+    if plan.form == "dot" and plan.rows < tokens:
+        return f"rows is {plan.rows}; the entry needs at least {tokens}"
+    if plan.rows < 8 or plan.block_n < 16 * plan.warps or plan.warps % 4:
+        return f"a tile is {plan.rows} x {plan.block_n} with {plan.warps} warps; needs 8 x 16 per warp"
+    if k % plan.block_k:
+        return f"block_k is {plan.block_k}, which does not divide {k}"
+    step = (plan.block_n + plan.rows) * plan.block_k * shape.dtype.itemsize
+    if plan.programs * (plan.stages * step + _SHARED_BESIDE) > shared_bytes:
+        return f"stages is {plan.stages}; {plan.programs} programs do not fit into {shared_bytes} bytes"
+    return None
 
 
 def _grouped(mean: float, size: int) -> ExpertsPlan:

@@ -1,5 +1,6 @@
 """Reads and writes tables of GEMM measurements. For each shape and number of rows, a table contains the
-fastest plan, or records that the library (cuBLAS) is faster than every plan.
+fastest plan, or records that the library (cuBLAS) is faster than every plan. For layers with experts, it
+contains the plans of both GEMMs of the experts.
 
 A table belongs to one GPU model. `python -m engine.tune` writes it to `kernels/tuned/<gpu>.json`. The backend
 loads it once and passes it to every GEMM. For shapes and numbers of rows without an entry, the rules in
@@ -17,7 +18,8 @@ from typing import Any
 
 import torch
 
-from kernels.triton import linear_plans
+from kernels.triton import experts_plans, linear_plans
+from kernels.triton.experts_plans import ExpertsPlan, ExpertsShape, LayerPlans
 from kernels.triton.linear_plans import GemmPlan
 
 FOLDER = Path(__file__).resolve().parents[1] / "tuned"
@@ -29,6 +31,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn":
 _LIBRARY = "library"
 _FORMS = ("gemv", "stream", "dot", "tiles")
 _NUMBERS = ("rows", "block_n", "block_k", "warps", "stages", "split")
+_EXPERTS_FIELDS = tuple(one.name for one in fields(ExpertsPlan))
 _REMEDY = "recreate the table with python -m engine.tune"
 
 
@@ -64,6 +67,17 @@ class PlanEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsEntry:
+    """The fastest kernels for a layer with experts and up to a given number of tokens."""
+
+    plans: LayerPlans
+    us: float
+    """Microseconds of the layer's norm, router and experts."""
+    rules_us: float
+    """The same with the plans that the rules choose."""
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
     """The GEMM measurements of one GPU model. An empty table, `Table()`, leaves every choice to the rules."""
 
@@ -74,6 +88,22 @@ class Table:
     """Entries by GEMM and by the maximum number of rows that an entry supports, in ascending order."""
     shared_bytes: int = linear_plans.HOPPER_SHARED
     """Bytes of shared memory available to a program on the GPU; the rules respect this limit."""
+    experts: Mapping[ExpertsShape, Mapping[int, ExpertsEntry]] = field(default_factory=dict)
+    """Entries of layers with experts, by the maximum number of tokens, in ascending order."""
+
+    def choose_experts(self, tokens: int, shape: ExpertsShape) -> LayerPlans:
+        """Return the plans of a layer with experts, from the entry with the smallest sufficient number of
+        tokens, or from the rules."""
+        for most, entry in self.experts.get(shape, {}).items():
+            if tokens <= most:
+                return entry.plans
+        sizes = (shape.top_k, shape.experts, shape.hidden, shape.intermediate)
+        return experts_plans.choose(tokens, *sizes, shape.dtype, self.shared_bytes)
+
+    def with_experts(self, shape: ExpertsShape, tokens: int, entry: ExpertsEntry) -> Table:
+        """Return a copy of this table with one entry of a layer with experts added or replaced."""
+        entries = {**self.experts.get(shape, {}), tokens: entry}
+        return replace(self, experts={**self.experts, shape: dict(sorted(entries.items()))})
 
     def choose(self, rows: int, n: int, k: int, dtype: torch.dtype) -> GemmPlan | None:
         """Return the plan of a GEMM, or None if the library computes it. The plan is taken from the entry
@@ -102,7 +132,19 @@ class Table:
             ]
             blocks.append(f'  "{product}": {{\n' + ",\n".join(rows) + "\n  }")
         lines.append(",\n".join(blocks))
-        return "\n".join([*lines, " }", "}"]) + "\n"
+        lines.append(" }")
+        if self.experts:
+            lines[-1] += ","
+            lines.append(' "experts": {')
+            blocks = []
+            for shape in sorted(self.experts, key=str):
+                rows = [
+                    f'   "{most}": {json.dumps(_experts_fields(entry))}'
+                    for most, entry in self.experts[shape].items()
+                ]
+                blocks.append(f'  "{shape}": {{\n' + ",\n".join(rows) + "\n  }")
+            lines += [",\n".join(blocks), " }"]
+        return "\n".join([*lines, "}"]) + "\n"
 
 
 def table_path(gpu: str) -> Path:
@@ -137,8 +179,69 @@ def read_table(path: Path) -> Table:
             int(most): _entry(f"{path}: {name}: {most}", product, int(most), rows[most]) for most in rows
         }
         products[product] = dict(sorted(entries.items()))
-    about = {name: str(value) for name, value in values.items() if name not in ("gpu", "products")}
-    return Table(str(values.get("gpu", "")), about, products)
+    about = {name: str(value) for name, value in values.items() if name not in ("gpu", "products", "experts")}
+    return Table(
+        str(values.get("gpu", "")), about, products, experts=_read_experts(path, values.get("experts", {}))
+    )
+
+
+def _read_experts(path: Path, values: Any) -> dict[ExpertsShape, dict[int, ExpertsEntry]]:
+    found: dict[ExpertsShape, dict[int, ExpertsEntry]] = {}
+    if not isinstance(values, dict):
+        raise TableError(f"{path}: `experts` is not an object; {_REMEDY}")
+    for name, rows in values.items():
+        shape = _experts_shape(path, name)
+        if not isinstance(rows, dict) or not all(most.isdecimal() and int(most) > 0 for most in rows):
+            raise TableError(
+                f"{path}: {name}: expected an object whose keys are numbers of tokens; {_REMEDY}"
+            )
+        entries = {
+            int(most): _experts_entry(f"{path}: {name}: {most}", shape, int(most), rows[most])
+            for most in rows
+        }
+        found[shape] = dict(sorted(entries.items()))
+    return found
+
+
+def _experts_shape(path: Path, name: str) -> ExpertsShape:
+    match = re.fullmatch(r"(\w+) (\d+)x(\d+)(?:/(\d+))? (\d+)x(\d+)", name)
+    if match is None or match[1] not in DTYPES:
+        raise TableError(
+            f"{path}: {name!r} is not a layer with experts; expected DTYPE EXPERTSxTOP_K HIDDENxWIDTH "
+            f"with DTYPE one of {', '.join(DTYPES)}; {_REMEDY}"
+        )
+    experts, top_k, held, hidden, width = (int(number or match[2]) for number in match.groups()[1:])
+    return ExpertsShape(DTYPES[match[1]], experts, top_k, hidden, width, held)
+
+
+def _experts_entry(where: str, shape: ExpertsShape, tokens: int, values: Any) -> ExpertsEntry:
+    if not isinstance(values, dict) or set(values) != {"up", "down", "us", "rules_us"}:
+        raise TableError(f"{where}: expected an object with up, down, us and rules_us; {_REMEDY}")
+    plans = []
+    n, k = 2 * shape.intermediate, shape.hidden
+    for gemm, size in (("up", (n, k)), ("down", (k, shape.intermediate))):
+        try:
+            plan = ExpertsPlan(**values[gemm])
+        except TypeError:
+            raise TableError(
+                f"{where}: {gemm}: expected the fields {', '.join(_EXPERTS_FIELDS)}; {_REMEDY}"
+            ) from None
+        wrong = experts_plans.problem(plan, tokens, shape, *size, linear_plans.HOPPER_SHARED)
+        if wrong is not None:
+            raise TableError(f"{where}: {gemm}: {wrong}; {_REMEDY}")
+        plans.append(plan)
+    if (plans[0].form == "grouped") != (plans[1].form == "grouped"):
+        raise TableError(f"{where}: only one of up and down is grouped; {_REMEDY}")
+    for name in ("us", "rules_us"):
+        if isinstance(values[name], bool) or not isinstance(values[name], int | float):
+            raise TableError(f"{where}: {name} is {values[name]!r}, not a number; {_REMEDY}")
+    return ExpertsEntry(LayerPlans(*plans), float(values["us"]), float(values["rules_us"]))
+
+
+def _experts_fields(entry: ExpertsEntry) -> dict[str, Any]:
+    plans = {"up": entry.plans.up, "down": entry.plans.down}
+    numbers = {gemm: {name: getattr(plan, name) for name in _EXPERTS_FIELDS} for gemm, plan in plans.items()}
+    return {**numbers, "us": round(entry.us, 1), "rules_us": round(entry.rules_us, 1)}
 
 
 def problem(plan: GemmPlan, max_num_seqs: int, product: Product) -> str | None:

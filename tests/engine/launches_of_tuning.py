@@ -80,7 +80,7 @@ def run(*options: str) -> tuple[list[compiling.CompileJob], set[tuple[str, str]]
     with contextlib.ExitStack() as stack:
         for where, what, instead in (
             (compiling, "this_gpu", lambda: GPU),
-            (command, "_compile", compile_launched),
+            (command, "compile_launches", compile_launched),
             (tuning, "_CUDA", META),
             (tuning, "Graphs", Graphs),
             (tuning, "_difference", lambda *_: 0.0),

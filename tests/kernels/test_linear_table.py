@@ -4,7 +4,7 @@ with invalid tables."""
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ import torch
 from engine.bench.shapes import SHAPES
 from engine.families import read_config
 from kernels import compiling
-from kernels.triton import linear_plans, linear_table
+from kernels.triton import experts_plans, linear_plans, linear_table
+from kernels.triton.experts_plans import ExpertsPlan, ExpertsShape, LayerPlans
 from kernels.triton.linear_plans import GemmPlan
-from kernels.triton.linear_table import PlanEntry, Product, Table, TableError, read_table
+from kernels.triton.linear_table import ExpertsEntry, PlanEntry, Product, Table, TableError, read_table
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 ONE = GemmPlan("gemv", 1, 4, 2048, warps=8)
@@ -127,6 +128,68 @@ def test_an_invalid_table_file_is_reported(tmp_path: Path, text: str, message: s
     with pytest.raises(TableError, match=r"table\.json") as error:
         read_table(path)
     assert message in str(error.value)
+
+
+LAYER = ExpertsShape(FP8, 128, 8, 2048, 768, 128)
+GROUPED = ExpertsPlan("grouped", 16, 64, 256, warps=4, stages=3, programs=3)
+DOT = ExpertsPlan("dot", 16, 64, 256, warps=4, stages=3)
+
+
+def _with_experts() -> Table:
+    table = Table("NVIDIA H200", {"date": "2026-11-26"})
+    table = table.with_experts(LAYER, 64, ExpertsEntry(LayerPlans(GROUPED, GROUPED), 180.5, 193.0))
+    return table.with_experts(LAYER, 8, ExpertsEntry(LayerPlans(DOT, DOT), 70.1, 77.0))
+
+
+def test_the_plans_of_experts_come_from_the_entry_with_the_fewest_sufficient_tokens() -> None:
+    table = _with_experts()
+    chosen = {tokens: table.choose_experts(tokens, LAYER).up for tokens in (1, 8, 9, 64)}
+    assert chosen == {1: DOT, 8: DOT, 9: GROUPED, 64: GROUPED}
+    rules = experts_plans.choose(65, 8, 128, 2048, 768, FP8)
+    assert table.choose_experts(65, LAYER) == rules
+    assert table.choose_experts(8, replace(LAYER, held=32)) == experts_plans.choose(8, 8, 128, 2048, 768, FP8)
+
+
+def test_the_plans_of_experts_are_read_as_they_were_written(tmp_path: Path) -> None:
+    table = _with_experts().with_experts(
+        replace(LAYER, held=32), 8, ExpertsEntry(LayerPlans(DOT, DOT), 60.0, 61.0)
+    )
+    table = table.with_entry(PRODUCT, 1, PlanEntry(ONE, 8.6, 14.5))
+    path = tmp_path / "table.json"
+    path.write_text(table.to_json())
+    assert read_table(path) == table
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"up": {"form": "dot"}}, "up: expected the fields form, rows, block_n"),
+        ({"down": asdict(GROUPED)}, "only one of up and down is grouped"),
+        ({"up": asdict(replace(DOT, rows=8))}, "rows is 8; the entry needs at least 16"),
+        ({"up": asdict(replace(DOT, block_k=768))}, "block_k is 768, not a power of two"),
+        ({"down": asdict(replace(DOT, block_k=512))}, "block_k is 512, which does not divide 768"),
+        ({"up": asdict(replace(DOT, stages=12))}, "stages is 12; 1 programs do not fit"),
+        ({"up": asdict(replace(DOT, form="tiles"))}, "form is 'tiles'; expected gemv, dot or grouped"),
+        ({"us": "fast"}, "us is 'fast', not a number"),
+        ({"ns": 1}, "expected an object with up, down, us and rules_us"),
+    ],
+    ids=str,
+)
+def test_an_entry_of_experts_that_no_kernel_can_run_is_reported(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    entry = {"up": asdict(DOT), "down": asdict(DOT), "us": 1, "rules_us": 2} | change
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps({"products": {}, "experts": {str(LAYER): {"16": entry}}}))
+    with pytest.raises(TableError, match=f"{path}: {LAYER}: 16: .*{message}.*; recreate the table with"):
+        read_table(path)
+
+
+def test_an_experts_layer_with_an_unknown_name_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps({"products": {}, "experts": {"bfloat16 128": {}}}))
+    with pytest.raises(TableError, match="'bfloat16 128' is not a layer with experts"):
+        read_table(path)
 
 
 def test_a_gpu_without_a_table_has_an_empty_one() -> None:

@@ -1,0 +1,68 @@
+"""Tests of the search for the plans of experts. Times are measured only on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from kernels.triton.experts_plans import ExpertsShape, LayerPlans, problem
+from kernels.triton.linear_plans import HOPPER_SHARED
+
+tune = pytest.importorskip("kernels.tune.experts", exc_type=ImportError)
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+QWEN = ExpertsShape(FP8, 128, 8, 2048, 768, 128)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP8], ids=str)
+@pytest.mark.parametrize("sizes", [(128, 8, 2048, 768), (8, 2, 4096, 14336), (64, 8, 2048, 1024)], ids=str)
+def test_every_candidate_can_be_run(sizes: tuple, dtype: torch.dtype) -> None:
+    experts, _, hidden, width = sizes
+    shape = ExpertsShape(dtype, *sizes, experts)
+    for tokens in tune.TOKENS:
+        found = tune.families(shape, tokens, HOPPER_SHARED)
+        assert [family.start.grouped for family in found] == [False] * (tokens <= 64) + [True] * (tokens > 16)
+        for family in found:
+            assert len(family.changes()) >= 8
+            for plans in family.changes():
+                assert (plans.up.form == "grouped") == (plans.down.form == "grouped")
+                for plan, n, k in ((plans.up, 2 * width, hidden), (plans.down, hidden, width)):
+                    if plan not in (family.start.up, family.start.down):
+                        assert problem(plan, tokens, shape, n, k, HOPPER_SHARED) is None
+
+
+class Chain:
+    """A layer whose time depends on its plans only. Wide tiles of `up` and narrow tiles of `down` are fast.
+    The results of one pair of plans are wrong."""
+
+    shape = QWEN
+    tokens = 8
+
+    def __init__(self) -> None:
+        self.wrong: LayerPlans | None = None
+
+    def microseconds(self, plans: LayerPlans) -> float:
+        if plans.up.stages == 5:
+            raise RuntimeError("out of resources")
+        return 100.0 - plans.up.block_k / 16 + plans.down.block_k / 16 + plans.up.block_n / 64
+
+    def error(self, plans: LayerPlans) -> float:
+        return 1.0 if plans == self.wrong else 1e-3
+
+
+def test_the_fastest_plans_that_are_right_win() -> None:
+    chain, lines = Chain(), []
+    entry = tune.search(chain, HOPPER_SHARED, lines.append)
+    tiles = (entry.plans.up.block_k, entry.plans.up.block_n, entry.plans.down.block_k)
+    assert tiles == (512, 64, 128) and entry.us == 77.0
+    assert entry.rules_us == chain.microseconds(tune.rules(QWEN, 8, HOPPER_SHARED))
+    assert lines[0].endswith(f"rules {entry.rules_us:.1f} us, best 77.0 us")
+    chain.wrong = entry.plans
+    assert tune.search(chain, HOPPER_SHARED, lines.append).plans != entry.plans
+
+
+def test_the_rules_stay_if_the_difference_is_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain, times = Chain(), itertools.count()
+    monkeypatch.setattr(chain, "microseconds", lambda plans: 50.0 - 1e-4 * next(times))
+    assert tune.search(chain, HOPPER_SHARED, lambda line: None).plans == tune.rules(QWEN, 8, HOPPER_SHARED)
