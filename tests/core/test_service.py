@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import time
@@ -65,53 +64,6 @@ def test_connections_made_before_a_front_is_ready_wait_in_the_backlog(make_servi
     assert read_answer(taken[0])[-1] == "front-0 length"
 
 
-def test_when_the_core_is_killed_its_children_end_and_the_next_start_closes_open_rows(
-    make_service: Make,
-) -> None:
-    service = make_service("fronts = 2")
-    service.start()
-    service.wait_ready()
-    streams = [service.connect("m 100000") for _ in range(8)]
-    wait_until(lambda: len(service.rows()) == 8)
-    pids = service.pids()
-    assert len(pids) == 3 and service.process is not None
-    service.process.kill()
-    service.process.wait()
-    wait_until(lambda: not any(map(alive, pids)), what="the children's end")
-    for stream in streams:
-        read_answer(stream)
-    assert {row.state for row in service.rows()} == {"open"}
-    service.start()
-    service.wait_ready()
-    assert {(row.state, row.finish_reason) for row in service.rows()} == {("ended", "interrupted")}
-
-
-def test_a_killed_front_loses_only_its_own_clients_and_is_restarted(make_service: Make) -> None:
-    service = make_service("fronts = 2")
-    service.start()
-    status = service.wait_ready()
-    doomed, other = service.connect("m 100000"), service.connect("m 100")
-    wait_until(lambda: len(service.rows()) == 2)
-    assert doomed.recv(1, socket.MSG_PEEK)
-    os.kill(status.fronts[0].pid or 0, signal.SIGKILL)
-    assert read_answer(doomed)[-1].isdecimal()
-    assert read_answer(other)[-1] == "front-1 length"
-    wait_until(lambda: service.admin.status().fronts[0].state == "ready")
-    front = service.admin.status().fronts[0]
-    assert (front.name, front.restarts) == ("front-0.1", 1)
-    assert "killed by SIGKILL" in front.last_error
-    wait_until(lambda: [row.state for row in service.rows()] == ["ended"] * 2)
-    row = next(row for row in service.rows() if row.status == 499)
-    assert (row.error, row.billed_tokens) == ("the front process died", 0)
-    assert read_answer(service.connect("m 2"))[-1].endswith("length")
-
-    def credits() -> tuple[int, int]:
-        (replica,) = service.admin.status().models[0].replicas
-        return replica.credit_seqs, replica.credit_tokens
-
-    wait_until(lambda: credits() == (64, 4096), what="the return of all credits")
-
-
 @pytest.mark.parametrize("fronts", [1, 2])
 def test_connections_that_a_killed_front_has_not_read_are_answered_by_another(
     make_service: Make, fronts: int
@@ -124,27 +76,6 @@ def test_connections_that_a_killed_front_has_not_read_are_answered_by_another(
     wait_until(lambda: service.admin.status().sockets[0].accepted >= len(clients))
     os.kill(pid, signal.SIGKILL)
     assert {read_answer(client)[-1].split()[-1] for client in clients} == {"length"}
-
-
-def test_a_killed_replica_is_restarted_and_answers_continue_without_a_gap(make_service: Make) -> None:
-    service = make_service()
-    service.start()
-    status = service.wait_ready()
-    stream = service.connect("m 200")
-    assert stream.recv(1, socket.MSG_PEEK)
-    os.kill(status.models[0].replicas[0].pids[0], signal.SIGKILL)
-    assert read_answer(stream) == [str(token) for token in range(1, 201)] + ["front-0 length"]
-    wait_until(lambda: service.rows()[0].state == "ended")
-    (row,) = service.rows()
-    assert (row.status, row.billed_tokens, row.generated_tokens, row.resubmissions >= 1) == (
-        200,
-        200,
-        200,
-        True,
-    )
-    (replica,) = service.admin.status().models[0].replicas
-    assert (replica.restarts, replica.state) == (1, "ready")
-    assert "killed by SIGKILL" in service.admin.status().problems[0].what
 
 
 def test_a_replica_that_hangs_is_killed_and_restarted(make_service: Make) -> None:
@@ -367,45 +298,6 @@ def test_a_replica_that_always_ends_at_once_is_restarted_with_growing_delays(mak
     waiting = service.connect("m 2")
     (service.folder / "m" / "fake.json").unlink()
     assert read_answer(waiting)[-1] == "front-0 length"
-
-
-def test_a_stop_lets_running_requests_finish_and_leaves_nothing_behind(make_service: Make) -> None:
-    service = make_service()
-    service.start()
-    service.wait_ready()
-    pids = service.pids()
-    stream = service.connect("m 60")
-    wait_until(lambda: len(service.rows()) == 1)
-    assert service.stop() == 0
-    assert read_answer(stream)[-1] == "front-0 length"
-    assert not any(map(alive, pids))
-    assert sorted(path.name for path in service.run_dir.iterdir()) == ["service.lock"]
-    (row,) = service.rows()
-    assert (row.state, row.status, row.billed_tokens, row.generated_tokens) == ("ended", 200, 60, 60)
-    for name in ("history.db", "control.db"):
-        assert not (service.state_dir / f"{name}-wal").exists()
-        connection = sqlite3.connect(service.state_dir / name)
-        assert connection.execute("PRAGMA journal_mode").fetchone() == ("delete",)
-        connection.close()
-
-
-def test_a_second_signal_ends_running_requests_with_an_error(make_service: Make) -> None:
-    service = make_service("drain_grace_s = 60")
-    service.start()
-    service.wait_ready()
-    stream = service.connect("m 100000")
-    wait_until(lambda: len(service.rows()) == 1)
-    assert service.process is not None
-    service.process.send_signal(signal.SIGINT)
-    wait_until(lambda: service.state() == "draining")
-    began = time.monotonic()
-    assert service.stop() == 0
-    assert time.monotonic() - began < 50
-    aborted = (
-        "front-0 aborted the service is stopping, and this request did not finish within the grace period"
-    )
-    assert read_answer(stream)[-1] == aborted
-    assert service.rows()[0].status == 503
 
 
 def test_a_run_directory_has_one_service_and_the_message_names_it(make_service: Make) -> None:

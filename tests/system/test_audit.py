@@ -173,43 +173,6 @@ def rewrite(state_dir: Path, seq: int, **changes: str) -> list[AuditRow]:
         return list(audit.all_rows(database))
 
 
-def test_one_byte_in_the_file_is_found_and_the_row_is_named(copy: Path) -> None:
-    path = copy / "control.db"
-    data = bytearray(path.read_bytes())
-    place = data.index(b'{"name":"acme","weight":3.0}')
-    data[place + data[place:].index(b"3")] ^= 1
-    path.write_bytes(data)
-    found = verify(copy)
-    assert (found["code"], found["broken_seq"], found["rows"]) == (1, 3, 2)
-    assert "rewritten: its hash does not match its content" in found["problems"][0]
-
-
-def test_rows_cut_off_the_end_are_found(copy: Path) -> None:
-    with unlocked(copy) as database:
-        database.execute("DELETE FROM audit WHERE seq > 9")
-        database.execute("UPDATE sqlite_sequence SET seq = 9 WHERE name = 'audit'")
-    found = verify(copy)
-    assert (found["code"], found["broken_seq"], found["rows"]) == (1, 10, 9)
-    assert "rows 10 to 12 are missing from the end" in found["problems"][0]
-
-
-def test_a_row_taken_out_of_the_middle_is_found(copy: Path) -> None:
-    with unlocked(copy) as database:
-        database.execute("DELETE FROM audit WHERE seq = 5")
-    found = verify(copy)
-    assert (found["code"], found["broken_seq"]) == (1, 5) and "row 4 is followed by row 6" in found[
-        "problems"
-    ][0]
-
-
-def test_a_chain_rewritten_as_a_whole_is_found_by_the_heads_beside_it(copy: Path) -> None:
-    forged = rewrite(copy, 6, after='{"name":"somebody else"}')
-    assert len(forged) == 12
-    found = verify(copy)
-    assert found["code"] == 1 and found["broken_seq"] is not None and found["broken_seq"] >= 6
-    assert "rewritten" in found["problems"][0]
-
-
 def test_a_rewrite_with_new_signed_heads_is_found_by_those_in_the_journal(copy: Path, record: Record) -> None:
     """The forger has the same permissions as the service itself. The change is revealed only by chain heads
     that are stored outside the machine."""
@@ -220,15 +183,6 @@ def test_a_rewrite_with_new_signed_heads_is_found_by_those_in_the_journal(copy: 
     assert verify(copy)["code"] == 0
     found = verify(copy, "--heads", str(record.log))
     assert found["code"] == 1 and found["broken_seq"] >= 6 and "rewritten" in found["problems"][0]
-
-
-def test_heads_that_somebody_else_signed_are_found(copy: Path) -> None:
-    forged = rewrite(copy, 6, after='{"name":"somebody else"}')
-    other = SigningKey(b"not the service's key, 32 bytes.")
-    line = other.sign_head(audit.Head(forged[-1].seq, forged[-1].hash), forged[-1].at).line
-    (copy / "audit.heads").write_text(line + "\n")
-    found = verify(copy)
-    assert found["code"] == 1 and "sign" in found["problems"][0]
 
 
 # ── a full disk ──

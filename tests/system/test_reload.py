@@ -3,8 +3,6 @@ processes."""
 
 from __future__ import annotations
 
-import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from appliance.client import AdminClient
 from appliance.protocol import Status
 from appliance.settings import demo_model_folder
 from tests.ports import free_port
-from tests.system.service import APPLIANCE, Service, service
+from tests.system.service import Service, service
 from tests.system.test_deaths import Stream
 
 pytestmark = pytest.mark.system
@@ -108,48 +106,3 @@ def test_what_changed_is_applied_under_load_and_nothing_else_is_touched(box: Box
         assert http.post("/v1/completions", json=too_long).status_code == 413
     running.wait_until(lambda: not running.rows(state="open"), 60, "all rows to end")
     assert {row["status"] for row in running.rows()} <= {200, 413}
-
-
-def test_a_model_that_is_taken_out_ends_and_the_others_stay(box: Box) -> None:
-    others = box.pids("demo") + box.pids("other")
-    box.change(f"[models.new]\n{MODEL}", "")
-    assert box.reload()["models"] == ["model new: is being removed; its requests have 120 s to finish"]
-    box.running.wait_until(lambda: len(box.running.descendants()) == 3, 60, "the end of its replica")
-    assert box.completes("new") == 404
-    assert box.pids("demo") + box.pids("other") == others
-
-
-def test_a_file_that_cannot_be_used_changes_nothing_and_its_line_is_told(box: Box) -> None:
-    pids, good = box.pids("demo"), box.path.read_text()
-    settings = box.running.command("config", "show")["settings"]
-    box.change("fronts = 1", "fronts = 0")
-    line = box.path.read_text().splitlines().index("fronts = 0") + 1
-    for command in (
-        ["config", "reload", "--run-dir", str(box.running.run_dir)],
-        ["config", "check", str(box.path)],
-    ):
-        done = subprocess.run([APPLIANCE, *command], capture_output=True, text=True, timeout=60)
-        assert done.returncode == 1
-        assert f"{box.path}:{line}: fronts = 0 is not valid" in done.stdout + done.stderr
-    assert box.running.command("config", "show")["settings"] == settings
-    box.path.write_text(good)
-    assert box.reload() == {"changed": [], "models": [], "at_restart": []}
-    assert box.pids("demo") == pids
-
-
-def test_a_hang_up_signal_reloads_while_it_drains_and_both_are_audited(box: Box) -> None:
-    running, pids = box.running, box.pids("demo")
-    running.command("drain", "--model", "demo", "--yes", "--no-wait")
-    running.wait_until(lambda: [one.state for one in box.status().drains] == ["drained"], 60, "the drain")
-    box.change("[limits]", "[queue]\nlimit = 17\n[limits]")
-    running.process.send_signal(signal.SIGHUP)
-    running.wait_until(lambda: box.status().queue.limit == 17, 60, "the reload")
-    assert (box.completes("demo"), box.completes("other")) == (503, 200)
-    running.command("resume", "--model", "demo")
-    assert box.completes("demo") == 200
-    assert box.pids("demo") == pids
-    rows = running.command("audit", "list")
-    assert {("drain", "ok"), ("config.reload", "ok"), ("resume", "ok")} <= {
-        (row["action"], row["result"]) for row in rows
-    }
-    assert "signal:SIGHUP" in {row["actor"] for row in rows if row["action"] == "config.reload"}
