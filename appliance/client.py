@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from appliance import calls
-from appliance.actions import CancelRequest, CreateKey, DrainService, ResumeService, RevokeKey
+from appliance.actions.parameters import CancelRequest, CreateKey, DrainService, ResumeService, RevokeKey
 from appliance.calls import AdminError, Call
 from appliance.ownership import check_peer, trusted_directory
 from appliance.protocol import (

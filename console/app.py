@@ -17,7 +17,8 @@ from textual.app import App, ComposeResult
 from textual.widgets import Input
 from textual.worker import Worker, WorkerError
 
-from appliance.actions import Action, SetTenant, action_named
+from appliance.actions import Action, action_named
+from appliance.actions.parameters import SetTenant
 from appliance.protocol import Done
 from console.commands import CommandError, parse_action
 from console.dialogs import ActionDialog, ChoiceDialog, TextDialog

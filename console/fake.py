@@ -11,13 +11,13 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from appliance.actions import (
+from appliance.actions import action_of
+from appliance.actions.parameters import (
     CancelRequest,
     DrainService,
     ResumeService,
     ResumeTenant,
     SuspendTenant,
-    action_of,
 )
 from appliance.history.forecasts import QuotaForecast
 from appliance.protocol import (

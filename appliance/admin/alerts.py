@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from appliance.actions import AcknowledgeAlert, SilenceAlerts, UnsilenceAlerts
+from appliance.actions.parameters import AcknowledgeAlert, SilenceAlerts, UnsilenceAlerts
 from appliance.admin.effects import Effect, done
 from appliance.http.openapi import Operation
 from appliance.monitoring.alerts.manager import AlertManager

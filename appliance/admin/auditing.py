@@ -13,7 +13,8 @@ from concurrent.futures import Future
 
 import msgspec
 
-from appliance.actions import Action, ReloadConfig, action_of
+from appliance.actions import Action, action_of
+from appliance.actions.parameters import ReloadConfig
 from appliance.admin.bodies import AdminRequestError
 from appliance.admin.effects import Effect, Handler
 from appliance.background import Background

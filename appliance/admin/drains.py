@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from appliance.actions import DrainService, ResumeService
+from appliance.actions.parameters import DrainService, ResumeService
 from appliance.admin.effects import Effect
 from appliance.core.drains import Drain, Drains
 from appliance.protocol import Done, DrainStatus

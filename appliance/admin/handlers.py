@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
-from appliance.actions import (
+from appliance.actions.parameters import (
     AcknowledgeAlert,
     AddModel,
     BeginBackup,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from appliance.actions import CreateKey, RevokeKey, RotateKey, SetKey
+from appliance.actions.parameters import CreateKey, RevokeKey, RotateKey, SetKey
 from appliance.admin.effects import Effect, committed, done
 from appliance.admin.tenants import CancelRequests, Usage, changes, requests_after
 from appliance.protocol import Key, NewKey

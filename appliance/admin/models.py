@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from appliance.actions import (
+from appliance.actions.parameters import (
     AddModel,
     LoadModel,
     PinModel,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from appliance.actions import MapPeer, UnmapPeer
+from appliance.actions.parameters import MapPeer, UnmapPeer
 from appliance.admin.effects import Effect, committed, done
 from appliance.front_pool.identities import local_uids
 from appliance.protocol import PeerMapping

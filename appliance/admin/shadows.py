@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from appliance.actions import ShadowModel
+from appliance.actions.parameters import ShadowModel
 from appliance.admin.effects import Effect, committed, done
 from appliance.admin.models import ModelAdmin
 from appliance.admin.splits import complete_target

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from appliance.actions import SplitModel
+from appliance.actions.parameters import SplitModel
 from appliance.admin.effects import Effect, committed, done
 from appliance.admin.models import ModelAdmin
 from appliance.models.routing import split_target, unit_name

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from appliance.actions import CreateTenant, DeleteTenant, ResumeTenant, SetTenant, SuspendTenant
+from appliance.actions.parameters import CreateTenant, DeleteTenant, ResumeTenant, SetTenant, SuspendTenant
 from appliance.admin.effects import Effect, committed, done
 from appliance.messages import Identity
 from appliance.protocol import LimitUsage, PeerMapping, Tenant

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from appliance.actions import SetKey, SetTenant
+from appliance.actions.parameters import SetKey, SetTenant
 from appliance.admin.bodies import AdminRequestError, error_answer, json_answer, read_parameters
 from appliance.admin.tenants import changes
 from appliance.history.forecasts import QuotaForecast

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from appliance.actions import BeginBackup, EndBackup
+from appliance.actions.parameters import BeginBackup, EndBackup
 from appliance.cli.failure import Failure
 from appliance.cli.output import of_count, print_json
 from appliance.cli.service import admin_key, check_databases, find_run_dir, find_state_dir

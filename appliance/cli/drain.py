@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
-from appliance.actions import MAX_GRACE_S, DrainService, ResumeService, action_of
+from appliance.actions import action_of
+from appliance.actions.parameters import MAX_GRACE_S, DrainService, ResumeService
 from appliance.cli.actions import confirm
 from appliance.cli.output import (
     is_terminal,

@@ -9,7 +9,8 @@ from typing import cast
 
 import msgspec
 
-from appliance.actions import PruneModels, RemoveModel, action_of
+from appliance.actions import action_of
+from appliance.actions.parameters import PruneModels, RemoveModel
 from appliance.cli.actions import check_terminal, confirm
 from appliance.cli.failure import Failure, as_failure
 from appliance.cli.output import Column, print_json, print_table, printable

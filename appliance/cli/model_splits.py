@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from appliance.actions import ShadowModel, SplitModel
+from appliance.actions.parameters import ShadowModel, SplitModel
 from appliance.cli.actions import perform
 from appliance.cli.failure import CommandLineError
 from appliance.cli.output import printable

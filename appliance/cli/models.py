@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from appliance.actions import AddModel, SetAlias
+from appliance.actions.parameters import AddModel, SetAlias
 from appliance.cli.actions import perform
 from appliance.cli.failure import CommandLineError, Failure
 from appliance.cli.model_splits import shares, show_shadow

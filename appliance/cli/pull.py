@@ -9,7 +9,7 @@ from typing import cast
 
 import msgspec
 
-from appliance.actions import AddModel
+from appliance.actions.parameters import AddModel
 from appliance.cli.drain import INTERRUPTED
 from appliance.cli.failure import Failure, as_failure
 from appliance.cli.models import REGISTRY

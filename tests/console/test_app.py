@@ -11,7 +11,8 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Button, Input
 
-from appliance.actions import DeleteTenant, action_named
+from appliance.actions import action_named
+from appliance.actions.parameters import DeleteTenant
 from appliance.snapshot import Snapshot
 from console.app import ConsoleApp
 from console.dialogs import ActionDialog

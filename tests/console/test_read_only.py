@@ -16,7 +16,8 @@ from textual.pilot import Pilot
 from textual.widgets import Button
 
 from appliance import calls
-from appliance.actions import ACTIONS, CreateKey, CreateTenant, MapPeer, SuspendTenant, action_of
+from appliance.actions import ACTIONS, action_of
+from appliance.actions.parameters import CreateKey, CreateTenant, MapPeer, SuspendTenant
 from appliance.calls import READ_ONLY_HEADER
 from appliance.pages import AuditQuery
 from console.app import ConsoleApp

@@ -197,7 +197,7 @@ def test_any_second_opens_in_under_300_ms(history: Path, seconds: list[Snapshot]
 
 
 def test_the_past_cannot_be_changed(history: Path) -> None:
-    from appliance.actions import ResumeService
+    from appliance.actions.parameters import ResumeService
 
     replay = ReplaySource(file_recording(history))
     with pytest.raises(SourceError, match="cannot be changed"):

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance.actions import CreateTenant, DrainService, SuspendTenant
+from appliance.actions.parameters import CreateTenant, DrainService, SuspendTenant
 from appliance.monitoring.metrics.families import Families
 from appliance.pages import AuditAction, LogLine, NamedRequest, UsageRow
 from appliance.protocol import Configuration, Status

@@ -10,14 +10,14 @@ import msgspec
 import pytest
 import typer
 
-from appliance.actions import (
+from appliance.actions import action_named
+from appliance.actions.parameters import (
     AddModel,
     CancelRequest,
     DrainService,
     LoadModel,
     SetTenant,
     SuspendTenant,
-    action_named,
 )
 from appliance.cli.app import app
 from console.commands import CommandError, build, completions, equivalent, flags, parse_action

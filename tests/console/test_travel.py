@@ -9,7 +9,7 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Button, Input
 
-from appliance.actions import DrainService
+from appliance.actions.parameters import DrainService
 from appliance.snapshot import Snapshot
 from console.app import ConsoleApp
 from console.dialogs import ActionDialog, ChoiceDialog

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.actions import ReloadConfig
+from appliance.actions.parameters import ReloadConfig
 from appliance.client import AdminClient, ServiceNotRunningError
 from appliance.protocol import Status
 from store.requests import LoggedRequest, RequestReader

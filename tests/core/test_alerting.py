@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance.actions import AcknowledgeAlert, SilenceAlerts, UnsilenceAlerts
+from appliance.actions.parameters import AcknowledgeAlert, SilenceAlerts, UnsilenceAlerts
 from appliance.calls import ALERTS, SILENCES, AdminError
 from appliance.snapshot import Alert, Snapshot
 from store.alerts import AlertReader

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.actions import RetryModel
+from appliance.actions.parameters import RetryModel
 from appliance.client import AdminError
 from appliance.monitoring.doctor import examine
 from appliance.protocol import ReplicaStatus

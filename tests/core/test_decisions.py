@@ -22,8 +22,8 @@ import httpx
 import msgspec
 import pytest
 
-from appliance.actions import (
-    ACTIONS,
+from appliance.actions import ACTIONS
+from appliance.actions.parameters import (
     CreateKey,
     CreateTenant,
     DeleteTenant,

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from appliance import calls
-from appliance.actions import CreateKey, CreateTenant
+from appliance.actions.parameters import CreateKey, CreateTenant
 from appliance.admin.events import EventFeed
 from appliance.calls import AdminError
 from appliance.client import AdminClient

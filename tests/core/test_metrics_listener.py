@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from appliance.actions import CreateTenant, DeleteTenant, ReloadConfig
+from appliance.actions.parameters import CreateTenant, DeleteTenant, ReloadConfig
 from appliance.client import AdminError
 from appliance.monitoring.metrics.server import SHARED_S, SharedScrape
 from appliance.settings import Flags, SettingsError, load_settings

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from appliance import calls
-from appliance.actions import CreateKey, CreateTenant
+from appliance.actions.parameters import CreateKey, CreateTenant
 from appliance.calls import AdminError
 from appliance.client import AdminClient
 from appliance.events.async_client import AsyncAdminClient

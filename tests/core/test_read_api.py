@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from appliance import calls
-from appliance.actions import CreateKey, CreateTenant, ResumeTenant, SuspendTenant
+from appliance.actions.parameters import CreateKey, CreateTenant, ResumeTenant, SuspendTenant
 from appliance.admin.streams import MAX_STREAMS
 from appliance.calls import AdminError
 from appliance.client import AdminClient, ServiceNotRunningError

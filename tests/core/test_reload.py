@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance.actions import DrainService, ReloadConfig, ResumeService
+from appliance.actions.parameters import DrainService, ReloadConfig, ResumeService
 from appliance.client import AdminError
 from appliance.core.reload import APPLIED_HERE, AT_RESTART, LiveSettings, Reloader, check_still_there
 from appliance.core.reload_hooks import reload_hooks

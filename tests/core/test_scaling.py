@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from appliance.actions import CancelRequest
+from appliance.actions.parameters import CancelRequest
 from tests.core.conftest import Service, wait_until
 
 pytestmark = pytest.mark.system

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from appliance import calls
-from appliance.actions import CreateKey, CreateTenant, SetTenant
+from appliance.actions.parameters import CreateKey, CreateTenant, SetTenant
 from appliance.calls import AdminError
 from appliance.client import AdminClient
 from appliance.traffic.recent import KEPT_S, MAX_RECENT, PastRequest

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from appliance.actions import AddModel
+from appliance.actions.parameters import AddModel
 from appliance.models.fit import host_bytes, read_memory
 from appliance.settings import ModelSettings
 from tests.checkpoints import write_constant_checkpoint

@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from appliance.actions import CreateKey, CreateTenant, DeleteTenant, RevokeKey
+from appliance.actions.parameters import CreateKey, CreateTenant, DeleteTenant, RevokeKey
 from appliance.client import AdminClient
 from appliance.protocol import LimitUsage, NewKey, ReplicaStatus
 from tests.system.burst_client import Got, ask

@@ -10,13 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from appliance.actions import (
-    CreateKey,
-    MapPeer,
-    RevokeKey,
-    RotateKey,
-    SuspendTenant,
-)
+from appliance.actions.parameters import CreateKey, MapPeer, RevokeKey, RotateKey, SuspendTenant
 from tests.system.asker import ask
 from tests.system.service import Service
 

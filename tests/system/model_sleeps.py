@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from appliance.actions import AddModel, LoadModel, SleepModel, WakeModel
+from appliance.actions.parameters import AddModel, LoadModel, SleepModel, WakeModel
 from appliance.client import AdminClient
 from tests.checkpoints import write_constant_checkpoint
 from tests.system.model_swaps import is_rank

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from appliance.actions import (
+from appliance.actions.parameters import (
     AddModel,
     LoadModel,
     RollbackModel,

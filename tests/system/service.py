@@ -21,7 +21,7 @@ import msgspec
 import openai
 import psutil
 
-from appliance.actions import CreateKey, CreateTenant
+from appliance.actions.parameters import CreateKey, CreateTenant
 from appliance.client import AdminClient
 from store.requests import RequestFilter, RequestReader
 

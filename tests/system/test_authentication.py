@@ -19,8 +19,8 @@ from urllib.parse import unquote
 import httpx
 import pytest
 
-from appliance.actions import (
-    ACTIONS,
+from appliance.actions import ACTIONS
+from appliance.actions.parameters import (
     CreateKey,
     CreateTenant,
     DeleteTenant,

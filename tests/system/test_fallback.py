@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from appliance.actions import DrainService, ResumeService
+from appliance.actions.parameters import DrainService, ResumeService
 from appliance.client import AdminClient
 from tests.checkpoints import write_constant_checkpoint
 from tests.system.service import Service, service

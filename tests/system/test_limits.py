@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from appliance.actions import CreateKey, CreateTenant, SetKey, SetTenant
+from appliance.actions.parameters import CreateKey, CreateTenant, SetKey, SetTenant
 from appliance.client import AdminClient
 from appliance.protocol import LimitUsage, NewKey
 from store.requests import RequestFilter, RequestReader

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from appliance.actions import ReloadConfig
+from appliance.actions.parameters import ReloadConfig
 from appliance.models.gpus import find_gpus
 from appliance.settings import demo_model_folder
 from tests.system.model_swaps import is_rank

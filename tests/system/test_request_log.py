@@ -15,7 +15,7 @@ import msgspec
 import openai
 import pytest
 
-from appliance.actions import ShowContents
+from appliance.actions.parameters import ShowContents
 from appliance.client import AdminClient, AdminError
 from tests.system.service import Service, service
 from tests.system.traffic import ended

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from appliance.actions import LoadModel, SleepModel, UnloadModel, WakeModel
+from appliance.actions.parameters import LoadModel, SleepModel, UnloadModel, WakeModel
 from appliance.client import AdminClient
 from tests.system.model_sleeps import TOKEN, Sleeps
 from tests.system.service import APPLIANCE, service

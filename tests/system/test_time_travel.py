@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from appliance.actions import CreateTenant
+from appliance.actions.parameters import CreateTenant
 from appliance.snapshot import Snapshot
 from console.lines import plain
 from console.live import LiveSource

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 import tests.system.service
-from appliance.actions import ReloadConfig
+from appliance.actions.parameters import ReloadConfig
 from tests.system.attack_soak import attackers, reports
 from tests.system.attackers import Orders
 from tests.system.attacks.conftest import Target, limited, target

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from appliance.actions import CreateKey, CreateTenant
+from appliance.actions.parameters import CreateKey, CreateTenant
 from appliance.client import AdminClient
 from appliance.protocol import NewKey
 from tests.system.attacks.reading import configured, doctor, no_problem, problem

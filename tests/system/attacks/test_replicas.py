@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from appliance.actions import ReloadConfig
+from appliance.actions.parameters import ReloadConfig
 from appliance.settings import demo_model_folder
 from tests.system.attacks.reading import configured, doctor, no_problem, problem
 from tests.system.service import Service

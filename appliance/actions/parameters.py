@@ -1,55 +1,50 @@
-"""The registry of operator actions. Each action is declared only here.
-
-CLI commands, key bindings, confirmation dialogs and audit rows are derived from these entries. An action is
-called with `POST /actions/NAME` on the admin socket, with its parameters as JSON. `appliance.admin.handlers`
-maps each action to the code that performs it, so this module can be imported without the service's modules.
-"""
+"""The parameters of operator actions. Each parameter is declared only here, with its description."""
 
 from __future__ import annotations
 
-import inspect
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from appliance.protocol import (
-    AddedVersion,
-    AuditHead,
-    Contents,
-    Done,
-    DrainStatus,
-    Key,
-    NewKey,
-    PrunedVersions,
-    Reloaded,
-    Tenant,
-    VersionStatus,
-)
-from appliance.snapshot import Alert
 from store.fields import Declared, declared
 from store.policies import KeyFields, Quota, TenantRecord
-from store.structs import Silence
 
 MAX_GRACE_S = 7 * 86400.0
 """Maximum grace period of a drain: one week."""
 
+
 MAX_ARMS = 16
 """Maximum number of models and versions over which the requests for a name are distributed."""
+
+
 Weight = Annotated[float, Meta(gt=0, le=1e6)]
+
 
 MAX_SILENCE_S = 30 * 86400.0
 """Maximum length of a silence: 30 days."""
 
+
 # Values of `Meta.extra`: the name that the command line's help shows for a parameter's value, and the
 # parameter's short option.
 NAME = {"metavar": "NAME"}
+
+
 ID = {"metavar": "ID"}
+
+
 VERSION = {"metavar": "NAME[@VERSION]"}
 
+
 TenantName = Annotated[str, Meta(description="The tenant's name, as shown by `tenants list`.", extra=NAME)]
+
+
 BilledTenant = Annotated[str, Meta(description="The tenant that is billed for the requests.", extra=NAME)]
+
+
 KeyId = Annotated[str, Meta(description="The key's id, as shown by `keys list`.", extra=ID)]
+
+
 PeerName = Annotated[
     str,
     Meta(
@@ -58,18 +53,28 @@ PeerName = Annotated[
         extra={"metavar": "PEER"},
     ),
 ]
+
+
 RequestId = Annotated[str, Meta(description="The request's id, as shown by `requests`.", extra=ID)]
+
+
 ModelVersion = Annotated[
     str, Meta(description="NAME@VERSION, or NAME for the default version.", extra=VERSION)
 ]
+
+
 ModelOrService = Annotated[
     str | None,
     Meta(description="Name of the model. Default: the whole service.", extra=NAME | {"short": "-m"}),
 ]
+
+
 Grace = Annotated[
     float,
     Meta(ge=0, le=MAX_GRACE_S, description="Time after which unfinished requests end with an error."),
 ]
+
+
 PreviousGrace = Annotated[
     float,
     Meta(
@@ -78,13 +83,6 @@ PreviousGrace = Annotated[
         description="Time after which unfinished requests of the previous version end with an error.",
     ),
 ]
-
-Danger = Literal["none", "confirm", "typed"]
-"""Required confirmation: none, yes or no, or typing the target's name."""
-TargetKind = Literal["service", "model", "tenant", "key", "peer", "request", "alert"]
-Visibility = Literal["shown", "internal"]
-"""Whether operators can choose the action. An internal action is performed only by a command, as one of its
-steps."""
 
 
 def _changes(record: type[msgspec.Struct]) -> Any:
@@ -117,6 +115,8 @@ def _parameter(field: Declared) -> Any:
 
 
 _TenantChanges: Any = _changes(TenantRecord)
+
+
 _KeyChanges: Any = _changes(KeyFields)
 
 
@@ -463,145 +463,3 @@ class PruneModels(_Parameters):
     their model nor the version to which a rollback returns, and have no alias. The files are kept."""
 
     dry_run: Annotated[bool, Meta(description="Only list the versions, without removing them.")] = False
-
-
-class Action(NamedTuple):
-    """An operation that an operator can perform."""
-
-    name: str
-    """Name in the URL and in the audit chain."""
-    title: str
-    """Displayed title, in the imperative. The confirmation dialog appends the target to it: "Revoke key
-    X?"."""
-    danger: Danger
-    target: TargetKind
-    parameters: type[msgspec.Struct]
-    """Struct whose fields are the parameters and whose docstring describes the action."""
-    result: type[msgspec.Struct]
-    named_by: str = ""
-    """Parameter that names the target, or empty if there is only one possible target."""
-    visibility: Visibility = "shown"
-    is_long: bool = False
-    """Whether the service may take minutes to respond. The service bounds the time itself."""
-
-    @property
-    def description(self) -> str:
-        """Description of the action, in full sentences."""
-        return " ".join((inspect.getdoc(self.parameters) or "").split())
-
-    @property
-    def declared_fields(self) -> dict[str, Declared]:
-        """Declared fields of tenants and keys among the parameters, by name."""
-        return getattr(self.parameters, "DECLARED", {})
-
-    @property
-    def is_target_required(self) -> bool:
-        """Whether the target must be named. If so, its name is an argument of the command and not an
-        option."""
-        fields = msgspec.structs.fields(self.parameters)
-        return any(field.required for field in fields if field.name == self.named_by)
-
-    def target_name(self, parameters: msgspec.Struct) -> str:
-        """Return the display name of the action's target."""
-        name = getattr(parameters, self.named_by) if self.named_by else None
-        if self.target == "model" and not self.is_target_required:
-            return "the service" if name is None else f"model {name}"
-        return "" if name is None else str(name)
-
-
-ACTIONS: tuple[Action, ...] = (
-    Action("tenants.create", "Create tenant", "none", "service", CreateTenant, Tenant, "name"),
-    Action("tenants.set", "Change tenant", "none", "tenant", SetTenant, Tenant, "name"),
-    Action("tenants.suspend", "Suspend tenant", "confirm", "tenant", SuspendTenant, Done, "name"),
-    Action("tenants.resume", "Resume tenant", "none", "tenant", ResumeTenant, Done, "name"),
-    Action("tenants.delete", "Delete tenant", "typed", "tenant", DeleteTenant, Done, "name"),
-    Action("keys.create", "Create key", "none", "tenant", CreateKey, NewKey, "tenant"),
-    Action("keys.rotate", "Rotate key", "confirm", "key", RotateKey, NewKey, "id"),
-    Action("keys.set", "Change key", "none", "key", SetKey, Key, "id"),
-    Action("keys.revoke", "Revoke key", "confirm", "key", RevokeKey, Done, "id"),
-    Action("peers.map", "Map peer", "none", "peer", MapPeer, Done, "peer"),
-    Action("peers.unmap", "Unmap peer", "confirm", "peer", UnmapPeer, Done, "peer"),
-    Action("drain", "Drain", "confirm", "model", DrainService, DrainStatus, "model"),
-    Action("resume", "Resume", "none", "model", ResumeService, Done, "model"),
-    Action("models.add", "Add model", "none", "model", AddModel, AddedVersion, "name", is_long=True),
-    Action("models.load", "Load model", "none", "model", LoadModel, VersionStatus, "model", is_long=True),
-    Action(
-        "models.unload", "Unload model", "confirm", "model", UnloadModel, VersionStatus, "model", is_long=True
-    ),
-    Action("models.retry", "Retry failed model", "none", "model", RetryModel, Done, "model"),
-    Action("models.pin", "Pin model", "none", "model", PinModel, Done, "model"),
-    Action("models.unpin", "Unpin model", "none", "model", UnpinModel, Done, "model"),
-    Action(
-        "models.sleep",
-        "Put model to sleep",
-        "none",
-        "model",
-        SleepModel,
-        VersionStatus,
-        "model",
-        is_long=True,
-    ),
-    Action("models.wake", "Wake model", "none", "model", WakeModel, VersionStatus, "model", is_long=True),
-    Action(
-        "models.default",
-        "Change default version",
-        "none",
-        "model",
-        SetDefaultModel,
-        VersionStatus,
-        "model",
-        is_long=True,
-    ),
-    Action(
-        "models.rollback",
-        "Return to previous version",
-        "none",
-        "model",
-        RollbackModel,
-        VersionStatus,
-        "name",
-        is_long=True,
-    ),
-    Action("models.alias", "Set alias", "none", "model", SetAlias, Done, "name", is_long=True),
-    Action("models.split", "Split requests", "none", "model", SplitModel, Done, "name", is_long=True),
-    Action("models.shadow", "Shadow requests", "none", "model", ShadowModel, Done, "name", is_long=True),
-    Action("models.remove", "Remove model", "typed", "model", RemoveModel, Done, "model"),
-    Action("models.prune", "Prune versions", "confirm", "service", PruneModels, PrunedVersions),
-    Action("config.reload", "Reload settings", "none", "service", ReloadConfig, Reloaded),
-    Action("requests.cancel", "Cancel request", "confirm", "request", CancelRequest, Done, "request_id"),
-    Action(
-        "requests.show",
-        "Show prompts and answers of request",
-        "none",
-        "request",
-        ShowContents,
-        Contents,
-        "request_id",
-    ),
-    Action("alerts.ack", "Acknowledge alert", "none", "alert", AcknowledgeAlert, Alert, "id"),
-    Action("alerts.silence", "Silence alerts", "none", "alert", SilenceAlerts, Silence, "rule"),
-    Action("alerts.unsilence", "End silence", "none", "alert", UnsilenceAlerts, Done, "id"),
-    Action("backup.begin", "Begin backup", "none", "service", BeginBackup, AuditHead, visibility="internal"),
-    Action("backup.end", "End backup", "none", "service", EndBackup, Done, visibility="internal"),
-)
-
-
-def flag(parameter: str) -> str:
-    """Return the command-line option for a parameter or a declared field, such as `--grace` or `--burst`."""
-    return "--" + parameter.removesuffix("_s").removesuffix("_at").replace("_", "-")
-
-
-def action_named(name: str) -> Action:
-    """Return the action with this name. Raises LookupError if there is none."""
-    for action in ACTIONS:
-        if action.name == name:
-            return action
-    raise LookupError(f"unknown action {name!r}; available actions: {', '.join(a.name for a in ACTIONS)}")
-
-
-def action_of(parameters: msgspec.Struct) -> Action:
-    """Return the action that these parameters belong to. Raises LookupError if there is none."""
-    for action in ACTIONS:
-        if isinstance(parameters, action.parameters):
-            return action
-    raise LookupError(f"{type(parameters).__name__} is not the parameter type of any action")

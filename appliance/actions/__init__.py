@@ -1,0 +1,234 @@
+"""The registry of operator actions. Each action is declared only here.
+
+CLI commands, key bindings, confirmation dialogs and audit rows are derived from these entries. An action is
+called with `POST /actions/NAME` on the admin socket, with its parameters as JSON. `appliance.admin.handlers`
+maps each action to the code that performs it, so this module can be imported without the service's modules.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from appliance.actions import parameters
+from appliance.protocol import (
+    AddedVersion,
+    AuditHead,
+    Contents,
+    Done,
+    DrainStatus,
+    Key,
+    NewKey,
+    PrunedVersions,
+    Reloaded,
+    Tenant,
+    VersionStatus,
+)
+from appliance.snapshot import Alert
+from store.fields import Declared
+from store.structs import Silence
+
+Danger = Literal["none", "confirm", "typed"]
+"""Required confirmation: none, yes or no, or typing the target's name."""
+TargetKind = Literal["service", "model", "tenant", "key", "peer", "request", "alert"]
+Visibility = Literal["shown", "internal"]
+"""Whether operators can choose the action. An internal action is performed only by a command, as one of its
+steps."""
+
+
+class Action(NamedTuple):
+    """An operation that an operator can perform."""
+
+    name: str
+    """Name in the URL and in the audit chain."""
+    title: str
+    """Displayed title, in the imperative. The confirmation dialog appends the target to it: "Revoke key
+    X?"."""
+    danger: Danger
+    target: TargetKind
+    parameters: type[msgspec.Struct]
+    """Struct whose fields are the parameters and whose docstring describes the action."""
+    result: type[msgspec.Struct]
+    named_by: str = ""
+    """Parameter that names the target, or empty if there is only one possible target."""
+    visibility: Visibility = "shown"
+    is_long: bool = False
+    """Whether the service may take minutes to respond. The service bounds the time itself."""
+
+    @property
+    def description(self) -> str:
+        """Description of the action, in full sentences."""
+        return " ".join((inspect.getdoc(self.parameters) or "").split())
+
+    @property
+    def declared_fields(self) -> dict[str, Declared]:
+        """Declared fields of tenants and keys among the parameters, by name."""
+        return getattr(self.parameters, "DECLARED", {})
+
+    @property
+    def is_target_required(self) -> bool:
+        """Whether the target must be named. If so, its name is an argument of the command and not an
+        option."""
+        fields = msgspec.structs.fields(self.parameters)
+        return any(field.required for field in fields if field.name == self.named_by)
+
+    def target_name(self, parameters: msgspec.Struct) -> str:
+        """Return the display name of the action's target."""
+        name = getattr(parameters, self.named_by) if self.named_by else None
+        if self.target == "model" and not self.is_target_required:
+            return "the service" if name is None else f"model {name}"
+        return "" if name is None else str(name)
+
+
+ACTIONS: tuple[Action, ...] = (
+    Action("tenants.create", "Create tenant", "none", "service", parameters.CreateTenant, Tenant, "name"),
+    Action("tenants.set", "Change tenant", "none", "tenant", parameters.SetTenant, Tenant, "name"),
+    Action("tenants.suspend", "Suspend tenant", "confirm", "tenant", parameters.SuspendTenant, Done, "name"),
+    Action("tenants.resume", "Resume tenant", "none", "tenant", parameters.ResumeTenant, Done, "name"),
+    Action("tenants.delete", "Delete tenant", "typed", "tenant", parameters.DeleteTenant, Done, "name"),
+    Action("keys.create", "Create key", "none", "tenant", parameters.CreateKey, NewKey, "tenant"),
+    Action("keys.rotate", "Rotate key", "confirm", "key", parameters.RotateKey, NewKey, "id"),
+    Action("keys.set", "Change key", "none", "key", parameters.SetKey, Key, "id"),
+    Action("keys.revoke", "Revoke key", "confirm", "key", parameters.RevokeKey, Done, "id"),
+    Action("peers.map", "Map peer", "none", "peer", parameters.MapPeer, Done, "peer"),
+    Action("peers.unmap", "Unmap peer", "confirm", "peer", parameters.UnmapPeer, Done, "peer"),
+    Action("drain", "Drain", "confirm", "model", parameters.DrainService, DrainStatus, "model"),
+    Action("resume", "Resume", "none", "model", parameters.ResumeService, Done, "model"),
+    Action(
+        "models.add", "Add model", "none", "model", parameters.AddModel, AddedVersion, "name", is_long=True
+    ),
+    Action(
+        "models.load",
+        "Load model",
+        "none",
+        "model",
+        parameters.LoadModel,
+        VersionStatus,
+        "model",
+        is_long=True,
+    ),
+    Action(
+        "models.unload",
+        "Unload model",
+        "confirm",
+        "model",
+        parameters.UnloadModel,
+        VersionStatus,
+        "model",
+        is_long=True,
+    ),
+    Action("models.retry", "Retry failed model", "none", "model", parameters.RetryModel, Done, "model"),
+    Action("models.pin", "Pin model", "none", "model", parameters.PinModel, Done, "model"),
+    Action("models.unpin", "Unpin model", "none", "model", parameters.UnpinModel, Done, "model"),
+    Action(
+        "models.sleep",
+        "Put model to sleep",
+        "none",
+        "model",
+        parameters.SleepModel,
+        VersionStatus,
+        "model",
+        is_long=True,
+    ),
+    Action(
+        "models.wake",
+        "Wake model",
+        "none",
+        "model",
+        parameters.WakeModel,
+        VersionStatus,
+        "model",
+        is_long=True,
+    ),
+    Action(
+        "models.default",
+        "Change default version",
+        "none",
+        "model",
+        parameters.SetDefaultModel,
+        VersionStatus,
+        "model",
+        is_long=True,
+    ),
+    Action(
+        "models.rollback",
+        "Return to previous version",
+        "none",
+        "model",
+        parameters.RollbackModel,
+        VersionStatus,
+        "name",
+        is_long=True,
+    ),
+    Action("models.alias", "Set alias", "none", "model", parameters.SetAlias, Done, "name", is_long=True),
+    Action(
+        "models.split", "Split requests", "none", "model", parameters.SplitModel, Done, "name", is_long=True
+    ),
+    Action(
+        "models.shadow",
+        "Shadow requests",
+        "none",
+        "model",
+        parameters.ShadowModel,
+        Done,
+        "name",
+        is_long=True,
+    ),
+    Action("models.remove", "Remove model", "typed", "model", parameters.RemoveModel, Done, "model"),
+    Action("models.prune", "Prune versions", "confirm", "service", parameters.PruneModels, PrunedVersions),
+    Action("config.reload", "Reload settings", "none", "service", parameters.ReloadConfig, Reloaded),
+    Action(
+        "requests.cancel",
+        "Cancel request",
+        "confirm",
+        "request",
+        parameters.CancelRequest,
+        Done,
+        "request_id",
+    ),
+    Action(
+        "requests.show",
+        "Show prompts and answers of request",
+        "none",
+        "request",
+        parameters.ShowContents,
+        Contents,
+        "request_id",
+    ),
+    Action("alerts.ack", "Acknowledge alert", "none", "alert", parameters.AcknowledgeAlert, Alert, "id"),
+    Action("alerts.silence", "Silence alerts", "none", "alert", parameters.SilenceAlerts, Silence, "rule"),
+    Action("alerts.unsilence", "End silence", "none", "alert", parameters.UnsilenceAlerts, Done, "id"),
+    Action(
+        "backup.begin",
+        "Begin backup",
+        "none",
+        "service",
+        parameters.BeginBackup,
+        AuditHead,
+        visibility="internal",
+    ),
+    Action("backup.end", "End backup", "none", "service", parameters.EndBackup, Done, visibility="internal"),
+)
+
+
+def flag(parameter: str) -> str:
+    """Return the command-line option for a parameter or a declared field, such as `--grace` or `--burst`."""
+    return "--" + parameter.removesuffix("_s").removesuffix("_at").replace("_", "-")
+
+
+def action_named(name: str) -> Action:
+    """Return the action with this name. Raises LookupError if there is none."""
+    for action in ACTIONS:
+        if action.name == name:
+            return action
+    raise LookupError(f"unknown action {name!r}; available actions: {', '.join(a.name for a in ACTIONS)}")
+
+
+def action_of(parameters: msgspec.Struct) -> Action:
+    """Return the action that these parameters belong to. Raises LookupError if there is none."""
+    for action in ACTIONS:
+        if isinstance(parameters, action.parameters):
+            return action
+    raise LookupError(f"{type(parameters).__name__} is not the parameter type of any action")
