@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from appliance.alert_rules import BUILT_IN, AlertRule, AlertSink  # noqa: E402
-from appliance.alert_rules.reasons import REASONS  # noqa: E402
 from appliance.monitoring.alerts.conditions import clear_value  # noqa: E402
 from appliance.monitoring.alerts.texts import of_duration, of_measure  # noqa: E402
 from scripts.field_tables import (  # noqa: E402
@@ -43,7 +42,7 @@ def page(former: str) -> str:
         cells = (
             f"`{rule.name}` ({rule.severity})",
             _condition(rule),
-            REASONS[rule.name],
+            rule.reason,
             rule.remedy if rule.remedy != "{remedy}" else "as given for the problem",
         )
         parts.append(row(cells))

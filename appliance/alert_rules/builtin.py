@@ -1,18 +1,27 @@
-"""The built-in rules. `appliance.alert_rules.reasons` explains them. `docs/alerts.md` is generated from
-both."""
+"""The built-in rules. `docs/alerts.md` is generated from them."""
 
 from __future__ import annotations
 
 from appliance.alert_rules.fields import AlertRule
 
+
+class BuiltInRule(AlertRule, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """A rule of the product."""
+
+    reason: str
+    """Why the rule exists and has its threshold."""
+
+
 _DEAD = ["replica-crash-loop", "replica-failed", "replica-down"]
 """Rules whose alerts explain that requests wait or fail."""
 _BUSY = [*_DEAD, "model-failed", "front-down", "gpu-xid"]
 
-BUILT_IN: tuple[AlertRule, ...] = (
+BUILT_IN: tuple[BuiltInRule, ...] = (
     # ── processes ──
-    AlertRule(
+    BuiltInRule(
         name="replica-down",
+        reason="A replica that answered requests no longer does. Its requests continue on another "
+        "replica or after the restart, so clients notice a pause.",
         figure="models[*].replicas[*].state",
         severity="critical",
         texts=["restarting", "silent", "starting", "loading"],
@@ -22,8 +31,9 @@ BUILT_IN: tuple[AlertRule, ...] = (
         what="{where} does not answer requests ({text})",
         remedy="wait for the restart; if it recurs, see the replica's last error: appliance status",
     ),
-    AlertRule(
+    BuiltInRule(
         name="replica-failed",
+        reason="The checkpoint, the memory or the device does not permit a start. Waiting does not help.",
         figure="models[*].replicas[*].state",
         severity="critical",
         texts=["failed"],
@@ -32,8 +42,10 @@ BUILT_IN: tuple[AlertRule, ...] = (
         what="{where} cannot start",
         remedy="fix the cause of the replica's last error (appliance status); the service retries",
     ),
-    AlertRule(
+    BuiltInRule(
         name="replica-crash-loop",
+        reason="A single restart can be an accident. A third restart within 10 minutes has a persistent "
+        "cause.",
         figure="models[*].replicas[*].restarts",
         severity="critical",
         measure="change",
@@ -44,8 +56,9 @@ BUILT_IN: tuple[AlertRule, ...] = (
         what="{where} was restarted {value} times within 10 min",
         remedy="drain the model (appliance drain -m MODEL), and look for the first error in the log",
     ),
-    AlertRule(
+    BuiltInRule(
         name="model-failed",
+        reason="No replica of the model can serve, so its requests are refused at once.",
         figure="models[*].state",
         severity="critical",
         texts=["failed"],
@@ -53,16 +66,20 @@ BUILT_IN: tuple[AlertRule, ...] = (
         what="{where} refuses all requests",
         remedy="fix the cause that appliance status shows for the model",
     ),
-    AlertRule(
+    BuiltInRule(
         name="front-down",
+        reason="The clients of a front process that ended lost their connections. Its requests were "
+        "cancelled.",
         figure="fronts[*].state",
         severity="warning",
         texts=["restarting"],
         what="{where} ended; its connections were closed",
         remedy="see the log for the front's last lines; the service starts it again",
     ),
-    AlertRule(
+    BuiltInRule(
         name="problem",
+        reason="Every problem that `appliance status` lists as current raises an alert after 3 seconds, "
+        "unless a more specific rule covers it.",
         figure="current_problems[*].what",
         severity="warning",
         texts=["?*"],
@@ -72,8 +89,10 @@ BUILT_IN: tuple[AlertRule, ...] = (
         remedy="{remedy}",
     ),
     # ── GPUs ──
-    AlertRule(
+    BuiltInRule(
         name="gpu-xid",
+        reason="The driver reports Xid errors for faults of the GPU, its memory or its links, or of a "
+        "program that uses it.",
         figure="gpus[*].last_xid",
         severity="critical",
         measure="change",
@@ -82,8 +101,9 @@ BUILT_IN: tuple[AlertRule, ...] = (
         what="{where} reported an Xid error",
         remedy="look up the Xid in the kernel's log (journalctl -k), and run: appliance doctor",
     ),
-    AlertRule(
+    BuiltInRule(
         name="gpu-memory-errors",
+        reason="Uncorrected errors damage data. The driver ends the affected program.",
         figure="gpus[*].ecc_uncorrected",
         severity="critical",
         measure="change",
@@ -92,16 +112,18 @@ BUILT_IN: tuple[AlertRule, ...] = (
         what="{where}: uncorrectable memory errors: {value}",
         remedy="drain the GPU's models and reset the GPU; if it recurs, replace the GPU",
     ),
-    AlertRule(
+    BuiltInRule(
         name="gpus-unreadable",
+        reason="NVML stops responding when a GPU falls off the bus or the driver hangs.",
         figure="gpu_error",
         severity="critical",
         texts=["?*"],
         what="the GPU driver does not respond: {text}",
         remedy="see the kernel's log (journalctl -k); the driver may need a restart of the machine",
     ),
-    AlertRule(
+    BuiltInRule(
         name="gpu-hot",
+        reason="Data-centre GPUs reduce their clocks at about 87 to 90 °C. A minute excludes short peaks.",
         figure="gpus[*].temperature_c",
         above=88.0,
         clear=83.0,
@@ -110,8 +132,10 @@ BUILT_IN: tuple[AlertRule, ...] = (
         remedy="check the fans and the air flow; above about 90 °C the GPU reduces its clocks",
         unit="°C",
     ),
-    AlertRule(
+    BuiltInRule(
         name="gpu-slowed-down",
+        reason="Reduced clocks make every step slower. Reaching the power limit is normal under load and "
+        "raises no alert.",
         figure="gpus[*].throttle_reasons[*]",
         texts=["hardware slowdown", "temperature*", "power brake"],
         for_s=30.0,
@@ -121,8 +145,10 @@ BUILT_IN: tuple[AlertRule, ...] = (
         remedy="check cooling and power supply; nvidia-smi -q -d PERFORMANCE shows the reasons",
     ),
     # ── KV cache ──
-    AlertRule(
+    BuiltInRule(
         name="kv-cache-full",
+        reason="Without free blocks, sequences are preempted and new ones wait. A cache that is full for "
+        "a minute is not a short peak.",
         figure="kv[*].blocks_used",
         per="blocks_total",
         above=0.97,
@@ -132,8 +158,10 @@ BUILT_IN: tuple[AlertRule, ...] = (
         remedy='add a replica, lower max_num_seqs or the tenants\' kv_share, or use kv_cache_dtype = "fp8"',
         unit="%",
     ),
-    AlertRule(
+    BuiltInRule(
         name="kv-cache-filling",
+        reason="The trend over 5 minutes leaves time to act. Below 60%, it is normal that the use of the "
+        "cache rises with the load.",
         figure="kv[*].blocks_used",
         per="blocks_total",
         measure="time_to",
@@ -149,8 +177,10 @@ BUILT_IN: tuple[AlertRule, ...] = (
         remedy="find the largest requests, limit their tenant (kv_share), or add a replica",
         unit="s",
     ),
-    AlertRule(
+    BuiltInRule(
         name="preemptions",
+        reason="After each preemption, a sequence is computed again. One preemption every 2 seconds "
+        "already reduces throughput.",
         figure="kv[*].preemptions",
         measure="rate",
         window_s=60.0,
@@ -163,8 +193,9 @@ BUILT_IN: tuple[AlertRule, ...] = (
         unit="/s",
     ),
     # ── queue ──
-    AlertRule(
+    BuiltInRule(
         name="queue-full",
+        reason="At the limit of the queue, requests are refused with status 503.",
         figure="queue.waiting",
         per="queue.limit",
         severity="critical",
@@ -176,8 +207,10 @@ BUILT_IN: tuple[AlertRule, ...] = (
         remedy="add capacity, or lower the limit of the tenant with the most waiting requests",
         unit="%",
     ),
-    AlertRule(
+    BuiltInRule(
         name="class-late",
+        reason="The target is the wait that load shedding tries to keep. If the oldest request waits 50% "
+        "longer for 30 seconds, load shedding does not succeed.",
         figure="queue.classes[*].oldest_wait_s",
         per="target_s",
         above=1.5,
@@ -188,8 +221,10 @@ BUILT_IN: tuple[AlertRule, ...] = (
         remedy="add capacity, or move batch work to a lower class",
         unit="%",
     ),
-    AlertRule(
+    BuiltInRule(
         name="load-shedding",
+        reason="The service refuses lower classes to protect higher ones. This is intended, but an "
+        "operator should know about it.",
         figure="queue.overload_step",
         above=1.0,
         clear=0.5,
@@ -199,8 +234,10 @@ BUILT_IN: tuple[AlertRule, ...] = (
         what="requests of lower classes are refused because of overload (step {value})",
         remedy="add capacity, or lower the limit of the tenant with the most waiting requests",
     ),
-    AlertRule(
+    BuiltInRule(
         name="refusals",
+        reason="Some refusals are normal if tenants have limits. A rate of six standard deviations above "
+        "the usual rate is not normal.",
         figure="rates.refused_per_s",
         measure="deviation",
         window_s=1800.0,
@@ -212,8 +249,10 @@ BUILT_IN: tuple[AlertRule, ...] = (
         what="unusually many requests are refused ({value} standard deviations above the usual rate)",
         remedy="see the reasons: appliance requests --failed",
     ),
-    AlertRule(
+    BuiltInRule(
         name="failures",
+        reason="Counts errors of the service, not of clients. If one in twenty requests fails for 15 "
+        "seconds, these are not isolated faults.",
         figure="rates.failed_per_s",
         per="rates.requests_per_s",
         severity="critical",
@@ -226,8 +265,10 @@ BUILT_IN: tuple[AlertRule, ...] = (
         unit="%",
     ),
     # ── latency ──
-    AlertRule(
+    BuiltInRule(
         name="first-token-slow",
+        reason="The usual value is the mean of the last half hour. People do not notice changes below "
+        "500 ms.",
         figure="latency.ttft.p50_ms",
         measure="deviation",
         window_s=1800.0,
@@ -246,8 +287,10 @@ BUILT_IN: tuple[AlertRule, ...] = (
         what="the median time to the first token is {value} standard deviations above its usual value",
         remedy="compare the load with the time before (appliance requests --since 1h), or add a replica",
     ),
-    AlertRule(
+    BuiltInRule(
         name="tokens-slow",
+        reason="The usual value is the mean of the last half hour. People do not notice changes while "
+        "the time between tokens is below 10 ms.",
         figure="latency.itl.p50_ms",
         measure="deviation",
         window_s=1800.0,
@@ -260,8 +303,9 @@ BUILT_IN: tuple[AlertRule, ...] = (
         remedy="look for long prompts (appliance requests --running) and for reduced clocks (nvidia-smi)",
     ),
     # ── tenants ──
-    AlertRule(
+    BuiltInRule(
         name="tenant-daily-quota",
+        reason="At 90%, there is still time to raise the quota before requests are refused.",
         figure="tenants[*].usage[tokens_per_day].used",
         per="capacity",
         severity="info",
@@ -273,8 +317,10 @@ BUILT_IN: tuple[AlertRule, ...] = (
         unit="%",
     ),
     # ── machine ──
-    AlertRule(
+    BuiltInRule(
         name="disk-full",
+        reason="If the disk is full, rows of the request log wait in memory, and rows beyond 50,000 are "
+        "lost.",
         figure="host.disk_free_bytes",
         per="host.disk_bytes",
         severity="critical",
@@ -285,8 +331,10 @@ BUILT_IN: tuple[AlertRule, ...] = (
         remedy="free space, or lower log.days, log.contents_days or telemetry.days",
         unit="%",
     ),
-    AlertRule(
+    BuiltInRule(
         name="disk-filling",
+        reason="Four hours leave time to act. A trend over an hour is not affected by short-term changes "
+        "of the write-ahead log's size.",
         figure="host.disk_free_bytes",
         measure="time_to",
         window_s=3600.0,
@@ -300,8 +348,9 @@ BUILT_IN: tuple[AlertRule, ...] = (
         remedy="find the files that grow, or lower log.days and log.contents_days",
         unit="s",
     ),
-    AlertRule(
+    BuiltInRule(
         name="memory-full",
+        reason="Without free memory, the kernel ends processes, usually the largest: a replica.",
         figure="host.memory_used_bytes",
         per="host.memory_bytes",
         above=0.95,
