@@ -32,9 +32,13 @@ class Overlap(Protocol):
     split: int
     """Number of tokens in the first half."""
 
+    def part(self, half: int, rows: int) -> torch.Tensor | None:
+        """Return the buffer into which the caller should write the `part` of the next `start` for one half:
+        [rows, hidden]. None means that the caller allocates it."""
+
     def start(self, half: int, residual: Residual, part: torch.Tensor) -> None:
         """Start computing `residual` plus the sum of `part` over the ranks for one half. May overwrite both
-        tensors."""
+        tensors. A part that is not in the buffer of `part` costs a copy."""
 
     def finish(self, half: int) -> Residual:
         """Wait for the result of `start` for one half, and return it. The result stays valid until the second

@@ -44,59 +44,92 @@ class PeerOverlap:
     """Computes the sums over the ranks for the two halves of a forward pass. Implements
     `engine.parallel.Overlap`.
 
+    The copies and kernels of a sum are one CUDA graph, because the host would need more time to launch them
+    one by one than the device needs for a layer. All buffers of the graphs are therefore allocated once. The
+    graphs for a number of tokens are captured when they are first needed, which happens during warm-up.
+
     Between the first `start` of a pass and its last `finish`, the arena must not be used for anything else.
     """
 
     def __init__(self, arena: Arena, memory: OverlapMemory, device: torch.device) -> None:
         self.split = 0
         self._arena, self._memory = arena, memory
-        self._turns = [0] * HALVES
+        self._results = memory.gathered[arena.rank]
+        self._parts = torch.empty_like(self._results[:, 0])
+        """This rank's summands: [HALVES, rows, hidden]."""
+        self._turns, self._rows = [0] * HALVES, [0] * HALVES
+        """For each half: which of its two result buffers contains the latest sum, and the sum's rows."""
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
         # On meta tensors, kernels are only enumerated, so no streams are needed.
         cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device, priority=-1) if cuda else None
         self._computed = [torch.cuda.Event() if cuda else None for _ in range(HALVES)]
         self._summed = [torch.cuda.Event() if cuda else None for _ in range(HALVES)]
-        self._sums: list[torch.Tensor | None] = [None] * HALVES
-        self._in_use: list[tuple[torch.Tensor, ...]] = [()] * HALVES
-        """Tensors that are read on the second stream. The references prevent reuse of their memory before
-        `finish`."""
+        self._graphs: dict[tuple[int, int, int], torch.cuda.CUDAGraph] = {}
+        """Captured calls of `_sum`, by their arguments."""
+        self._graph_memory = torch.cuda.graph_pool_handle() if cuda else None
+        self._loaded = False
+        """Whether the kernels have been loaded, which is not possible during a capture."""
 
     @property
     def max_half_tokens(self) -> int:
         """Maximum number of tokens in a half."""
-        return self._memory.gathered[0].shape[2]
+        return self._parts.shape[1]
+
+    def part(self, half: int, rows: int) -> torch.Tensor:
+        return self._parts[half, :rows]
 
     def start(self, half: int, residual: Residual, part: torch.Tensor) -> None:
-        self._in_use[half] = (residual.values, part)
+        rows, turn = len(part), self._turns[half]
+        own_part, before = self._parts[half, :rows], self._results[half, turn, :rows]
+        if part.data_ptr() != own_part.data_ptr():
+            own_part.copy_(part)
+        if residual.values.data_ptr() != before.data_ptr():
+            mine = self._rows_of(self._arena.rank, rows)
+            before[mine].copy_(residual.values[mine])
+        self._turns[half], self._rows[half] = turn ^ 1, rows
         with self._on_stream(half):
-            self._sums[half] = self._sum(half, residual.values, part)
+            self._launch((half, turn ^ 1, rows))
 
     def finish(self, half: int) -> Residual:
-        summed, result = self._summed[half], self._sums[half]
-        assert result is not None
+        summed = self._summed[half]
         if summed is not None:
             torch.cuda.current_stream().wait_event(summed)
-        self._in_use[half], self._sums[half] = (), None
-        return Residual(result)
+        return Residual(self._results[half, self._turns[half], : self._rows[half]])
 
-    def _sum(self, half: int, residual: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    def _launch(self, arguments: tuple[int, int, int]) -> None:
+        """Launch `_sum(*arguments)` on the current stream."""
+        if self._stream is None or not self._loaded:
+            self._sum(*arguments)
+            self._loaded = True
+            return
+        if arguments not in self._graphs:
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._graph_memory)
+            self._sum(*arguments)
+            graph.capture_end()
+            self._graphs[arguments] = graph
+        self._graphs[arguments].replay()
+
+    def _sum(self, half: int, turn: int, rows: int) -> None:
+        """Add the ranks' parts to the sum of the other turn, and store the result as the sum of `turn`."""
         rank, world = self._arena.rank, self._arena.world
-        rows, own = len(part), len(part) // world
-        mine = slice(rank * own, (rank + 1) * own)
-        self._turns[half] ^= 1
-        turn = self._turns[half]
+        part, mine = self._parts[half, :rows], self._rows_of(rank, rows)
         peers = [(rank + hop) % world for hop in range(1, world)]
         for peer in peers:
-            stage = self._memory.stages[peer][half, rank, :own]
-            stage.copy_(part[peer * own : (peer + 1) * own], non_blocking=True)
+            stage = self._memory.stages[peer][half, rank, : rows // world]
+            stage.copy_(part[self._rows_of(peer, rows)], non_blocking=True)
         self.barrier()
-        result = self._memory.gathered[rank][half, turn, :rows]
-        sum_parts(self._memory.stages[rank][half], part[mine], residual[mine], result[mine], rank)
+        before, result = self._results[half, turn ^ 1, :rows][mine], self._results[half, turn, :rows][mine]
+        sum_parts(self._memory.stages[rank][half], part[mine], before, result, rank)
         for peer in peers:
-            self._memory.gathered[peer][half, turn, mine].copy_(result[mine], non_blocking=True)
+            self._memory.gathered[peer][half, turn, mine].copy_(result, non_blocking=True)
         self.barrier()
-        return result
+
+    def _rows_of(self, rank: int, rows: int) -> slice:
+        """Return the rows that a rank sums."""
+        share = rows // self._arena.world
+        return slice(rank * share, (rank + 1) * share)
 
     def barrier(self) -> None:
         """Make the device wait until all copies that any rank issued before this call have arrived."""

@@ -136,6 +136,7 @@ class PeerRanks(Collectives):
         self._group.abandon(reason)
 
     def close(self) -> None:
+        self._overlap = None
         self._group.close()
 
     def _sums(self, part: torch.Tensor) -> bool:

@@ -381,10 +381,11 @@ def overlap_bytes(
     config: ModelConfig, dtype: str, tensor_parallel_size: int, max_num_batched_tokens: int
 ) -> int:
     """Return the size, in bytes per GPU, of the buffers for sums that overlap with a pass. For each half,
-    they contain the parts of a rank's rows, and two results (`engine.peer_overlap.OverlapMemory`)."""
+    they contain the part of this rank, the parts of its rows, and two results
+    (`engine.peer_overlap.PeerOverlap`)."""
     if tensor_parallel_size == 1 or max_num_batched_tokens < OVERLAP_FROM_TOKENS:
         return 0
-    return 2 * 3 * overlap_split(max_num_batched_tokens) * config.hidden_size * DTYPE_BYTES[dtype]
+    return 2 * 4 * overlap_split(max_num_batched_tokens) * config.hidden_size * DTYPE_BYTES[dtype]
 
 
 def _tables(config: ModelConfig, max_num_seqs: int, max_model_len: int) -> int:

@@ -249,10 +249,12 @@ class Ops(Protocol):
         result is zero for token ids outside `weight`, so the results of all ranks add up to the embedding.
         """
 
-    def linear(self, x: Activation, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(
+        self, x: Activation, weight: Weight, bias: torch.Tensor | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return `x [tokens, in] @ weight [out, in].T (+ bias [out])`, which has shape `[tokens, out]`. If
         `weight` is an `Fp8Weight`, x is first quantised per token (with blocks: per token and group of
-        inputs), unless it is already quantised."""
+        inputs), unless it is already quantised. If `out` is given, the result is written to it."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Compute RMSNorm (Zhang and Sennrich 2019) over the last dimension in float32, and round the result

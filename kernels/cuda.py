@@ -101,8 +101,10 @@ class CudaOps:
 
     # ── GEMMs ────────────────────────────────────────────────────────────────────────────────────
 
-    def linear(self, x: Activation, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-        return self._product(x, weight, bias=bias)
+    def linear(
+        self, x: Activation, weight: Weight, bias: torch.Tensor | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return self._product(x, weight, bias=bias, out=out)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return fused.rms_norm(x, weight, eps, pdl=self.pdl)

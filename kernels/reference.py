@@ -69,7 +69,11 @@ def embedding(token_ids: torch.Tensor, weight: torch.Tensor, first: int | None) 
     return F.embedding(rows.masked_fill(foreign, 0), weight).masked_fill_(foreign.unsqueeze(1), 0.0)
 
 
-def linear(x: Activation, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+def linear(
+    x: Activation, weight: Weight, bias: torch.Tensor | None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    if out is not None:
+        return out.copy_(linear(x, weight, bias))
     if isinstance(weight, Fp8Weight):
         return linear_fp8(x, weight, bias)
     assert isinstance(x, torch.Tensor)

@@ -55,7 +55,7 @@ class MixtureDown:
         self.experts = experts
         self.shared = shared
 
-    def __call__(self, x: MixtureActivation) -> torch.Tensor:
+    def __call__(self, x: MixtureActivation, out: torch.Tensor | None = None) -> torch.Tensor:
         total = self.ops.experts_sum(x.routed, self.experts)
         if self.shared is not None and x.shared is not None:
             total += self.shared(x.shared)

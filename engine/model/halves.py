@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.model.layers import Layer, LayerInput, LayerRun
+from engine.model.layers import Addition, Layer, LayerInput, LayerRun
 from engine.parallel import Overlap
 from kernels import AttentionInput, ChunkSpan, KvPool, Residual
 
@@ -46,8 +46,7 @@ def run_in_halves(
     runs = [_through(layers, Residual(part), inputs) for part, inputs in zip(values, halves, strict=True)]
     results: list[torch.Tensor] = []
     for half, run in enumerate(runs):
-        addition = next(run)
-        overlap.start(half, addition.residual, addition.linear(addition.x))
+        _start(half, next(run), overlap)
     while len(results) < len(runs):
         for half, run in enumerate(runs):
             try:
@@ -55,8 +54,14 @@ def run_in_halves(
             except StopIteration as end:
                 results.append(end.value.values)
             else:
-                overlap.start(half, addition.residual, addition.linear(addition.x))
+                _start(half, addition, overlap)
     return Residual(torch.cat(results))
+
+
+def _start(half: int, addition: Addition, overlap: Overlap) -> None:
+    residual = addition.residual
+    part = addition.linear(addition.x, overlap.part(half, len(residual.values)))
+    overlap.start(half, residual, part)
 
 
 def _through(layers: Sequence[LayerCall], residual: Residual, inputs: LayerInput) -> LayerRun:

@@ -165,8 +165,8 @@ class Linear:
         self.weight = factory.matrix(outputs, inputs, row_part=row_part, column_part=column_part)
         self.bias = factory.empty(outputs) if bias else None
 
-    def __call__(self, x: Activation) -> torch.Tensor:
-        return self.ops.linear(x, self.weight, self.bias)
+    def __call__(self, x: Activation, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self.ops.linear(x, self.weight, self.bias, out)
 
     def after_norm(self, x: Residual, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Apply `rms_norm` to `x.values`, then apply the linear, and return the result."""
@@ -240,8 +240,9 @@ def add_sum(
 class Summand(Protocol):
     """The last operation of half a layer, whose result is added to the residual: a `Linear`, or experts."""
 
-    def __call__(self, x: Any) -> torch.Tensor:
-        """Return this rank's part of the result: `[tokens, hidden]`."""
+    def __call__(self, x: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return this rank's part of the result: `[tokens, hidden]`. It may be written to `out` if `out` is
+        given."""
 
     def add_to(
         self, residual: Residual, x: Any, next_gain: torch.Tensor | None, eps: float, ranks: Ranks

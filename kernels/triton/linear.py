@@ -268,6 +268,8 @@ def _cublas_fp8(
     some versions of torch return wrong values on some GPUs. The last bits of a float16 result would be
     inaccurate even without this bug, because sums have only about 14 bits."""
     as_asked = dtype == torch.bfloat16
+    # Meta tensors, on which launches are enumerated, do not support this argument.
+    direct = out is not None and as_asked and not extras.silu_mul and extras.residual is None and x.is_cuda
     product = torch._scaled_mm(
         x,
         weight.t(),
@@ -276,7 +278,10 @@ def _cublas_fp8(
         bias=extras.bias if as_asked else None,
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
+        out=out if direct else None,
     )
+    if direct:
+        return product
     if not as_asked:
         product = product.to(dtype)
         if extras.bias is not None:

@@ -3,7 +3,6 @@ recorded."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ from engine.launch_enumeration import UnconnectedRanks, _MetaMemory
 from engine.parallel import RankLost
 from engine.peer_limits import AllReduceLimits, limits_of
 from engine.peer_memory import ITEMS
-from engine.peer_overlap import OverlapMemory
 from engine.peer_ranks import PeerRanks
-from engine.sizing import overlap_bytes, overlap_split, peer_bytes
+from engine.sizing import overlap_bytes, peer_bytes
 from kernels import NextNorm, Residual
 from kernels.triton import all_gather, all_reduce
 from kernels.triton.peer_arena import arena_words
@@ -217,8 +215,12 @@ def test_the_predicted_bytes_of_the_overlap_are_those_of_its_buffers(
     size: int, tokens: int, tmp_path: Path
 ) -> None:
     config = read_config(write_config("llama-3.1-70b", tmp_path))
-    shapes = OverlapMemory.shapes(size, overlap_split(tokens), config.hidden_size)
-    assert overlap_bytes(config, "bfloat16", size, tokens) == sum(2 * math.prod(shape) for shape in shapes)
+    ranks = PeerRanks(UnconnectedRanks(size, 0), _MetaMemory(size, 0), pdl=True, overlap_from=tokens)
+    ranks.prepare_overlap(tokens, config.hidden_size, torch.bfloat16, torch.device("meta"))
+    overlap = ranks.overlap(tokens)
+    assert overlap is not None
+    buffers = overlap._memory.stages[0], overlap._memory.gathered[0], overlap._parts
+    assert overlap_bytes(config, "bfloat16", size, tokens) == sum(buffer.nbytes for buffer in buffers)
     assert overlap_bytes(config, "bfloat16", 1, tokens) == overlap_bytes(config, "bfloat16", size, 4095) == 0
 
 
