@@ -18,21 +18,22 @@ class AllReduceLimits:
     group_bytes: int = UNLIMITED
     """Message size from which the group's all-reduce is used. The group also sums messages that do not fit
     into the arena."""
-    quantised_rows: int = 64
-    """Maximum number of rows for which a one-shot all-reduce also computes the quantised norm, with one
-    program per row. With more rows, the plain all-reduce already uses all of its programs."""
+    quantised_rows: range = range(2, 65)
+    """Numbers of rows for which a one-shot all-reduce also computes the quantised norm, with one program per
+    row. For other numbers of rows, two kernels are faster."""
 
 
 _LIMITS = {
     2: AllReduceLimits(two_shot_bytes=4 << 20),
-    4: AllReduceLimits(two_shot_bytes=512 << 10),
+    4: AllReduceLimits(two_shot_bytes=3 << 19, quantised_rows=range(5, 9)),
     8: AllReduceLimits(two_shot_bytes=128 << 10),
 }
 """The limits by number of ranks.
 
-`two_shot_bytes` for two ranks was measured on 2 × H200 (docs/parallel.md). The values for four and eight
-ranks are computed: the second exchange costs 2.5 µs, and for n ranks the two-shot all-reduce saves
-(n - 1)(1 - 2 / n) × size / bandwidth on an NVLink with 373 GB/s. `quantised_rows` has not been measured.
+`two_shot_bytes` was measured for two ranks on 2 × H200, and both values for four ranks on 4 × H100
+(docs/parallel.md). `two_shot_bytes` for eight ranks is computed: the second exchange costs 2.5 µs, and for n
+ranks the two-shot all-reduce saves (n - 1)(1 - 2 / n) × size / bandwidth on an NVLink with 373 GB/s.
+`quantised_rows` has not been measured for two and eight ranks.
 """
 
 

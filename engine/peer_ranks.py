@@ -70,7 +70,7 @@ class PeerRanks(Collectives):
             return self._group.add_sum(residual, part, None)
         values, two_shot = residual.values, self._uses_two_shot(part)
         if norm is not None and norm.quantised:
-            if len(part) <= self.limits.quantised_rows and not two_shot and self._fits_norm(part):
+            if len(part) in self.limits.quantised_rows and not two_shot and self._fits_norm(part):
                 gain, eps = norm.gain, norm.eps
                 normed = all_reduce_norm.all_reduce_norm_fp8(
                     part, values, gain, eps, self._arena, pdl=self.pdl

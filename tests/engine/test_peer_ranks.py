@@ -88,7 +88,7 @@ def part(rows: int, hidden: int = 8192, dtype: torch.dtype = torch.bfloat16) -> 
     return torch.empty((rows, hidden), dtype=dtype, device="meta")
 
 
-@pytest.mark.parametrize(("size", "rows"), [(2, 256), (4, 32), (8, 8)])
+@pytest.mark.parametrize(("size", "rows"), [(2, 256), (4, 96), (8, 8)])
 def test_sums_switch_to_two_shot_at_a_size_that_falls_with_the_number_of_ranks(
     size: int, rows: int, kernels: Kernels
 ) -> None:
@@ -102,7 +102,7 @@ def test_sums_switch_to_two_shot_at_a_size_that_falls_with_the_number_of_ranks(
 
 def test_given_limits_replace_those_of_the_number_of_ranks(kernels: Kernels) -> None:
     ranks, group = made(4)
-    ranks.limits = AllReduceLimits(two_shot_bytes=2 * 16384, group_bytes=3 * 16384, quantised_rows=0)
+    ranks.limits = AllReduceLimits(two_shot_bytes=2 * 16384, group_bytes=3 * 16384, quantised_rows=range(0))
     gain = torch.empty(8192, dtype=torch.bfloat16, device="meta")
     for rows in (1, 2, 3):
         ranks.add_sum(Residual(part(rows)), part(rows), NextNorm(gain, 1e-5, quantised=True))
@@ -139,7 +139,7 @@ def test_a_sum_carries_the_requested_deferred_norm(kernels: Kernels) -> None:
     assert ranks.add_sum(Residual(part(3)), part(3), None).deferred_norm is None
 
 
-@pytest.mark.parametrize(("size", "most"), [(2, limits_of(2).quantised_rows), (4, 31), (8, 7)])
+@pytest.mark.parametrize(("size", "most"), [(2, 64), (4, 8), (8, 7)])
 def test_a_sum_of_few_rows_carries_the_requested_quantised_norm(
     size: int, most: int, kernels: Kernels
 ) -> None:

@@ -18,7 +18,6 @@ from msgspec import structs
 from engine.generate import LocalEngine
 from engine.messages import BLOCK_TOKENS, ReplicaSpec, SamplingParams
 from engine.parallel import RankLost
-from engine.peer_limits import limits_of
 from engine.peer_ranks import PeerRanks
 from engine.plan import Chunk, SlotSetup, StepPlan
 from engine.runner import ModelRunner
@@ -230,7 +229,7 @@ def test_several_gpus_generate_the_tokens_of_one_up_to_near_ties(
 # ── FP8 ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def fp8_passes(member: Member, spec: ReplicaSpec, quantised_rows: int) -> dict[str, torch.Tensor]:
+def fp8_passes(member: Member, spec: ReplicaSpec, quantised_rows: range) -> dict[str, torch.Tensor]:
     assert isinstance(member.ranks, PeerRanks)
     member.ranks.limits = replace(member.ranks.limits, quantised_rows=quantised_rows)
     return passes(member.runner(spec))
@@ -241,8 +240,11 @@ def test_fp8_decodes_with_fused_norms_compute_what_separate_norms_compute(tmp_pa
     between two e4m3 values."""
     spec = spec_of(tmp_path, 2, tensor_parallel_size=2, quantization="fp8")
     fused, separate = (
-        results(start_ranks(2, tmp_path / f"{rows}", "cuda", fp8_passes, spec, rows), tmp_path / f"{rows}")
-        for rows in (limits_of(2).quantised_rows, 0)
+        results(
+            start_ranks(2, tmp_path / f"{len(rows)}", "cuda", fp8_passes, spec, rows),
+            tmp_path / f"{len(rows)}",
+        )
+        for rows in (range(2, 65), range(0))
     )
     for name, logits in fused[0].items():
         assert torch.equal(logits, fused[1][name]), f"ranks differ in {name}"
