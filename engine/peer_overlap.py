@@ -79,23 +79,39 @@ class PeerOverlap:
     def part(self, half: int, rows: int) -> torch.Tensor:
         return self._parts[half, :rows]
 
+    def result(self, half: int, turn: int, rows: int) -> torch.Tensor:
+        """Return one of the two buffers that alternately contain the sums of a half: [rows, hidden]."""
+        return self._results[half, turn, :rows]
+
+    def begin(self, half: int, values: torch.Tensor) -> None:
+        """Begin a pass in which the sums of a half are stored alternately in the results of turn 1 and 0.
+        Store `values`, the residual of this half, as the result of turn 0."""
+        self._turns[half] = 0
+        self.result(half, 0, len(values)).copy_(values)
+
     def start(self, half: int, residual: Residual, part: torch.Tensor) -> None:
-        rows, turn = len(part), self._turns[half]
-        own_part, before = self._parts[half, :rows], self._results[half, turn, :rows]
+        rows = len(part)
+        own_part, before = self.part(half, rows), self.result(half, self._turns[half], rows)
         if part.data_ptr() != own_part.data_ptr():
             own_part.copy_(part)
         if residual.values.data_ptr() != before.data_ptr():
             mine = self._rows_of(self._arena.rank, rows)
             before[mine].copy_(residual.values[mine])
-        self._turns[half], self._rows[half] = turn ^ 1, rows
+        self.start_sum(half, rows)
+
+    def start_sum(self, half: int, rows: int) -> None:
+        """Start adding the latest sum of a half and the ranks' parts. This rank's part is in the buffer of
+        `part`."""
+        self._turns[half] ^= 1
+        self._rows[half] = rows
         with self._on_stream(half):
-            self._launch((half, turn ^ 1, rows))
+            self._launch((half, self._turns[half], rows))
 
     def finish(self, half: int) -> Residual:
         summed = self._summed[half]
         if summed is not None:
             torch.cuda.current_stream().wait_event(summed)
-        return Residual(self._results[half, self._turns[half], : self._rows[half]])
+        return Residual(self.result(half, self._turns[half], self._rows[half]))
 
     def _launch(self, arguments: tuple[int, int, int]) -> None:
         """Launch `_sum(*arguments)` on the current stream."""
@@ -114,13 +130,13 @@ class PeerOverlap:
     def _sum(self, half: int, turn: int, rows: int) -> None:
         """Add the ranks' parts to the sum of the other turn, and store the result as the sum of `turn`."""
         rank, world = self._arena.rank, self._arena.world
-        part, mine = self._parts[half, :rows], self._rows_of(rank, rows)
+        part, mine = self.part(half, rows), self._rows_of(rank, rows)
         peers = [(rank + hop) % world for hop in range(1, world)]
         for peer in peers:
             stage = self._memory.stages[peer][half, rank, : rows // world]
             stage.copy_(part[self._rows_of(peer, rows)], non_blocking=True)
         self.barrier()
-        before, result = self._results[half, turn ^ 1, :rows][mine], self._results[half, turn, :rows][mine]
+        before, result = self.result(half, turn ^ 1, rows)[mine], self.result(half, turn, rows)[mine]
         sum_parts(self._memory.stages[rank][half], part[mine], before, result, rank)
         for peer in peers:
             self._memory.gathered[peer][half, turn, mine].copy_(result, non_blocking=True)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,6 +37,7 @@ from engine.progress import ProgressCallback
 from engine.rank_memory import open_memory
 from engine.replica_model import ReplicaModel
 from engine.sampler import Sampler
+from engine.scheduling.scheduler import default_mixed_tokens
 from engine.sizing import (
     EXPANSION_BLOCKS,
     FP8,
@@ -45,6 +47,7 @@ from engine.sizing import (
     kv_bytes_per_block,
     parameters,
     predict,
+    size_for,
     weights_dtype,
 )
 from engine.sleeping import RankSleep
@@ -53,6 +56,9 @@ from engine.steps import StepExecutor
 from engine.transfer import reserve_pinned
 from engine.warmup import warm_up
 from kernels import KvPool, select_backend, select_sampling
+
+if TYPE_CHECKING:
+    from engine.halves_graphs import HalvesGraphs
 
 log = logging.getLogger(__name__)
 
@@ -140,8 +146,12 @@ class ModelRunner:
                 vocab_real=self.decoder.shard.vocab_real,
             )
             self._await_build(building, progress)
+            # The graphs do not contain the KV cache, so their memory is measured before the cache is sized.
+            # The measurement itself uses eager passes, which need more memory.
+            halves_graphs = self._capture_halves(progress)
             progress(Progress("build", detail="sizing the KV pool"))
             self.kv_blocks = self._size_pool(progress)
+            self.decoder.halves_graphs = halves_graphs
             per_block = self._predict(None).kv_bytes_per_block
             kv = allocate_kv(self.decoder, self.kv_blocks, per_block, ranks.size, self.memory)
             self.steps = self._executor(kv)
@@ -342,6 +352,26 @@ class ModelRunner:
         prompts.capture(progress)
         torch.cuda.empty_cache()  # frees memory of the uncaptured passes that ran before each capture
         steps.graphs, steps.prompt_graphs = graphs, prompts
+
+    def _capture_halves(self, progress: ProgressCallback) -> HalvesGraphs | None:
+        """Capture parts of full steps if several GPUs run them in two halves."""
+        spec, decoder = self.spec, self.decoder
+        full = spec.max_num_batched_tokens
+        mixed = spec.max_mixed_tokens or default_mixed_tokens(spec.max_num_seqs, full)
+        sizes = {size_for(size, self._padding.tokens) for size in (mixed, full)}
+        sizes = {size for size in sizes if self.ranks.overlap(size) is not None}
+        overlap = self.ranks.overlap(max(sizes, default=0))
+        if overlap is None:
+            return None
+        # Imported here because these modules load Triton, which a CPU does not need.
+        from engine.halves_graphs import HalvesGraphs, captures
+        from engine.peer_overlap import PeerOverlap
+
+        if not (isinstance(overlap, PeerOverlap) and captures(decoder)):
+            return None
+        graphs = HalvesGraphs(decoder, overlap, sorted(sizes))
+        graphs.capture(progress)
+        return graphs
 
     def _predict(self, blocks: int | None) -> Sizing:
         return predict(

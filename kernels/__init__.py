@@ -342,9 +342,10 @@ class Ops(Protocol):
         plan: Any,
         scale: float,
         window: int | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Apply QK-norm and RoPE to queries and keys, write keys and values to the pool, and return the
-        causal paged attention.
+        causal paged attention. If `out` is given, the result is written to it.
 
         The result is `[tokens, heads, head_dim]` in qkv's dtype, or `[decodes, heads, head_dim]` if the plan
         was made with `AttentionInput.queries`. The softmax is computed in float32.

@@ -246,14 +246,15 @@ class CudaOps:
         plan: _AttentionPlan,
         scale: float,
         window: int | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if self._only_decodes(plan.inputs):
-            return self._decode(qkv, pool, plan.inputs, heads, scale, window, rotation)
+            return self._decode(qkv, pool, plan.inputs, heads, scale, window, rotation, out)
         q = fused.rope_cache_write(qkv, positions, kv_slots, rotation, pool, heads, pdl=self.pdl)
         if plan.inputs.queries is not None:
             asking = q.index_select(0, plan.inputs.queries)
-            return self._decode(asking, pool, plan.inputs, heads, scale, window, None)
-        decodes, out = len(plan.inputs.slots), torch.empty_like(q)
+            return self._decode(asking, pool, plan.inputs, heads, scale, window, None, out)
+        decodes, out = len(plan.inputs.slots), torch.empty_like(q) if out is None else out
         if decodes:
             self._decode(q[:decodes], pool, plan.inputs, heads, scale, window, None, out[:decodes])
         if plan.inputs.chunks or plan.inputs.tiles:

@@ -297,9 +297,11 @@ def attend(
     plan: _AttentionPlan,
     scale: float,
     window: int | None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     q = rope_cache_write(qkv, positions, kv_slots, rotation, pool, heads)
-    return attention(q, pool.keys, pool.values, plan, scale, window, pool.k_scales, pool.v_scales)
+    attended = attention(q, pool.keys, pool.values, plan, scale, window, pool.k_scales, pool.v_scales)
+    return attended if out is None else out.copy_(attended)
 
 
 _Pool = tuple[torch.Tensor, torch.Tensor | None]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,6 +27,9 @@ from engine.parallel import Ranks
 from engine.progress import ProgressCallback
 from engine.rank_memory import RankMemory
 from kernels import KvPool, Ops, Residual
+
+if TYPE_CHECKING:
+    from engine.halves_graphs import HalvesGraphs
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The torch dtype for each key of `engine.config.DTYPE_BYTES`."""
@@ -67,6 +71,8 @@ class Decoder:
         self.dtype = dtype
         self.kv_fp8 = kv_fp8
         self.device = device
+        self.halves_graphs: HalvesGraphs | None = None
+        """Captured parts of long passes on several GPUs, if there are any."""
         self.max_model_len = config.resolve_length(max_model_len)
         self.shard = config.shard(ranks.size, ranks.rank)
         name = str(dtype).removeprefix("torch.")
@@ -88,6 +94,7 @@ class Decoder:
         decoder."""
         part = copy.copy(self)
         part.layers = [self.layers[index] for index in indices]
+        part.halves_graphs = None
         return part
 
     # ── computation ──────────────────────────────────────────────────────────────────────────────
@@ -118,9 +125,11 @@ class Decoder:
         if overlap is not None and len(calls) > 1:
             # The last layer computes only some rows, so it is run once on the full pass instead of on two
             # halves.
-            residual = run_in_halves(
-                calls[:-1], residual, self._halves(inputs, every, overlap.split), overlap
-            )
+            halves, graphs = self._halves(inputs, every, overlap.split), self.halves_graphs
+            if graphs is not None and graphs.fits(len(inputs.token_ids)):
+                residual = graphs.run(residual, halves, kv)
+            else:
+                residual = run_in_halves(calls[:-1], residual, halves, overlap)
             calls = calls[-1:]
         for layer, pool, next_gain in calls:
             inputs_of_layer = last if next_gain is None else every

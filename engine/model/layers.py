@@ -168,9 +168,12 @@ class Linear:
     def __call__(self, x: Activation, out: torch.Tensor | None = None) -> torch.Tensor:
         return self.ops.linear(x, self.weight, self.bias, out)
 
-    def after_norm(self, x: Residual, norm_weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Apply `rms_norm` to `x.values`, then apply the linear, and return the result."""
-        return self.ops.norm_linear(x, norm_weight, eps, self.weight, self.bias)
+    def after_norm(
+        self, x: Residual, norm_weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Apply `rms_norm` to `x.values`, then apply the linear, and return the result. If `out` is given,
+        the result is written to it."""
+        return self.ops.norm_linear(x, norm_weight, eps, self.weight, self.bias, out)
 
     def add_to(
         self, residual: Residual, x: Activation, next_gain: torch.Tensor | None, eps: float, ranks: Ranks
@@ -294,11 +297,13 @@ class Attention:
         if config.qk_norm_all_heads:
             self.qk_norm = factory.empty((shard.heads + shard.kv_heads) * config.head_dim)
 
-    def __call__(self, qkv: torch.Tensor, inputs: LayerInput, kv: KvPool) -> torch.Tensor:
+    def __call__(
+        self, qkv: torch.Tensor, inputs: LayerInput, kv: KvPool, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Compute attention on this rank's heads, and return the input of `o`: `[rows, heads × head_dim]`.
 
         `qkv` is `[tokens, (heads + 2 kv_heads) × head_dim]`. The result has one row per token, or one row per
-        entry of `inputs.kept`.
+        entry of `inputs.kept`. If `out` is given, the result is written to it.
         """
         if self.qk_norm is not None:
             self._normalise(qkv, self.qk_norm, inputs.ranks)
@@ -312,6 +317,7 @@ class Attention:
             inputs.attention_plan,
             self.scale,
             self.window,
+            None if out is None else out.view(len(out), self.shard.heads, -1),
         )
         return attended.view(len(attended), -1)
 

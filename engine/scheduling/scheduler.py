@@ -54,6 +54,11 @@ MIXED_TOKENS = 4096
 takes about 0.1 s on an H200 for a model with 8 B parameters in bfloat16."""
 
 
+def default_mixed_tokens(max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """Return the default value of `max_mixed_tokens`."""
+    return max(max_num_seqs, min(max_num_batched_tokens // 2, MIXED_TOKENS))
+
+
 class Scheduler:
     """Plans steps and collects their results. It is single-threaded, and no method blocks.
 
@@ -85,7 +90,7 @@ class Scheduler:
                 f"one token each in a step: raise max_num_batched_tokens or lower max_num_seqs"
             )
         if max_mixed_tokens is None:
-            max_mixed_tokens = max(max_num_seqs, min(max_num_batched_tokens // 2, MIXED_TOKENS))
+            max_mixed_tokens = default_mixed_tokens(max_num_seqs, max_num_batched_tokens)
         elif not max_num_seqs <= max_mixed_tokens <= max_num_batched_tokens:
             raise ValueError(
                 f"max_mixed_tokens is {max_mixed_tokens}: it must be at least max_num_seqs ({max_num_seqs}), "

@@ -1,0 +1,141 @@
+"""Long passes in two halves, replayed from CUDA graphs. On several GPUs, the host needs more time to launch
+the kernels of a pass of several thousand tokens one by one than the devices need to compute them.
+
+Everything except attention and the sums over the ranks is captured, separately for each layer and half. So
+the passes may contain any prompts and decodes, and the sums of one half overlap with the other half as in
+`engine.model.halves`. The graphs read and write buffers that are allocated once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.messages import Progress
+from engine.model.decoder import Decoder
+from engine.model.layers import Layer, LayerInput, Mlp
+from engine.peer_overlap import HALVES, PeerOverlap
+from engine.progress import ProgressCallback
+from engine.sizing import overlap_split
+from kernels import KvPool, Residual
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerGraphs:
+    """The captured parts of one layer for one half."""
+
+    qkv: torch.cuda.CUDAGraph
+    o: torch.cuda.CUDAGraph
+    mlp: torch.cuda.CUDAGraph
+
+
+class HalvesGraphs:
+    """The captured parts of passes with one of `sizes` tokens on one rank. The last layer is not included,
+    because it computes only some rows.
+
+    Call `capture` once. Then call `run` for each pass for which `fits` returns true. `decoder` must have
+    several dense layers (`captures`).
+    """
+
+    def __init__(self, decoder: Decoder, overlap: PeerOverlap, sizes: Sequence[int]) -> None:
+        self._layers = decoder.layers[:-1]
+        self._overlap = overlap
+        self._sizes = sizes
+        self._graphs: dict[int, list[list[_LayerGraphs]]] = {}
+        """By number of tokens, the graphs of each half and layer."""
+        shard, rows = decoder.shard, overlap_split(max(sizes))
+        width = decoder.config.head_dim
+        made: dict[str, Any] = {"dtype": decoder.dtype, "device": decoder.device}
+        self._qkv = torch.empty((HALVES, rows, (shard.heads + 2 * shard.kv_heads) * width), **made)
+        # The rows of padding are read before anything is written to them.
+        self._attended = torch.zeros((HALVES, rows, shard.heads * width), **made)
+
+    def capture(self, progress: ProgressCallback) -> None:
+        """Capture the graphs of all sizes, the largest first."""
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for done, size in enumerate(sorted(self._sizes, reverse=True)):
+                progress(Progress("warm up", done, len(self._sizes), "graphs", "long passes"))
+                self._capture_size(size, pool)
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def fits(self, tokens: int) -> bool:
+        return tokens in self._graphs
+
+    def run(
+        self, residual: Residual, halves: tuple[LayerInput, LayerInput], kv: Sequence[KvPool]
+    ) -> Residual:
+        """Run all layers except the last. `residual` and `halves` are the arguments of
+        `engine.model.halves.run_in_halves`. Returns the residual of all tokens."""
+        overlap, tokens = self._overlap, len(residual.values)
+        graphs, sizes = self._graphs[tokens], _halves(tokens)
+        for half, values in enumerate(residual.values.split(sizes)):
+            overlap.begin(half, values)
+        for index, (layer, pool) in enumerate(zip(self._layers, kv, strict=False)):
+            for half, rows in enumerate(sizes):
+                if index:
+                    overlap.finish(half)
+                graphs[half][index].qkv.replay()
+                attended = self._attended[half, :rows]
+                layer.attention(self._qkv[half, :rows], halves[half], pool, attended)
+                graphs[half][index].o.replay()
+                overlap.start_sum(half, rows)
+            for half, rows in enumerate(sizes):
+                overlap.finish(half)
+                graphs[half][index].mlp.replay()
+                overlap.start_sum(half, rows)
+        return Residual(torch.cat([overlap.finish(half).values for half in range(HALVES)]))
+
+    def _capture_size(self, size: int, pool: Any) -> None:
+        """Capture the graphs of one size. The parts of the first layer run before they are captured, to load
+        their kernels."""
+        captured = []
+        for half, rows in enumerate(_halves(size)):
+            for part in self._parts(self._layers[0], half, rows):
+                part()
+            captured.append(
+                [
+                    _LayerGraphs(*(_captured(part, pool) for part in self._parts(layer, half, rows)))
+                    for layer in self._layers
+                ]
+            )
+        self._graphs[size] = captured
+
+    def _parts(self, layer: Layer, half: int, rows: int) -> tuple[Callable[[], object], ...]:
+        """Return the captured parts of a layer, in the order of `_LayerGraphs`. The first and the last part
+        read the sums that `PeerOverlap` stores in alternating buffers."""
+        overlap = self._overlap
+        before, between = (Residual(overlap.result(half, turn, rows)) for turn in range(2))
+        qkv, attended, out = self._qkv[half, :rows], self._attended[half, :rows], overlap.part(half, rows)
+
+        def mlp() -> None:
+            layer.mlp.down(layer.mlp.activate(between, layer.post_norm, layer.eps), out)
+
+        return (
+            lambda: layer.attention.qkv.after_norm(before, layer.input_norm, layer.eps, qkv),
+            lambda: layer.attention.o(attended, out),
+            mlp,
+        )
+
+
+def captures(decoder: Decoder) -> bool:
+    """Return whether `HalvesGraphs` supports a model."""
+    return len(decoder.layers) > 1 and all(type(layer.mlp) is Mlp for layer in decoder.layers)
+
+
+def _halves(tokens: int) -> tuple[int, int]:
+    split = overlap_split(tokens)
+    return split, tokens - split
+
+
+def _captured(part: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=pool)
+    part()
+    graph.capture_end()
+    return graph

@@ -1,0 +1,134 @@
+"""Tests that captured passes in two halves give the logits of whole passes. No GPU is needed: a captured part
+is a function that is called again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import halves_graphs, peer_overlap
+from engine.families import read_config
+from engine.halves_graphs import HalvesGraphs, captures
+from engine.model.decoder import Decoder
+from engine.model.loader import load_dummy
+from engine.peer_overlap import OverlapMemory, PeerOverlap
+from engine.sizing import overlap_split
+from kernels import Residual, select_backend
+from kernels.triton.peer_arena import Arena
+from tests.engine.model.checkpoints import QWEN2_EXPERTS, Case, make
+from tests.engine.model.driver import Driver, Sequence
+from tests.engine.running.thread_ranks import ThreadRank, on_ranks
+
+DENSE = Case(
+    "dense", "llama", {"attention_bias": True, "num_hidden_layers": 3, "max_position_embeddings": 1024}
+)
+FULL = 320
+"""Number of tokens of a captured pass: halves of 256 and 64."""
+
+
+class Replayed:
+    """Stands for a CUDA graph."""
+
+    def __init__(self, part: Callable[[], object], pool: Any) -> None:
+        self.replay = part
+
+
+class HalvingRank(ThreadRank):
+    """A rank whose passes of FULL and of more tokens are computed in halves."""
+
+    made: PeerOverlap | None = None
+
+    def overlap(self, tokens: int) -> PeerOverlap | None:
+        if self.made is None or tokens < FULL:
+            return None
+        self.made.split = overlap_split(tokens)
+        return self.made
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sum_parts(
+        parts: torch.Tensor, own: torch.Tensor, residual: torch.Tensor, out: torch.Tensor, rank: int
+    ) -> None:
+        total = torch.zeros_like(own)
+        for source in range(len(parts)):
+            total += own if source == rank else parts[source, : len(own)]
+        out.copy_(total + residual)
+
+    monkeypatch.setattr(peer_overlap, "sum_parts", sum_parts)
+    monkeypatch.setattr(halves_graphs, "_captured", Replayed)
+
+
+def logits_of(folder: Path, rank: ThreadRank, memory: OverlapMemory | None) -> list[torch.Tensor]:
+    """Return the logits of four passes: a captured one, one with another number of tokens in halves, and two
+    captured ones with decodes. Without `memory`, every pass is computed as a whole."""
+    ranks = HalvingRank(rank.size, rank.rank, rank._slots, rank._barrier)
+    decoder = Decoder(read_config(folder), ranks, select_backend("cpu"), torch.float32, torch.device("cpu"))
+    load_dummy(decoder, seed=3)
+    assert captures(decoder)
+    replays: list[int] = []
+    if memory is not None:
+        arena = Arena(rank.rank, rank.size, torch.empty(1), torch.empty(1), stop_address=0, items=1)
+        ranks.made = PeerOverlap(arena, memory, torch.device("cpu"))
+        graphs = HalvesGraphs(decoder, ranks.made, [FULL])
+        graphs._capture_size(FULL, None)
+        decoder.halves_graphs = graphs
+        run = graphs.run
+
+        def counted(*arguments: Any) -> Residual:
+            replays.append(1)
+            return run(*arguments)
+
+        graphs.run = counted  # type: ignore[method-assign, assignment]
+    driver = Driver(decoder, blocks=40)
+    tokens = [(7 * place) % 150 + 3 for place in range(900)]
+    first, second, third, fourth = (Sequence() for _ in range(4))
+    passes = [
+        driver.run([], [(first, tokens[:200]), (second, tokens[:120])]),
+        driver.run([(first, 5)], [(third, tokens[:349])]),
+        driver.run([(first, 7), (second, 8)], [(third, tokens[349:600]), (fourth, tokens[:67])]),
+        driver.run([(first, 9)], [(fourth, tokens[67:386])]),
+    ]
+    assert len(replays) == (0 if memory is None else 3)
+    return passes
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_captured_passes_give_the_logits_of_whole_passes(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make(DENSE, tmp_path)
+    hidden = read_config(folder).hidden_size
+    whole = on_ranks(size, lambda rank: logits_of(folder, rank, None))
+    barrier = threading.Barrier(size, timeout=60)
+    monkeypatch.setattr(peer_overlap, "all_gather", lambda *_, **__: barrier.wait())
+    shapes = OverlapMemory.shapes(size, 256, hidden)
+    memory = OverlapMemory(*([torch.full(shape, torch.nan) for _ in range(size)] for shape in shapes))
+    captured = on_ranks(size, lambda rank: logits_of(folder, rank, memory))
+    for rank in range(size):
+        for found, other, wanted in zip(captured[rank], captured[0], whole[0], strict=True):
+            assert torch.equal(found, other)
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+
+
+def test_models_with_experts_and_parts_of_a_model_are_not_captured(tmp_path: Path) -> None:
+    def decoder(case: Case) -> Decoder:
+        config = read_config(make(case, tmp_path / case.name))
+        return Decoder(
+            config,
+            ThreadRank(1, 0, [], threading.Barrier(1)),
+            select_backend("cpu"),
+            torch.float32,
+            torch.device("cpu"),
+        )
+
+    assert not captures(decoder(Case("experts", "qwen2_moe", QWEN2_EXPERTS)))
+    dense = decoder(DENSE)
+    dense.halves_graphs = object()  # type: ignore[assignment]
+    assert dense.with_layers([0, 1]).halves_graphs is None
+    assert not captures(dense.with_layers([0]))

@@ -1,0 +1,149 @@
+"""Tests that captured passes in two halves compute the bits of eager passes in two halves. One GPU suffices,
+because a group of one rank runs the same graphs without copies to other ranks."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.bench.shapes import write_config
+from engine.device_tables import SlotTables
+from engine.families import read_config
+from engine.halves_graphs import HalvesGraphs
+from engine.messages import SamplingParams
+from engine.model.decoder import Decoder
+from engine.model.loader import load_dummy
+from engine.parallel import _Single
+from engine.peer_overlap import PeerOverlap, make_overlap
+from engine.plan import Chunk, SlotSetup, StepPlan
+from engine.progress import no_progress
+from engine.sizing import EXPANSION_BLOCKS, overlap_split
+from kernels import select_backend
+from kernels.triton.peer_arena import EMPTY_WORD, PROGRAMS, Arena, arena_words
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+FULL, LAYERS = 4096, 12
+
+
+class LoneRank(_Single):
+    """A single rank whose passes of FULL tokens are computed in halves."""
+
+    made: PeerOverlap | None = None
+
+    def overlap(self, tokens: int) -> PeerOverlap | None:
+        if self.made is None or tokens < FULL:
+            return None
+        self.made.split = overlap_split(tokens)
+        return self.made
+
+
+def lone_overlap(hidden: int, device: torch.device) -> PeerOverlap:
+    memory = torch.full((arena_words(1, 1),), EMPTY_WORD, dtype=torch.int32, device=device)
+    stop = torch.zeros(1, dtype=torch.int32).pin_memory()
+    arena = Arena(
+        rank=0,
+        world=1,
+        addresses=torch.tensor([memory.data_ptr()], dtype=torch.int64, device=device),
+        calls=torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
+        stop_address=stop.data_ptr(),
+        items=1,
+    )
+    held.append((memory, stop))
+    return make_overlap(
+        arena,
+        overlap_split(FULL),
+        hidden,
+        torch.bfloat16,
+        device,
+        lambda shape, dtype: [torch.empty(shape, dtype=dtype, device=device)],
+    )
+
+
+held: list[tuple[torch.Tensor, torch.Tensor]] = []
+"""Memory that kernels access by address."""
+
+
+def prompts(lengths: list[int]) -> StepPlan:
+    blocks: list[tuple[int, int, int]] = []
+    chunks, setups = [], []
+    for slot, length in enumerate(lengths):
+        used = -(-length // 64) + 1
+        blocks += [(slot, index, len(blocks) + index) for index in range(used)]
+        setups.append(SlotSetup(slot, SamplingParams(max_tokens=1), 0, length, []))
+        chunks.append(Chunk(slot, 0, [(7 * place + slot) % 900 + 3 for place in range(length)], [slot]))
+    return StepPlan(0, setups, blocks, [], [], chunks)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@torch.inference_mode()
+def test_captured_passes_compute_the_bits_of_eager_passes(
+    fp8: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    config = read_config(write_config("llama-3.1-8b", tmp_path)).with_layers(list(range(LAYERS)))
+    ranks = LoneRank()
+    decoder = Decoder(
+        config,
+        ranks,
+        select_backend("cuda", torch.bfloat16, EXPANSION_BLOCKS),
+        torch.bfloat16,
+        device,
+        max_model_len=FULL + 64,
+        fp8=fp8,
+        kv_fp8=fp8,
+    )
+    load_dummy(decoder, 0)
+    ranks.made = overlap = lone_overlap(config.hidden_size, device)
+    kv = decoder.allocate_kv(128)
+    tables = SlotTables(8, 72, config.vocab_size, device)
+    graphs = HalvesGraphs(decoder, overlap, [FULL])
+    plans = [prompts([FULL]), prompts([2000, 500, 1500, 96])]
+
+    def run(plan: StepPlan) -> tuple[torch.Tensor, float]:
+        batch = tables.step_batch(plan)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        hidden = decoder.forward(batch.forward, kv)
+        host = time.perf_counter() - began
+        return hidden.float().cpu(), 1e3 * host
+
+    def timed(call: Callable[[], object]) -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - began)
+
+    expected, eager_ms = [], []
+    for plan in plans:
+        tables.apply(plan)
+        expected.append([run(plan)[0] for _ in range(3)][-1])
+        eager_ms.append(statistics.median(run(plan)[1] for _ in range(5)))
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    capture_ms = timed(lambda: graphs.capture(no_progress))
+    torch.cuda.empty_cache()
+    used = (free - torch.cuda.mem_get_info()[0]) / 2**20
+    decoder.halves_graphs = graphs
+    captured_ms = []
+    for plan, wanted in zip(plans, expected, strict=True):
+        tables.apply(plan)
+        for _ in range(4):
+            assert torch.equal(run(plan)[0], wanted)
+        captured_ms.append(statistics.median(run(plan)[1] for _ in range(5)))
+    passes_ms = []
+    for made in (None, graphs):
+        decoder.halves_graphs = made
+        passes_ms.append(min(timed(lambda: run(plans[0])) for _ in range(5)))
+    with capsys.disabled():
+        print(
+            f"\n{LAYERS} layers: host {eager_ms} ms eager, {captured_ms} ms captured; passes {passes_ms} ms; "
+            f"capture {capture_ms:.0f} ms, {used:.0f} MiB"
+        )
+    assert max(captured_ms) < min(eager_ms)
