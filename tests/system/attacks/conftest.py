@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from appliance.actions import ReloadConfig
+from appliance.actions.parameters import ReloadConfig
 from tests.ports import free_port
 from tests.system.attacks.reading import findings
 from tests.system.attacks.wire import Address, tcp_address
