@@ -94,7 +94,7 @@ def activate(
         chosen = routed.chosen
         activations = experts_few.up(routed.normed, routed.scales, chosen, weight, scale, plans.up, **few)
     scales = None
-    if scale is not None and plans.down.form != "gemv":
+    if scale is not None and not plans.down.quantises:
         activations, scales = linear.quantise(activations, values=weight.dtype, pdl=pdl)
     return ExpertActivation(
         routed.chosen, routed.weights, ChosenValues(activations, scales, by_expert, plans.down)

@@ -3,10 +3,11 @@
 by expert.
 
 `up` computes SwiGLU for the experts that each token has chosen. `down` computes the weighted sum of the
-experts' results, plus the residual. Each function makes one launch of one of two variants:
+experts' results, plus the residual. Each function makes one launch of one of three variants:
 
 - `gemv`: a program multiplies weight rows of one chosen expert by one token on the CUDA cores. An expert that
   several tokens have chosen is read once for each of these tokens.
+- `stream`: the same for FP8 weights, on the tensor cores (`experts_stream`).
 - `dot`: a program multiplies weight rows of one expert by all tokens on the tensor cores, and keeps the
   results of the tokens that have chosen the expert. Therefore each chosen expert is read only once. The
   weight is the 64-row operand of the tensor-core instruction. In `down`, the program that finishes a tile
@@ -16,7 +17,7 @@ experts' results, plus the residual. Each function makes one launch of one of tw
 Rounding: sums are computed in float32. SwiGLU rounds as the reference does. `down` multiplies the float32
 sums by the routing weights, adds the products and the residual in float32, and rounds once. The reference
 also rounds the result of each expert. With FP8 weights, the input of `up` is quantised. The input of `down`
-is quantised for `dot`, while `gemv` quantises each expert's activations itself.
+is quantised for `dot`, while `gemv` and `stream` quantise each expert's activations themselves.
 
 Programmatic dependent launch (PDL): `up` waits for the previous kernel before it reads the chosen experts,
 and lets the next kernel start only after this wait. When `down` starts, the router's results are therefore
@@ -79,6 +80,13 @@ def up(
         "launch_pdl": pdl,
     }
     arguments = (x, x_scale, chosen, weight, weight_scale, out, first or 0)
+    if plan.form == "stream":
+        # Imported here because Gluon has no CPU interpreter. Without a GPU, this branch is never executed.
+        from kernels.triton.experts_stream import launch_up
+
+        assert x_scale is not None and weight_scale is not None
+        launch_up(plan, x, x_scale, chosen, weight, weight_scale, out, first, pdl)
+        return out
     if plan.form == "gemv":
         _up_gemv[(tokens * top_k * tiles,)](*arguments, VECTOR=16 // weight.element_size(), **shape)
         return out
@@ -145,6 +153,12 @@ def down(
         "num_warps": plan.warps,
         "launch_pdl": pdl,
     }
+    if plan.form == "stream":
+        from kernels.triton.experts_stream import launch_down
+
+        assert weight_scale is not None
+        launch_down(plan, x, chosen, weights, weight, weight_scale, residual, out, first, pdl)
+        return out
     if plan.form == "gemv":
         _down_gemv[(tokens * tiles,)](
             x,

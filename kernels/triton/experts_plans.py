@@ -24,11 +24,12 @@ guide)."""
 class ExpertsPlan:
     """Describes how one of the experts' kernels is divided into programs."""
 
-    form: Literal["gemv", "dot", "grouped"]
+    form: Literal["gemv", "stream", "dot", "grouped"]
     """The kernel variant. In `gemv`, a program multiplies weight rows of one chosen expert by one token on
-    the CUDA cores. In `dot`, a program multiplies weight rows of one expert by all tokens on the tensor
-    cores, and keeps the results of the tokens that have chosen the expert. Both are in `experts_few`. In
-    `grouped`, the tokens are sorted by expert (`experts_many`)."""
+    the CUDA cores. `stream` does so with e4m3 weights on the tensor cores (`experts_stream`). In `dot`, a
+    program multiplies weight rows of one expert by all tokens on the tensor cores, and keeps the results of
+    the tokens that have chosen the expert (`experts_few`). In `grouped`, the tokens are sorted by expert
+    (`experts_many`)."""
     rows: int
     """Number of tokens in a tile, including padding."""
     block_n: int
@@ -41,6 +42,11 @@ class ExpertsPlan:
     programs: int = 1
     """Number of programs per multiprocessor. Only used by `grouped`, whose programs each compute several
     tiles."""
+
+    @property
+    def quantises(self) -> bool:
+        """Whether `down` quantises its input itself if the weights are quantised."""
+        return self.form in ("gemv", "stream")
 
     @property
     def max_registers(self) -> int:
@@ -130,8 +136,8 @@ def problem(
 ) -> str | None:
     """Return why a plan cannot compute the GEMM with matrices `[n, k]` for up to `tokens` tokens, or None if
     it can."""
-    if plan.form not in ("gemv", "dot", "grouped"):
-        return f"form is {plan.form!r}; expected gemv, dot or grouped"
+    if plan.form not in ("gemv", "stream", "dot", "grouped"):
+        return f"form is {plan.form!r}; expected gemv, stream, dot or grouped"
     for name in ("rows", "block_n", "block_k", "warps", "stages", "programs"):
         value = getattr(plan, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -140,6 +146,8 @@ def problem(
             return f"{name} is {value}, not a power of two"
     if plan.form == "gemv":
         return None
+    if plan.form == "stream":
+        return _stream_problem(plan, shape, k)
     if plan.form == "dot" and plan.rows < tokens:
         return f"rows is {plan.rows}; the entry needs at least {tokens}"
     if plan.rows < 8 or plan.block_n < 16 * plan.warps or plan.warps % 4:
@@ -149,6 +157,20 @@ def problem(
     step = (plan.block_n + plan.rows) * plan.block_k * shape.dtype.itemsize
     if plan.programs * (plan.stages * step + _SHARED_BESIDE) > shared_bytes:
         return f"stages is {plan.stages}; {plan.programs} programs do not fit into {shared_bytes} bytes"
+    return None
+
+
+def _stream_problem(plan: ExpertsPlan, shape: ExpertsShape, k: int) -> str | None:
+    if shape.dtype != torch.float8_e4m3fn:
+        return f"form is 'stream', which needs float8_e4m3fn weights, not {shape.dtype}"
+    if plan.block_n < 16 or plan.block_k < 64:
+        return f"a tile is {plan.block_n} x {plan.block_k}; stream needs at least 16 x 64"
+    up = k == shape.hidden
+    if not up and (shape.top_k != plan.warps or plan.warps > 16):
+        return f"warps is {plan.warps}; down needs a warp for each of {shape.top_k} choices, at most 16"
+    step = plan.block_k * (plan.warps if up else 1)
+    if k % step:
+        return f"block_k is {plan.block_k}; {k} is not a multiple of {step}"
     return None
 
 

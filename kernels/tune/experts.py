@@ -183,6 +183,10 @@ def _few(shape: ExpertsShape, tokens: int, n: int, k: int, shared_bytes: int) ->
             thread_bytes = block_n * block_k * choices * size // (32 * warps)
             if block_k <= whole and 64 <= thread_bytes <= 256:
                 plans.append(ExpertsPlan("gemv", 1, block_n, block_k, warps))
+        streams = itertools.product((16, 32), (64, 128, 256), (4, 8) if up else (shape.top_k,), (1, 2, 4))
+        for block_n, block_k, warps, ahead in streams:
+            if ahead == 1 or (up and ahead * warps * block_k <= k):
+                plans.append(ExpertsPlan("stream", 1, block_n, block_k, warps, ahead))
     rows = {max(8, 1 << (tokens - 1).bit_length()), max(16, 1 << (tokens - 1).bit_length())}
     tiles = itertools.product(sorted(rows), ((64, 4), (128, 8)), (128, 256, 512), (3, 4, 5, 6))
     for row, (block_n, warps), width, stages in tiles:

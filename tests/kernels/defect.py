@@ -54,5 +54,6 @@ _TESTED_BY = {
     "sampling_full.py": "sampling",
     "sampling_search.py": "sampling",
     "experts_few.py": "experts",
+    "experts_stream.py": "experts",
     "experts_many.py": "experts",
 }

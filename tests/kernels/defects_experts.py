@@ -301,4 +301,47 @@ _EXPERTS_MANY = [
     ),
 ]
 
-EXPERTS = [*_EXPERTS_ROUTE, *_EXPERTS_FEW, *_EXPERTS_MANY]
+_EXPERTS_STREAM = [
+    Defect(
+        "stream, up: every warp reads the first part of the token",
+        "experts_stream.py",
+        "xs = x + token.to(gl.int64) * K + part_x[:, None] * STEP + k_x[None, :]",
+        "xs = x + token.to(gl.int64) * K + part_x[:, None] * 0 + k_x[None, :]",
+        "stream",
+        interpreted=False,
+    ),
+    Defect(
+        "stream, up: the first token's scale is used for all",
+        "experts_stream.py",
+        "scale = gl.load(x_scale + token) *",
+        "scale = gl.load(x_scale) *",
+        "stream",
+        interpreted=False,
+    ),
+    Defect(
+        "stream, down: every choice has the first one's activations",
+        "experts_stream.py",
+        "values = x + (token * WARPS + of_warp)",
+        "values = x + (token * WARPS + of_warp * 0)",
+        "stream",
+        interpreted=False,
+    ),
+    Defect(
+        "stream, down: results are not weighted",
+        "experts_stream.py",
+        "acc = acc * (of_row * (scale * share)[:, None])[:, :, None]",
+        "acc = acc * (of_row * scale[:, None])[:, :, None]",
+        "stream",
+        interpreted=False,
+    ),
+    Defect(
+        "stream, down: large activations saturate",
+        "experts_stream.py",
+        "most = gl.max(largest, axis=1)",
+        "most = gl.max(largest, axis=1) * 0.25",
+        "stream",
+        interpreted=False,
+    ),
+]
+
+EXPERTS = [*_EXPERTS_ROUTE, *_EXPERTS_FEW, *_EXPERTS_MANY, *_EXPERTS_STREAM]

@@ -25,6 +25,7 @@ from kernels import ChoiceCount
 from kernels.draws import Logits
 from kernels.triton import attention_decode, decode_step, experts_many, fused, linear, sampling
 from kernels.triton.embedding import embedding_part
+from kernels.triton.experts_plans import ExpertsPlan, LayerPlans
 from kernels.triton.linear_plans import GemmPlan
 from tests.kernels import decode_cases
 from tests.kernels import test_triton_attention_prefill as prefill_cases
@@ -151,7 +152,12 @@ def mix() -> None:
                 layer.check_few(plan, plan, pdl=ON_GPU)
             layer.check_many(experts_cases.GROUPED, experts_cases.GROUPED, programs=3, pdl=ON_GPU)
             for plan in (experts_cases.GEMV, experts_cases.DOT, experts_cases.GROUPED):
-                layer.check_ranks(plan, pdl=ON_GPU)
+                layer.check_ranks(LayerPlans(plan, plan), pdl=ON_GPU)
+    if ON_GPU:
+        layer = experts_cases.Case(2, 9, 4, 256, 128, DTYPE, "odd", values)
+        plans = ExpertsPlan("stream", 1, 16, 64, 4, 1), ExpertsPlan("stream", 1, 16, 64, 4)
+        layer.check_few(*plans, pdl=True)
+        layer.check_ranks(LayerPlans(*plans), pdl=True)
     several = experts_cases.routed(experts_cases.choices("odd", 50, 500, 3), 500)
     _finite(experts_many.sort(several, 500, pdl=ON_GPU).order)
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import ChoiceCount, Experts, Fp8Weight, Residual, Weight, reference
-from kernels.triton.experts_plans import ExpertsPlan, choose
+from kernels.triton.experts_plans import ExpertsPlan, LayerPlans, choose
 from tests.kernels.closeness import error, worst_error
 from tests.kernels.test_compiling import compiled
 from tests.kernels.test_triton_linear import check_bits
@@ -173,7 +173,7 @@ class Case:
         activations = few.up(x, x_scale, self.chosen, weight, scale, up, **options)
         self.check_up(activations)
         weight, scale = _parts(self.down)
-        x, x_scale = (activations, None) if down.form == "gemv" else self.quantise(activations)
+        x, x_scale = (activations, None) if down.quantises else self.quantise(activations)
         out = self.residual.clone()
         inputs = (x, x_scale, self.chosen, self.weights, weight, scale, down)
         found = few.down(*inputs, workspace=self.workspace, residual=out, out=out, **options)
@@ -204,7 +204,7 @@ class Case:
         whole = alone.float() + self.residual.float()
         assert error(whole, out.double()) <= 2 * torch.finfo(self.dtype).eps
 
-    def check_some(self, plan: ExpertsPlan, here: range, pdl: bool = False) -> torch.Tensor:
+    def check_some(self, plans: LayerPlans, here: range, pdl: bool = False) -> torch.Tensor:
         """Run a rank that has only the experts in `here`, and return its part of the sum. Check that the
         results of the rank's experts are those of a rank with all experts, and make the results of all other
         experts NaN, so that they spoil the sum if they are read."""
@@ -215,44 +215,44 @@ class Case:
         options = {"dtype": self.dtype, "pdl": pdl}
         top_k, elsewhere = self.chosen.shape[1], ~_inside(self.chosen, here)
         scales = (None, None) if scale is None else (scale[some], down_scale[some])
-        if plan.form == "grouped":
+        if plans.grouped:
             by_expert = many.sort(routed(self.chosen, len(weight)), len(weight), pdl=pdl)
             elsewhere = elsewhere.flatten()[by_expert.order.long()]
             programs = experts.multiprocessors_of(DEVICE) if DEVICE.type == "cuda" else 3
 
             def up(weight: torch.Tensor, scale: torch.Tensor | None, first: int | None) -> torch.Tensor:
-                inputs = (x, x_scale, by_expert, top_k, weight, scale, plan, programs)
+                inputs = (x, x_scale, by_expert, top_k, weight, scale, plans.up, programs)
                 return many.up(*inputs, first=first, **options)
         else:
             elsewhere = elsewhere.flatten()
 
             def up(weight: torch.Tensor, scale: torch.Tensor | None, first: int | None) -> torch.Tensor:
-                return few.up(x, x_scale, self.chosen, weight, scale, plan, first=first, **options)
+                return few.up(x, x_scale, self.chosen, weight, scale, plans.up, first=first, **options)
 
         found = up(weight[some], scales[0], here.start)
         assert torch.equal(found[~elsewhere], up(weight, scale, None)[~elsewhere])
         found[elsewhere] = torch.nan
         options["first"] = here.start
-        if plan.form == "grouped":
+        if plans.grouped:
             x, x_scale = self.quantise(found)
-            inputs = (x, x_scale, by_expert, down[some], scales[1], plan, programs)
+            inputs = (x, x_scale, by_expert, down[some], scales[1], plans.down, programs)
             results = many.down(*inputs, **options)
             results[~_inside(self.chosen, here).flatten()] = torch.nan
             computed = many.ComputedChoices(self.chosen, here.start, len(here))
             return many.combine(results, self.weights, computed=computed, pdl=pdl)
-        x, x_scale = (found, None) if plan.form == "gemv" else self.quantise(found)
-        inputs = (x, x_scale, self.chosen, self.weights, down[some], scales[1], plan)
+        x, x_scale = (found, None) if plans.down.quantises else self.quantise(found)
+        inputs = (x, x_scale, self.chosen, self.weights, down[some], scales[1], plans.down)
         return few.down(*inputs, workspace=self.workspace, **options)
 
-    def check_ranks(self, plan: ExpertsPlan, pdl: bool = False) -> None:
+    def check_ranks(self, plans: LayerPlans, pdl: bool = False) -> None:
         """Check that the parts of three ranks, each with some of the experts, add up to the sum of all
         experts."""
         count = len(_parts(self.gate_up)[0])
         ranks = [range(1), range(1, count - 1), range(count - 1, count)]
-        parts = [self.check_some(plan, here, pdl) for here in ranks]
+        parts = [self.check_some(plans, here, pdl) for here in ranks]
         for here, part in zip(ranks, parts, strict=True):
             assert not part[~_inside(self.chosen, here).any(dim=1)].any()
-        whole = self.check_some(plan, range(count), pdl)
+        whole = self.check_some(plans, range(count), pdl)
         total = sum(part.float() for part in parts)
         assert error(total, whole.double()) <= 4 * torch.finfo(self.dtype).eps
 
@@ -330,7 +330,9 @@ def test_ranks_with_some_experts_add_up_to_all(
     case: tuple, plan: ExpertsPlan, values: torch.dtype | None
 ) -> None:
     *shape, kind = case
-    Case(*shape, torch.float32 if values is None else torch.float16, kind, values).check_ranks(plan)
+    Case(*shape, torch.float32 if values is None else torch.float16, kind, values).check_ranks(
+        LayerPlans(plan, plan)
+    )
 
 
 @pytest.mark.parametrize("kind", ["random", "same", "odd"])
@@ -435,28 +437,32 @@ def test_the_compiled_kernels_wait_before_they_read_results() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     wait, start = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
-    names = ("_up_gemv", "_up_dot", "_down_gemv", "_down_dot", "_grouped", "_combine")
-    some = " of some experts"
-    assert set(found) == {*names, *(name + some for name in names)}
-    for name in ("_up_gemv", "_up_dot", "_up_gemv" + some, "_up_dot" + some):
+    few = ("_up_gemv", "_up_dot", "_up_stream", "_down_gemv", "_down_dot", "_down_stream")
+    names = (*few, "_grouped", "_combine")
+    assert set(found) == {*names, *(f"{name} of some experts" for name in names)}
+    for name in (name for name in found if name.startswith("_up")):
         # `down` reads the choices before its wait, so it may start only after `up` has finished its own wait.
         assert found[name][0][:2] == [wait, start]
-    for name in ("_down_gemv", "_down_dot", "_down_gemv" + some, "_down_dot" + some):
+    for name in (name for name in found if name.startswith("_down")):
         (events,) = found[name]
         before = events[: events.index(wait)]
         assert before[0] == start and set(before[1:]) == {"ld.global"}
-        # Before its wait, `_down_gemv` loads the choices, their weights and a tile of the matrix.
+        # Before their wait, the other kernels load the choices, their weights and a tile of the matrix.
         assert name.startswith("_down_dot") or len(before) > 3
+        assert not name.startswith("_down_stream") or len(before) > 24
     waiting = [name for name in found if name.startswith(("_grouped", "_combine"))]
     assert all(events[:2] == [start, wait] for name in waiting for events in found[name])
     computing = [name for name in found if "_dot" in name or name.startswith("_grouped")]
     on_tensor_cores = [events for name in computing for events in found[name]]
     assert all("wgmma.mma_async" in events for events in on_tensor_cores)
+    streams = [events for name in found if "_stream" in name for events in found[name]]
+    assert all("mma.sync" in events for events in streams)
 
 
 # ── on a GPU ─────────────────────────────────────────────────────────────────────────────────────────
 
 QWEN = (128, 8, 2048, 768)
+STREAM = ExpertsPlan("stream", 1, 16, 128, 4, stages=2), ExpertsPlan("stream", 1, 16, 128, 8)
 OTHERS = [(8, 2, 4096, 1024), (60, 6, 2048, 352), (16, 4, 1024, 96)]
 """Numbers of experts, top_k, hidden and width, for Qwen3-30B-A3B (`QWEN`) and for other models on several
 ranks."""
@@ -484,6 +490,20 @@ def test_few_tokens_are_accurate_in_16_bits_and_fp8(
 
 @on_gpu
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [QWEN, (8, 2, 4096, 1024), (16, 4, 1024, 384)], ids=str)
+def test_few_tokens_are_accurate_by_stream(shape: tuple, dtype: torch.dtype) -> None:
+    top_k = shape[1]
+    for tokens, kind in ((1, "random"), (2, "same"), (5, "odd")):
+        case = Case(tokens, *shape, dtype, kind, E4M3)
+        for block_n, block_k, warps, ahead in ((16, 64, 4, 2), (16, 128, 8, 1), (32, 256, 4, 4)):
+            up = ExpertsPlan("stream", 1, block_n, block_k, warps, ahead)
+            down = ExpertsPlan("stream", 1, block_n, min(block_k, 128), top_k)
+            case.check_few(up, down, pdl=True)
+
+
+@on_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(("shape", "dtype", "values"), LAYERS, ids=str)
 def test_many_tokens_are_accurate_in_16_bits_and_fp8(
     shape: tuple, dtype: torch.dtype, values: torch.dtype | None
@@ -507,8 +527,10 @@ def test_ranks_with_some_experts_add_up_to_all_in_16_bits_and_fp8(
     count, top_k, hidden, width = QWEN
     plans = choose(tokens, top_k, count, hidden, width, values or torch.bfloat16)
     case = Case(tokens, *QWEN, torch.bfloat16, values=values)
-    for plan in {plans.up, plans.down}:
-        case.check_ranks(plan, pdl=True)
+    case.check_ranks(plans, pdl=True)
+    stream = LayerPlans(*STREAM)
+    if values is not None and tokens <= 2:
+        case.check_ranks(stream, pdl=True)
 
 
 @on_gpu
@@ -525,16 +547,18 @@ def test_8192_tokens_are_accurate(values: torch.dtype | None) -> None:
 @on_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize(("tokens", "planned"), [(1, 1), (2, 2), (1, 3), (16, 16), (64, 64), (1000, 1000)])
-@pytest.mark.parametrize("values", [None, E4M3], ids=str)
+@pytest.mark.parametrize(("values", "stream"), [(None, False), (E4M3, False), (E4M3, True)], ids=str)
 def test_pdl_and_graphs_change_no_bit_of_the_experts(
-    tokens: int, planned: int, values: torch.dtype | None
+    tokens: int, planned: int, values: torch.dtype | None, stream: bool
 ) -> None:
     """Run a chain of layers in which a kernel that starts too early reads stale data, because each layer's
     tokens choose different experts than in the previous layer. `planned` is the number of tokens for which
-    plans are chosen."""
+    plans are chosen, unless `stream` selects the plans."""
     count, top_k, hidden, width = QWEN
     case = Case(tokens, *QWEN, torch.bfloat16, values=values)
     plans = choose(planned, top_k, count, hidden, width, values or torch.bfloat16)
+    if stream:
+        plans = LayerPlans(*STREAM)
     router = _random(count, hidden, seed=6, dtype=torch.bfloat16)
     layer = Experts(router, case.gate_up, case.down, top_k, normalised=True)
     gain = _random(hidden, seed=8, dtype=torch.bfloat16)
