@@ -22,6 +22,7 @@ from appliance.actions.parameters import SetTenant
 from appliance.protocol import Done
 from console.commands import CommandError, parse_action
 from console.dialogs import ActionDialog, ChoiceDialog, TextDialog
+from console.history import History
 from console.impact import forecast_lines, impact, result_lines, watch
 from console.keymap import DEFAULT_KEYMAP, Keymap
 from console.keys import NO_KEY, SCREENS, offered
@@ -76,6 +77,7 @@ class ConsoleApp(App[int]):
         self._keymap_problems = keymap.problems
         self.set_keymap(keymap.overrides)
         self.frame_widget = FrameWidget()
+        self.frame_widget.wants_character = self._jump
         self.prompt = PromptLine()
         self.travel = TimeTravel(self)
         self._feeding: Worker[None] | None = None
@@ -138,6 +140,19 @@ class ConsoleApp(App[int]):
             self.session.accept(snapshot)
             self._fed += 1
             self.redraw()
+            if self._fed == 1:
+                self.read_past()
+
+    @work(group="charts", exit_on_error=True)
+    async def read_past(self) -> None:
+        """Fill the charts with the recorded minutes before the console's start. Without a recording, they
+        begin empty."""
+        first = self.session.context.history.points[0].at
+        earlier = History()
+        with contextlib.suppress(SourceError):
+            await self.travel.recording().extend(earlier, first, 1)
+            self.session.prepend(earlier)
+            self.redraw()
 
     def _read_lists(self) -> None:
         if self.session.past is not None:
@@ -192,6 +207,14 @@ class ConsoleApp(App[int]):
         elif word == "act":
             self.begin(action_named(rest), {})
         self.redraw()
+
+    def _jump(self, letter: str) -> bool:
+        """Use a key in jump mode. Returns False if the key has its usual meaning."""
+        if not self.session.context.jumping:
+            return False
+        used = self.session.jump(letter)
+        self.redraw()
+        return used
 
     def run_line(self, text: str) -> None:
         """Run a line that the operator typed after `:`."""

@@ -44,6 +44,8 @@ class Context:
     """Reasons why a list could not be read."""
     compared: Compared | None = None
     """The first moment of a comparison."""
+    jumping: bool = False
+    """Whether rows and panels show letters, of which the next key chooses one."""
     write: bool = False
     """Whether actions are permitted."""
 

@@ -56,6 +56,8 @@ FIXED_TIME = 1_790_000_000.0
 
 
 _RATE_WINDOW_S = 10.0
+_PAST_S = 120
+"""Seconds before the start that the demo simulates for its charts."""
 
 
 class _Counters(NamedTuple):
@@ -88,7 +90,7 @@ class FakeSource:
         `next` does not wait."""
         self.interval_s = interval_s
         self._real_time = now is None
-        start = time.time() if now is None else now
+        start = time.time() - _PAST_S if now is None else now
         self.simulation = Simulation(
             seed=seed, requests=requests, blocks=blocks, gpus=gpus, tenants=tenants, now=start - 12.0
         )
@@ -99,22 +101,33 @@ class FakeSource:
 
     async def next(self) -> Snapshot:
         """Return the next snapshot."""
-        if self._real_time and not self._first:
+        if self._real_time and self._first:
+            await asyncio.to_thread(self._run_past)
+        elif self._real_time:
             await asyncio.sleep(self.interval_s)
         self._first = False
         return self.step()
 
     def step(self) -> Snapshot:
         """Advance the simulated clock by one interval, and return the snapshot."""
+        self._advance(self.interval_s)
+        snapshot = self._snapshot()
+        self._recording.add(snapshot)
+        return snapshot
+
+    def _run_past(self) -> None:
+        """Simulate the minutes before the start, so that the charts begin with values."""
+        for _ in range(_PAST_S):
+            self._advance(1.0)
+            self._recording.add_to_charts(self._snapshot(brief=True))
+
+    def _advance(self, seconds: float) -> None:
         sim = self.simulation
-        sim.advance(self.interval_s)
+        sim.advance(seconds)
         tokens = {name: tenant.prompt + tenant.billed for name, tenant in sim.tenants.items()}
         self._past.append(_Counters(sim.now, self._totals(), tokens))
         while len(self._past) > 2 and self._past[0].at < sim.now - _RATE_WINDOW_S:
             self._past.popleft()
-        snapshot = self._snapshot()
-        self._recording.add(snapshot)
-        return snapshot
 
     async def rows(self, name: ListName) -> Sequence[Row]:
         """Return a list of the simulated service."""
@@ -182,7 +195,8 @@ class FakeSource:
             billed_tokens=sim.counts["billed"],
         )
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self, *, brief: bool = False) -> Snapshot:
+        """Return the state at present. A brief snapshot contains only the figures of charts."""
         sim = self.simulation
         totals = self._past[-1].totals
         gpus = gpus_of(sim)
@@ -201,12 +215,12 @@ class FakeSource:
             latency=self._latency(),
             queue=self._queue(),
             batches=[self._batch(one) for one in sim.replicas],
-            kv=[self._kv(one) for one in sim.replicas],
-            requests=[self._request(one) for one in self._unfinished()],
+            kv=[self._kv(one, brief=brief) for one in sim.replicas],
+            requests=[] if brief else [self._request(one) for one in self._unfinished()],
             gpus=gpus,
-            models=self._models(),
-            tenants=[self._tenant_use(one) for one in sim.tenants.values()],
-            alerts=alerts_of(sim, gpus),
+            models=[] if brief else self._models(),
+            tenants=[] if brief else [self._tenant_use(one) for one in sim.tenants.values()],
+            alerts=[] if brief else alerts_of(sim, gpus),
             host=self._host(),
             drains=[self._drain(model, since) for model, since in sim.paused.items()],
             fronts=self._fronts(),
@@ -317,7 +331,7 @@ class FakeSource:
             longest_request=replica.longest,
         )
 
-    def _kv(self, replica: SimReplica) -> KvCache:
+    def _kv(self, replica: SimReplica, *, brief: bool) -> KvCache:
         order = [one.id for one in replica.running]
         index = {request: number for number, request in enumerate(order)}
         return KvCache(
@@ -335,7 +349,9 @@ class FakeSource:
             hit_window_s=WINDOW_S,
             preemptions=replica.preemptions,
             evictions=replica.evictions,
-            blocks=BlockMap(
+            blocks=None
+            if brief
+            else BlockMap(
                 states=bytes(replica.states),
                 owners=replica.owners(index),
                 requests=order,

@@ -43,12 +43,16 @@ class FakeRecording:
             return
         self._times.append(snapshot.at)
         self._snapshots.append(zlib.compress(msgspec.msgpack.encode(snapshot), 1))
-        self._history.add(snapshot)
+        self.add_to_charts(snapshot)
         for one in snapshot.alerts:
             if one.state == "firing":
                 self._alerts.setdefault(
                     one.id, Mark(snapshot.at, True, f"{one.severity}: {one.where}: {one.what}")
                 )
+
+    def add_to_charts(self, snapshot: Snapshot) -> None:
+        """Keep only the charted figures of a snapshot."""
+        self._history.add(snapshot)
 
     async def instant(self, at: float | None) -> PastSnapshot:
         """Return the state of the service at a time, by default the newest one."""
@@ -94,7 +98,7 @@ class FakeRecording:
 
     async def rows(self, name: ListName, until: float) -> Sequence[Row]:
         """Return a list as it was at a given time, newest rows first."""
-        if name in ("settings", "findings"):
+        if name in ("settings", "findings", "models", "callers"):
             raise UnsupportedListError(NOT_RECORDED)
         if name == "usage":
             raise UnsupportedListError(USAGE_NOT_RECORDED)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+from appliance.protocol import Key, PeerMapping, RegisteredModel, RegisteredVersion
 from console.fake_requests import finished_requests, usage_rows
-from console.simulation import Simulation
+from console.simulation import KEY_NAMES, Simulation, key_id
 from console.source import ListName, ListRow, Row
 
 _SETTINGS = (
@@ -15,14 +16,14 @@ _SETTINGS = (
     ("fronts", "2", "/etc/appliance/appliance.toml:4"),
     ("queue.limit", "2048", "/etc/appliance/conf.d/queue.toml:2"),
     ("queue.timeout_s", "600.0", "default"),
-    ("models.llama-3.3-70b.tensor_parallel_size", "4", "/etc/appliance/appliance.toml:11"),
+    ("models.llama-3.3-70b.tensor_parallel_size", "2", "/etc/appliance/appliance.toml:11"),
     ("models.llama-3.3-70b.quantization", "fp8", "/etc/appliance/appliance.toml:12"),
     ("metrics.listen", "127.0.0.1:9464", "/etc/appliance/appliance.toml:30"),
     ("log_level", "info", "default"),
 )
 _FINDINGS = (
-    ("ok", "gpus", "driver", "driver 580.65, CUDA 13.0, 8 GPUs"),
-    ("ok", "models", "llama-3.3-70b", "141 GiB of weights fit on 4 GPUs"),
+    ("ok", "gpus", "driver", "driver 580.65, CUDA 13.0, 4 GPUs"),
+    ("ok", "models", "llama-3.3-70b", "71 GiB of weights fit on 2 GPUs"),
     ("warning", "machine", "swap", "2 GiB of swap in use: set vm.swappiness = 10"),
     ("ok", "databases", "control.db", "integrity check passed"),
 )
@@ -59,6 +60,10 @@ class FakeRows:
             return finished_requests(self._simulation)
         if name == "usage":
             return usage_rows(self._simulation)
+        if name == "models":
+            return self._models()
+        if name == "callers":
+            return self._callers()
         if name == "settings":
             return [ListRow(id=key, actor=place, subject=key, text=value) for key, value, place in _SETTINGS]
         if name == "findings":
@@ -67,6 +72,50 @@ class FakeRows:
                 for level, area, subject, text in _FINDINGS
             ]
         return self._log()
+
+    def _models(self) -> list[RegisteredModel]:
+        """Return two versions of each model: the one that serves requests, and its predecessor."""
+        found: list[RegisteredModel] = []
+        for name in dict.fromkeys(one.model for one in self._simulation.replicas):
+            replicas = [one for one in self._simulation.replicas if one.model == name]
+            versions = [
+                RegisteredVersion(
+                    version=number,
+                    folder=f"/srv/models/{name}-v{number}",
+                    state="ready" if number == 2 else "available",
+                    added_at=self._simulation.started - (3 - number) * 600_000.0,
+                    replicas=len(replicas) if number == 2 else 0,
+                    memory_bytes=sum(one.weight_bytes + (20 << 30) for one in replicas) if number == 2 else 0,
+                )
+                for number in (1, 2)
+            ]
+            found.append(
+                RegisteredModel(
+                    name=name,
+                    state="ready",
+                    default=2,
+                    previous=1,
+                    source="registry",
+                    aliases=["default"] if not found else [],
+                    versions=versions,
+                )
+            )
+        return found
+
+    def _callers(self) -> list[Key | PeerMapping]:
+        """Return three keys of each tenant."""
+        return [
+            Key(
+                id=key_id(f"{tenant}-{name}"),
+                name=f"{tenant}-{name}",
+                tenant=tenant,
+                prefix="sk-app",
+                created_at=self._simulation.started - 900_000.0,
+                expires_at=self._simulation.started + 2_000_000.0 if name == "mobile" else None,
+            )
+            for tenant in self._simulation.tenants
+            for name in KEY_NAMES
+        ]
 
     def _add(self, at: float, action: str, target: str, actor: str) -> None:
         seq = len(self.audit) + 1

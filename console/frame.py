@@ -204,20 +204,28 @@ def _footer(state: FrameState, width: int) -> Line:
     if state.message:
         return [span(f" {state.message}", state.message_role)]
     spans: Line = [Span(" ")]
-    table = state.context.keys
-    keys = [(key_of(table, "back"), "close help", "back")] if state.help else []
-    for key in table:
-        if text := key.footer if state.past is None else key.past:
-            keys.append((key_of(table, key.command), text, key.command))
-    if state.view.alternate and not state.help:
-        keys.insert(3, (key_of(table, "variant"), state.view.alternate, "variant"))
-    elif state.view.variants and not state.help:
-        keys.insert(3, (key_of(table, "variant"), f"view: {state.view.variant}", "variant"))
+    table, view = state.context.keys, state.view
+    if state.help:
+        hints = [("back", "close help")]
+    else:
+        hints = [*view.hints]
+        if view.alternate or view.variants:
+            hints.append(("variant", view.alternate or f"view: {view.variant}"))
+        if state.context.write:
+            hints.append(("actions", "actions"))
+    present = state.past is None
+    common = [(key.command, key.footer if present else key.past) for key in table]
+    common = [one for one in common if one[1]]
+    # In the past, the keys that move through time are more important than those of the screen.
+    ordered = [*common[:1], *hints, *common[1:]] if present else [*common, *hints]
+    keys = [(key_of(table, command), text, command) for command, text in ordered]
     for name, text, command in keys:
-        if not name or (command == "actions" and not state.context.write):
+        part = [
+            Span("  " if len(spans) > 1 else ""),
+            span(name, "key", command),
+            span(f" {text}", "dim", command),
+        ]
+        if not name or width_of(spans) + width_of(part) > width:
             continue
-        part = [span(name, "key", command), span(f" {text}  ", "dim", command)]
-        if width_of(spans) + width_of(part) > width:
-            break
         spans += part
     return spans

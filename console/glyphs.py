@@ -3,6 +3,7 @@ requirements: braille and block need a font with these characters, ascii works e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -15,6 +16,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 _ASCII = " .:-=+*#@"
 _LEFT = (0x00, 0x40, 0x44, 0x46, 0x47)
 _RIGHT = (0x00, 0x80, 0xA0, 0xB0, 0xB8)
+_SCALE = (1, 1.5, 2, 3, 4, 5, 6, 8, 10)
 _UNKNOWN = {"braille": "┄", "block": "┄", "ascii": "?"}
 
 Values = Sequence[float | None]
@@ -61,34 +63,55 @@ def level(fraction: float | None, warn: float = 0.8, bad: float = 0.95) -> str:
     return "bad" if fraction >= bad else "warn" if fraction >= warn else "good"
 
 
-def sparkline(values: Values, width: int, glyphs: GlyphSet, role: str, top: float | None = None) -> Line:
-    """Return the newest values as a one-line chart."""
-    return chart(values, width, 1, glyphs, role, top)[0]
+def per_cell(glyphs: GlyphSet) -> int:
+    """Return the number of values that one column of a chart shows."""
+    return 2 if glyphs == "braille" else 1
 
 
 def chart(
-    values: Values, width: int, height: int, glyphs: GlyphSet, role: str, top: float | None = None
+    values: Values,
+    width: int,
+    height: int,
+    glyphs: GlyphSet,
+    role: str,
+    top: float | None = None,
+    *,
+    phase: int = 0,
 ) -> list[Line]:
     """Return the newest values as a chart whose right edge is now. `top` is the value at the upper edge, by
-    default the largest value. Unknown values are gaps; times before the first value are empty."""
-    per_cell = 2 if glyphs == "braille" else 1
-    shown = list(values)[-width * per_cell :]
+    default the largest value, rounded up. Unknown values are gaps; times before the first value are empty.
+
+    `phase` is the number of the newest value. With it, two values of a braille character stay together while
+    the chart moves, so that only every second value changes the whole chart."""
+    columns = per_cell(glyphs)
+    size = width * columns - phase % columns
+    shown = list(values)[-size:] if size else []
     known = [value for value in shown if value is not None]
-    top = max(known, default=0.0) if top is None else top
+    top = rounded_up(max(known, default=0.0)) if top is None else top
     steps = height * (4 if glyphs == "braille" else 8)
     marks = [None if value is None else _steps(value, top, steps) for value in shown]
-    missing = width * per_cell - len(marks)
+    missing = size - len(marks)
+    marks += [-1] * (width * columns - size)
     rows = []
     for row in reversed(range(height)):
         letters = []
         for cell in range(width):
             pair = [
                 (-1 if index < 0 else marks[index])
-                for index in (cell * per_cell - missing + offset for offset in range(per_cell))
+                for index in (cell * columns - missing + offset for offset in range(columns))
             ]
             letters.append(_letter(pair, row, glyphs))
         rows.append([Span("".join(letters), role)])
     return rows
+
+
+def rounded_up(value: float) -> float:
+    """Return the next value of the series 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 15 … as the upper edge of a chart, so
+    that the scale seldom changes."""
+    if value <= 0:
+        return 0.0
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(step * power for step in _SCALE if value <= step * power * (1 + 1e-9))
 
 
 def _steps(value: float, top: float, steps: int) -> int:

@@ -3,21 +3,26 @@ length."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_type_hints
+
+import msgspec
 
 from appliance.history.pages import TelemetryColumns
 from appliance.snapshot import Batch, Snapshot
 
 MAX_POINTS = 1200
 HISTORY_FIGURES = (
-    "at,rates.*,queue.running,queue.waiting,latency.ttft.p50_ms,latency.itl.p50_ms,kv[*].blocks_total,"
-    "kv[*].blocks_used,gpus[*].utilization_percent,batches[*].*"
+    "at,rates.*,queue.running,queue.waiting,latency.*.p99_ms,kv[*].blocks_total,kv[*].blocks_used,"
+    "gpus[*].utilization_percent,host.cpu_percent,batches[*].*"
 )
 """The recorded figures that `add_columns` needs."""
+LATENCIES = ("ttft", "itl", "queue", "e2e")
 _NAME = re.compile(r"(kv|gpus|batches)\[(.*)\]\.(\w+)")
+_SUMS = ("steps", "decode_steps", "mixed_steps", "computed_tokens", "generated_tokens", "preemptions")
 _BATCH_TYPES = get_type_hints(Batch)
 
 
@@ -34,8 +39,9 @@ class Point(NamedTuple):
     waiting: int
     kv: float | None
     """Share of the KV blocks in use, over all replicas."""
-    ttft_p50_ms: float | None
-    itl_p50_ms: float | None
+    cpu_percent: float | None
+    latencies: tuple[float | None, ...]
+    """The 99th percentiles of `LATENCIES`, in milliseconds."""
     gpus: tuple[float | None, ...]
     """Utilisation of each GPU, in percent."""
 
@@ -46,14 +52,19 @@ class History:
     def __init__(self) -> None:
         self.points: deque[Point] = deque(maxlen=MAX_POINTS)
         self.batches: dict[str, deque[Batch]] = {}
-        """The newest slices of each replica, oldest first."""
+        """The newest slices of each replica, oldest first. A slice is at least a second long."""
+        self.tenants: dict[str, str] = {}
+        """The tenant of each request that is responsible for a slice's longest step."""
         self.resolution_s = 0
         """Resolution of a recorded past; 0 for snapshots."""
 
     def add(self, snapshot: Snapshot) -> None:
-        """Add the figures of a snapshot. A snapshot whose time has already been added is ignored."""
+        """Add the figures of a snapshot. Of several snapshots within a second, the newest one is kept. A
+        snapshot whose time has already been added is ignored."""
         if self.points and snapshot.at <= self.points[-1].at:
             return
+        if self.points and int(self.points[-1].at) == int(snapshot.at):
+            self.points.pop()
         rates, latency = snapshot.rates, snapshot.latency
         total = sum(one.blocks_total for one in snapshot.kv)
         self.points.append(
@@ -67,12 +78,28 @@ class History:
                 running=snapshot.queue.running,
                 waiting=snapshot.queue.waiting,
                 kv=sum(one.blocks_used for one in snapshot.kv) / total if total else None,
-                ttft_p50_ms=latency.ttft.p50_ms if latency.ttft else None,
-                itl_p50_ms=latency.itl.p50_ms if latency.itl else None,
+                cpu_percent=snapshot.host.cpu_percent,
+                latencies=tuple(
+                    one.p99_ms if (one := getattr(latency, name)) is not None else None for name in LATENCIES
+                ),
                 gpus=tuple(gpu.utilization_percent for gpu in snapshot.gpus),
             )
         )
         self._add_batches(snapshot.batches)
+        named = {batch.longest_request for batch in snapshot.batches} - self.tenants.keys() - {""}
+        if named:
+            self.tenants.update(
+                (one.request_id, one.tenant) for one in snapshot.requests if one.request_id in named
+            )
+
+    def prepend(self, earlier: History) -> None:
+        """Add the points of another history that are older than all points of this one."""
+        first = self.points[0].at if self.points else math.inf
+        older = [point for point in earlier.points if int(point.at) < int(first)] if self.points else []
+        self.points.extendleft(reversed(older[-(MAX_POINTS - len(self.points)) :]))
+        for replica, slices in self.batches.items():
+            found = [one for one in earlier.batches.get(replica, ()) if int(one.at) < int(slices[0].at)]
+            slices.extendleft(reversed(found[-(MAX_POINTS - len(slices)) :]))
 
     def continued_from(self, until: float, resolution_s: int, points: int) -> float:
         """Prepare the history to hold the last `points` points up to a time at this resolution. Removes
@@ -119,8 +146,8 @@ class History:
                     running=round(figure("queue.running") or 0),
                     waiting=round(figure("queue.waiting") or 0),
                     kv=sum(column[row] or 0.0 for column in used) / total if total else None,
-                    ttft_p50_ms=figure("latency.ttft.p50_ms"),
-                    itl_p50_ms=figure("latency.itl.p50_ms"),
+                    cpu_percent=figure("host.cpu_percent"),
+                    latencies=tuple(figure(f"latency.{name}.p99_ms") for name in LATENCIES),
                     gpus=tuple(column[row] for column in gpus),
                 )
             )
@@ -142,8 +169,10 @@ class History:
     def _add_batches(self, batches: list[Batch]) -> None:
         for batch in batches:
             slices = self.batches.setdefault(batch.replica, deque(maxlen=MAX_POINTS))
-            if not slices or batch.at > slices[-1].at:
+            if not slices or int(batch.at) > int(slices[-1].at):
                 slices.append(batch)
+            elif batch.at > slices[-1].at:
+                slices[-1] = joined(slices[-1], batch)
         for gone in set(self.batches) - {batch.replica for batch in batches}:
             del self.batches[gone]
 
@@ -153,9 +182,49 @@ class History:
         return [figure(self.points[index]) for index in range(skipped, len(self.points))]
 
     @property
-    def span_s(self) -> float:
-        """Time between the oldest and the newest point."""
-        return self.points[-1].at - self.points[0].at if len(self.points) > 1 else 0.0
+    def phase(self) -> int:
+        """The number of the newest point in time (`console.glyphs.chart`)."""
+        return int(self.points[-1].at // max(1, self.resolution_s)) if self.points else 0
+
+    def span_of(self, points: int = MAX_POINTS) -> float:
+        """Return the time that the newest points cover."""
+        first = max(0, len(self.points) - points)
+        return self.points[-1].at - self.points[first].at if len(self.points) > 1 else 0.0
+
+
+def joined(first: Batch, second: Batch) -> Batch:
+    """Return two consecutive slices of a replica as one."""
+
+    def total(name: str) -> int | None:
+        values = [getattr(one, name) for one in (first, second)]
+        return None if None in values else sum(values)
+
+    def mean(name: str, weight: str) -> float | None:
+        weighted = [
+            (getattr(one, name), getattr(one, weight) or 1)
+            for one in (first, second)
+            if getattr(one, name) is not None
+        ]
+        whole = sum(count for _, count in weighted)
+        return sum(value * count for value, count in weighted) / whole if weighted else None
+
+    span_s = first.span_s + second.span_s
+    longest = max((first, second), key=lambda one: one.longest_ms or 0.0)
+    busy = [(one.busy, one.span_s) for one in (first, second) if one.busy is not None]
+    return msgspec.structs.replace(
+        second,
+        span_s=span_s,
+        **{name: total(name) for name in _SUMS},
+        step_ms=mean("step_ms", "decode_steps"),
+        idle_us=mean("idle_us", "decode_steps"),
+        mixed_step_ms=mean("mixed_step_ms", "mixed_steps"),
+        mixed_idle_us=mean("mixed_idle_us", "mixed_steps"),
+        busy=sum(value * size for value, size in busy) / (sum(size for _, size in busy) or 1.0)
+        if busy
+        else None,
+        longest_ms=longest.longest_ms,
+        longest_request=longest.longest_request,
+    )
 
 
 Column = list[float | None]

@@ -21,6 +21,7 @@ class Span(NamedTuple):
 
 Line = list[Span]
 BLANK: Line = []
+_TWO_COLUMNS = 76
 _NAME_WIDTH = 18
 """Columns of the names in `fact_lines`."""
 
@@ -127,8 +128,17 @@ def wrap(text: str, width: int, role: str = "text", indent: str = "") -> list[Li
     return [[span(indent + row, role)] for row in rows]
 
 
-def fact_lines(facts: Iterable[tuple[str, str]], width: int) -> list[Line]:
-    """Return names and values as lines: the names in a column, and long values in several lines."""
+def fact_lines(facts: Sequence[tuple[str, str]], width: int) -> list[Line]:
+    """Return names and values as lines: the names in a column, and long values in several lines. Wide
+    terminals show two columns of facts."""
+    if width >= _TWO_COLUMNS and len(facts) > 3:
+        middle, size = (len(facts) + 1) // 2, (width - 2) // 2
+        left, right = _facts(facts[:middle], size), _facts(facts[middle:], size)
+        return beside(left, right, size, size, 2)
+    return _facts(facts, width)
+
+
+def _facts(facts: Iterable[tuple[str, str]], width: int) -> list[Line]:
     lines = []
     for name, value in facts:
         first, *others = wrap(value, width - _NAME_WIDTH) or [BLANK]

@@ -110,6 +110,10 @@ class LiveSource:
                     return (await self._client.call(calls.request_log(query))).rows
                 case "usage":
                     return await self._daily_usage()
+                case "models":
+                    return await self._client.call(calls.MODELS)
+                case "callers":
+                    return [*await self._client.call(calls.KEYS), *await self._client.call(calls.PEERS)]
                 case "settings":
                     return _settings(await self._client.call(calls.CONFIGURATION))
         return await self._findings()

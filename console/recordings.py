@@ -13,7 +13,7 @@ from console.source import ListName, Row
 HISTORY_POINTS = 480
 """Maximum number of points in charts, which is more than wide terminals can show."""
 NOT_RECORDED = (
-    "settings and findings of the past are not recorded: Audit (9) shows when settings were reloaded"
+    "settings, findings, versions and keys of the past are not recorded: Audit (9) shows when they changed"
 )
 USAGE_NOT_RECORDED = "usage is counted per day: press N, which shows the usage of the last days at present"
 

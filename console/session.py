@@ -18,7 +18,7 @@ from console.frame import FrameState, frame
 from console.glyphs import GLYPH_SETS, GlyphSet
 from console.history import History
 from console.lines import Line
-from console.screens.base import View
+from console.screens.base import FAR, JUMP_LETTERS, PAGE, View
 from console.screens.compare import CompareView
 from console.screens.registry import all_views, alternate_views
 from console.screens.table import TableView
@@ -28,14 +28,13 @@ from console.timeline import PastState
 
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.25, 60.0
 _MIN_STALE_S = 2.5
-_PAGE = 10
 _MOVES = {
     "up": -1,
     "down": 1,
-    "page-up": -_PAGE,
-    "page-down": _PAGE,
-    "first": -1_000_000,
-    "last": 1_000_000,
+    "page-up": -PAGE,
+    "page-down": PAGE,
+    "first": -FAR,
+    "last": FAR,
 }
 
 
@@ -91,6 +90,10 @@ class ConsoleSession:
         self._live.history.add(snapshot)
         if not self.state.paused:
             self._live.snapshot = snapshot
+
+    def prepend(self, earlier: History) -> None:
+        """Add recorded points to the charts of the present."""
+        self._live.history.prepend(earlier)
 
     def fail(self, reason: str) -> None:
         """Record that the source has failed. The newest snapshot stays on screen and is marked as stale."""
@@ -183,7 +186,7 @@ class ConsoleSession:
         elif word == "help":
             self.state.help, self.state.help_scroll = not self.state.help, 0
         elif word == "open":
-            view.open()
+            self._open(view)
         elif word == "back":
             if self.state.help:
                 self.state.help = False
@@ -192,6 +195,10 @@ class ConsoleSession:
         elif word == "zoom":
             if not view.zoom():
                 self.say(f"{view.title} has only one panel", "warn")
+        elif word == "jump":
+            self.context.jumping = not self.context.jumping
+            if self.context.jumping:
+                self.say("type the letter of a row or panel; any other key ends the selection", "dim")
         elif word == "variant":
             if view.alternate:
                 self._screen(view.alternate)
@@ -214,6 +221,11 @@ class ConsoleSession:
         else:
             return word in ("mark", "sort")
         return True
+
+    def jump(self, letter: str) -> bool:
+        """Go to the row or panel with a letter, and end the selection. Returns whether there is one."""
+        self.context.jumping, self.state.message = False, ""
+        return letter in JUMP_LETTERS and self.view.jump(JUMP_LETTERS.index(letter))
 
     def say(self, message: str, role: str = "text") -> None:
         """Show a message in the footer until the next key."""
@@ -266,6 +278,22 @@ class ConsoleSession:
             self._forward.clear()
             self.state.view = chosen
         self.state.help = False
+
+    def _open(self, view: View) -> None:
+        """Open the row under the cursor, or the request to which the cursor points."""
+        if view.open():
+            return
+        request = view.request(self.context)
+        running = (
+            {one.request_id for one in self.context.snapshot.requests} if self.context.snapshot else set()
+        )
+        if not request:
+            self.say("no request is under the cursor", "warn")
+            return
+        self._screen("requests" if request in running else "finished")
+        chosen = self.view
+        assert isinstance(chosen, TableView)
+        chosen.filter, chosen.cursor, chosen.detail = "", request, request
 
     def _travel(self, where: str) -> None:
         origin, target = (self._back, self._forward) if where == "back" else (self._forward, self._back)

@@ -283,7 +283,7 @@ class Simulation:
                 blocks=blocks,
                 max_num_seqs=512,
                 budget=8192,
-                weight_bytes=141 << 30,
+                weight_bytes=71 << 30,
                 decode_ms=13.0,
             )
         ]

@@ -10,12 +10,13 @@ import msgspec
 
 from appliance.history.forecasts import QuotaForecast
 from appliance.pages import NamedRequest, UsageRow
+from appliance.protocol import Key, PeerMapping, RegisteredModel
 from appliance.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from console.recordings import RecordedPast
 
-ListName = Literal["audit", "logs", "settings", "findings", "finished", "usage"]
+ListName = Literal["audit", "logs", "settings", "findings", "finished", "usage", "models", "callers"]
 """Lists that are read when their screen is shown, because they are not part of a snapshot."""
 
 
@@ -50,9 +51,9 @@ class ListRow(msgspec.Struct, frozen=True, kw_only=True):
     """Additional fields, keyed by name."""
 
 
-Row = ListRow | NamedRequest | UsageRow
-"""A row of a list: a `NamedRequest` of the finished requests, a `UsageRow` of the usage, a `ListRow` of the
-other lists."""
+Row = ListRow | NamedRequest | UsageRow | RegisteredModel | Key | PeerMapping
+"""A row of a list: a `NamedRequest` of the finished requests, a `UsageRow` of the usage, a `RegisteredModel`
+of the models with their versions, a `Key` or `PeerMapping` of the callers, a `ListRow` of the other lists."""
 
 
 class SnapshotSource(Protocol):

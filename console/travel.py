@@ -13,7 +13,7 @@ from console import units
 from console.context import Compared
 from console.keys import key_of
 from console.past_dialogs import Slice, SliceDialog, TimeDialog
-from console.recordings import PastTimeline
+from console.recordings import PastTimeline, RecordedPast
 from console.replay import SPEEDS, ReplaySource
 from console.source import ListName, SourceError
 from console.timeline import WINDOW_POINTS, PastState
@@ -46,6 +46,10 @@ class TimeTravel:
         if self._source is None:
             self._source = ReplaySource(self._app.source.recording())
         return self._source
+
+    def recording(self) -> RecordedPast:
+        """Return the recorded history that the console shows."""
+        return self.source.recording()
 
     def run(self, command: str) -> bool:
         """Run a command of the key table. Returns False for commands unrelated to the past."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from appliance.snapshot import Alert
 from console import units
 from console.context import Context
-from console.lines import BLANK, Line, span, wrap
+from console.lines import BLANK, Line, fact_lines
 from console.screens.panels import SEVERITY_ROLES, STATE_ROLES
 from console.screens.table import TableColumn, TableView
 
@@ -23,8 +23,7 @@ class AlertsView(TableView[Alert]):
     short = "Alerts"
     help_text = (
         "Alerts with their likely cause and the next step. Alerts that another alert explains are not "
-        "listed; their "
-        "number is shown instead. Enter shows the details."
+        "listed; their number is shown instead."
     )
     sorted_by = "severity"
     empty = "✓ no alerts"
@@ -64,16 +63,12 @@ class AlertsView(TableView[Alert]):
     def id_of(self, row: Alert) -> str:
         return row.id
 
-    def render(self, context: Context, width: int, height: int) -> list[Line]:
-        lines = super().render(context, width, height)
-        row = next((one for one in self.ordered(context) if one.id == self.cursor), None)
-        if self.detail or row is None or height - len(lines) < 5:
-            return lines
-        return [*lines, BLANK, *_advice(row, width)][:height]
+    def title_of(self, row: Alert) -> str:
+        return f"{row.where}: {row.what}"
 
     def describe(self, row: Alert, context: Context, width: int) -> list[Line]:
-        value = units.UNKNOWN if row.value is None else f"{row.value:,.6g} {row.unit}"
-        limit = units.UNKNOWN if row.threshold is None else f"{row.threshold:,.6g} {row.unit}"
+        value = units.UNKNOWN if row.value is None else f"{row.value:,.4g} {row.unit}"
+        limit = units.UNKNOWN if row.threshold is None else f"{row.threshold:,.4g} {row.unit}"
         facts = (
             ("rule", row.rule),
             ("severity", row.severity),
@@ -84,15 +79,7 @@ class AlertsView(TableView[Alert]):
             ("since", units.clock(row.since)),
             ("ended", units.clock(row.ended_at)),
             ("silenced until", units.clock(row.silenced_until)),
-            ("explains", f"{row.suppressed} other alerts"),
+            ("explains", f"{row.suppressed} other alert{'' if row.suppressed == 1 else 's'}"),
         )
-        lines: list[Line] = [BLANK, *([span(f"{name:<16}", "dim"), span(text)] for name, text in facts)]
-        return [*lines, BLANK, *_advice(row, width)]
-
-
-def _advice(row: Alert, width: int) -> list[Line]:
-    lines: list[Line] = []
-    for name, text in (("likely cause", row.cause), ("next step", row.remedy)):
-        for number, part in enumerate(wrap(text or units.UNKNOWN, width - 16)):
-            lines.append([span(f"{name if not number else '':<16}", "dim"), *part])
-    return lines
+        advice = (("likely cause", row.cause or units.UNKNOWN), ("next step", row.remedy or units.UNKNOWN))
+        return [*fact_lines(advice, width), BLANK, *fact_lines(facts, width)]

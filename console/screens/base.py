@@ -11,6 +11,14 @@ MIN_WIDTH, MIN_HEIGHT = 60, 18
 """Smaller terminals get one line per fact."""
 
 
+PAGE, FAR = 10, 1_000_000
+"""Rows that the cursor moves by a page, and to the first or last row."""
+
+
+JUMP_LETTERS = "asdfghjklqwertyuiopzxcvbnmASDFGHJKLQWERTYUIOPZXCVBNM"
+"""The letters of rows and panels in jump mode, from top to bottom."""
+
+
 class View:
     """One screen. A view stores only the operator's choices for its screen, such as the cursor and the sort
     order, and no data of the service."""
@@ -36,9 +44,18 @@ class View:
         self.variant = self.variants[0] if self.variants else ""
         self.scroll = 0
 
+    @property
+    def hints(self) -> tuple[tuple[str, str], ...]:
+        """Commands of the key table that the footer shows on this screen, with short texts."""
+        return ()
+
     def lists(self) -> tuple[ListName, ...]:
         """Return the names of the lists that the screen shows."""
         return ()
+
+    def required_lists(self) -> tuple[ListName, ...]:
+        """Return the names of the lists without which the screen shows nothing."""
+        return self.lists()
 
     def render(self, context: Context, width: int, height: int) -> list[Line]:
         """Return the lines of the screen, at most `height`."""
@@ -78,6 +95,15 @@ class View:
     def open(self) -> bool:
         """Open the detail of the row under the cursor. Returns whether the view has details."""
         return False
+
+    def jump(self, number: int) -> bool:
+        """Move the cursor to a visible row or panel, counted from 0. Returns False if there is none."""
+        return False
+
+    def request(self, context: Context) -> str:
+        """Return the id of the request to which the cursor points, if the rows of the screen are not
+        requests; otherwise an empty string."""
+        return ""
 
     def back(self) -> bool:
         """Close the detail. Returns False if nothing was open."""

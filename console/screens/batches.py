@@ -7,9 +7,17 @@ from collections.abc import Sequence
 from appliance.snapshot import Batch
 from console import units
 from console.context import Context
-from console.lines import BLANK, Line, Span, clip, heading, line, span
+from console.glyphs import chart as bars
+from console.glyphs import rounded_up
+from console.lines import BLANK, Line, Span, clip, fit, heading, line, span, spread
 from console.screens.base import View
 
+_GUTTER = 6
+"""Columns of the labels to the left of a chart."""
+_MIN_ROWS, _MAX_ROWS = 6, 14
+"""Number of lines of each replica."""
+_STALL_ROWS = 5
+"""Number of lines for the newest stalls in a tall terminal."""
 _STALL_FACTOR = 3.0
 """A slice contains a stall if its longest step took more than this many times as long as its mean decode
 step."""
@@ -41,12 +49,10 @@ class BatchesView(View):
     title = "Batches"
     short = "Batch"
     help_text = (
-        "A column per time slice, newest at the right. Its height is divided into steps with prefill "
-        "(bottom), "
-        "decode-only steps, and idle time (empty). ! marks a slice with a step that took more than three "
-        "times the "
-        "mean decode step; left and right move the cursor, and the line below names the request with the "
-        "largest chunk."
+        "A column per second, newest at the right. Its height is divided into steps with prefill (bottom), "
+        "decode-only steps, and idle time (empty). Below it are the running sequences. ! marks a second with "
+        "a step that took more than three times the mean decode step. {left} and {right} move the cursor, "
+        "and the line at the bottom names the request with the largest chunk; {open} shows it."
     )
     figures = (
         "mixed_steps",
@@ -64,19 +70,36 @@ class BatchesView(View):
         """Distance of the cursor from the newest slice."""
         self.replica = 0
         self._replicas = 1
+        self._request = ""
+        """The request that is responsible for the longest step of the slice under the cursor."""
+
+    @property
+    def hints(self) -> tuple[tuple[str, str], ...]:
+        """Commands of the footer."""
+        return (
+            ("move left", "older"),
+            ("move right", "newer"),
+            ("move down", "replica"),
+            ("open", "request"),
+        )
 
     def render(self, context: Context, width: int, height: int) -> list[Line]:
         names = list(context.history.batches)
         self._replicas = max(1, len(names))
+        self._request = ""
         if not names:
             return [heading("Batches", width), [span("no replica has reported steps", "dim")]]
-        each = max(4, min(14, height // len(names)))
-        shown = max(1, height // each)
+        legend = _legend(context, width)
+        room = height - 1 - (_STALL_ROWS if height >= 30 else 0)
+        each = max(_MIN_ROWS, min(_MAX_ROWS, room // len(names)))
+        shown = max(1, (height - 1) // each)
         first = max(0, min(self.replica - shown + 1, len(names) - shown))
-        lines: list[Line] = []
+        lines: list[Line] = [legend]
         for index in range(first, min(len(names), first + shown)):
             slices = list(context.history.batches[names[index]])
             lines += self._replica(context, slices, width, each, selected=index == self.replica % len(names))
+        if height - len(lines) >= 3:
+            lines += _stalls(context, width, height - len(lines))
         return lines[:height]
 
     def facts(self, context: Context) -> list[tuple[str, str, str]]:
@@ -92,27 +115,68 @@ class BatchesView(View):
     def sideways(self, columns: int) -> None:
         self.cursor = max(0, self.cursor - columns)
 
+    def request(self, context: Context) -> str:
+        return self._request
+
     def _replica(
         self, context: Context, slices: list[Batch], width: int, height: int, *, selected: bool
     ) -> list[Line]:
-        newest = slices[-1]
-        self.cursor = min(self.cursor, max(0, min(len(slices), width) - 1)) if selected else self.cursor
-        at = slices[-1 - self.cursor] if selected and self.cursor < len(slices) else newest
+        newest, size = slices[-1], width - _GUTTER
+        visible = slices[-size:]
+        self.cursor = min(self.cursor, len(visible) - 1) if selected else self.cursor
+        at = visible[-1 - self.cursor] if selected else newest
+        if selected:
+            self._request = at.longest_request
         busy = shares(newest)
-        note = f"busy {units.percent(None if busy is None else busy[0] + busy[1])}"
+        note = f"{newest.running}/{newest.max_num_seqs} seqs"
+        if newest.waiting:
+            note += f" · {newest.waiting} waiting"
+        note += f" · busy {units.percent(None if busy is None else busy[0] + busy[1])}"
         head = heading(newest.replica, width, note)
         if selected:
             head[0] = Span("▸ ", "accent")
-        chart = _columns(context, slices[-width:], width, max(1, height - 3))
-        lines = [head, *chart, _marks(slices[-width:], width, self.cursor if selected else None)]
-        lines.append(_figures(at, newest.at, width, selected and self.cursor > 0))
-        return lines if height < 8 else [*lines, BLANK]
+        spaced = height > 8
+        rows = max(1, height - 4 - spaced)
+        chart = _columns(context, visible, size, rows)
+        labels = ["100%", *[""] * (rows - 2), "0%"] if rows > 1 else ["busy"]
+        most = max(batch.running for batch in visible)
+        running = bars(
+            [batch.running for batch in visible],
+            size,
+            1,
+            "ascii" if context.glyphs == "ascii" else "block",
+            "accent",
+            rounded_up(most),
+        )[0]
+        lines = [
+            head,
+            *([span(f"{label:>5} ", "dim"), *row] for label, row in zip(labels, chart, strict=True)),
+        ]
+        lines.append([span(" " * _GUTTER), *_marks(visible, size, self.cursor if selected else None)])
+        lines.append([span(" seqs ", "dim"), *running])
+        lines.append(_figures(context, at, newest.at, width, selected and self.cursor > 0))
+        return [*lines, BLANK] if spaced else lines
+
+
+def _legend(context: Context, width: int) -> Line:
+    letters = _letters(context)
+    row = line(
+        span(f"{letters['prefill']} ", "prefill"),
+        span("steps with prefill  ", "dim"),
+        span(f"{letters['decode']} ", "decode"),
+        span("decode-only steps  ", "dim"),
+        span("! ", "bad"),
+        span("longest step over 3 × the mean", "dim"),
+    )
+    return spread(row, [span("a column per second", "dim")] if width >= 100 else [], width)
+
+
+def _letters(context: Context) -> dict[str, str]:
+    return {"prefill": "▒", "decode": "█"} if context.glyphs != "ascii" else {"prefill": "p", "decode": "#"}
 
 
 def _columns(context: Context, slices: Sequence[Batch], width: int, height: int) -> list[Line]:
-    letters = (
-        {"prefill": "▒", "decode": "█"} if context.glyphs != "ascii" else {"prefill": "p", "decode": "#"}
-    )
+    letters = _letters(context)
     columns = []
     for batch in slices:
         part = shares(batch)
@@ -155,21 +219,50 @@ def _marks(slices: Sequence[Batch], width: int, cursor: int | None) -> Line:
     return spans
 
 
-def _figures(batch: Batch, newest: float, width: int, past: bool) -> Line:
-    row = line(span(f"{units.seconds(newest - batch.at)} ago  " if past else "now  ", "accent"))
+def _figures(context: Context, batch: Batch, newest: float, width: int, past: bool) -> Line:
+    row = line(span(f"-{units.seconds(newest - batch.at)} " if past else "now ", "accent"))
     row += [
-        span(f"{batch.running}", "bold"),
-        span("/" + str(batch.max_num_seqs) + " seqs  ", "dim"),
         span(f"{units.count(batch.decode_steps)} decode ", "decode"),
         span(f"{units.ms(batch.step_ms)}  "),
         span(f"{units.count(batch.mixed_steps)} mixed ", "prefill"),
         span(f"{units.ms(batch.mixed_step_ms)}  "),
+        span("idle ", "dim"),
+        span(f"{units.UNKNOWN if batch.idle_us is None else f'{batch.idle_us:.0f}µs'}  "),
+        span(f"in {units.short(batch.computed_tokens)} out {units.short(batch.generated_tokens)}  ", "dim"),
     ]
     if stalled(batch):
-        row.append(span(f"! {units.ms(batch.longest_ms)} {batch.longest_request}  ", "bad"))
-    if batch.idle_us is not None:
-        row.append(span(f"idle {batch.idle_us:.0f}µs  ", "dim"))
-    row.append(
-        span(f"prompt {units.short(batch.computed_tokens)}  out {units.short(batch.generated_tokens)}", "dim")
-    )
+        row.append(span(f"! {units.ms(batch.longest_ms)} {_cause(context, batch)}", "bad"))
     return clip(row, width)
+
+
+def _cause(context: Context, batch: Batch) -> str:
+    tenant = context.history.tenants.get(batch.longest_request, units.UNKNOWN)
+    return f"{batch.longest_request or units.UNKNOWN} ({tenant})"
+
+
+def _stalls(context: Context, width: int, height: int) -> list[Line]:
+    """Return the newest stalls of all replicas."""
+    found = [one for slices in context.history.batches.values() for one in slices if stalled(one)]
+    found.sort(key=lambda one: -one.at)
+    lines = [heading("Stalls", width, f"{len(found)} in the last {units.seconds(context.history.span_of())}")]
+    if not found:
+        measured = any(slices[-1].longest_ms is not None for slices in context.history.batches.values())
+        text = "no step delayed decodes" if measured else "the longest steps are not reported"
+        return [*lines, [span(text, "dim")]]
+    lines.append(
+        [span(f"{'time':<10}{'step':>8}  {'mean':>8}  {'replica':<20} request with the largest chunk", "dim")]
+    )
+    for one in found[: height - 2]:
+        lines.append(
+            clip(
+                [
+                    span(f"{units.clock(one.at):<10}"),
+                    span(f"{units.ms(one.longest_ms):>8}  ", "bad"),
+                    span(f"{units.ms(one.step_ms):>8}  ", "dim"),
+                    span(f"{fit(one.replica, 20)} ", "bold"),
+                    span(_cause(context, one)),
+                ],
+                width,
+            )
+        )
+    return lines

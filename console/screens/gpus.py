@@ -8,8 +8,9 @@ from appliance.snapshot import Gpu
 from console import units
 from console.context import Context
 from console.glyphs import bar, unknown_bar
-from console.lines import BLANK, Line, clip, heading, line, span, wrap
-from console.screens.panels import celsius, trend, watts
+from console.history import Point
+from console.lines import BLANK, Line, clip, fact_lines, heading, line, span, wrap
+from console.screens.panels import celsius, history_chart, shown_span, watts
 from console.screens.table import TableColumn, TableView
 
 
@@ -121,20 +122,23 @@ class GpusView(TableView[Gpu]):
     def render(self, context: Context, width: int, height: int) -> list[Line]:
         if context.snapshot and not context.snapshot.gpus and context.snapshot.gpu_error:
             return [heading("GPUs", width), *wrap(context.snapshot.gpu_error, width, "bad")]
-        lines = super().render(context, width, height)
-        gpus = self.ordered(context)
-        if self.detail or not gpus or height - len(lines) < len(gpus) + 3:
-            return lines
-        lines += [BLANK, heading("Memory", width, "weights, KV cache, other")]
-        lines += [_memory(context, gpu, width) for gpu in gpus]
-        left = height - len(lines)
-        if left >= len(gpus) + 2:
+        return super().render(context, width, height)
+
+    def title_of(self, row: Gpu) -> str:
+        return f"GPU {row.number}: {row.name}"
+
+    def below(self, rows: list[Gpu], context: Context, width: int, height: int) -> list[Line]:
+        if not rows or height < len(rows) + 3:
+            return super().below(rows, context, width, height)
+        lines = [BLANK, heading("Memory", width, "weights, KV cache, other")]
+        lines += [_memory(context, gpu, width) for gpu in rows]
+        if height - len(lines) >= len(rows) + 2:
             lines += [
                 BLANK,
-                heading("Kernel time", width, f"{units.seconds(context.history.span_s)} of history"),
+                heading("Kernel time", width, f"last {shown_span(context, width - 10)}"),
             ]
-            lines += [_history(context, gpu, width) for gpu in gpus]
-        return lines
+            lines += [_history(context, gpu, width) for gpu in rows]
+        return lines + super().below(rows, context, width, height - len(lines))
 
     def describe(self, row: Gpu, context: Context, width: int) -> list[Line]:
         weights, kv, other, free = memory_parts(row)
@@ -164,9 +168,8 @@ class GpusView(TableView[Gpu]):
             ),
             ("last Xid", units.UNKNOWN if row.last_xid is None else str(row.last_xid or "none")),
         )
-        lines: list[Line] = [BLANK, _memory(context, row, width), BLANK]
-        lines += [line(span(f"{name:<15}", "dim"), span(value)) for name, value in facts]
-        lines += [BLANK, heading("Processes", width, "memory of this GPU")]
+        lines: list[Line] = [_memory(context, row, width), *fact_lines(facts, width)]
+        lines.append(heading("Processes", width, "memory of this GPU"))
         if row.processes is None:
             return [*lines, [span("not reported", "dim")]]
         for one in row.processes:
@@ -199,10 +202,10 @@ def _memory(context: Context, gpu: Gpu, width: int) -> Line:
 
 def _history(context: Context, gpu: Gpu, width: int) -> Line:
     size = width - 10
-    points = size * (2 if context.glyphs == "braille" else 1)
     index = [one.number for one in context.snapshot.gpus].index(gpu.number) if context.snapshot else 0
-    values = context.history.last(
-        lambda point: point.gpus[index] if index < len(point.gpus) else None, points
-    )
-    chart = trend(context, values, size, "accent", top=100.0)
-    return [span(f"{gpu.number:>3} ", "bold"), *chart, span(f" {units.percent(_use(gpu)):>4}", "dim")]
+
+    def use(point: Point) -> float | None:
+        return point.gpus[index] if index < len(point.gpus) else None
+
+    trend = history_chart(context, use, size, 1, "accent", 100.0)[0]
+    return [span(f"{gpu.number:>3} ", "bold"), *trend, span(f" {units.percent(_use(gpu)):>4}", "dim")]

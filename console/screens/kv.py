@@ -8,10 +8,12 @@ from array import array
 from appliance.snapshot import BLOCK_STATES, NO_OWNER, BlockMap, KvCache
 from console import units
 from console.context import Context
-from console.lines import BLANK, Line, Span, clip, heading, line, span, wrap
-from console.screens.base import View
+from console.glyphs import meter
+from console.lines import BLANK, Line, Span, clip, fit, heading, line, span, width_of, wrap
+from console.screens.base import FAR, PAGE, View
 from console.screens.panels import kv_bar
 
+_CONTEXT_ROWS = 7
 _LETTERS = {"braille": "·▒█▓", "block": "·▒█▓", "ascii": ".c#S"}
 _STATE_ROLES = ("free", "cached", "used", "shared")
 _AGE_ROLES = ("used", "used", "s1", "s1", "s5", "s5", "cached", "cached")
@@ -26,11 +28,11 @@ class KvView(View):
     short = "KV"
     help_text = (
         "Every block of a replica's KV cache, in the order of the pool. If the map has fewer cells "
-        "than blocks, a cell stands for several blocks and shows the state of most of them. Left and "
-        "right move the cursor, up and down choose the row, v changes the colouring, enter shows the next "
-        "replica."
+        "than blocks, a cell stands for several blocks and shows the state of most of them. The arrow keys "
+        "move the cursor, and {open} shows the request that uses the block under it. {page-down} shows the "
+        "next replica, and {variant} colours the blocks by state, tenant, age or sharing."
     )
-    variants = ("state", "tenant", "age", "replicas")
+    variants = ("state", "tenant", "age", "sharing", "replicas")
     figures = ("kv_used", "hit_rate", "evictions", "preemptions", "block_state", "block_age")
 
     def __init__(self) -> None:
@@ -40,6 +42,11 @@ class KvView(View):
         self._columns = 1
         self._cells = 1
 
+    @property
+    def hints(self) -> tuple[tuple[str, str], ...]:
+        """Commands of the footer."""
+        return (("open", "request"), ("move page-down", "next replica"))
+
     def render(self, context: Context, width: int, height: int) -> list[Line]:
         caches = context.snapshot.kv if context.snapshot else []
         if not caches:
@@ -48,9 +55,7 @@ class KvView(View):
             return _summary(context, caches, width)[:height]
         self.replica %= len(caches)
         one = caches[self.replica]
-        lines = [
-            heading(f"{one.replica}", width, f"replica {self.replica + 1} of {len(caches)}, enter: next")
-        ]
+        lines = [heading(f"{one.replica}", width, f"replica {self.replica + 1} of {len(caches)}")]
         lines += _totals(context, one, width)
         if one.blocks is None:
             lines += [
@@ -62,9 +67,12 @@ class KvView(View):
                 ),
             ]
             return [*lines, BLANK, *_largest(context, one, width, height - len(lines) - 1)][:height]
-        room = max(3, height - len(lines) - 4)
-        lines += [BLANK, *self._map(context, one.blocks, width, room)]
+        contexts = _CONTEXT_ROWS if height >= 30 else 0
+        room = max(3, height - len(lines) - 2 - (contexts + 1 if contexts else 0))
+        lines += [*self._map(context, one.blocks, width, room)]
         lines += [self._legend(context, one.blocks, width), self._under_cursor(context, one.blocks, width)]
+        if height - len(lines) >= 4:
+            lines += [BLANK, *_largest(context, one, width, height - len(lines) - 1)]
         return lines[:height]
 
     def facts(self, context: Context) -> list[tuple[str, str, str]]:
@@ -77,15 +85,27 @@ class KvView(View):
         return facts or [("KV cache", "no replica has reported", "dim")]
 
     def move(self, rows: int) -> None:
+        if abs(rows) in (PAGE, FAR):
+            self.replica, self.cursor = self.replica + (1 if rows > 0 else -1), 0
+            return
         self.cursor = max(0, min(self._cells - 1, self.cursor + rows * self._columns))
 
     def sideways(self, columns: int) -> None:
         self.cursor = max(0, min(self._cells - 1, self.cursor + columns))
 
-    def open(self) -> bool:
-        self.replica += 1
-        self.cursor = 0
-        return True
+    def request(self, context: Context) -> str:
+        caches = context.snapshot.kv if context.snapshot else []
+        blocks = caches[self.replica % len(caches)].blocks if caches else None
+        if blocks is None or self.variant == "replicas":
+            return ""
+        owners = _owners(blocks)[slice(*self._block_range(blocks))]
+        return next((blocks.requests[one] for one in owners if one < len(blocks.requests)), "")
+
+    def _block_range(self, blocks: BlockMap) -> tuple[int, int]:
+        """Return the first block under the cursor, and the one after the last."""
+        per_cell = max(1, -(-len(blocks.states) // max(1, self._cells)))
+        first = min(self.cursor * per_cell, len(blocks.states) - 1)
+        return first, min(first + per_cell, len(blocks.states))
 
     def selected(self, context: Context) -> list[str]:
         caches = context.snapshot.kv if context.snapshot else []
@@ -131,6 +151,9 @@ class KvView(View):
                 owner = next((one for one in owners[start : start + per_cell] if one != NO_OWNER), NO_OWNER)
                 if owner < len(tenant_roles):
                     letter, role = tenant_letters[owner], tenant_roles[owner]
+            elif self.variant == "sharing":
+                # Only blocks with a prefix that several sequences use, or can use, stand out.
+                role = {2: "track", 3: "shared"}.get(state, role)
             elif self.variant == "age" and state and blocks.ages is not None:
                 age = max(blocks.ages[start : start + per_cell])
                 letter, role = str(min(9, age)), _AGE_ROLES[min(age, len(_AGE_ROLES) - 1)]
@@ -156,16 +179,17 @@ class KvView(View):
         return clip(row, width)
 
     def _under_cursor(self, context: Context, blocks: BlockMap, width: int) -> Line:
-        per_cell = max(1, -(-len(blocks.states) // max(1, self._cells)))
-        first = min(self.cursor * per_cell, len(blocks.states) - 1)
-        last = min(first + per_cell, len(blocks.states)) - 1
+        first, end = self._block_range(blocks)
+        last = end - 1
         where = f"block {first:,}" if first == last else f"blocks {first:,} to {last:,}"
         row = line(
             span("▸ ", "accent"), span(where, "bold"), span(f"  {BLOCK_STATES[blocks.states[first]]}", "dim")
         )
         owners = {one for one in _owners(blocks)[first : last + 1] if one < len(blocks.requests)}
         for owner in sorted(owners)[:3]:
-            row += [span(f"  {blocks.requests[owner]} ", "text"), span(blocks.tenants[owner], "dim")]
+            row += [span(f"  {blocks.requests[owner]} ", "text"), span(blocks.tenants[owner], "bold")]
+        if len(owners) > 3:
+            row.append(span(f"  and {len(owners) - 3} more", "dim"))
         if not owners:
             row.append(span("  no request uses it", "dim"))
         return clip(row, width)
@@ -206,16 +230,18 @@ def _totals(context: Context, one: KvCache, width: int) -> list[Line]:
         ("used", f"{one.blocks_used:,} ({units.percent(used)})"),
         ("cached", f"{one.blocks_cached:,}"),
         ("free", f"{free:,}"),
-        ("tokens", f"{units.short(tokens)} of {units.short(one.blocks_total * one.block_tokens)}"),
         ("hit", units.percent(one.hit_rate)),
         ("evictions", units.count(one.evictions)),
         ("preemptions", units.count(one.preemptions)),
+        ("tokens", f"{units.short(tokens)} of {units.short(one.blocks_total * one.block_tokens)}"),
         ("size", units.size(one.kv_bytes)),
     )
     row: Line = []
     for name, value in facts:
-        row += [span(f"{name} ", "dim"), span(f"{value}  ", "bold")]
-    return [kv_bar(context, one, width), clip(row, width)]
+        part = [span(f"{'  ' if row else ''}{name} ", "dim"), span(value, "bold")]
+        if width_of(row) + width_of(part) <= width:
+            row += part
+    return [kv_bar(context, one, width), row]
 
 
 def _largest(context: Context, one: KvCache, width: int, height: int) -> list[Line]:
@@ -224,12 +250,20 @@ def _largest(context: Context, one: KvCache, width: int, height: int) -> list[Li
         row for row in (context.snapshot.requests if context.snapshot else []) if row.replica == one.replica
     ]
     requests.sort(key=lambda row: -(row.prompt_tokens + (row.generated_tokens or 0)))
-    lines = [heading("Longest contexts", width, "prompt and output tokens so far")]
+    lines = [heading("Longest contexts", width, "tokens of the prompt and the output so far")]
     for row in requests[: max(0, height - 1)]:
         length = row.prompt_tokens + (row.generated_tokens or 0)
+        size = max(0, width - 64)
+        share = length / max(1, one.block_tokens * one.blocks_used)
         lines.append(
             clip(
-                [span(f"{row.request_id:<38}"), span(f"{row.tenant:<16}", "bold"), span(f"{length:>9,}")],
+                [
+                    span(f"{fit(row.request_id, 22)} "),
+                    span(f"{fit(row.tenant, 16)} ", "bold"),
+                    span(f"{length:>9,} "),
+                    *meter(min(1.0, share), size, context.glyphs, "used"),
+                    span(f"{units.count(row.blocks):>6} blocks", "dim"),
+                ],
                 width,
             )
         )

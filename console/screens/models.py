@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from appliance.actions import TargetKind
-from appliance.protocol import ModelStatus, ReplicaStatus, precision
+from appliance.protocol import ModelStatus, RegisteredModel, ReplicaStatus, ScalingStatus, precision
 from console import units
 from console.context import Context
 from console.glyphs import meter
-from console.lines import BLANK, Line, heading, line, span, wrap
-from console.screens.panels import state
+from console.lines import Line, clip, fact_lines, heading, span, wrap
+from console.screens.panels import STATE_ROLES
 from console.screens.table import TableColumn, TableView
+from console.source import ListName
 
 
 class ModelRow(NamedTuple):
@@ -45,7 +46,7 @@ def _kv(row: ModelRow) -> float | None:
 
 
 def _role(row: ModelRow) -> str:
-    return state(row.model.state).role
+    return STATE_ROLES.get(row.model.state, "dim")
 
 
 class ModelsView(TableView[ModelRow]):
@@ -56,8 +57,8 @@ class ModelsView(TableView[ModelRow]):
     title = "Models"
     short = "Models"
     help_text = (
-        "All models. Below the table are the replicas of the model under the cursor; enter shows their "
-        "details."
+        "All models. Below the table are the replicas of the model under the cursor with the progress of "
+        "loading, memory against the prediction, versions, aliases and splits; {open} shows only them."
     )
     target: TargetKind = "model"
     sorted_by = "name"
@@ -113,92 +114,151 @@ class ModelsView(TableView[ModelRow]):
     def id_of(self, row: ModelRow) -> str:
         return row.model.name
 
-    def render(self, context: Context, width: int, height: int) -> list[Line]:
-        lines = super().render(context, width, height)
-        rows = self.ordered(context)
-        # The replicas of the model under the cursor fill the space below the table.
-        if self.detail or not rows or height - len(lines) < 4:
-            return lines
-        model = next((row.model for row in rows if row.model.name == self.cursor), rows[0].model)
-        return [*lines, BLANK, *_replicas(context, model, width)][:height]
+    def lists(self) -> tuple[ListName, ...]:
+        return ("models",)
+
+    def required_lists(self) -> tuple[ListName, ...]:
+        return ()
+
+    def title_of(self, row: ModelRow) -> str:
+        return f"{row.model.name}: {row.model.state}"
 
     def describe(self, row: ModelRow, context: Context, width: int) -> list[Line]:
         model = row.model
-        lines = [
-            BLANK,
-            line(
-                span("state    ", "dim"),
-                state(model.state),
-                span(f"  {model.detail}" if model.detail else ""),
-            ),
-            line(span("folder   ", "dim"), span(model.folder)),
-            line(span("version  ", "dim"), span(model.version)),
-            line(span("context  ", "dim"), span(f"up to {units.count(model.max_model_len or None)} tokens")),
-            BLANK,
-        ]
+        lines: list[Line] = wrap(model.detail, width, "dim" if model.state == "ready" else "warn")
         for one in model.replicas:
-            lines += [*_replica(context, one, width), BLANK]
-        return lines
-
-
-def _replicas(context: Context, model: ModelStatus, width: int) -> list[Line]:
-    lines = [heading(f"Replicas of {model.name}", width, f"{len(model.replicas)}")]
-    if model.detail:
-        lines += wrap(model.detail, width, "warn" if model.state != "ready" else "dim")
-    for one in model.replicas:
-        used = units.ratio(one.blocks_used, one.blocks_total)
-        row = [span(f"{one.name:<20} ", "bold"), state(one.state), span("  ")]
-        if one.fraction is not None:
-            row += [
-                *meter(one.fraction, 20, context.glyphs, "accent"),
-                span(f" {units.percent(one.fraction)} "),
-            ]
-        if one.state in ("ready", "draining"):
-            row += [
-                span(f"{one.running}/{one.max_num_seqs} seqs", "text"),
-                span("  KV ", "dim"),
-                *meter(used, 10, context.glyphs, "used"),
-                span(f" {units.percent(used)}  ", "text"),
-                span(_devices(one), "dim"),
-            ]
-        else:
-            row.append(span(one.detail or one.last_error, "dim"))
-        lines.append(row)
-    return lines
+            lines += _replica(context, one, width)
+        if model.scaling is not None:
+            lines += _scaling(model.scaling, width)
+        entry = next(
+            (one for one in context.rows_of("models", RegisteredModel) if one.name == model.name), None
+        )
+        if entry is not None:
+            return lines + _versions(entry, width)
+        reason = context.row_errors.get("models", "reading…")
+        folder = (("folder", model.folder), ("version", model.version))
+        return [*lines, heading("Versions", width), *wrap(reason, width, "dim"), *fact_lines(folder, width)]
 
 
 def _replica(context: Context, one: ReplicaStatus, width: int) -> list[Line]:
+    used = units.ratio(one.blocks_used, one.blocks_total)
+    head = heading(f"{one.name}: {one.state}", width, _devices(one))
+    head[1] = span(one.name, "title")
+    head.insert(2, span(f" {one.state}", STATE_ROLES.get(one.state, "dim")))
+    lines = [clip(head, width)]
+    if one.load is not None or one.fraction is not None:
+        lines += _progress_lines(context, one, width)
+    elif one.detail:
+        lines += wrap(one.detail, width, "warn")
+    if one.last_error:
+        lines += wrap(f"last error: {one.last_error}", width, "bad")
+    if one.remedy:
+        lines += wrap(f"next step: {one.remedy}", width, "warn")
+    for degraded in one.degraded:
+        lines += wrap(f"degraded: {degraded.what}; {degraded.remedy}", width, "warn")
+    if not one.blocks_total:
+        return lines
+    known = one.used_bytes and one.predicted_bytes
+    off = f" ({one.used_bytes / one.predicted_bytes - 1:+.1%})" if known else ""
+    loaded_in = units.seconds(one.load_seconds or None)
     facts = (
-        ("devices", _devices(one)),
-        ("sequences", f"{one.running} running, {one.waiting} waiting, at most {one.max_num_seqs}"),
-        (
-            "KV blocks",
-            f"{one.blocks_used:,} used, {one.blocks_cached:,} cached, {one.blocks_total:,} in total",
-        ),
-        (
-            "memory",
-            f"{units.size(one.used_bytes or None)} used, {units.size(one.predicted_bytes or None)} predicted",
-        ),
-        (
-            "weights, KV",
-            f"{units.size(one.weight_bytes or None)}, {units.size(one.kv_bytes or None)} per rank",
-        ),
+        ("sequences", f"{one.running} of {one.max_num_seqs}, {one.waiting} waiting"),
+        ("KV blocks", f"{one.blocks_used:,} of {one.blocks_total:,} ({units.percent(used)})"),
         ("decode step", _step(one.step_ms, one.idle_us)),
         ("mixed step", _step(one.mixed_step_ms, one.mixed_idle_us)),
-        ("credit", f"{one.credit_seqs:,} sequences, {one.credit_tokens:,} prompt tokens"),
-        ("loaded in", units.seconds(one.load_seconds or None)),
-        ("restarts", f"{one.restarts}" + (f": {one.last_error}" if one.last_error else "")),
+        ("fit", f"{units.size(one.predicted_bytes or None)} predicted"),
+        ("memory", f"{units.size(one.used_bytes or None)} used{off}"),
+        (
+            "weights",
+            f"{units.size(one.weight_bytes or None)} per rank, loaded in {loaded_in}",
+        ),
+        ("KV cache", f"{units.size(one.kv_bytes or None)} per rank"),
+        ("credit", f"{one.credit_seqs:,} sequences, {units.short(one.credit_tokens)} tokens"),
+        ("restarts", f"{one.restarts}, circuit breaker {one.breaker}"),
+        ("links", " · ".join(part for part in (one.links, one.collectives) if part)),
     )
-    head = heading(f"Replica {one.name}", width, one.detail)
-    lines = [head, line(span("  state        ", "dim"), state(one.state))]
-    return lines + [line(span(f"  {name:<13}", "dim"), span(value)) for name, value in facts]
+    return lines + fact_lines([fact for fact in facts if fact[1]], width)
+
+
+def _progress_lines(context: Context, one: ReplicaStatus, width: int) -> list[Line]:
+    """Return the progress of a load: its stage, a bar, the rate and the time left."""
+    size = max(8, min(40, width // 3))
+    row: Line = [
+        *meter(one.fraction, size, context.glyphs, "accent"),
+        span(f" {units.percent(one.fraction):>4} ", "bold"),
+    ]
+    if one.load is None:
+        return [clip([*row, span(f" {one.detail}", "dim")], width)]
+    load = one.load
+    amount = ""
+    if load.total:
+        form = units.size if load.unit == "bytes" else units.count
+        amount = f"{form(load.done)} of {form(load.total)}" + (
+            "" if load.unit == "bytes" else f" {load.unit}"
+        )
+        if load.rate_per_s:
+            amount += f", {form(load.rate_per_s)}/s"
+    row += [span(f" {load.stage}", "warn"), span(f"  {amount}"), span(f"  {load.detail}", "dim")]
+    row.append(span(f"  {units.seconds(load.left_s)} left", "bold"))
+    return [clip(row, width)]
+
+
+def _scaling(scaling: ScalingStatus, width: int) -> list[Line]:
+    facts = [
+        ("replicas", f"{scaling.replicas}, from {scaling.min_replicas} to {scaling.max_replicas}"),
+        ("demand", f"{scaling.demand:.1f} replicas now, {scaling.expected:.1f} expected"),
+        ("reason", scaling.reason or units.UNKNOWN),
+        ("refusal", scaling.refusal or "none"),
+    ]
+    return [heading("Scaling", width), *fact_lines(facts, width)]
+
+
+def _versions(entry: RegisteredModel, width: int) -> list[Line]:
+    """Return the versions of a model, its aliases, splits and shadows."""
+    lines = [
+        heading("Versions", width, f"from the {entry.source}" if entry.source == "registry" else entry.source)
+    ]
+    titles = f"  {'version':<9}{'state':<12}{'added':<21}{'memory':>8}  folder"
+    lines.append([span(titles, "dim")])
+    for one in sorted(entry.versions, key=lambda one: -one.version):
+        mark = (
+            "default" if one.version == entry.default else "previous" if one.version == entry.previous else ""
+        )
+        lines.append(
+            clip(
+                [
+                    span("● " if mark == "default" else "  ", "good"),
+                    span(f"{one.version:<9}", "bold"),
+                    span(f"{one.state:<12}", STATE_ROLES.get(one.state, "dim")),
+                    span(f"{units.date(one.added_at):<21}", "dim"),
+                    span(f"{units.size(one.memory_bytes or None):>8}  "),
+                    span(one.folder),
+                    span(f"  {mark}" if mark else "", "dim"),
+                    span(f"  {one.detail}" if one.detail else "", "warn"),
+                ],
+                width,
+            )
+        )
+    facts = [("aliases", ", ".join(entry.aliases) or "none")]
+    if entry.split:
+        whole = sum(entry.split.values()) or 1.0
+        parts = (f"{name} {units.percent(share / whole)}" for name, share in entry.split.items())
+        facts.append(("split", ", ".join(parts)))
+    for shadow in entry.shadows:
+        agreed = units.percent(shadow.agreement)
+        facts.append(
+            (
+                "shadow",
+                f"{units.percent(shadow.share)} of {shadow.name} to {shadow.target}: "
+                f"{shadow.compared:,} compared, {agreed} of tokens agree",
+            )
+        )
+    return lines + fact_lines(facts, width)
 
 
 def _step(duration_ms: float, idle_us: float) -> str:
     # The engine reports 0 if there were no steps of the kind since its previous report.
-    if not duration_ms:
-        return "none since the last report"
-    return f"{units.ms(duration_ms)}, device idle {idle_us:.0f} µs before each"
+    return f"{units.ms(duration_ms)}, {idle_us:.0f}µs idle" if duration_ms else "none at present"
 
 
 def _devices(one: ReplicaStatus) -> str:

@@ -7,7 +7,7 @@ from console import units
 from console.context import Context
 from console.lines import BLANK, Line, Span, beside
 from console.screens import panels
-from console.screens.base import View
+from console.screens.base import JUMP_LETTERS, View
 
 _GAP = 3
 
@@ -46,30 +46,44 @@ class OverviewView(View):
         self._columns: list[list[str]] = [[], []]
         """Names of the most recently shown panels, by column."""
 
+    @property
+    def hints(self) -> tuple[tuple[str, str], ...]:
+        """Commands of the footer."""
+        return (("move right", "panel"), ("zoom", "zoom"))
+
     def render(self, context: Context, width: int, height: int) -> list[Line]:
         snapshot = context.snapshot
         assert snapshot is not None
         left_width = (width - _GAP) // 2
         right_width = width - _GAP - left_width
         tall = height >= 30
-        models = min(6, len(snapshot.models)) + 1
-        charts = max(6, min(16, height - 16 - models)) if tall else 7
+        gap = 1 if tall else 0
         if self.zoomed:
             return _panel(self.chosen, context, snapshot, width, height)[:height]
-        order = ("throughput", "latency", "queue", "models") if tall else ("throughput", "latency", "queue")
-        left = {
-            name: _panel(name, context, snapshot, left_width, models if name == "models" else charts)
-            for name in order
-        }
+
+        def panel(name: str, wide: int, high: int) -> list[Line]:
+            return _panel(name, context, snapshot, wide, high)
+
+        order = ("latency", "queue", "models") if tall else ("latency", "queue")
+        left = {name: panel(name, left_width, min(6, len(snapshot.models)) + 2) for name in order}
+        used = sum(len(one) + gap for one in left.values())
+        left = {"throughput": panel("throughput", left_width, max(7, min(20, height - used))), **left}
         order = ("gpus", "kv", "alerts") if tall else ("alerts", "gpus", "kv")
-        right = {name: _panel(name, context, snapshot, right_width, 8 if tall else 4) for name in order}
-        used = sum(len(panel) for panel in right.values()) + (len(right) if tall else 0)
-        if height - used >= 3:
-            right["processes"] = _panel("processes", context, snapshot, right_width, height - used)
+        right = {name: panel(name, right_width, 8 if tall else 4) for name in order}
+        room = height - sum(len(one) + gap for one in right.values())
+        if tall and room >= 12:
+            right["tenants"] = panel("tenants", right_width, min(room - 7, len(snapshot.tenants) + 2))
+            room -= len(right["tenants"]) + gap
+        if room >= 3:
+            right["processes"] = panel("processes", right_width, room)
         self._columns = [list(left), list(right)]
         for column in (left, right):
             if self.chosen in column:
-                column[self.chosen] = _marked(column[self.chosen])
+                column[self.chosen] = _marked(column[self.chosen], Span("▸ ", "accent"))
+            if context.jumping:
+                for name in column:
+                    letter = JUMP_LETTERS[self._panels().index(name)]
+                    column[name] = _marked(column[name], Span(f"{letter} ", "tab"))
         lines = beside(
             _stack(list(left.values()), tall),
             _stack(list(right.values()), tall),
@@ -88,6 +102,16 @@ class OverviewView(View):
     def sideways(self, columns: int) -> None:
         column, row = self._position()
         self._choose(max(0, min(1, column + columns)) if self.chosen else 0, row)
+
+    def _panels(self) -> list[str]:
+        return [name for column in self._columns for name in column]
+
+    def jump(self, number: int) -> bool:
+        names = self._panels()
+        if number >= len(names):
+            return False
+        self.chosen = names[number]
+        return True
 
     def zoom(self) -> bool:
         if not self.chosen:
@@ -162,7 +186,7 @@ def _panel(name: str, context: Context, snapshot: Snapshot, width: int, height: 
         case "throughput":
             return panels.throughput(context, snapshot, width, height)
         case "latency":
-            return panels.latency(snapshot, width)
+            return panels.latency(context, snapshot, width)
         case "queue":
             return panels.queue(context, snapshot, width)
         case "models":
@@ -171,14 +195,16 @@ def _panel(name: str, context: Context, snapshot: Snapshot, width: int, height: 
             return panels.gpus(context, snapshot, width)
         case "kv":
             return panels.kv(context, snapshot, width)
+        case "tenants":
+            return panels.tenants(context, snapshot, width, height)
         case "alerts":
             return panels.alerts(snapshot, width, height)
     return panels.processes(context, snapshot, width, height)
 
 
-def _marked(panel: list[Line]) -> list[Line]:
-    """Return a panel whose heading shows that it is chosen."""
-    return [[Span("▸ ", "accent"), *panel[0][1:]], *panel[1:]]
+def _marked(panel: list[Line], mark: Span) -> list[Line]:
+    """Return a panel whose heading begins with a mark."""
+    return [[mark, *panel[0][1:]], *panel[1:]]
 
 
 def _stack(blocks: list[list[Line]], spaced: bool) -> list[Line]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from appliance.snapshot import Alert, Gpu, KvCache, LatencyPercentiles, Process, Snapshot
 from console import units
 from console.context import Context
 from console.glyphs import bar as bar_of
-from console.glyphs import chart, meter, sparkline, unknown_bar
-from console.lines import Line, Span, clip, heading, line, span, spread, wrap
+from console.glyphs import chart, meter, per_cell, unknown_bar
+from console.history import LATENCIES, Point
+from console.lines import Line, Span, beside, clip, fit, heading, line, span, spread, wrap
 
 STATE_ROLES = {
     "ready": "good",
@@ -32,6 +33,7 @@ STATE_ROLES = {
     "acknowledged": "info",
     "silenced": "dim",
     "resolved": "good",
+    "available": "dim",
 }
 SEVERITY_ROLES = {"critical": "bad", "warning": "warn", "info": "info"}
 CLASS_ROLES = {"P0": "p0", "P1": "p1", "P2": "p2", "P3": "p3"}
@@ -42,56 +44,90 @@ def state(name: str) -> Span:
     return span(name or units.UNKNOWN, STATE_ROLES.get(name, "dim"))
 
 
+def history_chart(
+    context: Context,
+    figure: Callable[[Point], float | None],
+    width: int,
+    height: int,
+    role: str,
+    top: float | None = None,
+) -> list[Line]:
+    """Return the newest values of a figure as a chart. `top` is the value at its upper edge."""
+    history = context.history
+    values = history.last(figure, width * per_cell(context.glyphs))
+    return chart(values, width, height, context.glyphs, role, top, phase=history.phase)
+
+
+def shown_span(context: Context, width: int) -> str:
+    """Return the time that a chart of this width shows."""
+    return units.seconds(context.history.span_of(width * per_cell(context.glyphs)))
+
+
 def throughput(context: Context, snapshot: Snapshot, width: int, height: int) -> list[Line]:
     """Return the charts of output and input tokens per second."""
-    rates, history = snapshot.rates, context.history
-    points = width * (2 if context.glyphs == "braille" else 1)
-    window = f"mean of {units.seconds(rates.window_s)}" if rates.window_s else "waiting for a second sample"
-    lines = [heading("Tokens per second", width, f"{window} · {units.seconds(history.span_s)} shown")]
-    out = history.last(lambda point: point.generated_tokens_per_s, points)
-    into = history.last(lambda point: point.prompt_tokens_per_s, points)
-    rows = max(2, height - 1)
-    upper = max(1, (rows - 2 + 1) // 2)
-    lower = max(1, rows - 2 - upper)
+    rates = snapshot.rates
+    window = f"{units.seconds(rates.window_s)} mean" if rates.window_s else "waiting for a second sample"
+    shown = f"last {shown_span(context, width)}"
+    lines = [heading("Tokens per second", width, f"{window} · {shown}" if width >= 50 else shown)]
+    rows = max(2, height - 3)
+    upper = (rows + 1) // 2
+    cached = units.percent(units.ratio(rates.cached_tokens_per_s, rates.prompt_tokens_per_s))
 
-    def title(name: str, role: str, value: float | None, values: Sequence[float | None]) -> Line:
-        peak = max((one for one in values if one is not None), default=None)
+    def panel(
+        name: str,
+        role: str,
+        value: float | None,
+        figure: Callable[[Point], float | None],
+        size: int,
+        note: str,
+    ) -> list[Line]:
+        points = context.history.last(figure, width * per_cell(context.glyphs))
+        peak = max((one for one in points if one is not None), default=None)
         left = line(span(f"{name} ", role), span(units.rate(value), "bold"), span("/s", "dim"))
-        return spread(left, line(span(f"peak {units.rate(peak)}", "dim")), width)
+        if note and width >= 50:
+            left.append(span(f"  {note}", "dim"))
+        right = line(span(f"peak {units.rate(peak)}", "dim"))
+        return [spread(left, right, width), *history_chart(context, figure, width, size, role)]
 
-    lines.append(title("output", "output", rates.generated_tokens_per_s, out))
-    lines += chart(out, width, upper, context.glyphs, "output")
+    out = rates.generated_tokens_per_s
+    lines += panel("output", "output", out, lambda point: point.generated_tokens_per_s, upper, "")
     if height >= 5:
-        cached = units.percent(units.ratio(rates.cached_tokens_per_s, rates.prompt_tokens_per_s))
-        row = title("prompt", "input", rates.prompt_tokens_per_s, into)
-        lines.append(row if width < 50 else _with(row, f"{cached} cached", width))
-        lines += chart(into, width, lower, context.glyphs, "input")
+        into = rates.prompt_tokens_per_s
+        note = f"{cached} cached"
+        lines += panel("prompt", "input", into, lambda point: point.prompt_tokens_per_s, rows - upper, note)
     return lines[:height]
 
 
-def _with(row: Line, text: str, width: int) -> Line:
-    """Insert a dim text in the middle of a spread line."""
-    head, tail = row[:3], row[-1:]
-    return spread([*head, span(f"  {text}", "dim")], tail, width)
-
-
-def latency(snapshot: Snapshot, width: int) -> list[Line]:
-    """Return the percentiles of latencies."""
+def latency(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
+    """Return the percentiles of latencies, and in wide panels the course of the 99th percentiles."""
     latency = snapshot.latency
     window = next((one.window_s for one in (latency.ttft, latency.itl) if one is not None), None)
     counted = latency.ttft.count if latency.ttft else None
     note = "not reported" if window is None else f"{units.count(counted)} ended in {units.seconds(window)}"
     lines = [heading("Latency", width, note)]
     size = 9 if width >= 44 else 8
-    lines.append([span(f"{'':<7}" + "".join(f"{name:>{size}}" for name in ("p50", "p90", "p99")), "dim")])
-    for name, one in (
-        ("TTFT", latency.ttft),
-        ("ITL", latency.itl),
-        ("queue", latency.queue),
-        ("E2E", latency.e2e),
-    ):
-        lines.append(_percentiles(name, one, size))
+    room = width - 7 - 3 * size - 1
+    titles = f"{'':<7}" + "".join(f"{name:>{size}}" for name in ("p50", "p90", "p99"))
+    wide = room >= 12
+    lines.append(
+        [span(titles + (f" {f'p99, last {shown_span(context, room)}':>{room}}" if wide else ""), "dim")]
+    )
+    for index, (name, one) in enumerate(zip(LATENCIES, _each(snapshot), strict=True)):
+        title = name.upper() if name != "queue" else name
+        row = _percentiles(title, one, size)
+        if wide:
+            trend = history_chart(context, _latency_of(index), room, 1, "accent")[0]
+            row += [Span(" "), *trend]
+        lines.append(row)
     return [clip(row, width) for row in lines]
+
+
+def _each(snapshot: Snapshot) -> list[LatencyPercentiles | None]:
+    return [getattr(snapshot.latency, name) for name in LATENCIES]
+
+
+def _latency_of(index: int) -> Callable[[Point], float | None]:
+    return lambda point: point.latencies[index]
 
 
 def _percentiles(name: str, one: LatencyPercentiles | None, size: int) -> Line:
@@ -126,6 +162,12 @@ def queue(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
         if late:
             row.append(span(" late", "warn"))
         lines.append(row)
+    # In wide panels, a chart of the waiting requests fills the space beside the classes.
+    used = 39 + 5
+    if (room := width - used) >= 10 and len(lines) > 2:
+        title = line(span(f"{f'last {shown_span(context, room)}':>{room}}", "dim"))
+        trend = history_chart(context, lambda point: point.waiting, room, len(lines) - 2, "warn")
+        lines[1:] = beside(lines[1:], [title, *trend], used - 1, room, 1)
     if queue.overload:
         lines += wrap(queue.overload, width, "bad")
     return [clip(row, width) for row in lines]
@@ -224,19 +266,44 @@ def alert_line(one: Alert, width: int) -> Line:
 
 def models(snapshot: Snapshot, width: int, height: int) -> list[Line]:
     """Return one line per model."""
-    lines = [heading("Models", width, "sequences, queued requests, output")]
     name_width = max(10, width - 36)
-    for one in snapshot.models[: height - 1]:
+    titles = f"{'model':<{name_width}} {'state':<11}{'seqs':>7}{'queued':>8}{'output':>9}"
+    lines = [heading("Models", width), clip([span(titles, "dim")], width)]
+    for one in snapshot.models[: height - 2]:
         running = sum(replica.running for replica in one.replicas) if one.replicas else None
         output = sum(replica.generated_tokens for replica in one.replicas) if one.replicas else None
         lines.append(
             clip(
                 [
-                    span(f"{one.name[:name_width]:<{name_width}} "),
-                    span(f"{one.state:<10}", STATE_ROLES.get(one.state, "dim")),
-                    span(f"{units.count(running):>6}"),
+                    span(f"{fit(one.name, name_width)} "),
+                    span(f"{one.state:<11}", STATE_ROLES.get(one.state, "dim")),
+                    span(f"{units.count(running):>7}"),
                     span(f"{units.count(one.queued):>8}", "dim"),
                     span(f"{units.short(output):>9}", "output"),
+                ],
+                width,
+            )
+        )
+    return lines
+
+
+def tenants(context: Context, snapshot: Snapshot, width: int, height: int) -> list[Line]:
+    """Return the tenants with the most tokens per second."""
+    name_width = max(10, width // 3)
+    size = width - name_width - 19
+    shown = sorted(snapshot.tenants, key=lambda one: -(one.tokens_per_s or 0.0))[: max(0, height - 2)]
+    note = f"{len(shown)} of {len(snapshot.tenants)}" if len(shown) < len(snapshot.tenants) else ""
+    titles = f"{'tenant':<{name_width}}{'run':>5}{'tokens/s':>9} {'share of service':<{size + 4}}"
+    lines = [heading("Tenants", width, note), clip([span(titles, "dim")], width)]
+    for one in shown:
+        lines.append(
+            clip(
+                [
+                    span(fit(one.name, name_width)),
+                    span(f"{units.count(one.running):>5}"),
+                    span(f"{units.rate(one.tokens_per_s):>9} ", "output"),
+                    *meter(one.share, size, context.glyphs, "accent"),
+                    span(f"{units.percent(one.share):>4}"),
                 ],
                 width,
             )
@@ -253,21 +320,21 @@ def processes(context: Context, snapshot: Snapshot, width: int, height: int) -> 
     facts = [
         ("cpu", units.percent(cpu)),
         ("load", units.UNKNOWN if host.load_1m is None else f"{host.load_1m:.1f}"),
-        ("memory", units.percent(memory)),
-        ("disk free", units.size(host.disk_free_bytes)),
+        ("memory" if width >= 44 else "mem", units.percent(memory)),
+        ("disk free" if width >= 44 else "free", units.size(host.disk_free_bytes)),
     ]
     row: Line = []
-    for name, value in facts:
-        row += [span(f"{name} ", "dim"), span(value, "bold"), Span("  ")]
+    for number, (name, value) in enumerate(facts):
+        row += [span(f"{'  ' if number else ''}{name} ", "dim"), span(value, "bold")]
     lines.append(clip(row, width))
     known: list[Process] = sorted(host.processes, key=lambda one: -(one.cpu_percent or 0.0))
-    name_width = max(8, width - 24)
+    name_width = max(8, width - 19)
     for one in known[: max(0, height - 3)]:
         cpu_text = units.UNKNOWN if one.cpu_percent is None else f"{one.cpu_percent:.0f}%"
         lines.append(
             clip(
                 [
-                    span(f"{one.name[:name_width]:<{name_width}}"),
+                    span(fit(one.name, name_width)),
                     span(f"{cpu_text:>7}"),
                     span(f"{units.size(one.memory_bytes):>8}", "dim"),
                     span(f" {one.restarts}↻" if one.restarts else "", "warn"),
@@ -278,10 +345,3 @@ def processes(context: Context, snapshot: Snapshot, width: int, height: int) -> 
     if known:
         lines.insert(2, [span(f"{'process':<{name_width}}{'cpu':>7}{'memory':>8}", "dim")])
     return lines[:height]
-
-
-def trend(
-    context: Context, values: Sequence[float | None], width: int, role: str, top: float | None = None
-) -> Line:
-    """Return the newest values as a one-line chart. `top` is the value at its upper edge."""
-    return sparkline(values, width, context.glyphs, role, top)

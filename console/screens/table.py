@@ -10,9 +10,11 @@ from console.context import Context
 from console.filters import Cell, FilterError, matcher, sort_rows
 from console.keys import key_of
 from console.lines import BLANK, Line, Span, clip, fit, heading, span, wrap
-from console.screens.base import View
+from console.screens.base import JUMP_LETTERS, View
 
 R = TypeVar("R")
+_MIN_PREVIEW = 6
+"""Smallest space below a table that shows details."""
 
 
 class TableColumn(NamedTuple):
@@ -56,6 +58,16 @@ class TableView(View, Generic[R]):
         self._index = 0
         self._order: list[str] = []
         self.scroll_detail = 0
+        self._visible = range(0)
+        """Places of the visible rows."""
+        self._jumping = False
+
+    @property
+    def hints(self) -> tuple[tuple[str, str], ...]:
+        """Commands of the footer."""
+        if self.detail:
+            return (("back", "close"), ("copy", "copy"))
+        return (("open", "open"), ("filter", "filter"), ("sort next", "sort"), ("mark", "mark"))
 
     # ── what a table defines ─────────────────────────────────────────────────────────────────
 
@@ -66,6 +78,10 @@ class TableView(View, Generic[R]):
     def id_of(self, row: R) -> str:
         """Return the id of a row."""
         raise NotImplementedError
+
+    def title_of(self, row: R) -> str:
+        """Return the heading of a row's details."""
+        return self.id_of(row)
 
     def describe(self, row: R, context: Context, width: int) -> list[Line]:
         """Return the lines of a row's detail view."""
@@ -95,6 +111,7 @@ class TableView(View, Generic[R]):
     def render(self, context: Context, width: int, height: int) -> list[Line]:
         if missing := self._missing(context):
             return [heading(self.title, width), BLANK, *wrap(missing[0], width, missing[1])]
+        self._jumping, self._visible = context.jumping, range(0)
         rows = self.ordered(context)
         self._order = [self.id_of(row) for row in rows]
         if self.detail:
@@ -116,18 +133,30 @@ class TableView(View, Generic[R]):
             )
         shown = self._fitting(width)
         lines.append(self._titles(shown, width))
-        return [*lines, *self._body(rows, shown, width, height - len(lines))]
+        lines += self._body(rows, shown, width, height - len(lines))
+        return [*lines, *self.below(rows, context, width, height - len(lines))]
+
+    def below(self, rows: list[R], context: Context, width: int, height: int) -> list[Line]:
+        """Return the lines that fill the space below a short table: the details of the row under the
+        cursor."""
+        row = next((row for row in rows if self.id_of(row) == self.cursor), None)
+        if row is None or height < _MIN_PREVIEW:
+            return []
+        body = self.describe(row, context, width)
+        body = body[next((number for number, one in enumerate(body) if one), 0) :]
+        return [BLANK, heading(self.title_of(row), width, self._hint(context, "{} opens", "open")), *body][
+            :height
+        ]
 
     @staticmethod
-    def _hint(context: Context, text: str) -> str:
-        """Return `text` with the name of the key that goes back, or an empty string if there is no such
-        key."""
-        key = key_of(context.keys, "back")
+    def _hint(context: Context, text: str, command: str = "back") -> str:
+        """Return `text` with the name of a command's key, or an empty string if the command has no key."""
+        key = key_of(context.keys, command)
         return text.format(key) if key else ""
 
     def _missing(self, context: Context) -> tuple[str, str] | None:
         """Return the reason and its role if a list of the screen has not been read."""
-        for name in self.lists():
+        for name in self.required_lists():
             if name not in context.rows:
                 error = context.row_errors.get(name, "")
                 return (error, "warn") if error else ("reading…", "dim")
@@ -165,10 +194,15 @@ class TableView(View, Generic[R]):
         elif self._index >= self.scroll + height:
             self.scroll = self._index - height + 1
         self.scroll = max(0, min(self.scroll, len(rows) - height))
-        return [
-            self._row(rows[index], shown, width, selected=index == self._index)
-            for index in range(self.scroll, min(len(rows), self.scroll + height))
+        self._visible = range(self.scroll, min(len(rows), self.scroll + height))
+        lines = [
+            self._row(rows[index], shown, width, selected=index == self._index) for index in self._visible
         ]
+        if self._jumping:
+            lines = [
+                [Span(letter, "tab"), *row[1:]] for letter, row in zip(JUMP_LETTERS, lines, strict=False)
+            ] + lines[len(JUMP_LETTERS) :]
+        return lines
 
     def _row(self, row: R, shown: list[tuple[TableColumn, int]], width: int, *, selected: bool) -> Line:
         mark = self.id_of(row) in self.marks
@@ -239,6 +273,12 @@ class TableView(View, Generic[R]):
             self.cursor = self._order[self._index]
         else:
             super().move(rows)
+
+    def jump(self, number: int) -> bool:
+        if number >= len(self._visible):
+            return False
+        self.cursor = self._order[self._visible[number]]
+        return True
 
     def open(self) -> bool:
         if self.cursor in self._order:

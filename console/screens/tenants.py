@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from appliance.actions import TargetKind
-from appliance.protocol import LimitUsage
+from appliance.protocol import Key, LimitUsage, PeerMapping
 from appliance.snapshot import TenantUse
 from console import units
 from console.context import Context
 from console.glyphs import meter
-from console.lines import BLANK, Line, fact_lines, heading, span
+from console.lines import Line, clip, fact_lines, fit, heading, line, span, wrap
 from console.screens.table import TableColumn, TableView
+from console.source import ListName
 
 
 def fullest(row: TenantUse) -> LimitUsage | None:
@@ -43,8 +44,8 @@ class TenantsView(TableView[TenantUse]):
     short = "Tenants"
     alternate = "usage"
     help_text = (
-        "The use of each tenant against its limits and its fair share. Enter shows every limit; {variant} "
-        "shows the usage by day, tenant and key."
+        "The use of each tenant against its limits and its fair share. Below the table are the limits, keys "
+        "and local users of the tenant under the cursor. {variant} shows the usage by day, tenant and key."
     )
     target: TargetKind = "tenant"
     sorted_by = "tokens_per_s"
@@ -139,8 +140,17 @@ class TenantsView(TableView[TenantUse]):
     def id_of(self, row: TenantUse) -> str:
         return row.name
 
+    def lists(self) -> tuple[ListName, ...]:
+        return ("callers",)
+
+    def required_lists(self) -> tuple[ListName, ...]:
+        return ()
+
+    def title_of(self, row: TenantUse) -> str:
+        return f"{row.name}: use of limits"
+
     def describe(self, row: TenantUse, context: Context, width: int) -> list[Line]:
-        lines: list[Line] = [BLANK, heading("Limits", width, "in use, including running requests")]
+        lines: list[Line] = []
         size = max(8, width - 66)
         for one in row.usage:
             share = one.used / max(1, one.capacity)
@@ -159,7 +169,7 @@ class TenantsView(TableView[TenantUse]):
             )
         if not row.usage:
             lines.append([span("this tenant has no limits", "dim")])
-        lines += [BLANK, heading("Use", width, "totals since the start of the service")]
+        lines.append(heading("Use", width, "totals since the start of the service"))
         facts = (
             ("state", "active" if row.suspended_at is None else "suspended: new requests are refused"),
             ("running, waiting", f"{units.count(row.running)}, {units.count(row.waiting)} requests"),
@@ -171,9 +181,43 @@ class TenantsView(TableView[TenantUse]):
             ("prompt tokens", f"{units.count(row.prompt_tokens)} ({units.count(row.cached_tokens)} cached)"),
             ("billed tokens", units.count(row.billed_tokens)),
             ("limit reached in", units.seconds(row.exhausted_in_s)),
-            ("keys, peers", f"{units.count(row.keys)}, {units.count(row.peers)}"),
         )
-        return lines + fact_lines(facts, width)
+        return [*lines, *fact_lines(facts, width), *_callers(row, context, width)]
+
+
+def _callers(row: TenantUse, context: Context, width: int) -> list[Line]:
+    """Return the keys of a tenant, and the local users and groups that belong to it."""
+    note = f"{units.count(row.keys)} keys, {units.count(row.peers)} local users and groups"
+    lines = [heading("Keys and local users", width, note)]
+    if "callers" not in context.rows:
+        return [*lines, *wrap(context.row_errors.get("callers", "reading…"), width, "dim")]
+    now = context.snapshot.at if context.snapshot else 0.0
+    for key in context.rows_of("callers", Key):
+        if key.tenant != row.name or key.revoked_at is not None:
+            continue
+        limit = max(key.usage, key=lambda one: one.used / max(1, one.capacity), default=None)
+        use = "" if limit is None else f"{units.percent(limit.used / max(1, limit.capacity))} {limit.limit}"
+        ends = (
+            "never expires" if key.expires_at is None else f"expires in {units.seconds(key.expires_at - now)}"
+        )
+        expired = key.expires_at is not None and key.expires_at <= now
+        lines.append(
+            clip(
+                [
+                    span(f"{fit(key.name, 20)} ", "bold"),
+                    span(f"{fit(key.id, 14)} "),
+                    span(f"{fit(', '.join(key.scopes), 16)} ", "dim"),
+                    span("expired  " if expired else f"{ends}  ", "bad" if expired else "dim"),
+                    span(use),
+                ],
+                width,
+            )
+        )
+    for peer in context.rows_of("callers", PeerMapping):
+        if peer.tenant == row.name:
+            name = "any user without an entry" if peer.kind == "any" else f"{peer.kind} {peer.number}"
+            lines.append(line(span(f"{name:<26} ", "bold"), span(f"from {peer.source}", "dim")))
+    return lines if len(lines) > 1 else [*lines, [span("no keys and no local users", "dim")]]
 
 
 def _number(value: float | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import cache
 from typing import get_args
 
 from appliance.snapshot import Snapshot
@@ -15,17 +16,23 @@ from tests.snapshots import empty_snapshot
 SIZES = ((120, 40), (80, 24))
 
 
-def source(**options: int) -> FakeSource:
+def source(**options: float) -> FakeSource:
     """Return a small simulated service with a fixed clock."""
-    return FakeSource(now=FIXED_TIME, **{"requests": 60, "blocks": 2048, "gpus": 4, "tenants": 8, **options})
+    return FakeSource(now=FIXED_TIME, **{"requests": 60, "blocks": 2048, "gpus": 4, "tenants": 8, **options})  # type: ignore[arg-type]
 
 
-def session(steps: int = 40, *, write: bool = False) -> ConsoleSession:
+@cache
+def _stepped(steps: int, interval_s: float) -> tuple[FakeSource, list[Snapshot]]:
+    fake = source(interval_s=interval_s)
+    return fake, [fake.step() for _ in range(steps)]
+
+
+def session(steps: int = 40, *, interval_s: float = 0.5, write: bool = False) -> ConsoleSession:
     """Return a session that has received `steps` snapshots and has read all lists."""
-    fake = source()
+    fake, snapshots = _stepped(steps, interval_s)
     made = ConsoleSession(fake, write=write)
-    for _ in range(steps):
-        made.accept(fake.step())
+    for snapshot in snapshots:
+        made.accept(snapshot)
     for name in get_args(ListName):
         made.take_rows(name, asyncio.run(fake.rows(name)))
     return made

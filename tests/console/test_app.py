@@ -20,6 +20,7 @@ from console.fake import FakeSource
 from console.keys import KEYS, offered
 from console.lines import plain
 from console.palette import ConsoleCommands
+from console.screens.table import TableView
 from console.source import SourceError
 from tests.console.frames import SIZES, source
 
@@ -267,3 +268,61 @@ def test_the_palette_offers_actions_only_with_write(write: bool) -> None:
         assert "actions" in commands
 
     run(steps, console(write=write))
+
+
+def test_jump_mode_goes_to_the_row_or_panel_with_the_typed_letter() -> None:
+    app = console()
+
+    async def jump() -> None:
+        async with app.run_test(size=(120, 40)) as pilot:
+            await until(pilot, lambda: app.session.context.snapshot is not None)
+            await pilot.press("4", "f")
+            await until(pilot, lambda: "\nd" in shown(app) and "type the letter" in shown(app))
+            await pilot.press("d")
+            await until(pilot, lambda: not app.session.context.jumping)
+            view = app.session.view
+            assert isinstance(view, TableView)
+            assert view.cursor == view.id_of(view.ordered(app.session.context)[2])
+            # A key that is no letter of a row keeps its meaning.
+            await pilot.press("f", "1")
+            await until(pilot, lambda: app.session.view.name == "overview")
+            assert not app.session.context.jumping
+            await pilot.press("f", "s", "enter")
+            await until(pilot, lambda: "Tokens per second" not in shown(app) and "Latency" in shown(app))
+
+    asyncio.run(jump())
+
+
+def test_enter_on_a_block_opens_the_request_that_uses_it() -> None:
+    app = console()
+
+    async def follow() -> None:
+        async with app.run_test(size=(120, 40)) as pilot:
+            await until(pilot, lambda: app.session.context.snapshot is not None)
+            await pilot.press("3")
+            await until(pilot, lambda: "1 cell = " in shown(app))
+            context = app.session.context
+            while not app.session.view.request(context):
+                await pilot.press("right")
+            request = app.session.view.request(context)
+            await pilot.press("enter")
+            await until(pilot, lambda: f"Requests ▸ {request}" in shown(app))
+            await pilot.press("backspace")
+            await until(pilot, lambda: app.session.view.name == "kv")
+
+    asyncio.run(follow())
+
+
+def test_the_charts_begin_with_the_recorded_minutes_before_the_start() -> None:
+    app = console()
+    app.source.next = FakeSource.next.__get__(app.source)  # type: ignore[method-assign]
+    app.source._real_time = True  # type: ignore[attr-defined]
+
+    async def watch() -> None:
+        async with app.run_test(size=(120, 40)) as pilot:
+            await until(pilot, lambda: len(app.session.context.history.points) > 100)
+            times = [point.at for point in app.session.context.history.points]
+            assert times == sorted(set(times))
+            assert all(len(slices) > 100 for slices in app.session.context.history.batches.values())
+
+    asyncio.run(watch())

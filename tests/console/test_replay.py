@@ -4,6 +4,7 @@ incident file."""
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from pathlib import Path
 
@@ -54,6 +55,8 @@ def bodies(session: ConsoleSession, size: tuple[int, int]) -> dict[str, list[str
         session.run(f"screen {name}")
         width, height = size
         shown[name] = [plain(row) for row in session.view.render(session.context, width, height - 5)]
+    # Of earlier stalls, only the durations are recorded.
+    shown["batches"] = [re.sub(r"(req-\w+|--) \([\w-]+\)$", "", row).rstrip() for row in shown["batches"]]
     return shown
 
 
