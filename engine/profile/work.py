@@ -28,8 +28,10 @@ _EXPERTS_KERNELS = {
     "_logits": "route",
     "_choose": "choose",
     "_up_gemv": "experts up",
+    "_up_stream": "experts up",
     "_up_dot": "experts up",
     "_down_gemv": "experts down",
+    "_down_stream": "experts down",
     "_down_dot": "experts down",
     "_combine": "combine",
 }
@@ -249,7 +251,7 @@ def _of_mixture(
     # GEMMs of sorted tokens leave the sum of each token's experts, and the residual, to "combine".
     written = choices if _GROUPED in launched else 2 * tokens
     # Some kernels quantise their own results.
-    quantised = choices * width * ("_down_gemv" not in launched)
+    quantised = choices * width * {"_down_gemv", "_down_stream"}.isdisjoint(launched)
     return {
         "route": KernelWork(
             count * hidden * number + tokens * (hidden * number + 8 * top_k), 2.0 * tokens * count * hidden
