@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -16,19 +14,42 @@ import msgspec
 from appliance.admin.running import RunningRequests
 from appliance.admin.status import StatusReader
 from appliance.models.replica import Replica
+from appliance.monitoring.burn_rates import BurnRates
 from appliance.monitoring.ended import EndedRequests, TenantCounts
-from appliance.monitoring.gpu_figures import GpuReader
-from appliance.monitoring.host import HostReader, ServiceProcess
+from appliance.monitoring.host import ServiceProcess
+from appliance.monitoring.machine_reader import MachineReader
 from appliance.monitoring.samples import CounterSample, CounterSampler
 from appliance.protocol import ReplicaStatus, Status
-from appliance.snapshot import Alert, Batch, Gpu, Host, KvCache, Queue, Snapshot, TenantUse, UnfinishedRequest
+from appliance.snapshot import Alert, Batch, Gpu, KvCache, Queue, Snapshot, TenantUse, UnfinishedRequest
 from store.policies import Policies, TenantRecord
 
 MAX_TENANTS = 200
-"""Maximum number of tenants in a snapshot. Tenants with requests come first."""
+"""Maximum number of tenants in a snapshot. Tenants with requests are preferred."""
+_CHOOSE_EVERY_S = 30.0
+"""Time between two choices of the tenants if there are more than `MAX_TENANTS`."""
 _BLOCK_TOKENS = 64
-_MACHINE_EVERY_S = 2.0
 _COUNT_KEYS_EVERY_S = 15.0
+
+
+class TenantChoice:
+    """Chooses the tenants of snapshots if there are too many. The choice changes seldom, because each change
+    begins a new layout of the recorded telemetry."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._chosen: set[str] = set()
+        self._at = float("-inf")
+
+    def choose(self, names: list[str], busy: set[str]) -> list[str]:
+        """Return at most `MAX_TENANTS` of the names, in their order."""
+        if len(names) <= MAX_TENANTS:
+            return names
+        now, kept = self._clock(), self._chosen.intersection(names)
+        if now - self._at >= _CHOOSE_EVERY_S or len(kept) < MAX_TENANTS:
+            self._at = now
+            ranked = sorted(names, key=lambda name: (name not in busy, name not in kept))
+            kept = self._chosen = set(ranked[:MAX_TENANTS])
+        return [name for name in names if name in kept]
 
 
 @dataclass(kw_only=True)
@@ -41,22 +62,18 @@ class SnapshotParts:
     ended: EndedRequests
     policies: Callable[[], Policies]
     alerts: Callable[[], list[Alert]]
-    threads: ThreadPoolExecutor
-    """Threads that read the machine, because a disk or a driver may not respond."""
+    machine: MachineReader
+    burn_rates: BurnRates = field(default_factory=BurnRates)
+    choice: TenantChoice = field(default_factory=TenantChoice)
 
 
 class SnapshotReader:
     """Reads snapshots. A batch's slice covers the time since the reader's previous snapshot, so each feed has
-    its own reader. Must be used on the event loop's thread."""
+    its own reader. `SnapshotParts` is shared by all readers. Must be used on the event loop's thread."""
 
     def __init__(self, parts: SnapshotParts) -> None:
         self._parts = parts
         self._slices: dict[str, _Counters] = {}
-        self._machine: tuple[Host, list[Gpu], str] = (Host(), [], "")
-        self._machine_at = float("-inf")
-        self._reading: asyncio.Future[tuple[Host, list[Gpu], str]] | None = None
-        self._host: HostReader | None = None
-        self._gpus: GpuReader | None = None
         self._keys: tuple[Policies | None, float, Counter[str]] = (None, float("-inf"), Counter())
 
     async def read(self) -> Snapshot:
@@ -71,7 +88,7 @@ class SnapshotReader:
         parts = self._parts
         status = parts.status.status()
         sample = parts.sampler.sample()
-        host, gpus, gpu_error = self._read_machine(status)
+        host, gpus, gpu_error = parts.machine.figures(status.state_dir, _processes(status))
         queue = msgspec.structs.asdict(status.queue)
         return Snapshot(
             at=at,
@@ -96,7 +113,7 @@ class SnapshotReader:
                 if replica.blocks_total
             ],
             requests=requests,
-            gpus=[_with_replicas(gpu, status) for gpu in gpus],
+            gpus=[with_replicas(gpu, status) for gpu in gpus],
             models=status.models,
             tenants=self._tenants(sample),
             alerts=parts.alerts(),
@@ -171,10 +188,11 @@ class SnapshotReader:
         parts, traffic = self._parts, self._parts.status.traffic
         policies = parts.policies()
         stats = {name: traffic.tenant_stats(name) for name in policies.tenants}
-        chosen = list(policies.tenants.values())
-        if len(chosen) > MAX_TENANTS:
-            chosen.sort(key=lambda one: (-(stats[one.name].running + stats[one.name].waiting), one.name))
-            del chosen[MAX_TENANTS:]
+        busy_names = {name for name, stat in stats.items() if stat.running or stat.waiting}
+        chosen = [policies.tenants[name] for name in parts.choice.choose(list(policies.tenants), busy_names)]
+        usage = {one.name: traffic.usage("tenant", one.name) for one in chosen}
+        now = time.monotonic()
+        parts.burn_rates.record(now, usage)
         keys = self._valid_keys(policies)
         peers = Counter(peer.tenant for peer in policies.peers.values())
         busy = sum(one.weight for one in stats.values() if one.running or one.waiting)
@@ -209,7 +227,8 @@ class SnapshotReader:
                 prompt_tokens=counts.prompt_tokens,
                 cached_tokens=counts.cached_tokens,
                 billed_tokens=counts.billed_tokens,
-                usage=traffic.usage("tenant", name),
+                usage=usage[name],
+                exhausted_in_s=parts.burn_rates.exhausted_in_s(now, name, usage[name]),
             )
 
         return [use(tenant) for tenant in chosen]
@@ -223,29 +242,6 @@ class SnapshotReader:
             count = Counter(key.tenant for key in policies.keys.values() if key.valid_at(now))
             self._keys = policies, time.monotonic(), count
         return count
-
-    # ── the machine ──
-
-    def _read_machine(self, status: Status) -> tuple[Host, list[Gpu], str]:
-        """Return the latest figures of the machine. If they are old, start reading new ones, without waiting
-        for them."""
-        if self._reading is not None and self._reading.done():
-            if self._reading.exception() is None:
-                self._machine = self._reading.result()
-            self._reading = None
-        now = time.monotonic()
-        if self._reading is None and now - self._machine_at > _MACHINE_EVERY_S:
-            self._machine_at = now
-            loop, processes = asyncio.get_running_loop(), _processes(status)
-            self._reading = loop.run_in_executor(self._parts.threads, self._look, status.state_dir, processes)
-        return self._machine
-
-    def _look(self, state_dir: str, processes: list[ServiceProcess]) -> tuple[Host, list[Gpu], str]:
-        # These objects are used by one thread at a time, because a new read begins after the last has ended.
-        self._host = self._host or HostReader(state_dir)
-        self._gpus = self._gpus or GpuReader()
-        gpus = self._gpus.read()
-        return self._host.read(processes), gpus, self._gpus.error
 
 
 class _Counters:
@@ -289,12 +285,25 @@ def _processes(status: Status) -> list[ServiceProcess]:
     return found
 
 
-def _with_replicas(gpu: Gpu, status: Status) -> Gpu:
-    """Return the GPU with the names of the replicas that use it, and of their processes."""
-    owners = {
-        pid: replica.name for model in status.models for replica in model.replicas for pid in replica.pids
-    }
+def with_replicas(gpu: Gpu, status: Status) -> Gpu:
+    """Return the GPU with the replicas that use it, their memory, and the owners of its processes. A replica
+    uses the GPU if one of its processes does, or if the process ids are not known, by the number of its
+    devices."""
+    replicas = [replica for model in status.models for replica in model.replicas]
+    owners = {pid: replica for replica in replicas for pid in replica.pids}
     processes = gpu.processes or []
-    named = [msgspec.structs.replace(one, replica=owners.get(one.pid, "")) for one in processes]
-    replicas = list(dict.fromkeys(one.replica for one in named if one.replica))
-    return msgspec.structs.replace(gpu, processes=None if gpu.processes is None else named, replicas=replicas)
+    ranks = [owners[one.pid] for one in processes if one.pid in owners]
+    if not ranks:
+        # In a container, the driver reports no processes or those of another PID namespace.
+        ranks = [one for one in replicas for device in one.devices if device == f"cuda:{gpu.number}"]
+    named = [
+        msgspec.structs.replace(one, replica=owners[one.pid].name if one.pid in owners else "")
+        for one in processes
+    ]
+    return msgspec.structs.replace(
+        gpu,
+        processes=None if gpu.processes is None else named,
+        replicas=list(dict.fromkeys(one.name for one in ranks)),
+        weight_bytes=sum(one.weight_bytes for one in ranks),
+        kv_bytes=sum(one.kv_bytes for one in ranks),
+    )

@@ -47,6 +47,7 @@ from appliance.models.references import fallback_faults, unknown_targets
 from appliance.models.registry import describe_models
 from appliance.models.replica import Launch
 from appliance.monitoring.ended import EndedRequests
+from appliance.monitoring.machine_reader import MachineReader
 from appliance.monitoring.metrics.counting import CountedRows
 from appliance.monitoring.metrics.families import ServiceSource
 from appliance.monitoring.metrics.scrape import Scraper
@@ -213,7 +214,7 @@ class Service:
             ended=ended,
             policies=lambda: control.policies,
             alerts=self.alerting.manager.list,
-            threads=reading.threads,
+            machine=MachineReader(reading.threads),
         )
         self.recorder = Recorder(
             SnapshotReader(snapshots).read,

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from appliance.snapshot import Gpu, GpuProcess
 
@@ -23,28 +24,50 @@ _THROTTLE_REASONS = (
 )
 
 
+_ALL_LINKS = 0xFFFFFFFF
+"""Scope of a field that covers all NVLink links of a GPU."""
+_MAX_EVENTS = 100
+"""Maximum number of events that are read at once, so that a stream of events cannot hold the reader."""
+
+
+class _LinkBytes(NamedTuple):
+    """The bytes that a GPU has sent and received over NVLink, at one moment."""
+
+    at: float
+    sent: int
+    received: int
+
+
 class GpuReader:
     """Reads the GPUs. Must not be used on an event loop, because a driver that does not respond blocks the
     call."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         import pynvml
 
         self._nvml = pynvml
+        self._clock = clock
         self._open = False
         self._retry_at = 0.0
+        self._events: Any = None
+        """NVML's set of events, in which Xid errors arrive."""
+        self._xids: dict[int, int] = {}
+        """The newest Xid error of each GPU that reports them; 0 without any."""
+        self._links: dict[int, _LinkBytes] = {}
         self.error = ""
         """Reason why the GPUs could not be read. Empty on a machine without an NVIDIA driver."""
 
     def read(self) -> list[Gpu]:
         """Return all GPUs, in NVML's order."""
         nvml = self._nvml
-        if time.monotonic() < self._retry_at:
+        if self._clock() < self._retry_at:
             return []
         try:
             if not self._open:
                 nvml.nvmlInit()
                 self._open = True
+                self._register_events()
+            self._read_events()
             gpus = [self._gpu(number) for number in range(nvml.nvmlDeviceGetCount())]
             self.error = ""
             return gpus
@@ -52,13 +75,17 @@ class GpuReader:
             absent = (nvml.NVML_ERROR_LIBRARY_NOT_FOUND, nvml.NVML_ERROR_DRIVER_NOT_LOADED)
             self.error = "" if error.value in absent else str(error)
             self.close()
-            self._retry_at = time.monotonic() + _RETRY_S
+            self._retry_at = self._clock() + _RETRY_S
             return []
 
     def close(self) -> None:
         """Release NVML."""
         if self._open:
             self._open = False
+            if self._events is not None:
+                self._known(self._nvml.nvmlEventSetFree, self._events)
+                self._events = None
+            self._links.clear()
             self._known(self._nvml.nvmlShutdown)
 
     def _gpu(self, number: int) -> Gpu:
@@ -75,6 +102,7 @@ class GpuReader:
             nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED,
             nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
         )
+        sent, received = self._link_rates(number, handle)
         return Gpu(
             number=number,
             name=_text(nvml.nvmlDeviceGetName(handle)),
@@ -91,10 +119,75 @@ class GpuReader:
             throttle_reasons=None if mask is None else self._reasons(mask),
             ecc_corrected=known(nvml.nvmlDeviceGetTotalEccErrors, handle, corrected, volatile),
             ecc_uncorrected=known(nvml.nvmlDeviceGetTotalEccErrors, handle, uncorrected, volatile),
+            nvlink_tx_bytes_per_s=sent,
+            nvlink_rx_bytes_per_s=received,
+            last_xid=self._xids.get(number),
             processes=None
             if running is None
-            else [GpuProcess(pid=one.pid, memory_bytes=one.usedGpuMemory) for one in running],
+            else [
+                GpuProcess(pid=one.pid, memory_bytes=one.usedGpuMemory, name=_process_name(one.pid))
+                for one in running
+            ],
         )
+
+    # ── Xid errors ──
+
+    def _register_events(self) -> None:
+        """Ask NVML to report the Xid errors of all GPUs. Errors from before this call are not reported."""
+        nvml, known = self._nvml, self._known
+        self._events = known(nvml.nvmlEventSetCreate)
+        if self._events is None:
+            return
+        for number in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(number)
+            try:
+                nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._events)
+            except nvml.NVMLError:
+                continue  # this GPU does not report Xid errors
+            self._xids.setdefault(number, 0)
+
+    def _read_events(self) -> None:
+        """Read the Xid errors that have arrived, without waiting for others."""
+        nvml = self._nvml
+        if self._events is None:
+            return
+        for _ in range(_MAX_EVENTS):
+            event = self._known(nvml.nvmlEventSetWait_v2, self._events, 0)
+            if event is None:  # no further event has arrived
+                return
+            number = self._known(nvml.nvmlDeviceGetIndex, event.device)
+            if number is not None and event.eventType & nvml.nvmlEventTypeXidCriticalError:
+                self._xids[number] = int(event.eventData)
+
+    # ── NVLink ──
+
+    def _link_rates(self, number: int, handle: Any) -> tuple[float | None, float | None]:
+        """Return the bytes per second that a GPU has sent and received over all links since the previous
+        read."""
+        before, now = self._links.get(number), self._link_bytes(handle)
+        if now is None:
+            return None, None
+        self._links[number] = now
+        if before is None or now.at <= before.at:
+            return None, None
+        span_s = now.at - before.at
+        # A counter that has decreased was reset.
+        sent = (now.sent - before.sent) / span_s if now.sent >= before.sent else None
+        received = (now.received - before.received) / span_s if now.received >= before.received else None
+        return sent, received
+
+    def _link_bytes(self, handle: Any) -> _LinkBytes | None:
+        nvml = self._nvml
+        fields = [
+            (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS),
+            (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS),
+        ]
+        values = self._known(nvml.nvmlDeviceGetFieldValues, handle, fields)
+        if values is None or any(one.nvmlReturn != nvml.NVML_SUCCESS for one in values):
+            return None
+        # NVML counts in KiB.
+        sent, received = (int(one.value.ullVal) * 1024 for one in values)
+        return _LinkBytes(self._clock(), sent, received)
 
     def _reasons(self, mask: int) -> list[str]:
         return [text for name, text in _THROTTLE_REASONS if mask & getattr(self._nvml, name, 0)]
@@ -105,6 +198,14 @@ class GpuReader:
             return read(*arguments)
         except self._nvml.NVMLError:
             return None
+
+
+def _process_name(pid: int) -> str:
+    """Return the name of a process, or an empty string for a process of another PID namespace."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def _text(value: str | bytes) -> str:

@@ -34,6 +34,7 @@ class HostReader:
         self._state_dir = state_dir
         self._known: dict[int, psutil.Process] = {}
         psutil.cpu_percent()
+        self._is_first = True
 
     def read(self, processes: Sequence[ServiceProcess]) -> Host:
         """Return the load of the machine and of these processes."""
@@ -43,12 +44,15 @@ class HostReader:
             disk = shutil.disk_usage(self._state_dir)
         except OSError:
             disk = None
+        # The first interval began with this object, a moment ago, so its value would mean nothing.
+        cpu_percent = psutil.cpu_percent()
+        cpu_percent, self._is_first = None if self._is_first else cpu_percent, False
         pids = {process.pid for process in processes}
         self._known = {pid: known for pid, known in self._known.items() if pid in pids}
         return Host(
             name=socket.gethostname(),
             cpus=os.cpu_count(),
-            cpu_percent=psutil.cpu_percent(),
+            cpu_percent=cpu_percent,
             load_1m=os.getloadavg()[0],
             memory_bytes=memory.total,
             memory_used_bytes=memory.total - memory.available,

@@ -44,7 +44,7 @@ _ONLY_IN_SOME_STATES = (
 """Fields that have values only in states of the service that the demo does not simulate."""
 _NOT_MEASURED = (
     *("kv[].blocks.", "kv[].evictions", "batches[].longest_ms", "batches[].longest_request"),
-    *("requests[].blocks", "requests[].preemptions", "tenants[].exhausted_in_s"),
+    *("requests[].blocks", "requests[].preemptions"),
 )
 """Fields that a service does not deliver yet. The screens show them as unknown."""
 _MACHINE = (

@@ -1,0 +1,55 @@
+"""Predicts when limits will be exhausted, from the course of their use over the last minute."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from appliance.protocol import LimitUsage
+
+WINDOW_S = 60.0
+_EVERY_S = 2.0
+_MIN_SPAN_S = 10.0
+"""Time over which a limit's use must have been observed before a prediction."""
+
+
+class _Use(NamedTuple):
+    at: float
+    used: int
+
+
+class BurnRates:
+    """Keeps the use of limits over the last minute."""
+
+    def __init__(self) -> None:
+        self._uses: dict[tuple[str, str], deque[_Use]] = {}
+        """The use of each tenant's limits, oldest first."""
+
+    def record(self, at: float, usage: Mapping[str, Iterable[LimitUsage]]) -> None:
+        """Record the use of all tenants' limits. `at` is a time on a monotonic clock."""
+        found = {}
+        for tenant, limits in usage.items():
+            for limit in limits:
+                uses = found[tenant, limit.limit] = self._uses.get((tenant, limit.limit), deque())
+                if not uses or at >= uses[-1].at + _EVERY_S:
+                    uses.append(_Use(at, limit.used))
+                while uses[0].at < at - WINDOW_S:
+                    uses.popleft()
+        self._uses = found
+
+    def exhausted_in_s(self, at: float, tenant: str, limits: Iterable[LimitUsage]) -> float | None:
+        """Return the time until the first of a tenant's limits is exhausted if its use continues to grow as
+        in the last minute, or None if no use grows."""
+        times = [self._time_left(at, tenant, limit) for limit in limits]
+        return min((one for one in times if one is not None), default=None)
+
+    def _time_left(self, at: float, tenant: str, limit: LimitUsage) -> float | None:
+        left = limit.capacity - limit.used
+        if left <= 0:
+            return 0.0
+        uses = self._uses.get((tenant, limit.limit))
+        if not uses or at - uses[0].at < _MIN_SPAN_S:
+            return None
+        growth_per_s = (limit.used - uses[0].used) / (at - uses[0].at)
+        return left / growth_per_s if growth_per_s > 0 else None

@@ -1,0 +1,172 @@
+"""Tests of the figures of GPUs, of limits and of tenants in snapshots. A fake driver takes NVML's place,
+because the machine of the tests may have no GPU."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from appliance.admin import snapshots
+from appliance.admin.snapshots import TenantChoice, with_replicas
+from appliance.monitoring.burn_rates import BurnRates
+from appliance.monitoring.gpu_figures import GpuReader
+from appliance.protocol import LimitUsage, ModelStatus, ReplicaStatus, Status
+from appliance.snapshot import Gpu, GpuProcess
+
+
+class FakeDriver:
+    """The functions of NVML that the reader uses, for two GPUs of which the second reports neither Xid errors
+    nor links."""
+
+    class NVMLError(Exception):
+        value = 3
+
+    NVML_ERROR_LIBRARY_NOT_FOUND = NVML_ERROR_DRIVER_NOT_LOADED = 99
+    NVML_SUCCESS, NVML_VOLATILE_ECC = 0, 0
+    NVML_MEMORY_ERROR_TYPE_CORRECTED, NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 0, 1
+    NVML_TEMPERATURE_GPU = NVML_CLOCK_SM = NVML_CLOCK_MEM = 0
+    NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX = 138, 139
+    nvmlEventTypeXidCriticalError = 8
+
+    def __init__(self) -> None:
+        self.xids: deque[tuple[int, int]] = deque()
+        self.sent_kib, self.received_kib = 1000, 500
+        self.registered: list[int] = []
+        self.now = 100.0
+
+    def __getattr__(self, name: str) -> Any:
+        def unsupported(*arguments: object) -> None:
+            raise self.NVMLError(name)
+
+        return unsupported
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, number: int) -> int:
+        return number
+
+    def nvmlDeviceGetIndex(self, handle: int) -> int:
+        return handle
+
+    def nvmlDeviceGetName(self, handle: int) -> bytes:
+        return b"NVIDIA H200"
+
+    def nvmlEventSetCreate(self) -> object:
+        return object()
+
+    def nvmlDeviceRegisterEvents(self, handle: int, kinds: int, events: object) -> None:
+        if handle == 1:
+            raise self.NVMLError
+        self.registered.append(handle)
+
+    def nvmlEventSetWait_v2(self, events: object, timeout_ms: int) -> object:
+        assert timeout_ms == 0, "the reader must not wait"
+        if not self.xids:
+            raise self.NVMLError("timeout")
+        device, xid = self.xids.popleft()
+        return SimpleNamespace(device=device, eventType=8, eventData=xid)
+
+    def nvmlDeviceGetFieldValues(self, handle: int, fields: list[tuple[int, int]]) -> list[object]:
+        assert [field for field, _ in fields] == [138, 139]
+        status = 0 if handle == 0 else 3
+        return [
+            SimpleNamespace(nvmlReturn=status, value=SimpleNamespace(ullVal=count))
+            for count in (self.sent_kib, self.received_kib)
+        ]
+
+
+@pytest.fixture
+def driver() -> FakeDriver:
+    return FakeDriver()
+
+
+def reader_of(driver: FakeDriver) -> GpuReader:
+    reader = GpuReader(lambda: driver.now)
+    reader._nvml = driver
+    return reader
+
+
+def test_the_newest_xid_error_is_kept_and_a_gpu_without_reports_has_none(driver: FakeDriver) -> None:
+    reader = reader_of(driver)
+    assert [gpu.last_xid for gpu in reader.read()] == [0, None]
+    driver.xids.extend([(0, 31), (0, 79)])
+    assert [gpu.last_xid for gpu in reader.read()] == [79, None]
+    assert [gpu.last_xid for gpu in reader.read()] == [79, None]
+    assert driver.registered == [0]
+
+
+def test_link_rates_are_differences_per_second_and_unknown_at_first_or_after_a_reset(
+    driver: FakeDriver,
+) -> None:
+    reader = reader_of(driver)
+    first = reader.read()
+    assert {(gpu.nvlink_tx_bytes_per_s, gpu.nvlink_rx_bytes_per_s) for gpu in first} == {(None, None)}
+    driver.sent_kib, driver.now = 3000, 102.0
+    gpu, other = reader.read()
+    assert gpu.nvlink_tx_bytes_per_s == pytest.approx(2000 * 1024 / 2)
+    assert gpu.nvlink_rx_bytes_per_s == 0
+    assert other.nvlink_tx_bytes_per_s is None
+    driver.sent_kib, driver.now = 10, 104.0
+    assert reader.read()[0].nvlink_tx_bytes_per_s is None
+
+
+def usage(used: int) -> list[LimitUsage]:
+    return [LimitUsage(limit="tokens_per_minute", capacity=1000, used=used, held=0, resets_in_s=1.0)]
+
+
+def test_the_time_until_a_limit_is_exhausted_follows_from_its_growth() -> None:
+    rates = BurnRates()
+    for second in range(0, 21, 2):
+        rates.record(float(second), {"a": usage(100 + 10 * second), "b": usage(500)})
+    assert rates.exhausted_in_s(20.0, "a", usage(300)) == pytest.approx(70.0)
+    assert rates.exhausted_in_s(20.0, "b", usage(500)) is None
+    assert rates.exhausted_in_s(20.0, "b", usage(1000)) == 0.0
+
+
+def test_a_short_observation_predicts_nothing() -> None:
+    rates = BurnRates()
+    rates.record(0.0, {"a": usage(0)})
+    assert rates.exhausted_in_s(3.0, "a", usage(300)) is None
+
+
+def test_the_tenants_of_snapshots_change_seldom_if_there_are_too_many() -> None:
+    now = [0.0]
+    names, choice = [f"tenant-{number:03}" for number in range(300)], TenantChoice(lambda: now[0])
+    first = choice.choose(names, {"tenant-299"})
+    assert len(first) == snapshots.MAX_TENANTS and first[-1] == "tenant-299"
+    assert choice.choose(names, {"tenant-298"}) == first
+    now[0] = 60.0
+    later = choice.choose(names, {"tenant-298"})
+    assert "tenant-298" in later and len(set(later) - set(first)) == 1
+    assert later == sorted(later)
+
+
+def status_with_a_replica() -> Status:
+    replica = ReplicaStatus(
+        name="m-1", state="ready", pids=[10, 11], devices=["cuda:2", "cuda:3"], weight_bytes=5, kv_bytes=7
+    )
+    model = ModelStatus(name="m", folder="", version="", created=0, state="ready", replicas=[replica])
+    return SimpleNamespace(models=[model])  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("processes", [None, [], [GpuProcess(pid=1, memory_bytes=9)]])
+def test_a_gpu_whose_processes_are_not_known_has_the_replicas_of_its_number(
+    processes: list[GpuProcess] | None,
+) -> None:
+    gpus = [Gpu(number=number, name="", processes=processes) for number in (1, 2)]
+    free, used = (with_replicas(gpu, status_with_a_replica()) for gpu in gpus)
+    assert (free.replicas, free.weight_bytes, free.kv_bytes) == ([], 0, 0)
+    assert (used.replicas, used.weight_bytes, used.kv_bytes) == (["m-1"], 5, 7)
+
+
+def test_the_processes_of_a_gpu_name_its_replicas_and_foreign_processes_have_no_owner() -> None:
+    gpu = Gpu(number=0, name="", processes=[GpuProcess(pid=11), GpuProcess(pid=99)])
+    found = with_replicas(gpu, status_with_a_replica())
+    assert [one.replica for one in found.processes or []] == ["m-1", ""]
+    assert (found.replicas, found.weight_bytes) == (["m-1"], 5)
