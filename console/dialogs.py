@@ -158,7 +158,7 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
 
     def _target(self) -> str:
         name = self._values.get(self._action.named_by) if self._action.named_by else None
-        if self._action.target == "model":
+        if self._action.target == "model" and not self._action.is_target_required:
             return "the service" if not name else f"model {name}"
         return "" if name is None else str(name)
 

@@ -79,8 +79,9 @@ def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
     return run
 
 
-def on_a_terminal(*words: str, width: int = 80, **environ: str) -> str:
-    """Return the output of a command whose standard streams are a terminal of this width."""
+def on_a_terminal(*words: str, width: int = 80, typed: str = "", **environ: str) -> str:
+    """Return the output of a command whose standard streams are a terminal of this width, on which `typed` is
+    entered."""
     master, slave = os.openpty()
     termios.tcsetwinsize(slave, (40, width))
     process = subprocess.Popen(
@@ -92,6 +93,7 @@ def on_a_terminal(*words: str, width: int = 80, **environ: str) -> str:
         env={**os.environ, "TERM": "xterm", **environ},
     )
     os.close(slave)
+    os.write(master, typed.encode())
     output = b""
     try:
         while chunk := os.read(master, 65536):
