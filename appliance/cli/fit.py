@@ -10,7 +10,9 @@ from typing import Any
 import msgspec
 
 from appliance.cli.failure import Failure
+from appliance.cli.models import REGISTRY
 from appliance.cli.output import Column, of_count, paint, print_json, printable, table, terminal_width
+from appliance.cli.service import admin_client
 from appliance.models.checkpoint_files import FolderFault, check_files
 from appliance.models.fit import MemoryFit, UnfitError, fit, read_memory
 from appliance.models.preflight import limited_length, shortage_of
@@ -72,10 +74,15 @@ class FitReport(msgspec.Struct, kw_only=True):
     sequences: list[FitSequences]
 
 
-def show_fit(folder: str, settings: Mapping[str, Any], *, as_json: bool) -> int:
-    """Predict and print the memory of the model in `folder`. `settings` contains settings of the model by
-    their names in settings files. Returns exit code 1 if the model does not fit. Raises Failure if the folder
-    or the settings cannot be used."""
+def show_fit(run_dir: str | None, target: str, settings: Mapping[str, Any], *, as_json: bool) -> int:
+    """Predict and print the memory of a model. `target` is a folder, or NAME[@VERSION] of a model in the
+    registry of the service in `run_dir`. `settings` contains settings of the model by their names in settings
+    files; they take precedence over those of the version. Returns exit code 1 if the model does not fit.
+    Raises Failure if the model or the settings cannot be used."""
+    folder = target
+    if os.sep not in target and not os.path.exists(target):
+        folder, registered = _registered(run_dir, target)
+        settings = {**registered, **settings}
     model = _settings(folder, settings)
     try:
         check_files(Path(model.folder), this_process(), weights=False)
@@ -167,6 +174,28 @@ def fit_lines(report: FitReport, width: int | None) -> Iterator[str]:
     if report.reason:
         yield printable(report.reason)
         yield f"→ {printable(report.remedy)}"
+
+
+def _registered(run_dir: str | None, target: str) -> tuple[str, dict[str, Any]]:
+    """Return the folder and the settings of the version that NAME or NAME@VERSION names. Raises Failure."""
+    with admin_client(run_dir) as client:
+        models = client.models()
+    for model in models:
+        for version in model.versions:
+            names = [f"{model.name}@{version.version}"]
+            if version.version == model.default:
+                names.append(model.name)
+            if target in names and model.source != REGISTRY:
+                raise Failure(
+                    f"model {model.name!r} is {model.source}, where its settings are: check the file with: "
+                    f"appliance config check; or give the folder: appliance models fit {version.folder}"
+                )
+            if target in names:
+                return version.folder, version.settings
+    raise Failure(
+        f"{target!r} is neither a folder nor a model of the registry: give the folder of a checkpoint, or a "
+        "name that 'appliance models list' shows"
+    )
 
 
 def _settings(folder: str, given: Mapping[str, Any]) -> ModelSettings:

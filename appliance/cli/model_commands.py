@@ -56,19 +56,25 @@ def models_add(
 
 @models.command("fit")
 def models_fit(
-    folder: Annotated[
+    target: Annotated[
         str,
-        typer.Argument(metavar="FOLDER", help="Folder of a Hugging Face checkpoint.", show_default=False),
+        typer.Argument(
+            metavar="FOLDER|NAME[@VERSION]",
+            help="Folder of a Hugging Face checkpoint, or a model of the registry.",
+            show_default=False,
+        ),
     ],
     settings: Settings = None,
+    run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
     """Predict the memory of a model before it is loaded, and how many sequences run at the same time. The
-    exit code is 1 if the model does not fit into the memory that is free."""
+    exit code is 1 if the model does not fit into the memory that is free. A folder needs no running
+    service."""
     from appliance.cli.fit import show_fit
     from appliance.cli.models import version_settings
 
-    raise typer.Exit(show_fit(folder, version_settings(settings or []), as_json=json))
+    raise typer.Exit(show_fit(run_dir, target, version_settings(settings or []), as_json=json))
 
 
 @models.command("pull")
