@@ -213,7 +213,7 @@ class ModelAdmin:
     async def remove(self, actor: Actor, asked: RemoveModel) -> Effect:
         """Remove a model or a version. Raises ConflictError if it is loaded or in use."""
         name, version = split_target(asked.model)
-        self.check_declared(name, "remove")
+        self.check_declared(name, "removed")
         for record in self.operations.registry.current.versions_of(name):
             unit = unit_name(name, record.version)
             if version in (None, record.version) and self._state(unit)[0] not in ("available", "failed"):
@@ -266,7 +266,7 @@ class ModelAdmin:
 
     async def load(self, actor: Actor, asked: LoadModel) -> Effect:
         """Load a version. Raises UnknownModelError, or LoadError if it cannot be loaded."""
-        record = self._record(asked.model, "load")
+        record = self._record(asked.model, "loaded")
         before = self._status(record).state
         await self._perform(self.on_demand.load(record), wait=asked.wait)
         status = self._status(record)
@@ -274,7 +274,7 @@ class ModelAdmin:
 
     async def unload(self, actor: Actor, asked: UnloadModel) -> Effect:
         """Unload a version."""
-        record = self._record(asked.model, "unload")
+        record = self._record(asked.model, "unloaded")
         before = self._status(record).state
         await self._perform(self.operations.unload(record, asked.grace_s), wait=asked.wait)
         status = self._status(record)
@@ -290,17 +290,18 @@ class ModelAdmin:
 
     async def wake(self, actor: Actor, asked: WakeModel) -> Effect:
         """Wake a version. Raises LoadError if it does not sleep, or stays asleep."""
-        record = self._record(asked.model, "wake")
+        record = self._record(asked.model, "woken")
         before = self._status(record).state
         await self._perform(self.operations.wake(record), wait=asked.wait)
         status = self._status(record)
         return Effect(status, {"state": before}, {"state": status.state})
 
     async def _perform(self, operation: Awaitable[None], *, wait: bool) -> None:
-        """Run an operation to completion, or only start it. If an operation that was only started fails, the
-        failure is shown in the list of models."""
+        """Run an operation to completion, or only start it. Raises LoadError if it is refused immediately. If
+        it fails later and was only started, the failure is shown in the list of models."""
         task = asyncio.ensure_future(operation)
-        if wait:
+        await asyncio.sleep(0)
+        if wait or task.done():
             await asyncio.shield(task)
             return
 
@@ -309,14 +310,13 @@ class ModelAdmin:
                 await task
 
         self._background.run(finish())
-        await asyncio.sleep(0)
 
     async def retry(self, actor: Actor, asked: RetryModel) -> Effect:
         """Start the replicas of a model that are waiting for their next start. Raises UnknownModelError, or
         ConflictError if none is waiting."""
         unit = asked.model
         if not self.manager.is_declared(unit):
-            record = self._record(unit, "retry")
+            record = self._record(unit, "retried")
             unit = unit_name(record.model, record.version)
         before = self._state(unit)
         if not (replicas := self.manager.retry(unit)):
@@ -338,7 +338,7 @@ class ModelAdmin:
         return await self._set_pinned(actor, "models.unpin", asked.model, pinned=False)
 
     async def _set_pinned(self, actor: Actor, action: str, target: str, *, pinned: bool) -> Effect:
-        record = self._record(target, "pin" if pinned else "unpin")
+        record = self._record(target, "pinned" if pinned else "unpinned")
         name, version = record.model, record.version
         await committed(
             self.operations.registry.set_pinned(
@@ -358,7 +358,7 @@ class ModelAdmin:
 
     async def rollback(self, actor: Actor, asked: RollbackModel) -> Effect:
         """Make the previous default version the default again."""
-        self.check_declared(asked.name, "roll back")
+        self.check_declared(asked.name, "rolled back")
         version = self._model(asked.name).previous_version
         if asked.name in self.operations.registry.current.splits:
             raise ConflictError(
@@ -370,7 +370,7 @@ class ModelAdmin:
         return await self._swap(actor, "models.rollback", asked.name, version, asked.grace_s)
 
     async def _swap(self, actor: Actor, action: str, name: str, version: int, grace_s: float) -> Effect:
-        wanted = self._record(unit_name(name, version), "change the default version of")
+        wanted = self._record(unit_name(name, version), "given another default version")
         former = self._record(unit_name(name, self._model(name).default_version), "")
         registry = self.operations.registry
         if former == wanted and name not in registry.current.splits:
@@ -414,40 +414,48 @@ class ModelAdmin:
     # ── checks ──
 
     def _check_name(self, name: str) -> None:
-        self.check_declared(name, "change")
+        self.check_declared(name, "changed")
         if not _NAME.fullmatch(name):
             raise ValueError(
                 f"name = {name!r} is not a valid model name: use 1 to 128 letters, digits and ._:/+- and "
                 "begin with a letter or digit"
             )
 
-    def check_declared(self, name: str, verb: str) -> None:
-        """Raise ConflictError if the settings declare the model."""
+    def check_declared(self, name: str, changed: str) -> None:
+        """Raise ConflictError if the settings declare the model. `changed` is the participle of the change
+        that is refused, such as "loaded"."""
         if place := self.declared_in(name):
             raise ConflictError(
-                f"model {name!r} is declared in {place}, so this command cannot {verb} it: change the "
-                "declaration there and run: appliance config reload"
+                f"model {name!r} is declared in {place}, so it cannot be {changed} with this command: change "
+                "the declaration there and run: appliance config reload"
             )
 
     def _model(self, name: str) -> ModelRecord:
-        found = self.operations.registry.current.models.get(name)
-        if found is None:
-            raise UnknownModelError(
-                f"the registry has no model {name!r}: add it with: appliance models add {name}=FOLDER"
-            )
-        return found
+        models = self.operations.registry.current.models
+        if name in models:
+            return models[name]
+        model, _, version = name.rpartition("@")
+        if model in models:
+            raise UnknownModelError(f"{name!r}: {version!r} is not a number: {self._versions(model)}")
+        remedy = "list the models with: appliance models list"
+        if _NAME.fullmatch(name):
+            remedy = f"add it with: appliance models add {name}=FOLDER, or {remedy}"
+        raise UnknownModelError(f"the registry has no model {name!r}: {remedy}")
 
-    def _record(self, target: str, verb: str) -> VersionRecord:
+    def _versions(self, model: str) -> str:
+        known = self.operations.registry.current.versions_of(model)
+        return f"available versions: {', '.join(str(one.version) for one in known)}"
+
+    def _record(self, target: str, changed: str) -> VersionRecord:
         """Return the version that NAME or NAME@VERSION names. Raises UnknownModelError, or ConflictError for
-        a model that the settings declare."""
+        a model that the settings declare. `changed` is as in `check_declared`."""
         name, version = split_target(target)
         for declared in (target, name):
-            self.check_declared(declared, verb)
+            self.check_declared(declared, changed)
         model, registry = self._model(name), self.operations.registry.current
         record = registry.versions.get((name, model.default_version if version is None else version))
         if record is None:
-            known = ", ".join(str(one.version) for one in registry.versions_of(name))
-            raise UnknownModelError(f"model {name!r} has no version {version}; available versions: {known}")
+            raise UnknownModelError(f"model {name!r} has no version {version}; {self._versions(name)}")
         return record
 
 

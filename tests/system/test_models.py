@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.checkpoints import write_constant_checkpoint
+from tests.cli.conftest import on_a_terminal
 from tests.system.model_swaps import STREAMS, Swaps
 from tests.system.service import APPLIANCE, Service, service
 
@@ -82,6 +83,26 @@ def test_a_model_is_added_loaded_and_answers_without_a_restart(running: Service,
     [loaded] = models(running, "ps")
     assert (loaded["name"], loaded["version"], loaded["state"]) == ("chat", 1, "ready")
     assert loaded["memory_bytes"] > 0
+
+
+def test_on_a_terminal_a_load_shows_its_stages_and_a_removal_asks_for_the_name(
+    running: Service, folders: list[Path]
+) -> None:
+    models(running, "add", f"seen={folders[0]}", *SMALL)
+    run_dir = str(running.run_dir)
+    shown = on_a_terminal("models", "load", "seen", "--wait", "--run-dir", run_dir)
+    assert "\rseen@1-0 starting" in shown and "seen version 1 is ready" in shown
+    models(running, "unload", "seen", "--wait", "--yes")
+    shown = on_a_terminal("models", "remove", "seen", "--run-dir", run_dir, typed="seen\n")
+    assert "Remove model seen? Type the name to confirm: " in shown
+    assert "seen removed; its files are kept" in shown
+
+
+def test_fit_predicts_the_memory_of_a_registered_version(running: Service, folders: list[Path]) -> None:
+    for target in ("chat", "chat@1"):
+        predicted = models(running, "fit", target)
+        assert (predicted["folder"], predicted["kv_blocks"]) == (str(folders[0]), 100)
+    assert models(running, "fit", "chat", "--set", "kv_blocks=50")["kv_blocks"] == 50
 
 
 def test_the_manifest_has_the_hash_of_every_file(running: Service, folders: list[Path]) -> None:
@@ -167,7 +188,9 @@ def test_a_version_has_its_own_sampling_defaults_and_chat_template(
         (("add", "x@1=/tmp"), "not a valid model name"),
         (("add", "chat=/tmp", "--set", "max_num_seq=3"), "did you mean 'max_num_seqs'"),
         (("load", "chat@9", "--wait"), "no version 9; available versions: 1, 2"),
+        (("load", "chat@two"), "'chat@two': 'two' is not a number: available versions: 1, 2"),
         (("load", "other"), "the registry has no model 'other'"),
+        (("fit", "other"), "'other' is neither a folder nor a model of the registry"),
         (("default", "chat"), "write NAME@VERSION"),
         (("rollback", "chat"), "no other default version"),
         (("remove", "chat", "--yes"), "unload it first"),

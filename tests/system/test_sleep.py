@@ -51,11 +51,13 @@ def test_the_commands_let_a_model_sleep_and_wake_it(sleeps: Sleeps) -> None:
     assert {("models.sleep", "ok"), ("models.wake", "ok")} <= found
 
 
-@pytest.mark.parametrize("verb", ["sleep", "wake"])
-def test_a_version_that_is_not_loaded_can_neither_sleep_nor_wake(sleeps: Sleeps, verb: str) -> None:
+@pytest.mark.parametrize("words", [("sleep", "chat", "--wait"), ("wake", "chat", "--wait"), ("wake", "chat")])
+def test_a_version_that_is_not_loaded_can_neither_sleep_nor_wake(
+    sleeps: Sleeps, words: tuple[str, ...]
+) -> None:
     sleeps.act(UnloadModel(model="chat", wait=True))
     done = subprocess.run(
-        [APPLIANCE, "models", verb, "chat", "--wait", "--run-dir", str(sleeps.running.run_dir)],
+        [APPLIANCE, "models", *words, "--run-dir", str(sleeps.running.run_dir)],
         capture_output=True,
         text=True,
         timeout=WITHIN_S,
