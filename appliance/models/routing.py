@@ -115,26 +115,21 @@ class Routing:
     def _of_model(self, registry: Registry, name: str) -> Route | None:
         if (split := registry.splits.get(name)) is not None:
             return self._of_split(split)
-        version = registry.models[name].default_version
-        if name in self.held:
-            fallback = registry.versions[name, version].settings.get("fallback", "")
-            return Route(name=name, unit="", listed=False, fallback=fallback)
-        return self._of_version(registry, name, name, version)
+        return self._of_version(registry, name, name, registry.models[name].default_version)
 
     def _of_version(self, registry: Registry, name: str, model: str, version: int) -> Route | None:
-        """Return the route from `name` to a version, which is loaded or woken at its first request if
-        necessary."""
-        unit = unit_name(model, version)
-        if unit in self.usable:
+        """Return the route from `name` to a version. Its requests wait if the name is held; otherwise, the
+        version is loaded or woken at its first request if necessary."""
+        unit, held = unit_name(model, version), name in self.held
+        if unit in self.usable and not held:
             return self._to_unit(name, unit)
-        problem = self.problems.get(unit, "")
         return Route(
             name=name,
             unit="",
             created=int(registry.versions[model, version].created_at),
             listed=unit not in self.failures,
-            on_demand=True,
-            problem=problem,
+            on_demand=not held,
+            problem="" if held else self.problems.get(unit, ""),
             fallback=registry.versions[model, version].settings.get("fallback", ""),
         )
 
@@ -150,7 +145,7 @@ class Routing:
             main = max(arms, key=lambda arm: arm.weight)
             return msgspec.structs.replace(self._to_unit(split.name, main.unit), arms=tuple(arms))
         held = any(split_target(target)[0] in self.held for target in split.weights)
-        return Route(name=split.name, unit="", listed=False) if held else None
+        return Route(name=split.name, unit="") if held else None
 
     def _of_alias(self, registry: Registry, name: str, target: str) -> Route | None:
         if (split := registry.splits.get(name)) is not None:

@@ -277,6 +277,20 @@ def test_a_version_whose_tokenizer_a_front_cannot_read_is_not_routed_to(world: W
     run(scenario)
 
 
+def test_a_model_stays_listed_while_its_requests_wait_for_a_load(world: World) -> None:
+    async def scenario() -> None:
+        world.manager.slow.add("chat@1")
+        loading = asyncio.ensure_future(world.operations.load(world.version(1)))
+        await world.until(lambda: "chat@1" in world.manager.models)
+        (route,) = world.routing.routes()
+        assert (route.unit, route.on_demand, route.listed) == ("", False, True)
+        await world.operations.unload(world.version(1), 0.0)
+        with pytest.raises(LoadError, match="cancelled"):
+            await loading
+
+    run(scenario)
+
+
 def test_an_unload_cancels_a_load(world: World) -> None:
     async def scenario() -> None:
         world.manager.slow.add("chat@1")
