@@ -223,7 +223,7 @@ class ModelAdmin:
                 await self._withdraw(record)
         removed = await committed(self.operations.registry.remove(actor=actor, model=name, version=version))
         for record in removed:
-            self.operations.failures.pop(unit_name(name, record.version), None)
+            self.operations.forget_failure(unit_name(name, record.version))
         self.fronts.publish_configuration()
         return done(f"{asked.model} removed; its files are kept")
 

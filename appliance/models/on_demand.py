@@ -133,6 +133,7 @@ class OnDemand:
         """Held while a unit is being loaded or unloaded."""
         self._background = Background()
         self._task: asyncio.Task[None] | None = None
+        operations.on_repair = self._repaired
 
     def start(self) -> None:
         """Start loading and unloading models."""
@@ -323,7 +324,7 @@ class OnDemand:
             return
         self._of(unit).ready_at = self._clock()
         self._incomplete.add(wanted.units)
-        self._routing.failures.pop(unit, None)
+        self._operations.forget_failure(unit)
         self._fronts.publish_configuration()
 
     async def _evict(self, units: tuple[str, ...], reason: str, why: str) -> None:
@@ -389,6 +390,9 @@ class OnDemand:
         """Refuse the unit's requests for a while."""
         log.warning("%s could not be loaded on demand: %s", unit, why)
         self._routing.failures[unit] = self._routing.problems[unit] = why
+        record = self._operations.registry.current.versions.get(_key(unit))
+        if record is not None:
+            self._operations.note_failure(unit, record, why)
         if unit in self._requests.state.models:
             self._requests.fail_model(unit, why)
         self._fronts.publish_configuration()
@@ -401,6 +405,23 @@ class OnDemand:
         if unit in self._requests.state.models and not self._manager.failure(unit):
             self._requests.recover_model(unit)
         self._fronts.publish_configuration()
+
+    def _repaired(self, unit: str) -> None:
+        """Handle a change of the files of a version whose latest load failed: accept its requests again if
+        the load was on demand, and otherwise repeat the load."""
+        record = self._operations.registry.current.versions.get(_key(unit))
+        if record is None:
+            return
+        if unit in self._routing.problems or unit in self._routing.usable:
+            self._operations.forget_failure(unit)
+            self._forgive(unit)
+            self._fronts.publish_configuration()
+        else:
+            self._background.run(self._load_again(record))
+
+    async def _load_again(self, record: VersionRecord) -> None:
+        with contextlib.suppress(LoadError):  # recorded by `ModelOperations.note_failure`
+            await self.load(record)
 
     # ── the state of units ──
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from appliance.messages import ServedModel
 from appliance.models.manager import ModelManager
 from appliance.models.manifest import ManifestError, check_manifest
 from appliance.models.registry import describe
+from appliance.models.restarts import StartTimer, Watch
 from appliance.models.routing import Routing, split_target, unit_name
 from appliance.settings import ModelSettings
 from store.models import VersionRecord
@@ -76,6 +78,10 @@ class ModelOperations:
         """Units that are finishing their requests before they are unloaded or put to sleep."""
         self.asleep: set[str] = set()
         """Units that are loaded but have released their memory."""
+        self.on_repair: Callable[[str], None] = lambda unit: None
+        """Called when the files of a unit have changed whose latest load failed."""
+        self._watches: dict[str, StartTimer] = {}
+        """Watches over the files of the units whose latest load failed."""
         self._manager = manager
         self._routing = routing
         self._fronts = fronts
@@ -106,6 +112,8 @@ class ModelOperations:
         for tasks in (self._loads, self._unloads, self._sleeps, self._wakes):
             for task in tasks.values():
                 task.cancel()
+        for watch in self._watches.values():
+            watch.stop()
 
     async def _restore(self, record: VersionRecord) -> None:
         unit = unit_name(record.model, record.version)
@@ -116,6 +124,22 @@ class ModelOperations:
             await self.load(record)
         except LoadError as error:
             self._note(unit, f"not loaded: {error}")
+
+    # ── failures ──
+
+    def note_failure(self, unit: str, record: VersionRecord, why: str) -> None:
+        """Record that the unit could not be loaded, and call `on_repair` as soon as its files change."""
+        self.forget_failure(unit)
+        self.failures[unit] = why
+        self._watches[unit] = watch = StartTimer()
+        changed = Watch(record.folder, lambda: log.info("%s: the files of the model have changed", unit))
+        watch.start(math.inf, lambda: self.on_repair(unit), changed)
+
+    def forget_failure(self, unit: str) -> None:
+        """Forget that the unit could not be loaded."""
+        self.failures.pop(unit, None)
+        if (watch := self._watches.pop(unit, None)) is not None:
+            watch.stop()
 
     # ── load ──
 
@@ -195,7 +219,7 @@ class ModelOperations:
         await self._fronts.routed()
 
     async def _load(self, unit: str, record: VersionRecord) -> None:
-        self.failures.pop(unit, None)
+        self.forget_failure(unit)
         settings = self.settings_of(record.folder, record.settings)
         try:
             async with self._one_at_a_time:
@@ -203,7 +227,7 @@ class ModelOperations:
         except BaseException as error:
             await self._manager.unload(unit, 0.0)
             if isinstance(error, LoadError) and not isinstance(error, NoRoomError):
-                self.failures[unit] = str(error)
+                self.note_failure(unit, record, str(error))
                 log.warning("%s could not be loaded: %s", unit, error)
             raise
         self._routing.usable.add(unit)
@@ -280,7 +304,7 @@ class ModelOperations:
         """Stop routing requests to a version, let its requests finish within `grace_s`, and unload it. A load
         or another operation in progress is cancelled."""
         unit = unit_name(record.model, record.version)
-        self.failures.pop(unit, None)
+        self.forget_failure(unit)
         for tasks in (self._loads, self._sleeps, self._wakes):
             if (task := tasks.get(unit)) is not None:
                 task.cancel()
@@ -400,7 +424,7 @@ class ModelOperations:
                 self.asleep.discard(unit)
                 await self._manager.unload(unit, 0.0)
                 if isinstance(error, LoadError):
-                    self.failures[unit] = str(error)
+                    self.note_failure(unit, record, str(error))
                 raise
         self.asleep.discard(unit)
         self._routing.usable.add(unit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +12,10 @@ from typing import Any
 import pytest
 
 from appliance.messages import ServedModel
-from appliance.models import on_demand
+from appliance.models import on_demand, restarts
 from appliance.models.fit import MemoryShortage
 from appliance.models.on_demand import OnDemand
-from appliance.models.operations import ModelOperations
+from appliance.models.operations import LoadError, ModelOperations
 from appliance.models.routing import Routing
 from appliance.settings import GroupSettings, ModelSettings, Settings
 from appliance.traffic.model_uses import ModelUses
@@ -253,6 +254,37 @@ def test_a_failed_load_refuses_requests_for_a_while_and_is_then_tried_again(tmp_
         site.ask("chat@1")
         await site.until(lambda: site.manager.loaded("chat@1"), "the load")
         await site.until(lambda: site.routing.routes()[0].listed, "the listing")
+
+    play(site, scenario)
+
+
+@pytest.mark.parametrize("by_command", [True, False])
+def test_a_change_of_its_files_ends_the_failure_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_command: bool
+) -> None:
+    monkeypatch.setattr(restarts, "WATCH_S", 0.02)
+    monkeypatch.setattr(on_demand, "_RETRY_S", 3600.0)
+    site = Site(tmp_path, Settings())
+
+    async def scenario() -> None:
+        site.manager.broken.add("chat@1")
+        if by_command:
+            with pytest.raises(LoadError, match="the weights are broken"):
+                await site.on_demand.load(site.world.version(1))
+        else:
+            site.on_demand.wanted("chat")
+            await site.until(lambda: site.routing.unit_of("chat") == "chat@1", "the introduction")
+            site.ask("chat@1")
+        await site.until(lambda: "chat@1" in site.routing.failures, "the failure")
+        site.manager.broken.clear()
+        await asyncio.sleep(0.1)
+        assert not site.routing.routes()[0].listed
+        os.utime(site.world.folders[0] / "config.json", (0, 0))  # like a file that was copied again
+        await site.until(lambda: site.routing.routes()[0].listed, "the listing")
+        if by_command:
+            await site.until(lambda: site.manager.loaded("chat@1"), "the load")
+        else:
+            assert site.traffic("chat@1").failure is None and site.manager.is_parked("chat@1")
 
     play(site, scenario)
 

@@ -139,13 +139,18 @@ def test_a_load_that_fails_leaves_the_rest_untouched_and_says_why(
     shutil.copytree(folders[0], broken)
     assert models(running, "add", str(broken), *SMALL) == {"name": "broken", "version": 1}
     weights = broken / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1000])
+    complete = weights.read_bytes()
+    weights.write_bytes(complete[:-1000])
     assert "model.safetensors has" in refused(running, "load", "broken", "--wait")
     [model] = [one for one in models(running, "list") if one["name"] == "broken"]
     assert model["state"] == "failed" and "model.safetensors" in model["versions"][0]["detail"]
     assert served(running) == ["chat"] and states(running, "chat")[1] == "ready"
     with running.http() as http:
         assert http.get("/health/ready").status_code == 200
+    weights.write_bytes(complete)  # the load is repeated by itself
+    running.wait_until(lambda: states(running, "broken") == {1: "ready"}, 120, "the repaired model")
+    assert ask(running, "broken")[0] == 200
+    models(running, "unload", "broken", "--wait", "--yes")
     models(running, "remove", "broken", "--yes")
     assert [one["name"] for one in models(running, "list")] == ["chat"]
 
