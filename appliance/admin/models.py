@@ -51,6 +51,7 @@ from store.audit import Actor
 from store.errors import ConflictError, UnknownModelError
 from store.models import ModelRecord, VersionRecord
 
+_WAITS = "waiting for the load or unload of another model"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,127}")
 
 
@@ -131,7 +132,7 @@ class ModelAdmin:
 
     def _state(self, unit: str) -> tuple[VersionState, str]:
         """Return the state of a unit of loading, and an explanation of it."""
-        if unit in self.operations.draining:
+        if unit in self.operations.draining or self.operations.is_falling_asleep(unit):
             return "draining", "finishing its requests"
         replicas = self.manager.of(unit)
         if unit in self.operations.asleep and not self.operations.is_waking(unit):
@@ -139,11 +140,15 @@ class ModelAdmin:
         if self.manager.is_parked(unit):
             if replicas:
                 return "draining", "unloading; the next request loads it again"
+            if self.on_demand.is_loading(unit):
+                return "loading", _WAITS
             failure = self.routing.failures.get(unit, "")
             return ("failed", failure) if failure else ("available", "")
         usable = unit in self.routing.usable or self.manager.is_declared(unit)
         if usable and any(replica.answers for replica in replicas):
             return "ready", ""
+        if self.on_demand.is_loading(unit) and not replicas:
+            return "loading", "" if self.operations.is_loading(unit) else _WAITS
         if failure := self.manager.failure(unit) or self.operations.failures.get(unit, ""):
             remedy = self.manager.remedy(unit)
             return "failed", f"{failure}: {remedy}" if remedy else failure
@@ -276,7 +281,7 @@ class ModelAdmin:
         """Unload a version."""
         record = self._record(asked.model, "unloaded")
         before = self._status(record).state
-        await self._perform(self.operations.unload(record, asked.grace_s), wait=asked.wait)
+        await self._perform(self.on_demand.unload(record, asked.grace_s), wait=asked.wait)
         status = self._status(record)
         return Effect(status, {"state": before}, {"state": status.state})
 

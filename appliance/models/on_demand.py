@@ -26,7 +26,7 @@ from typing import NamedTuple
 from appliance.background import Background
 from appliance.models.fit import host_bytes, read_memory
 from appliance.models.manager import ModelManager
-from appliance.models.operations import FrontRoutes, LoadError, ModelOperations, NoRoomError
+from appliance.models.operations import FrontRoutes, LoadError, ModelOperations, NoRoomError, outcome
 from appliance.models.residency import (
     Bundle,
     Evict,
@@ -129,6 +129,8 @@ class OnDemand:
         """Bundles that are partly loaded. Their remaining units are loaded next."""
         self._at_start = [name for name in manager.models if manager.is_parked(name)]
         """Models of the settings that are loaded as soon as the required models are, if they fit."""
+        self._loads: dict[str, asyncio.Task[None]] = {}
+        """The loads that commands have begun."""
         self._changing = asyncio.Lock()
         """Held while a unit is being loaded or unloaded."""
         self._background = Background()
@@ -141,15 +143,34 @@ class OnDemand:
 
     def stop(self) -> None:
         """Stop loading and unloading models."""
-        if self._task is not None:
-            self._task.cancel()
+        for task in (self._task, *self._loads.values()):
+            if task is not None:
+                task.cancel()
 
     # ── for operators ──
 
     async def load(self, record: VersionRecord) -> None:
         """Load a version as `ModelOperations.load` does. If it does not fit, idle models that may be unloaded
-        are unloaded first. Raises LoadError."""
+        are unloaded first. If the version is already being loaded, wait for that load. Raises LoadError."""
         unit = unit_name(record.model, record.version)
+        if (task := self._loads.get(unit)) is None:
+            task = self._loads[unit] = asyncio.get_running_loop().create_task(self._load(unit, record))
+            task.add_done_callback(lambda _: self._loads.pop(unit, None))
+        await outcome(task, unit)
+
+    def is_loading(self, unit: str) -> bool:
+        """Return whether a command loads the unit. The load may still wait for a load of another unit."""
+        return unit in self._loads
+
+    async def unload(self, record: VersionRecord, grace_s: float) -> None:
+        """Unload a version as `ModelOperations.unload` does. Its load is cancelled, even if the load still
+        waits for a load of another version."""
+        if (task := self._loads.get(unit_name(record.model, record.version))) is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        await self._operations.unload(record, grace_s)
+
+    async def _load(self, unit: str, record: VersionRecord) -> None:
         async with self._changing:
             if unit not in self._routing.usable or self._manager.is_parked(unit):
                 self._forgive(unit)

@@ -208,7 +208,7 @@ class ModelOperations:
             if answers:
                 self._routing.held.discard(record.model)
                 await self._fronts.routed()
-        await _result(task, unit)
+        await outcome(task, unit)
 
     async def _keep(self, unit: str, record: VersionRecord, unloading: asyncio.Task[None]) -> None:
         """Resume using a version that was about to be unloaded."""
@@ -310,8 +310,12 @@ class ModelOperations:
                 task.cancel()
                 await asyncio.wait([task])
         if unit in self.asleep:
-            await self._manager.unload(unit, 0.0)
             self.asleep.discard(unit)
+            self.draining.add(unit)
+            try:
+                await self._manager.unload(unit, 0.0)
+            finally:
+                self.draining.discard(unit)
         if unit in self._routing.usable:
             self._begin_unload(unit, record, grace_s)
         if (unloading := self._unloads.get(unit)) is not None:
@@ -352,6 +356,10 @@ class ModelOperations:
 
     # ── sleep and wake ──
 
+    def is_falling_asleep(self, unit: str) -> bool:
+        """Return whether the unit finishes its requests and then sleeps."""
+        return unit in self._sleeps
+
     def is_waking(self, unit: str) -> bool:
         """Return whether the unit is being woken."""
         return unit in self._wakes
@@ -366,8 +374,7 @@ class ModelOperations:
         if unit not in self._sleeps and not loaded:
             raise LoadError(f"{unit} is not loaded: load it first with: appliance models load {unit}")
         task = self._shared(self._sleeps, unit, lambda: self._sleep(unit, record, grace_s))
-        await asyncio.wait([task])
-        await _result(task, unit)
+        await outcome(task, unit)
 
     async def finish_sleep(self, unit: str) -> None:
         """Wait for a unit that is going to sleep, until it is asleep or has been kept awake."""
@@ -555,8 +562,9 @@ class NoRoomError(LoadError):
     """Raised if a version does not fit into memory together with the models that are loaded."""
 
 
-async def _result(task: asyncio.Task[None], unit: str) -> None:
-    """Raise the exception of a task that has ended, or LoadError if it was cancelled."""
+async def outcome(task: asyncio.Task[None], unit: str) -> None:
+    """Wait for a task. Raise its exception, or LoadError if it is cancelled."""
+    await asyncio.wait([task])
     if task.cancelled():
         raise LoadError(f"the operation on {unit} was cancelled")
     if (error := task.exception()) is not None:

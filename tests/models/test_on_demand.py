@@ -289,6 +289,27 @@ def test_a_change_of_its_files_ends_the_failure_of_a_model(
     play(site, scenario)
 
 
+def test_an_unload_cancels_every_load_of_the_version_also_one_that_waits(tmp_path: Path) -> None:
+    site = Site(tmp_path, Settings())
+
+    async def scenario() -> None:
+        site.manager.room = 2
+        site.manager.slow.add("chat@1")
+        first, second = site.world.version(1), site.world.version(2)
+        loads = [asyncio.ensure_future(site.on_demand.load(one)) for one in (first, first, second)]
+        await site.until(lambda: "chat@1" in site.manager.models, "the first load")
+        assert site.on_demand.is_loading("chat@1") and site.on_demand.is_loading("chat@2")
+        for record in (second, first):
+            await site.on_demand.unload(record, 0.0)
+        for load in loads:
+            with pytest.raises(LoadError, match="cancelled"):
+                await load
+        await asyncio.sleep(0.1)
+        assert site.manager.history == ["load chat@1", "unload chat@1"]
+
+    play(site, scenario)
+
+
 def test_optional_models_of_the_settings_are_loaded_at_startup_as_far_as_they_fit(tmp_path: Path) -> None:
     site = Site(tmp_path, Settings(models={name: optional() for name in "abc"}))
     site.manager.room = 2

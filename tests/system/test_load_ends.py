@@ -90,7 +90,7 @@ def test_a_file_that_changed_after_the_model_was_added_is_named(
 def test_a_load_is_cancelled_by_unloading_the_model(running: Service, added: Path, hangs: bool) -> None:
     """A rank that is stopped by a signal neither progresses nor reads messages."""
     before = set(ranks(running))
-    models(running, "load", "other")
+    assert running.command("models", "load", "other")["state"] == "loading"
     (pid,) = running.wait_until(lambda: set(ranks(running)) - before, BOUND_S, "the new rank")
     if hangs:
         os.kill(pid, signal.SIGSTOP)
