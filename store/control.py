@@ -19,12 +19,12 @@ import msgspec
 
 from store import audit, keys, records, tenants
 from store.audit import Actor
+from store.control_schema import CONTROL
 from store.database import reading
 from store.errors import MissingDatabaseError, SchemaVersionError, StorageFaultError, explain_os
 from store.heads import HEADS_FILE, HeadKeeper, make_or_read_key
 from store.policies import Change, KeyRecord, PeerKind, PeerRecord, Policies, Record, TenantRecord
 from store.rules import check_key
-from store.schemas import CONTROL
 from store.spool import SPOOL_FILE, Spool
 from store.trail import WITHIN_S, Appended, AuditTrail
 from store.writer import Writer, WriterState

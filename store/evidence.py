@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from store import audit, exports, spool
 from store.audit import INTENT, Entry, Head, Verdict
+from store.control_schema import CONTROL
 from store.database import reading
 from store.errors import StoreError, explain_os
 from store.heads import (
@@ -23,7 +24,6 @@ from store.heads import (
     heads_in,
     read_key,
 )
-from store.schemas import CONTROL
 from store.spool import SPOOL_FILE
 
 AUDIT_FILES = ("control.db", KEY_FILE, HEADS_FILE, SPOOL_FILE)

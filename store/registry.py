@@ -15,6 +15,7 @@ import msgspec
 from store import records
 from store.audit import Actor
 from store.control import ControlStore
+from store.control_schema import CONTROL
 from store.database import reading
 from store.errors import ConflictError, UnknownModelError
 from store.models import (
@@ -26,7 +27,6 @@ from store.models import (
     SplitRecord,
     VersionRecord,
 )
-from store.schemas import CONTROL
 
 
 class ModelRegistry:

@@ -9,9 +9,9 @@ from pathlib import Path
 from store import audit
 from store.audit import Actor, AuditRow
 from store.control import ControlStore
+from store.control_schema import CONTROL
 from store.database import reading
 from store.heads import read_key
-from store.schemas import CONTROL
 
 ROOT = Actor("uid:0", "box")
 

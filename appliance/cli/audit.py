@@ -17,6 +17,7 @@ from appliance.cli.output import paint, print_json, printable
 from appliance.cli.service import check_databases, find_run_dir, find_state_dir
 from store import audit, exports
 from store.audit import Head
+from store.control_schema import CONTROL
 from store.database import reading
 from store.errors import StoreError
 from store.evidence import (
@@ -29,7 +30,6 @@ from store.evidence import (
     recorded_in,
 )
 from store.heads import KEY_FILE, SigningKey, read_key
-from store.schemas import CONTROL
 
 _HEAD = re.compile(r"([0-9]{1,18}):([0-9a-fA-F]{64})")
 

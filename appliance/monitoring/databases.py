@@ -11,12 +11,13 @@ from pathlib import Path
 from appliance.monitoring.findings import Finding
 from appliance.ownership import UntrustedError, check_database, trusted_state
 from appliance.quantities import of_bytes
+from store.control_schema import CONTROL
 from store.database import open_readonly
 from store.errors import StoreError
 from store.evidence import AUDIT_FILES, examine_folder
 from store.migrations import Schema
 from store.requests import RequestFilter, RequestReader
-from store.schemas import CONTENTS, CONTROL, HISTORY
+from store.schemas import CONTENTS, HISTORY
 
 
 def databases(state_dir: Path, run_dir: Path, running: bool) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store import audit
-from store.schemas import CONTROL
+from store.control_schema import CONTROL
 from tests.examples import examples
 
 

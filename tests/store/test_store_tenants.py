@@ -13,12 +13,12 @@ import pytest
 
 from store.audit import AuditRow
 from store.control import ControlStore, read_policies
+from store.control_schema import CONTROL
 from store.database import WritableDatabase
 from store.errors import ConflictError, UnknownKeyError, UnknownPeerError, UnknownTenantError
 from store.evidence import verify_audit
 from store.migrations import Schema
 from store.policies import KeyRecord, PeerRecord, Policies, Quota, TenantRecord
-from store.schemas import CONTROL
 from tests.audit_trail import read_audit
 
 WHO = "uid:0"
