@@ -10,16 +10,8 @@ import msgspec
 
 from appliance.actions import action_of
 from appliance.history.forecasts import QuotaForecast
-from appliance.protocol import (
-    Configuration,
-    ErrorBody,
-    Key,
-    PeerMapping,
-    RegisteredModel,
-    Status,
-    StreamEnd,
-    Tenant,
-)
+from appliance.protocol import Configuration, ErrorBody, Key, PeerMapping, Status, StreamEnd, Tenant
+from appliance.protocol.registry import RegisteredModel
 from appliance.snapshot import Alert, UnfinishedRequest
 from store.structs import Silence
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from appliance.protocol import Key, PeerMapping, RegisteredModel, RegisteredVersion
+from appliance.protocol import Key, PeerMapping
+from appliance.protocol.registry import RegisteredModel, RegisteredVersion
 from console.fake_requests import finished_requests, usage_rows
 from console.simulation import KEY_NAMES, Simulation, key_id
 from console.source import ListName, ListRow, Row

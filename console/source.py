@@ -10,7 +10,8 @@ import msgspec
 
 from appliance.history.forecasts import QuotaForecast
 from appliance.pages import NamedRequest, UsageRow
-from appliance.protocol import Key, PeerMapping, RegisteredModel
+from appliance.protocol import Key, PeerMapping
+from appliance.protocol.registry import RegisteredModel
 from appliance.snapshot import Snapshot
 
 if TYPE_CHECKING:

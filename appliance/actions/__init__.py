@@ -13,19 +13,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from appliance.actions import parameters
-from appliance.protocol import (
-    AddedVersion,
-    AuditHead,
-    Contents,
-    Done,
-    DrainStatus,
-    Key,
-    NewKey,
-    PrunedVersions,
-    Reloaded,
-    Tenant,
-    VersionStatus,
-)
+from appliance.protocol import AuditHead, Contents, Done, DrainStatus, Key, NewKey, Reloaded, Tenant
+from appliance.protocol.registry import AddedVersion, PrunedVersions, VersionStatus
 from appliance.snapshot import Alert
 from store.fields import Declared
 from store.structs import Silence

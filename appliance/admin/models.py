@@ -34,9 +34,9 @@ from appliance.models.operations import FrontRoutes, LoadError, ModelOperations
 from appliance.models.preflight import problem_of
 from appliance.models.preflight_process import Check
 from appliance.models.routing import Routing, split_target, unit_name
-from appliance.protocol import (
+from appliance.protocol import Done
+from appliance.protocol.registry import (
     AddedVersion,
-    Done,
     PrunedVersion,
     PrunedVersions,
     RegisteredFile,

@@ -8,7 +8,7 @@ from appliance.actions.parameters import ShadowModel
 from appliance.admin.effects import Effect, committed, done
 from appliance.admin.models import ModelAdmin
 from appliance.admin.splits import complete_target
-from appliance.protocol import RegisteredModel, ShadowStatus, ShadowTimes
+from appliance.protocol.registry import RegisteredModel, ShadowStatus, ShadowTimes
 from appliance.traffic.shadows import MeasureSum, ShadowResults
 from store.audit import Actor
 from store.errors import ConflictError, UnknownModelError

@@ -14,7 +14,8 @@ from appliance.cli.output import is_terminal, print_json, printable
 from appliance.cli.results import print_result
 from appliance.cli.service import admin_client
 from appliance.cli.status_line import loads_shown
-from appliance.protocol import ReplicaStatus, VersionStatus
+from appliance.protocol import ReplicaStatus
+from appliance.protocol.registry import VersionStatus
 
 
 def perform(run_dir: str | None, parameters: msgspec.Struct, *, as_json: bool, yes: bool = False) -> None:

@@ -16,7 +16,8 @@ from appliance.cli.failure import Failure, as_failure
 from appliance.cli.output import Column, print_json, print_table, printable
 from appliance.cli.service import admin_client
 from appliance.client import AdminClient
-from appliance.protocol import Done, PrunedVersions
+from appliance.protocol import Done
+from appliance.protocol.registry import PrunedVersions
 from appliance.quantities import of_bytes
 
 _PRUNED = (Column("NAME", flexible=True), Column("VERSION", right=True), Column("FOLDER", flexible=True))

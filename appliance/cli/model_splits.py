@@ -6,7 +6,7 @@ from appliance.actions.parameters import ShadowModel, SplitModel
 from appliance.cli.actions import perform
 from appliance.cli.failure import CommandLineError
 from appliance.cli.output import printable
-from appliance.protocol import ShadowStatus
+from appliance.protocol.registry import ShadowStatus
 
 
 def set_split(run_dir: str | None, name: str, weights: list[str], *, clear: bool, as_json: bool) -> None:

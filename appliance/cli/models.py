@@ -15,7 +15,7 @@ from appliance.cli.model_splits import shares, show_shadow
 from appliance.cli.output import Column, of_count, print_json, print_table, printable
 from appliance.cli.service import admin_client
 from appliance.cli.times import local
-from appliance.protocol import RegisteredModel, RegisteredVersion
+from appliance.protocol.registry import RegisteredModel, RegisteredVersion
 from appliance.quantities import of_bytes
 from appliance.settings import named_folder
 

@@ -21,7 +21,7 @@ from appliance.hub.cache import as_owner
 from appliance.hub.pull import Pulled, pull_model
 from appliance.hub.repository import HubError, Reference, hub_from_environment, parse_reference
 from appliance.ownership import trusted_state
-from appliance.protocol import AddedVersion
+from appliance.protocol.registry import AddedVersion
 from appliance.quantities import of_bytes
 from appliance.rundir import SYSTEM_STATE_DIR, start_remedy
 

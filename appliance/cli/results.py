@@ -6,7 +6,8 @@ import sys
 from typing import Any
 
 from appliance.cli.output import paint, printable
-from appliance.protocol import AddedVersion, Contents, Done, Key, NewKey, Reloaded, Tenant, VersionStatus
+from appliance.protocol import Contents, Done, Key, NewKey, Reloaded, Tenant
+from appliance.protocol.registry import AddedVersion, VersionStatus
 from appliance.snapshot import Alert
 from store.structs import Silence
 

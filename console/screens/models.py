@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from appliance.actions import TargetKind
-from appliance.protocol import ModelStatus, RegisteredModel, ReplicaStatus, ScalingStatus, precision
+from appliance.protocol import ModelStatus, ReplicaStatus, ScalingStatus, precision
+from appliance.protocol.registry import RegisteredModel
 from console import units
 from console.context import Context
 from console.glyphs import meter
