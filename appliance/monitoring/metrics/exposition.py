@@ -20,7 +20,7 @@ Kind = Literal["counter", "gauge", "histogram", "summary"]
 Series = TypeVar("Series")
 
 
-class Family(Generic[Series]):
+class MetricFamily(Generic[Series]):
     """A metric's name and meaning, and its series by label values."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Value:
         return f"{self._head}{_number(self.value)}\n"
 
 
-class Numbers(Family[Value]):
+class Numbers(MetricFamily[Value]):
     """Counters or gauges. Counter names end in `_total`."""
 
     def __init__(self, kind: Literal["counter", "gauge"], name: str, help_text: str, *labels: str) -> None:
@@ -126,7 +126,7 @@ class Distribution:
         return lines
 
 
-class Histograms(Family[Distribution]):
+class Histograms(MetricFamily[Distribution]):
     """Histograms with the same bounds."""
 
     def __init__(self, name: str, help_text: str, bounds: Sequence[float], *labels: str) -> None:
@@ -158,7 +158,7 @@ class Mean:
         return [f"{self._count_head}{self.count}\n", f"{self._sum_head}{_number(self.total)}\n"]
 
 
-class Summaries(Family[Mean]):
+class Summaries(MetricFamily[Mean]):
     """Summaries without quantiles: the number and the sum of observations, from which a mean can be
     computed."""
 
@@ -174,7 +174,7 @@ class Summaries(Family[Mean]):
         return [line for series in self._series.values() for line in series.lines()]
 
 
-def render(families: Iterable[Family[object]]) -> bytes:
+def render(families: Iterable[MetricFamily[object]]) -> bytes:
     """Render these families in order as exposition text."""
     parts: list[str] = []
     for family in families:

@@ -17,7 +17,7 @@ from appliance.channel.classes import CLASS_NAMES
 from appliance.models.on_demand import Residency
 from appliance.models.replica import Replica
 from appliance.models.step_totals import StepTotal
-from appliance.monitoring.metrics.exposition import Family
+from appliance.monitoring.metrics.exposition import MetricFamily
 from appliance.monitoring.metrics.metric import Group, Metric
 from appliance.protocol import FrontStatus, ReplicaStatus
 from appliance.traffic.buckets import Bucket
@@ -107,10 +107,10 @@ class Families:
         """Return all groups."""
         return list(vars(self).values())
 
-    def __iter__(self) -> Iterator[Family[Any]]:
+    def __iter__(self) -> Iterator[MetricFamily[Any]]:
         return (family for group in self.groups() for family in group.families)
 
-    def by(self, label: str) -> list[Family[Any]]:
+    def by(self, label: str) -> list[MetricFamily[Any]]:
         """Return the metrics that have this label."""
         return [family for family in self if label in family.labels]
 

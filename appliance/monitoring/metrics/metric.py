@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from appliance.monitoring.metrics.exposition import Family, Histograms, Numbers, Summaries
+from appliance.monitoring.metrics.exposition import Histograms, MetricFamily, Numbers, Summaries
 
 Source = TypeVar("Source")
 Unit = Literal["", "requests", "tokens", "seconds", "bytes", "rows", "lines", "blocks", "sequences"]
@@ -33,7 +33,7 @@ class Group(Generic[Source]):
 
     def __init__(self, labels: tuple[str, ...], *metrics: Metric) -> None:
         self.metrics = metrics
-        self.families: list[Family[Any]] = [_family(metric, labels) for metric in metrics]
+        self.families: list[MetricFamily[Any]] = [_family(metric, labels) for metric in metrics]
         self._series = [
             (metric.read, bool(metric.labels), _setter(family))
             for metric, family in zip(metrics, self.families, strict=True)
@@ -74,7 +74,7 @@ class Group(Generic[Source]):
             family.clear()
 
 
-def _family(metric: Metric, labels: tuple[str, ...]) -> Family[Any]:
+def _family(metric: Metric, labels: tuple[str, ...]) -> MetricFamily[Any]:
     every = (*labels, *metric.labels)
     if metric.kind == "histogram":
         return Histograms(metric.name, metric.help, metric.bounds, *every)
@@ -83,7 +83,7 @@ def _family(metric: Metric, labels: tuple[str, ...]) -> Family[Any]:
     return Numbers(metric.kind, metric.name, metric.help, *every)
 
 
-def _setter(family: Family[Any]) -> Callable[..., None]:
+def _setter(family: MetricFamily[Any]) -> Callable[..., None]:
     """Return a function that sets a series. Its arguments are the value and the label values."""
     if isinstance(family, Summaries):
         return lambda value, *labels: family.set(*value, *labels)
