@@ -88,7 +88,8 @@ def config_for(
 
     The step of a single sequence waits for attention's latency, not for memory. Its programs load their first
     page early, and combine more splits at a time. This needs more registers: 168 per thread with 4 warps, or
-    8 warps if the group has so many query heads that the partial sums of a split are large.
+    8 warps if the group has so many query heads that the partial sums of a split are large. With an FP8
+    cache, 8 warps are faster only if there are also few KV heads.
     """
     fp8 = element_size == 1
     waves = 4 if sequences > 16 or (fp8 and sequences > 1) else 2 if fp8 or sequences > 1 else 1
@@ -97,6 +98,8 @@ def config_for(
     if sequences == 1 and head_dim <= 128:
         if group >= 8 and not fp8:
             return DecodeConfig(items, stages, at_once=16384, num_warps=8, early=True)
+        if group >= 8 and kv_heads <= 2:
+            return DecodeConfig(items, stages, maxnreg=168, at_once=16384, num_warps=8, early=True)
         return DecodeConfig(items, stages, maxnreg=168, at_once=8192, early=True)
     return DecodeConfig(
         items=items, stages=stages, maxnreg=96 if fp8 and sequences > 128 and head_dim <= 128 else 128
