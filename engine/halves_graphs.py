@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from engine.layer_graphs import captured
 from engine.messages import Progress
 from engine.model.decoder import Decoder
-from engine.model.layers import Layer, LayerInput, Mlp
+from engine.model.layers import Layer, LayerInput
 from engine.peer_overlap import HALVES, PeerOverlap
 from engine.progress import ProgressCallback
 from engine.sizing import overlap_split
@@ -37,7 +38,7 @@ class HalvesGraphs:
     because it computes only some rows.
 
     Call `capture` once. Then call `run` for each pass for which `fits` returns true. `decoder` must have
-    several dense layers (`captures`).
+    several dense layers (`engine.layer_graphs.captures`).
     """
 
     def __init__(self, decoder: Decoder, overlap: PeerOverlap, sizes: Sequence[int]) -> None:
@@ -94,17 +95,17 @@ class HalvesGraphs:
     def _capture_size(self, size: int, pool: Any) -> None:
         """Capture the graphs of one size. The parts of the first layer run before they are captured, to load
         their kernels."""
-        captured = []
+        made = []
         for half, rows in enumerate(_halves(size)):
             for part in self._parts(self._layers[0], half, rows):
                 part()
-            captured.append(
+            made.append(
                 [
-                    _LayerGraphs(*(_captured(part, pool) for part in self._parts(layer, half, rows)))
+                    _LayerGraphs(*(captured(part, pool) for part in self._parts(layer, half, rows)))
                     for layer in self._layers
                 ]
             )
-        self._graphs[size] = captured
+        self._graphs[size] = made
 
     def _parts(self, layer: Layer, half: int, rows: int) -> tuple[Callable[[], object], ...]:
         """Return the captured parts of a layer, in the order of `_LayerGraphs`. The first and the last part
@@ -123,19 +124,6 @@ class HalvesGraphs:
         )
 
 
-def captures(decoder: Decoder) -> bool:
-    """Return whether `HalvesGraphs` supports a model."""
-    return len(decoder.layers) > 1 and all(type(layer.mlp) is Mlp for layer in decoder.layers)
-
-
 def _halves(tokens: int) -> tuple[int, int]:
     split = overlap_split(tokens)
     return split, tokens - split
-
-
-def _captured(part: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(pool=pool)
-    part()
-    graph.capture_end()
-    return graph

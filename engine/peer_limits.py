@@ -15,9 +15,9 @@ class AllReduceLimits:
 
     two_shot_bytes: int
     """Message size from which the two-shot all-reduce is used."""
-    group_bytes: int = UNLIMITED
-    """Message size from which the group's all-reduce is used. The group also sums messages that do not fit
-    into the arena."""
+    group_bytes: int = 64 << 20
+    """Message size from which the group's all-reduce is used. Smaller messages that do not fit into the arena
+    are sent in pieces."""
     quantised_rows: range = range(2, 65)
     """Numbers of rows for which a one-shot all-reduce also computes the quantised norm, with one program per
     row. For other numbers of rows, two kernels are faster."""
@@ -33,7 +33,9 @@ _LIMITS = {
 `two_shot_bytes` was measured for two ranks on 2 × H200, and both values for four ranks on 4 × H100
 (docs/parallel.md). `two_shot_bytes` for eight ranks is computed: the second exchange costs 2.5 µs, and for n
 ranks the two-shot all-reduce saves (n - 1)(1 - 2 / n) × size / bandwidth on an NVLink with 373 GB/s.
-`quantised_rows` has not been measured for two and eight ranks.
+`quantised_rows` has not been measured for two and eight ranks. `group_bytes` is the same for all numbers of
+ranks: on 4 × H100, pieces of 4,096 rows of 8,192 numbers take 365 µs, and NCCL 324 µs. With half as many
+rows, these are 182 and 171 µs, but launching NCCL takes the host another 0.1 ms.
 """
 
 

@@ -61,14 +61,19 @@ class PeerRanks(Collectives):
         if not self._sums(tensor):
             return self._group.all_reduce(tensor)
         total = torch.empty_like(tensor)
-        two_shot = self._uses_two_shot(tensor)
-        all_reduce.all_reduce_add(tensor, total, self._arena, two_shot=two_shot, add=False, pdl=self.pdl)
+        for piece, summed in zip(self._pieces(tensor), self._pieces(total), strict=True):
+            two_shot = self._uses_two_shot(piece)
+            all_reduce.all_reduce_add(piece, summed, self._arena, two_shot=two_shot, add=False, pdl=self.pdl)
         return total
 
     def add_sum(self, residual: Residual, part: torch.Tensor, norm: NextNorm | None) -> Residual:
         if not self._sums(part):
             return self._group.add_sum(residual, part, None)
         values, two_shot = residual.values, self._uses_two_shot(part)
+        if len(part) > all_reduce.max_rows(part.shape[1], self._arena):
+            for piece, summed in zip(self._pieces(part), self._pieces(values), strict=True):
+                self.add_sum(Residual(summed), piece, None)
+            return Residual(values)
         if norm is not None and norm.quantised:
             if len(part) in self.limits.quantised_rows and not two_shot and self._fits_norm(part):
                 gain, eps = norm.gain, norm.eps
@@ -147,8 +152,13 @@ class PeerRanks(Collectives):
             and len(part) > 0
             and part.is_contiguous()
             and part.numel() * part.element_size() < self.limits.group_bytes
-            and all_reduce.fits(part.shape[0], part.shape[1], self._arena)
+            and all_reduce.max_rows(part.shape[1], self._arena) > 0
         )
+
+    def _pieces(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Divide a tensor into parts of about the same number of rows that fit into the arena."""
+        count = -(-len(tensor) // all_reduce.max_rows(tensor.shape[1], self._arena))
+        return tensor.split(-(-len(tensor) // count))
 
     def _fits_norm(self, part: torch.Tensor) -> bool:
         return all_reduce_norm.fits(part.shape[0], part.shape[1], self._arena)

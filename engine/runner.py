@@ -45,7 +45,9 @@ from engine.sizing import (
     Sizing,
     gemm_sizes,
     kv_bytes_per_block,
+    layer_capture_sizes,
     parameters,
+    pass_sizes,
     predict,
     size_for,
     weights_dtype,
@@ -59,6 +61,7 @@ from kernels import KvPool, select_backend, select_sampling
 
 if TYPE_CHECKING:
     from engine.halves_graphs import HalvesGraphs
+    from engine.layer_graphs import LayerGraphs
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +109,10 @@ class ModelRunner:
             log.info("converting the checkpoint's FP8 block scales to one scale per output")
         self.kv_cache_dtype = FP8 if spec.kv_cache_dtype == FP8 else self.dtype
         self.max_model_len = self._initial_max_model_len()
-        self._padding = Padding(gemm_sizes(spec.max_num_batched_tokens), gemm_sizes(spec.max_num_seqs))
+        self._captures_layers = on_gpu and ranks.size > 1 and self.config.experts is None
+        self._padding = Padding(
+            pass_sizes(spec.max_num_batched_tokens, self._captures_layers), gemm_sizes(spec.max_num_seqs)
+        )
         self._failed: BaseException | None = None
         self._ended_at: float | None = None
         self._ended_event: torch.cuda.Event | None = None
@@ -148,10 +154,10 @@ class ModelRunner:
             self._await_build(building, progress)
             # The graphs do not contain the KV cache, so their memory is measured before the cache is sized.
             # The measurement itself uses eager passes, which need more memory.
-            halves_graphs = self._capture_halves(progress)
+            graphs = self._capture_layers(progress), self._capture_halves(progress)
             progress(Progress("build", detail="sizing the KV pool"))
             self.kv_blocks = self._size_pool(progress)
-            self.decoder.halves_graphs = halves_graphs
+            self.decoder.layer_graphs, self.decoder.halves_graphs = graphs
             per_block = self._predict(None).kv_bytes_per_block
             kv = allocate_kv(self.decoder, self.kv_blocks, per_block, ranks.size, self.memory)
             self.steps = self._executor(kv)
@@ -202,6 +208,7 @@ class ModelRunner:
                 self._memory_thread.shutdown()
         # The graphs contain NCCL kernels, so they must be deleted before NCCL is shut down.
         self.steps.graphs = self.steps.prompt_graphs = None
+        self.decoder.layer_graphs = self.decoder.halves_graphs = None
         self.ranks.close()
 
     def _thread(self, name: str) -> ThreadPoolExecutor:
@@ -353,6 +360,20 @@ class ModelRunner:
         torch.cuda.empty_cache()  # frees memory of the uncaptured passes that ran before each capture
         steps.graphs, steps.prompt_graphs = graphs, prompts
 
+    def _capture_layers(self, progress: ProgressCallback) -> LayerGraphs | None:
+        """Capture the layers of passes that several GPUs compute faster than a host can launch them."""
+        sizes = layer_capture_sizes(self.spec.max_num_batched_tokens)
+        if not (sizes and self._captures_layers and self.decoder.ops.name == "cuda"):
+            return None
+        # Imported here because this module loads Triton, which a CPU does not need.
+        from engine.layer_graphs import LayerGraphs, captures
+
+        if not captures(self.decoder):
+            return None
+        graphs = LayerGraphs(self.decoder, sizes)
+        graphs.capture(progress)
+        return graphs
+
     def _capture_halves(self, progress: ProgressCallback) -> HalvesGraphs | None:
         """Capture parts of full steps if several GPUs run them in two halves."""
         spec, decoder = self.spec, self.decoder
@@ -364,7 +385,8 @@ class ModelRunner:
         if overlap is None:
             return None
         # Imported here because these modules load Triton, which a CPU does not need.
-        from engine.halves_graphs import HalvesGraphs, captures
+        from engine.halves_graphs import HalvesGraphs
+        from engine.layer_graphs import captures
         from engine.peer_overlap import PeerOverlap
 
         if not (isinstance(overlap, PeerOverlap) and captures(decoder)):

@@ -347,6 +347,21 @@ def gemm_sizes(largest: int) -> list[int]:
     return [size for size in sizes if size < largest] + [largest]
 
 
+def layer_capture_sizes(max_num_batched_tokens: int) -> list[int]:
+    """Return the token counts for which the layers of passes on several GPUs are captured as CUDA graphs
+    (`engine.layer_graphs`). Longer passes are computed in two halves."""
+    sizes = (64, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584)
+    return [size for size in sizes if size <= max_num_batched_tokens]
+
+
+def pass_sizes(max_num_batched_tokens: int, layers_captured: bool) -> list[int]:
+    """Return the token counts to which passes with prompts are padded. If layers are captured, these are the
+    captured counts and the counts above them."""
+    sizes = gemm_sizes(max_num_batched_tokens)
+    captured = layer_capture_sizes(max_num_batched_tokens) if layers_captured else []
+    return [*captured, *(size for size in sizes if not captured or size > captured[-1])]
+
+
 def size_for(count: int, sizes: list[int]) -> int:
     """Return the smallest of the ascending `sizes` that is at least `count`. Raises IndexError if all sizes
     are smaller."""

@@ -30,6 +30,7 @@ from kernels import KvPool, Ops, Residual
 
 if TYPE_CHECKING:
     from engine.halves_graphs import HalvesGraphs
+    from engine.layer_graphs import LayerGraphs
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The torch dtype for each key of `engine.config.DTYPE_BYTES`."""
@@ -72,7 +73,8 @@ class Decoder:
         self.kv_fp8 = kv_fp8
         self.device = device
         self.halves_graphs: HalvesGraphs | None = None
-        """Captured parts of long passes on several GPUs, if there are any."""
+        self.layer_graphs: LayerGraphs | None = None
+        """Captured parts of passes with prompts on several GPUs."""
         self.max_model_len = config.resolve_length(max_model_len)
         self.shard = config.shard(ranks.size, ranks.rank)
         name = str(dtype).removeprefix("torch.")
@@ -94,7 +96,7 @@ class Decoder:
         decoder."""
         part = copy.copy(self)
         part.layers = [self.layers[index] for index in indices]
-        part.halves_graphs = None
+        part.halves_graphs = part.layer_graphs = None
         return part
 
     # ── computation ──────────────────────────────────────────────────────────────────────────────
@@ -130,6 +132,9 @@ class Decoder:
                 residual = graphs.run(residual, halves, kv)
             else:
                 residual = run_in_halves(calls[:-1], residual, halves, overlap)
+            calls = calls[-1:]
+        elif self.layer_graphs is not None and self.layer_graphs.fits(len(inputs.token_ids)):
+            residual = self.layer_graphs.run(residual, every, kv)
             calls = calls[-1:]
         for layer, pool, next_gain in calls:
             inputs_of_layer = last if next_gain is None else every

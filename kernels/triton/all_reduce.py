@@ -37,10 +37,16 @@ def block_words(words: int) -> int | None:
     return None
 
 
+def max_rows(hidden: int, arena: Arena) -> int:
+    """Return the maximum number of rows of `hidden` 16-bit numbers that `all_reduce_add` supports, which is 0
+    if rows of this length cannot be sent."""
+    block = block_words(hidden // 2) if hidden % 2 == 0 else None
+    return 0 if block is None else PROGRAMS * arena.items // (hidden // 2 // block)
+
+
 def fits(rows: int, hidden: int, arena: Arena) -> bool:
     """Return whether `all_reduce_add` supports a message of `[rows, hidden]` 16-bit numbers."""
-    block = block_words(hidden // 2) if hidden % 2 == 0 else None
-    return block is not None and rows * (hidden // 2 // block) <= PROGRAMS * arena.items
+    return rows <= max_rows(hidden, arena)
 
 
 def all_reduce_add(

@@ -51,7 +51,7 @@ class Kernels:
         monkeypatch.setattr(peer_ranks.all_gather, "best_of_ranks", self._best)
 
     def _add(self, x: torch.Tensor, residual: torch.Tensor, arena: Any, **options: Any) -> None:
-        self.calls.append(("add", options))
+        self.calls.append(("add", {**options, "rows": len(x)}))
 
     def _add_norm(
         self,
@@ -110,9 +110,24 @@ def test_given_limits_replace_those_of_the_number_of_ranks(kernels: Kernels) -> 
     assert group.calls == ["all_reduce"]
 
 
+def test_messages_that_exceed_the_arena_are_sent_in_equal_pieces(kernels: Kernels) -> None:
+    ranks, group = made(4)
+    gain = torch.empty(8192, dtype=torch.bfloat16, device="meta")
+    for rows, expected in ((1056, [1056]), (1057, [529, 528]), (3000, [1000, 1000, 1000])):
+        for run in (
+            lambda rows=rows: ranks.add_sum(Residual(part(rows)), part(rows), NextNorm(gain, 1e-5, True)),
+            lambda rows=rows: ranks.all_reduce(part(rows)),
+        ):
+            kernels.calls.clear()
+            run()
+            assert [options["rows"] for _, options in kernels.calls] == expected
+            assert all(options["two_shot"] for _, options in kernels.calls)
+    assert group.calls == []
+
+
 @pytest.mark.parametrize(
     "message",
-    [part(1057), part(3, 8200), part(3, dtype=torch.float32), part(0), part(3, 16384)[:, ::2]],
+    [part(4096), part(3, 8200), part(3, dtype=torch.float32), part(0), part(3, 16384)[:, ::2]],
     ids=["too many rows", "width", "dtype", "no rows", "strided"],
 )
 def test_other_sums_go_through_the_group(message: torch.Tensor, kernels: Kernels) -> None:

@@ -1,5 +1,5 @@
-"""Tests that captured passes in two halves give the logits of whole passes. No GPU is needed: a captured part
-is a function that is called again."""
+"""Tests that captured passes, in two halves and as a whole, give the logits of eager passes. No GPU is needed:
+a captured part is a function that is called again."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine import halves_graphs, peer_overlap
+from engine import halves_graphs, layer_graphs, peer_overlap
 from engine.families import read_config
-from engine.halves_graphs import HalvesGraphs, captures
+from engine.halves_graphs import HalvesGraphs
+from engine.layer_graphs import LayerGraphs, captures
 from engine.model.decoder import Decoder
 from engine.model.loader import load_dummy
 from engine.peer_overlap import OverlapMemory, PeerOverlap
@@ -61,28 +62,36 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         out.copy_(total + residual)
 
     monkeypatch.setattr(peer_overlap, "sum_parts", sum_parts)
-    monkeypatch.setattr(halves_graphs, "_captured", Replayed)
+    monkeypatch.setattr(halves_graphs, "captured", Replayed)
+    monkeypatch.setattr(layer_graphs, "captured", Replayed)
 
 
-def logits_of(folder: Path, rank: ThreadRank, memory: OverlapMemory | None) -> list[torch.Tensor]:
-    """Return the logits of four passes: a captured one, one with another number of tokens in halves, and two
-    captured ones with decodes. Without `memory`, every pass is computed as a whole."""
+def logits_of(
+    folder: Path, rank: ThreadRank, memory: OverlapMemory | None = None, *, layers: bool = False
+) -> list[torch.Tensor]:
+    """Return the logits of four passes: one with FULL tokens, one with another number of tokens, and two with
+    decodes and FULL tokens. With `memory`, they are computed in halves. With `layers` or `memory`, the passes
+    of FULL tokens are captured."""
     ranks = HalvingRank(rank.size, rank.rank, rank._slots, rank._barrier)
     decoder = Decoder(read_config(folder), ranks, select_backend("cpu"), torch.float32, torch.device("cpu"))
     load_dummy(decoder, seed=3)
     assert captures(decoder)
     replays: list[int] = []
+    graphs: LayerGraphs | HalvesGraphs | None = None
+    if layers:
+        graphs = decoder.layer_graphs = LayerGraphs(decoder, [FULL])
     if memory is not None:
         arena = Arena(rank.rank, rank.size, torch.empty(1), torch.empty(1), stop_address=0, items=1)
         ranks.made = PeerOverlap(arena, memory, torch.device("cpu"))
-        graphs = HalvesGraphs(decoder, ranks.made, [FULL])
+        graphs = decoder.halves_graphs = HalvesGraphs(decoder, ranks.made, [FULL])
+    if graphs is not None:
         graphs._capture_size(FULL, None)
-        decoder.halves_graphs = graphs
-        run = graphs.run
+        run: Any = graphs.run
 
         def counted(*arguments: Any) -> Residual:
             replays.append(1)
-            return run(*arguments)
+            result: Residual = run(*arguments)
+            return result
 
         graphs.run = counted  # type: ignore[method-assign, assignment]
     driver = Driver(decoder, blocks=40)
@@ -94,17 +103,27 @@ def logits_of(folder: Path, rank: ThreadRank, memory: OverlapMemory | None) -> l
         driver.run([(first, 7), (second, 8)], [(third, tokens[349:600]), (fourth, tokens[:67])]),
         driver.run([(first, 9)], [(fourth, tokens[67:386])]),
     ]
-    assert len(replays) == (0 if memory is None else 3)
+    assert len(replays) == (0 if graphs is None else 3)
     return passes
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_captured_passes_give_the_logits_of_whole_passes(
+def test_captured_layers_give_the_logits_of_eager_passes(size: int, tmp_path: Path) -> None:
+    folder = make(DENSE, tmp_path)
+    eager = on_ranks(size, lambda rank: logits_of(folder, rank))
+    captured = on_ranks(size, lambda rank: logits_of(folder, rank, layers=True))
+    for rank in range(size):
+        for found, wanted in zip(captured[rank], eager[rank], strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_captured_halves_give_the_logits_of_whole_passes(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make(DENSE, tmp_path)
     hidden = read_config(folder).hidden_size
-    whole = on_ranks(size, lambda rank: logits_of(folder, rank, None))
+    whole = on_ranks(size, lambda rank: logits_of(folder, rank))
     barrier = threading.Barrier(size, timeout=60)
     monkeypatch.setattr(peer_overlap, "all_gather", lambda *_, **__: barrier.wait())
     shapes = OverlapMemory.shapes(size, 256, hidden)

@@ -1,0 +1,114 @@
+"""Passes with prompts on several GPUs, replayed from one CUDA graph per layer. A layer on one of several GPUs
+takes less time than the host needs to launch its kernels one by one.
+
+Everything except attention is captured, so the passes may contain any prompts and decodes. The graph of a
+layer begins after its attention, and ends before the attention of the next layer. The graphs read and write
+buffers that are allocated once. Longer passes are computed in two halves (`engine.halves_graphs`), and short
+passes of prompts alone have one graph (`engine.prompt_graphs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from engine.messages import Progress
+from engine.model.decoder import Decoder
+from engine.model.layers import LayerInput, Mlp
+from engine.progress import ProgressCallback
+from kernels import KvPool, Residual
+
+
+class LayerGraphs:
+    """The captured layers of passes with one of `sizes` tokens on one rank. The last layer is not included,
+    because it computes only some rows.
+
+    Call `capture` once. Then call `run` for each pass for which `fits` returns true. `decoder` must have
+    several dense layers (`captures`).
+    """
+
+    def __init__(self, decoder: Decoder, sizes: Sequence[int]) -> None:
+        self._ranks = decoder.ranks
+        self._layers = decoder.layers[:-1]
+        self.sizes = sorted(sizes)
+        self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
+        """By number of tokens: the graph before the first layer's attention, and the graph of each layer."""
+        shard, rows = decoder.shard, self.sizes[-1]
+        width = decoder.config.head_dim
+        made: dict[str, Any] = {"dtype": decoder.dtype, "device": decoder.device}
+        self._residual = torch.zeros((rows, decoder.config.hidden_size), **made)
+        self._qkv = torch.empty((rows, (shard.heads + 2 * shard.kv_heads) * width), **made)
+        # The rows of padding are read before anything is written to them.
+        self._attended = torch.zeros((rows, shard.heads * width), **made)
+
+    def capture(self, progress: ProgressCallback) -> None:
+        """Capture the graphs of all sizes, the largest first. All ranks must call this method."""
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for done, size in enumerate(reversed(self.sizes)):
+                progress(Progress("warm up", done, len(self.sizes), "graphs", "layers of prompt passes"))
+                self._capture_size(size, pool)
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def fits(self, tokens: int) -> bool:
+        return tokens in self._graphs
+
+    def run(self, residual: Residual, inputs: LayerInput, kv: Sequence[KvPool]) -> Residual:
+        """Run all layers except the last, and return the residual. `kv` contains one pool per layer."""
+        rows = len(residual.values)
+        values, qkv, attended = self._residual[:rows], self._qkv[:rows], self._attended[:rows]
+        before, *graphs = self._graphs[rows]
+        values.copy_(residual.values)
+        before.replay()
+        for layer, pool, graph in zip(self._layers, kv, graphs, strict=False):
+            layer.attention(qkv, inputs, pool, attended)
+            graph.replay()
+        return Residual(values)
+
+    def _capture_size(self, size: int, pool: Any) -> None:
+        """Capture the graphs of one size. The first two graphs run before they are captured, to load their
+        kernels."""
+        parts = [self._part(index, size) for index in range(-1, len(self._layers))]
+        for part in parts[:2]:
+            part()
+        self._graphs[size] = [captured(part, pool) for part in parts]
+
+    def _part(self, index: int, rows: int) -> Callable[[], None]:
+        """Return a function that computes a layer from its attention's result to the qkv of the next layer.
+        Index -1 computes only the qkv of the first layer."""
+        values, qkv, attended = self._residual[:rows], self._qkv[:rows], self._attended[:rows]
+        layers, ranks = self._layers, self._ranks
+        following = layers[index + 1] if index + 1 < len(layers) else None
+
+        def run() -> None:
+            residual = Residual(values)
+            if index >= 0:
+                layer = layers[index]
+                o, down = layer.attention.o, layer.mlp.down
+                residual = o.add_to(residual, attended, layer.post_norm, layer.eps, ranks)
+                next_gain = None if following is None else following.input_norm
+                activated = layer.mlp.activate(residual, layer.post_norm, layer.eps)
+                residual = down.add_to(residual, activated, next_gain, layer.eps, ranks)
+            if following is not None:
+                following.attention.qkv.after_norm(residual, following.input_norm, following.eps, qkv)
+
+        return run
+
+
+def captures(decoder: Decoder) -> bool:
+    """Return whether the layers of a model can be captured."""
+    return len(decoder.layers) > 1 and all(type(layer.mlp) is Mlp for layer in decoder.layers)
+
+
+def captured(part: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
+    """Capture a function as a CUDA graph on the current stream. `pool` is a pool for the memory that it
+    allocates."""
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=pool)
+    part()
+    graph.capture_end()
+    return graph
