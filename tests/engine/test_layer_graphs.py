@@ -1,5 +1,5 @@
-"""Tests that captured passes, in two halves and as a whole, give the logits of eager passes. No GPU is needed:
-a captured part is a function that is called again."""
+"""Tests that captured passes, in halves and as a whole, give the logits of eager passes. No GPU is needed: a
+captured part is a function that is called again."""
 
 from __future__ import annotations
 

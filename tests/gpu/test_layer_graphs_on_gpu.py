@@ -22,6 +22,7 @@ from engine.messages import SamplingParams
 from engine.model.decoder import Decoder
 from engine.model.loader import load_dummy
 from engine.parallel import _Single
+from engine.peer_memory import ITEMS
 from engine.peer_overlap import PeerOverlap, make_overlap
 from engine.plan import Chunk, SlotSetup, StepPlan
 from engine.progress import no_progress
@@ -47,7 +48,7 @@ class LoneRank(_Single):
 
 
 def lone_overlap(hidden: int, device: torch.device) -> PeerOverlap:
-    memory = torch.full((arena_words(1, 1),), EMPTY_WORD, dtype=torch.int32, device=device)
+    memory = torch.full((arena_words(1, ITEMS),), EMPTY_WORD, dtype=torch.int32, device=device)
     stop = torch.zeros(1, dtype=torch.int32).pin_memory()
     arena = Arena(
         rank=0,
@@ -55,7 +56,7 @@ def lone_overlap(hidden: int, device: torch.device) -> PeerOverlap:
         addresses=torch.tensor([memory.data_ptr()], dtype=torch.int64, device=device),
         calls=torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
         stop_address=stop.data_ptr(),
-        items=1,
+        items=ITEMS,
     )
     held.append((memory, stop))
     return make_overlap(
