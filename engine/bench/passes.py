@@ -5,16 +5,18 @@
 
 The model has a few layers of a public shape and random weights. All ranks start a pass at the same time,
 without plan channels. For each variant, the table shows the milliseconds of the first and the second pass on
-the device, the median and the slowest of all passes, and the slowest rank's median. The last column is the
-median time that the host needs to launch a pass. The variants are:
+the device, the median and the slowest of all passes, and the slowest rank's median. "host" is the median time
+that the host needs to launch a pass. "differs" is the relative difference of the logits from those of the
+eager variant. The variants are:
 
-    default      as in serving: a CUDA graph for short prompts, and the collectives of `engine.peer_limits`
+    default      as in serving: CUDA graphs, and the collectives of `engine.peer_limits`
+    layers       one CUDA graph per layer (`engine.layer_graphs`), also for short prompts
     eager        each kernel is launched separately
-    no PDL       without programmatic dependent launch
     one-shot     every all-reduce that fits is one-shot
     two-shot     every all-reduce that fits is two-shot
     group        every all-reduce uses NCCL
-    whole        long passes are not divided into halves
+    whole        long passes are eager and not divided into halves
+    no PDL       without programmatic dependent launch
     alone        no all-reduce, so that the results are wrong: the time of the computation
 
 After the table, the kernels of the first and of the last rank are listed for the variants of --profile.
@@ -43,6 +45,8 @@ from engine.bench.shapes import SHAPES, write_config
 from engine.config import ModelConfig
 from engine.device_tables import SlotTables
 from engine.families import read_config
+from engine.halves_graphs import HalvesGraphs
+from engine.layer_graphs import LayerGraphs
 from engine.messages import BLOCK_TOKENS, SamplingParams
 from engine.model.decoder import TORCH_DTYPES, Decoder
 from engine.model.loader import load_dummy
@@ -56,8 +60,8 @@ from engine.sizing import EXPANSION_BLOCKS
 from kernels import NextNorm, Residual, select_backend
 from kernels.cuda import CudaOps
 
-VARIANTS = ("default", "eager", "no PDL", "one-shot", "two-shot", "group", "whole", "alone")
-_COLUMNS = ("first", "second", "median", "slowest", "ranks", "host")
+VARIANTS = ("default", "layers", "eager", "no PDL", "one-shot", "two-shot", "group", "whole", "alone")
+_COLUMNS = ("first", "second", "median", "slowest", "ranks", "host", "differs")
 _PASSES = 12
 _KERNELS_SHOWN = 9
 
@@ -149,6 +153,15 @@ class _Bench:
         )
         ranks.prepare_overlap(self._longest, config.hidden_size, dtype, self._device)
         load_dummy(self._decoder, 0)
+        short = [tokens for tokens in arguments.tokens if ranks.overlap(tokens) is None]
+        self._layers = LayerGraphs(self._decoder, short) if short else None
+        long, overlap = [*set(arguments.tokens) - set(short)], ranks.overlap(self._longest)
+        self._halves = HalvesGraphs(self._decoder, overlap, long) if overlap is not None else None
+        for graphs in (self._layers, self._halves):
+            if graphs is not None:
+                graphs.capture(no_progress)
+        self._expected: dict[int, torch.Tensor] = {}
+        """Logits of the eager variant, by number of tokens."""
         self._blocks = -(-self._longest // BLOCK_TOKENS) + 1
         self._kv = self._decoder.allocate_kv(self._blocks)
         self._tables = SlotTables(8, self._blocks, config.vocab_size, self._device)
@@ -157,18 +170,17 @@ class _Bench:
         """Time the passes of a variant, and print a line on rank 0."""
         run = self._prepare(variant, tokens)
         times, host = zip(*(self._time(run) for _ in range(_PASSES)), strict=True)
+        if tokens not in self._expected:
+            self._expected[tokens] = self._prepare("eager", tokens)().float().clone()
+        wanted = self._expected[tokens]
+        differs = float((run().float() - wanted).norm() / wanted.norm())
         median = torch.tensor([statistics.median(times)], device=self._device)
         slowest = float(self._ranks.all_gather_stack(median).max())
         if self._ranks.rank == 0:
-            cells = (
-                times[0],
-                times[1],
-                statistics.median(times),
-                max(times),
-                slowest,
-                statistics.median(host),
-            )
-            print(f"{tokens:6d} {variant:10}" + "".join(f"{cell:9.2f}" for cell in cells), flush=True)
+            medians = statistics.median(times), statistics.median(host)
+            cells = (times[0], times[1], medians[0], max(times), slowest, medians[1])
+            numbers = "".join(f"{cell:9.2f}" for cell in cells)
+            print(f"{tokens:6d} {variant:10}{numbers}{differs:9.4f}", flush=True)
 
     def profile(self, variant: str, tokens: int, folder: Path) -> None:
         """Print the kernels of one pass of a variant, on the first and on the last rank."""
@@ -194,20 +206,20 @@ class _Bench:
                     print(f"  {name[:46]:46}{calls[name]:6d}{us[name]:10,.0f}{us[name] / calls[name]:9,.1f}")
                 sys.stdout.flush()
 
-    def _prepare(self, variant: str, tokens: int) -> Callable[[], object]:
+    def _prepare(self, variant: str, tokens: int) -> Callable[[], torch.Tensor]:
         """Return a function that launches a pass of `tokens` tokens. The first call has been made."""
         plan = self._plan(tokens)
         self._tables.apply(plan)
         with self._variant(variant) as decoder:
             graphs = PromptGraphs(decoder, self._kv, self._tables, tokens)
-            if variant != "eager" and graphs.fits(plan):
+            if variant not in ("eager", "layers") and graphs.fits(plan):
                 graphs.sizes = graphs.sizes[-1:]
                 graphs.capture(no_progress)
                 graphs.stage(plan)
                 return graphs.forward
         batch = self._tables.step_batch(plan)
 
-        def run() -> object:
+        def run() -> torch.Tensor:
             with self._variant(variant) as decoder:
                 return decoder.logits(decoder.forward(batch.forward, self._kv))
 
@@ -220,7 +232,9 @@ class _Bench:
         ranks, decoder = self._ranks, copy.copy(self._decoder)
         ops, limits, pdl, overlap_from = decoder.ops, ranks.limits, ranks.pdl, ranks.overlap_from
         assert isinstance(ops, CudaOps)
-        if variant == "no PDL":
+        if variant in ("default", "layers"):
+            decoder.layer_graphs, decoder.halves_graphs = self._layers, self._halves
+        elif variant == "no PDL":
             ranks.pdl = ops.pdl = False
         elif variant == "one-shot":
             ranks.limits = replace(limits, two_shot_bytes=UNLIMITED)
@@ -242,7 +256,7 @@ class _Bench:
         prompt = [(7 * place) % 900 + 3 for place in range(tokens)]
         return StepPlan(0, setups, blocks, [], [], [Chunk(0, 0, prompt, [0])])
 
-    def _time(self, run: Callable[[], object]) -> tuple[float, float]:
+    def _time(self, run: Callable[[], torch.Tensor]) -> tuple[float, float]:
         """Run a pass that all ranks start at the same time. Return its milliseconds on the device, and the
         milliseconds that the host needs to launch it."""
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))

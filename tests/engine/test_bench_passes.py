@@ -42,6 +42,7 @@ def summed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, in
     ranks = PeerRanks(Group(2, 0), _MetaMemory(2, 0), pdl=True)
     bench = object.__new__(passes._Bench)
     bench._ranks = ranks
+    bench._layers = bench._halves = None
     bench._decoder = Decoder(config, ranks, CudaOps(pdl=True), torch.bfloat16, torch.device("meta"))
 
     def run(variant: str, rows: int) -> list[tuple[str, bool]]:
