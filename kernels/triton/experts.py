@@ -75,7 +75,9 @@ def activate(
         routed = experts_route.route_many(*router, **options)
     by_expert = None
     if plans.grouped:
-        by_expert = experts_many.sort(routed, len(experts.router), pdl=pdl)
+        rows = (plans.up.rows, plans.down.rows)
+        share: dict[str, Any] = {"first": first or 0, "held": len(weight), "pdl": pdl}
+        by_expert = experts_many.sort(routed, len(experts.router), rows, **share)
         activations = experts_many.up(
             routed.normed,
             routed.scales,
@@ -85,7 +87,6 @@ def activate(
             scale,
             plans.up,
             multiprocessors_of(x.device),
-            first=first,
             dtype=dtype,
             pdl=pdl,
         )
@@ -140,7 +141,6 @@ def weighted_sum(
         scale,
         chosen.plan,
         multiprocessors_of(weight.device),
-        first=first,
         dtype=dtype,
         pdl=pdl,
     )

@@ -3,18 +3,19 @@
 launch for the tokens of all experts.
 
 `sort` is the second half of a stable counting sort. The router has counted the choices of each expert in
-each block of tokens. One launch adds the counts of all blocks and writes each choice to its position. `up`
+each block of tokens. One launch adds the counts of all blocks and writes each choice to its position. It also
+lists the groups of choices that a tile of the GEMMs computes, so that their programs need no search. `up`
 reads the tokens in the sorted order and computes SwiGLU. `down` writes its results in the original order of
 the choices. `combine` multiplies the results by their routing weights, and adds each token's results, in the
 order of its choices, and the residual. No kernel uses atomic additions, so results do not depend on timing.
 
-The GEMMs have a fixed number of programs, which read each expert's number of tokens on the device and compute
-the tiles one after another. No launch depends on the routing, so all launches can be captured in a CUDA
+The GEMMs have a fixed number of programs, which read the number of groups on the device and compute the tiles
+one after another. No launch depends on the routing, so all launches can be captured in a CUDA
 graph. The weight is the 64-row operand of the tensor-core instruction, so small tiles suffice for experts
 with few tokens.
 
-A rank may have only some of the experts. The choices of all experts are sorted, but the GEMMs compute only
-the tiles of the rank's experts, and `combine` skips the results of all other experts.
+A rank may have only some of the experts. The choices of all experts are sorted, but only those of the rank's
+experts are in groups, and `combine` skips the results of all other experts.
 
 Results are rounded as in the reference, except that the residual is added to the float32 sum before the sum
 is rounded.
@@ -46,8 +47,12 @@ class Sorted:
 
     order: torch.Tensor
     """Numbers of the choices: [tokens × top_k] int32."""
-    begins: torch.Tensor
-    """Each expert's first position in `order`, followed by the number of choices: [experts + 1] int32."""
+    groups: dict[int, torch.Tensor]
+    """For each number of rows of a tile, the groups of at most this many choices of one expert: [groups + 1,
+    4] int32. The first row begins with the number of groups. Each following row has the expert, numbered from
+    the rank's first expert, the group's first position in `order`, and the end of the expert's positions."""
+    held: int
+    """Number of experts of this rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +67,31 @@ class ComputedChoices:
     """Number of experts of this rank."""
 
 
-def sort(routed: Routed, experts: int, *, pdl: bool = True) -> Sorted:
-    """Sort the choices of `experts_route.route_many`; the experts of a token are distinct."""
+def sort(
+    routed: Routed,
+    experts: int,
+    rows: tuple[int, int],
+    *,
+    first: int = 0,
+    held: int | None = None,
+    pdl: bool = True,
+) -> Sorted:
+    """Sort the choices of `experts_route.route_many`; the experts of a token are distinct.
+
+    experts: number of experts of all ranks. rows: numbers of rows of the tiles of `up` and of `down`. first,
+    held: first expert and number of experts of this rank; by default, the rank has all experts.
+    """
     if routed.places is None or routed.counts is None:
         raise ValueError("routed has no counts; route the tokens with route_many")
     tokens, top_k = routed.chosen.shape
     device = routed.chosen.device
     order = torch.empty(tokens * top_k, dtype=torch.int32, device=device)
-    begins = torch.empty(experts + 1, dtype=torch.int32, device=device)
+    held = experts if held is None else held
+    total = tokens * top_k
+    groups = {
+        size: torch.empty((min(total, total // size + held) + 1, 4), dtype=torch.int32, device=device)
+        for size in rows
+    }
     blocks, every = routed.counts.shape
     block = block_tokens(tokens, experts)
     _place[(max(blocks, 1),)](
@@ -77,10 +99,14 @@ def sort(routed: Routed, experts: int, *, pdl: bool = True) -> Sorted:
         routed.places,
         routed.counts,
         order,
-        begins,
-        tokens * top_k,
+        groups[rows[0]],
+        groups[rows[1]],
+        total,
         blocks,
-        EXPERTS=experts,
+        first,
+        EXPERTS=held,
+        ROWS_UP=rows[0],
+        ROWS_DOWN=rows[1],
         CHOICES=block * top_k,
         BLOCK=triton.next_power_of_2(block * top_k),
         SUMMED=min(triton.next_power_of_2(max(blocks, 1)), _SUMMED // every),
@@ -89,7 +115,7 @@ def sort(routed: Routed, experts: int, *, pdl: bool = True) -> Sorted:
         num_warps=8,
         launch_pdl=pdl,
     )
-    return Sorted(order, begins)
+    return Sorted(order, groups, held)
 
 
 def up(
@@ -102,7 +128,6 @@ def up(
     plan: ExpertsPlan,
     multiprocessors: int,
     *,
-    first: int | None = None,
     dtype: torch.dtype | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
@@ -110,12 +135,11 @@ def up(
     in the model's dtype.
 
     x, x_scale, weight, weight_scale, dtype: as in `experts_few.up`. multiprocessors: number of the device's
-    multiprocessors. first: if given, `weight` has only the experts from this one onwards, and the results of
-    all other experts are undefined.
+    multiprocessors. The results of experts on other ranks are undefined.
     """
     columns = weight.shape[1] // 2
     out = torch.empty((len(x) * top_k, columns), dtype=dtype or x.dtype, device=x.device)
-    _launch(x, x_scale, by_expert, weight, weight_scale, out, plan, multiprocessors, pdl, top_k, first)
+    _launch(x, x_scale, by_expert, weight, weight_scale, out, plan, multiprocessors, pdl, top_k)
     return out
 
 
@@ -128,7 +152,6 @@ def down(
     plan: ExpertsPlan,
     multiprocessors: int,
     *,
-    first: int | None = None,
     dtype: torch.dtype | None = None,
     pdl: bool = True,
 ) -> torch.Tensor:
@@ -136,10 +159,10 @@ def down(
 
     x: `[tokens × top_k, intermediate]` in the order of `by_expert`, in the weight's dtype; if it is
     quantised, x_scale is `[tokens × top_k, 1]`. weight: `[experts, hidden, intermediate]`; weight_scale:
-    `[experts, hidden]`. first: as in `up`.
+    `[experts, hidden]`.
     """
     out = torch.empty((len(x), weight.shape[1]), dtype=dtype or x.dtype, device=x.device)
-    _launch(x, x_scale, by_expert, weight, weight_scale, out, plan, multiprocessors, pdl, None, first)
+    _launch(x, x_scale, by_expert, weight, weight_scale, out, plan, multiprocessors, pdl, None)
     return out
 
 
@@ -193,7 +216,6 @@ def _launch(
     multiprocessors: int,
     pdl: bool,
     top_k: int | None,
-    first: int | None,
 ) -> None:
     """Launch `_grouped` for `up`, or for `down` if top_k is None."""
     experts, n, k = weight.shape
@@ -202,10 +224,10 @@ def _launch(
             f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; their last dimensions must be equal, "
             "and both contiguous"
         )
-    every = len(by_expert.begins) - 1
-    if len(by_expert.order) != len(out) or (every != experts if first is None else every < first + experts):
+    if len(by_expert.order) != len(out) or by_expert.held != experts:
         raise ValueError(
-            f"the choices are {len(by_expert.order)} of {every} experts; needs {len(out)} of {experts}"
+            f"the choices are {len(by_expert.order)} of {by_expert.held} experts; "
+            f"needs {len(out)} of {experts}"
         )
     if not len(x):
         return
@@ -213,12 +235,11 @@ def _launch(
         x,
         x_scale,
         by_expert.order,
-        by_expert.begins,
+        by_expert.groups[plan.rows],
         weight,
         weight_scale,
         out,
-        first or 0,
-        EXPERTS=experts,
+        len(out),
         COLUMNS=out.shape[1],
         N=n,
         K=k,
@@ -227,7 +248,6 @@ def _launch(
         ROWS=plan.rows,
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,
-        ALL=triton.next_power_of_2(experts),
         SCALED=weight_scale is not None,
         PDL=pdl,
         num_warps=plan.warps,
@@ -240,16 +260,45 @@ def _launch(
 # ── kernels ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-@triton.jit(do_not_specialize=["total", "blocks"])
+@triton.jit
+def _write_groups(
+    groups,
+    ends,
+    totals,
+    first_expert,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALL: tl.constexpr,
+):
+    """Write the groups of at most ROWS choices of this rank's experts. ends, totals: the end of each expert's
+    positions, and its number of choices."""
+    expert = tl.arange(0, ALL) - first_expert
+    here = (expert >= 0) & (expert < EXPERTS)
+    count = tl.where(here, (totals + ROWS - 1) // ROWS, 0)
+    group_ends = tl.cumsum(count, axis=0)
+    tl.store(groups, tl.sum(count, axis=0))
+    for number in tl.range(0, tl.max(count, axis=0)):
+        to = groups + 4 * (1 + group_ends - count + number)
+        more = number < count
+        tl.store(to, expert, mask=more)
+        tl.store(to + 1, ends - totals + number * ROWS, mask=more)
+        tl.store(to + 2, ends, mask=more)
+
+
+@triton.jit(do_not_specialize=["total", "blocks", "first_expert"])
 def _place(
     chosen,
     places,
     counts,
     order,
-    begins,
+    groups_up,
+    groups_down,
     total,
     blocks,
+    first_expert,
     EXPERTS: tl.constexpr,
+    ROWS_UP: tl.constexpr,
+    ROWS_DOWN: tl.constexpr,
     CHOICES: tl.constexpr,
     BLOCK: tl.constexpr,
     SUMMED: tl.constexpr,
@@ -257,7 +306,7 @@ def _place(
     PDL: tl.constexpr,
 ):
     """Write the CHOICES choices of a block of tokens to their sorted positions. Every program adds up the
-    counts of all blocks, SUMMED blocks at a time."""
+    counts of all blocks, SUMMED blocks at a time. The first and the last program write the groups."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -278,41 +327,38 @@ def _place(
         earlier += tl.sum(tl.where((block < tl.program_id(0))[:, None], count, 0), axis=0)
     ends = tl.cumsum(totals, axis=0)
     if tl.program_id(0) == 0:
-        tl.store(begins, 0)
-        tl.store(begins + 1 + index, ends, mask=index < EXPERTS)
+        _write_groups(groups_up, ends, totals, first_expert, EXPERTS, ROWS_UP, ALL)
+    if ROWS_DOWN != ROWS_UP and tl.program_id(0) == tl.num_programs(0) - 1:
+        _write_groups(groups_down, ends, totals, first_expert, EXPERTS, ROWS_DOWN, ALL)
     place += tl.gather(ends - totals + earlier, expert, 0)
     tl.store(order + place, choice, mask=inside)
 
 
 @triton.jit
-def _tile(number, order, begin, end, group_ends, ROWS: tl.constexpr, across: tl.constexpr):
-    """Return the expert of a tile, its number across the weight's rows, the sorted positions of its ROWS
-    choices, the expert's last position, and the numbers of the choices. Rows past the expert's last choice
-    repeat that choice. The arguments are those of `_grouped` after its wait; the results of a tile past the
-    last one are arbitrary."""
-    index = tl.arange(0, begin.shape[0])
-    group = number // across
-    expert = tl.sum((group_ends <= group).to(tl.int32), axis=0)
-    this = index == expert
-    groups = (end - begin + ROWS - 1) // ROWS
-    last = tl.sum(tl.where(this, end, 0), axis=0) - 1
-    first = tl.sum(tl.where(this, begin - (group_ends - groups) * ROWS, 0), axis=0) + group * ROWS
-    place = first + tl.arange(0, ROWS)
-    choice = tl.load(order + tl.maximum(tl.minimum(place, last), 0))
-    return expert, number % across, place, last, choice
+def _group(groups, group, count):
+    """Return the expert, the first position and the end of the expert's positions of a group. A number past
+    the last group returns the last one."""
+    at = groups + 4 * (1 + tl.maximum(tl.minimum(group, count - 1), 0))
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
 
 
-@triton.jit(do_not_specialize=["first_expert"])
+@triton.jit
+def _choices(order, first, end, total, ROWS: tl.constexpr):
+    """Return the numbers of a group's choices. Rows past the expert's last choice repeat that choice."""
+    place = tl.minimum(first + tl.arange(0, ROWS), end - 1)
+    return tl.load(order + tl.maximum(tl.minimum(place, total - 1), 0))
+
+
+@triton.jit(do_not_specialize=["total"])
 def _grouped(
     x,
     x_scale,
     order,
-    begins,
+    groups,
     weight,
     weight_scale,
     out,
-    first_expert,
-    EXPERTS: tl.constexpr,
+    total,
     COLUMNS: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -321,7 +367,6 @@ def _grouped(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    ALL: tl.constexpr,
     SCALED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -329,8 +374,8 @@ def _grouped(
     and the result is SwiGLU in the sorted order. Otherwise, x has one row per choice in the sorted order, and
     results are written in the original order of the choices.
 
-    The choices of the next tile, and the scales, are loaded while a tile's products are computed, unless the
-    tile's sums need most registers."""
+    The scales, the choices of the next tile and the group of the tile after it are loaded while a tile's
+    products are computed, unless the tile's sums need most registers."""
     dtype: tl.constexpr = out.dtype.element_ty
     width: tl.constexpr = BLOCK_N // 2 if UP else BLOCK_N
     across: tl.constexpr = (COLUMNS + width - 1) // width
@@ -338,21 +383,24 @@ def _grouped(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    index = tl.arange(0, ALL)
-    begin = tl.load(begins + first_expert + index, mask=index < EXPERTS, other=0)
-    end = tl.load(begins + first_expert + 1 + index, mask=index < EXPERTS, other=0)
-    groups = (end - begin + ROWS - 1) // ROWS
-    group_ends = tl.cumsum(groups, axis=0)
     k = tl.arange(0, BLOCK_K)
-    tiles = tl.sum(groups, axis=0) * across
+    programs = tl.num_programs(0)
+    begin = tl.program_id(0)
+    count = tl.load(groups)
     if early:
-        following = _tile(tl.program_id(0), order, begin, end, group_ends, ROWS, across)
-    for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+        expert, first, end = _group(groups, begin // across, count)
+        choice = _choices(order, first, end, total, ROWS)
+        next_expert, next_first, next_end = _group(groups, (begin + programs) // across, count)
+    for number in tl.range(begin, count * across, programs):
         if early:
-            expert, tile, place, last, choice = following
-            following = _tile(number + tl.num_programs(0), order, begin, end, group_ends, ROWS, across)
+            next_choice = _choices(order, next_first, next_end, total, ROWS)
+            later_expert, later_first, later_end = _group(groups, (number + 2 * programs) // across, count)
         else:
-            expert, tile, place, last, choice = _tile(number, order, begin, end, group_ends, ROWS, across)
+            expert, first, end = _group(groups, number // across, count)
+            choice = _choices(order, first, end, total, ROWS)
+        tile = number % across
+        last = end - 1
+        place = first + tl.arange(0, ROWS)
         source = choice // TOP_K if UP else tl.minimum(place, last)
         weight_row = weight_rows(tile, COLUMNS, BLOCK_N, UP) + expert.to(tl.int64) * N
         ws = weight + weight_row[:, None] * K + k[None, :]
@@ -384,6 +432,9 @@ def _grouped(
             to = choice
         inside = (column < COLUMNS)[:, None] & (place <= last)[None, :]
         tl.store(out + to.to(tl.int64)[None, :] * COLUMNS + column[:, None], result, mask=inside)
+        if early:
+            expert, first, end, choice = next_expert, next_first, next_end, next_choice
+            next_expert, next_first, next_end = later_expert, later_first, later_end
 
 
 @triton.jit(do_not_specialize=["first_expert"])

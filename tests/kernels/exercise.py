@@ -159,7 +159,7 @@ def mix() -> None:
         layer.check_few(*plans, pdl=True)
         layer.check_ranks(LayerPlans(*plans), pdl=True)
     several = experts_cases.routed(experts_cases.choices("odd", 50, 500, 3), 500)
-    _finite(experts_many.sort(several, 500, pdl=ON_GPU).order)
+    _finite(experts_many.sort(several, 500, (16, 32), first=3, held=400, pdl=ON_GPU).order)
 
 
 def ship(dtype: torch.dtype) -> None:

@@ -13,6 +13,7 @@ cores sum in about 14 bits.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 
@@ -188,7 +189,8 @@ class Case:
         weight, scale = _parts(self.gate_up)
         options = {"dtype": self.dtype, "pdl": pdl}
         x, x_scale = self.quantise(self.x)
-        by_expert = many.sort(routed(self.chosen, len(weight)), len(weight), pdl=pdl)
+        rows = (up.rows, down.rows)
+        by_expert = many.sort(routed(self.chosen, len(weight)), len(weight), rows, pdl=pdl)
         top_k = self.chosen.shape[1]
         found = many.up(x, x_scale, by_expert, top_k, weight, scale, up, programs, **options)
         activations = torch.empty_like(found)
@@ -216,13 +218,17 @@ class Case:
         top_k, elsewhere = self.chosen.shape[1], ~_inside(self.chosen, here)
         scales = (None, None) if scale is None else (scale[some], down_scale[some])
         if plans.grouped:
-            by_expert = many.sort(routed(self.chosen, len(weight)), len(weight), pdl=pdl)
+            count, rows = len(weight), (plans.up.rows, plans.down.rows)
+            choices = routed(self.chosen, count)
+            all_groups = many.sort(choices, count, rows, pdl=pdl)
+            share = {"first": here.start, "held": len(here), "pdl": pdl}
+            by_expert = many.sort(choices, count, rows, **share)
             elsewhere = elsewhere.flatten()[by_expert.order.long()]
             programs = experts.multiprocessors_of(DEVICE) if DEVICE.type == "cuda" else 3
 
             def up(weight: torch.Tensor, scale: torch.Tensor | None, first: int | None) -> torch.Tensor:
-                inputs = (x, x_scale, by_expert, top_k, weight, scale, plans.up, programs)
-                return many.up(*inputs, first=first, **options)
+                groups = all_groups if first is None else by_expert
+                return many.up(x, x_scale, groups, top_k, weight, scale, plans.up, programs, **options)
         else:
             elsewhere = elsewhere.flatten()
 
@@ -232,7 +238,6 @@ class Case:
         found = up(weight[some], scales[0], here.start)
         assert torch.equal(found[~elsewhere], up(weight, scale, None)[~elsewhere])
         found[elsewhere] = torch.nan
-        options["first"] = here.start
         if plans.grouped:
             x, x_scale = self.quantise(found)
             inputs = (x, x_scale, by_expert, down[some], scales[1], plans.down, programs)
@@ -242,7 +247,7 @@ class Case:
             return many.combine(results, self.weights, computed=computed, pdl=pdl)
         x, x_scale = (found, None) if plans.down.quantises else self.quantise(found)
         inputs = (x, x_scale, self.chosen, self.weights, down[some], scales[1], plans.down)
-        return few.down(*inputs, workspace=self.workspace, **options)
+        return few.down(*inputs, workspace=self.workspace, first=here.start, **options)
 
     def check_ranks(self, plans: LayerPlans, pdl: bool = False) -> None:
         """Check that the parts of three ranks, each with some of the experts, add up to the sum of all
@@ -340,12 +345,24 @@ def test_ranks_with_some_experts_add_up_to_all(
     ("tokens", "count", "top_k"), [(1, 4, 2), (70, 4, 2), (50, 500, 3), (600, 512, 2)], ids=str
 )
 def test_choices_are_sorted_by_expert_then_by_token(tokens: int, count: int, top_k: int, kind: str) -> None:
-    """600 tokens with 512 experts make more blocks than a program adds up at a time."""
+    """600 tokens with 512 experts make more blocks than a program adds up at a time. The groups are those of
+    all experts, or of some experts."""
     chosen = choices(kind, tokens, count, top_k)
-    found = many.sort(routed(chosen, count), count, pdl=False)
-    assert torch.equal(found.order.long(), chosen.flatten().argsort(stable=True))
-    counts = chosen.flatten().bincount(minlength=count)
-    assert found.begins.tolist() == [0, *counts.cumsum(0).tolist()]
+    counts = chosen.flatten().bincount(minlength=count).tolist()
+    ends = list(itertools.accumulate(counts))
+    for first, held in ((0, count), (count // 3, count // 2)):
+        share = {"first": first, "held": held, "pdl": False}
+        found = many.sort(routed(chosen, count), count, (16, 4), **share)
+        assert torch.equal(found.order.long(), chosen.flatten().argsort(stable=True))
+        assert set(found.groups) == {16, 4}
+        for rows, groups in found.groups.items():
+            expected = [
+                [expert - first, begin, ends[expert]]
+                for expert in range(first, first + held)
+                for begin in range(ends[expert] - counts[expert], ends[expert], rows)
+            ]
+            assert groups[0, 0] == len(expected)
+            assert groups[1 : len(expected) + 1, :3].tolist() == expected
 
 
 def test_a_token_that_is_not_finite_spoils_no_other() -> None:
@@ -425,7 +442,7 @@ def test_arguments_that_do_not_match_are_reported() -> None:
         few.up(case.x, None, case.chosen.long(), case.gate_up, None, GEMV, pdl=False)
     with pytest.raises(ValueError, match=r"weight_scale is \(5,\); needs \(5, 80\)"):
         few.up(case.x, None, case.chosen, case.gate_up, torch.ones(5), GEMV, pdl=False)
-    by_expert = many.sort(routed(case.chosen, 6), 6, pdl=False)
+    by_expert = many.sort(routed(case.chosen, 6), 6, (16, 16), pdl=False)
     with pytest.raises(ValueError, match="the choices are 4 of 6 experts; needs 4 of 5"):
         many.up(case.x, None, by_expert, 2, case.gate_up, None, GROUPED, 2, pdl=False)
     with pytest.raises(ValueError, match=r"residual is \(1, 48\); needs \(2, 48\)"):
