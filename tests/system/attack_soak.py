@@ -6,6 +6,11 @@ second, they generate the flood. The two situations alternate for several rounds
 virtual machine changes over time. The resident memory (RSS from /proc) of the core and the fronts is
 compared with its size before the flood: at its peak, and again after a period without attackers. All traffic
 uses loopback addresses and Unix sockets, and stops by itself.
+
+A 99th percentile depends on the slowest 1% of the requests, so each situation needs about 1,000 requests.
+Its 95% confidence interval then reaches from the 17th to the 5th slowest request. One pause of half a second,
+also of the whole machine, delays five requests. The parts of the slowest request's latency, and the largest
+delay of a timer in the measuring process, show whether the service or the machine caused it.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -32,6 +38,8 @@ from tests.system.attacks.conftest import Target, target
 from tests.system.attacks.wire import post
 from tests.system.usage import PeakMemory, processes_of
 
+TIMER_S = 0.005
+"""Interval of the timer whose delays are measured."""
 ATTACKER = Path(__file__).with_name("attackers.py")
 MAX_BODY_BYTES = 2 << 20
 """Size of the attackers' bodies, in bytes. It is within the service's limit, so the service reads the
@@ -93,9 +101,9 @@ FLOODS = (
 class Plan:
     """The duration of a flood's measurements, and the bounds on their results."""
 
-    rounds: int = 3
+    rounds: int = 5
     """Number of times that the baseline load and the flood are measured, in alternation."""
-    requests: int = 70
+    requests: int = 200
     """Number of short requests per round. They are sent during the baseline load, and again during the
     flood."""
     rate: float = 10.0
@@ -128,6 +136,14 @@ class Row:
     p50_ms: float
     p99_ms: float
     max_ms: float
+    baseline_p99_interval_ms: tuple[float, float]
+    """95% confidence interval of the 99th percentile."""
+    p99_interval_ms: tuple[float, float]
+    slowest: dict[str, float]
+    """The parts of the slowest request's latency during the flood: the request log's durations until the
+    request left the queue, until its first token and until its end, measured in the front."""
+    timer_delay_ms: float
+    """Largest delay of a timer in the measuring process during the flood."""
     core_growth_mb: float
     front_growth_mb: float
     core_left_mb: float
@@ -144,6 +160,10 @@ class Latencies:
     due."""
 
     seconds: list[float] = field(default_factory=list)
+    slowest: tuple[float, str] = 0.0, ""
+    """The longest latency, and the id of its request."""
+    timer_delay_s: float = 0.0
+    """Largest delay of a timer in this process."""
     refused: Counter[str] = field(default_factory=Counter)
     """Number of answers with a status other than 200."""
 
@@ -225,17 +245,20 @@ def orders_of(flood: Flood, attacked: Target, seconds: float, key: str) -> Order
 async def ask(path: str, request: bytes, due: float, into: Latencies) -> None:
     """Send one request on a new connection when it is due, and read the whole answer."""
     await asyncio.sleep(due - time.monotonic())
-    status = "no answer"
+    status, request_id = "no answer", ""
     try:
         async with asyncio.timeout(120):
             reader, writer = await asyncio.open_unix_connection(path)
             writer.write(request)
             answer = await reader.read(-1)
             writer.close()
-            status = answer.split(b" ", 2)[1].decode() if answer else status
+            if answer:
+                status = answer.split(b" ", 2)[1].decode()
+                request_id = answer.partition(b"x-appliance-request-id: ")[2].partition(b"\r")[0].decode()
     except OSError as error:
         status = type(error).__name__
     into.seconds.append(time.monotonic() - due)
+    into.slowest = max(into.slowest, (into.seconds[-1], request_id))
     if status != "200":
         into.refused[status] += 1
 
@@ -246,11 +269,18 @@ def latencies_of(attacked: Target, requests: int, rate: float, into: Latencies) 
     body = {"model": "demo", "prompt": "x = ", "max_tokens": 2, "temperature": 0}
     request = post("/v1/completions", body, attacked.authorization, "Connection: close")
 
+    async def watch_timer() -> None:
+        while True:
+            slept_at = time.monotonic()
+            await asyncio.sleep(TIMER_S)
+            into.timer_delay_s = max(into.timer_delay_s, time.monotonic() - slept_at - TIMER_S)
+
     async def measure() -> None:
-        start = time.monotonic()
+        start, watch = time.monotonic(), asyncio.create_task(watch_timer())
         await asyncio.gather(
             *(ask(str(attacked.unix), request, start + number / rate, into) for number in range(requests))
         )
+        watch.cancel()
 
     asyncio.run(measure())
 
@@ -284,6 +314,10 @@ def measure(flood: Flood, attacked: Target, key: str, plan: Plan) -> Row:
         1e3 * statistics.median(beside.seconds),
         1e3 * percentile(beside.seconds, 0.99),
         1e3 * max(beside.seconds),
+        p99_interval_ms(baseline.seconds),
+        p99_interval_ms(beside.seconds),
+        parts_of(attacked, *beside.slowest),
+        1e3 * beside.timer_delay_s,
         growth["core"],
         max(size for name, size in growth.items() if name != "core"),
         left["core"],
@@ -295,6 +329,22 @@ def measure(flood: Flood, attacked: Target, key: str, plan: Plan) -> Row:
     if baseline.refused or beside.refused:
         row.failures.append(f"refused: {dict(baseline.refused + beside.refused)}")
     return row
+
+
+def p99_interval_ms(seconds: Sequence[float]) -> tuple[float, float]:
+    """Return the 95% confidence interval of the 99th percentile, in milliseconds, with the normal
+    approximation. With few requests, the upper end is the slowest request."""
+    known, middle = sorted(seconds), 0.99 * len(seconds)
+    margin = 1.96 * math.sqrt(0.01 * middle)
+    low, high = (min(max(int(rank), 0), len(known) - 1) for rank in (middle - margin, middle + margin))
+    return 1e3 * known[low], 1e3 * known[high]
+
+
+def parts_of(attacked: Target, seconds: float, request_id: str) -> dict[str, float]:
+    """Return the parts of a request's latency, in milliseconds, from the client and the request log."""
+    rows = attacked.running.rows(request_id=request_id)
+    logged = {name: row[name] for row in rows for name in ("queue_ms", "ttft_ms", "e2e_ms")}
+    return {"client_ms": round(1e3 * seconds, 1), **logged}
 
 
 def failures_of(row: Row, plan: Plan) -> list[str]:
@@ -327,7 +377,10 @@ def line_of(row: Row) -> str:
     return (
         f"{row.flood:40} | {row.baseline_p50_ms:8.0f} {row.baseline_p99_ms:5.0f} | {row.p50_ms:9.0f} "
         f"{row.p99_ms:5.0f} {row.max_ms:5.0f} | {row.core_growth_mb:8.0f} {row.core_left_mb:5.0f} | "
-        f"{row.front_growth_mb:8.0f} {row.front_left_mb:5.0f} | {verdict}"
+        f"{row.front_growth_mb:8.0f} {row.front_left_mb:5.0f} | {verdict}; "
+        f"p99 from {row.p99_interval_ms[0]:.0f} to {row.p99_interval_ms[1]:.0f} (load: "
+        f"{row.baseline_p99_interval_ms[0]:.0f} to {row.baseline_p99_interval_ms[1]:.0f}); slowest: "
+        f"{row.slowest}; timer delayed by {row.timer_delay_ms:.0f}"
     )
 
 

@@ -26,6 +26,7 @@ def test_floods_neither_stall_another_tenants_requests_nor_keep_memory(attacked:
     # The time limits allow for slow machines. Without limits on connections, a flood of pipelined requests
     # stalled other requests for 20 s, and the fronts grew to 2.3 GB.
     plan = Plan(
+        rounds=3,
         requests=20,
         rate=10.0,
         start_s=1.0,
