@@ -40,6 +40,8 @@ class LockHolder(msgspec.Struct, kw_only=True):
 
     pid: int
     state_dir: str
+    stopped: bool = True
+    """Whether the process has released the lock. If it was killed or crashed, this is False."""
 
 
 class RunDirLock:
@@ -65,16 +67,23 @@ class RunDirLock:
                 f"{run_dir} is in use by a running service ({who}): stop that service, or start this "
                 "one with a different --run-dir and --state-dir"
             ) from None
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(
-            self._descriptor, msgspec.json.encode(LockHolder(pid=os.getpid(), state_dir=str(state_dir))), 0
-        )
+        self.former = last_holder(run_dir)
+        """The process that held the lock before."""
+        self._holder = LockHolder(pid=os.getpid(), state_dir=str(state_dir), stopped=False)
+        self._write()
         for left in run_dir.glob(f"{_RENDEZVOUS}*"):
             shutil.rmtree(left, ignore_errors=True)  # Left behind by a service that was killed.
 
     def release(self) -> None:
         """Release the directory so that another service can use it."""
+        self._holder.stopped = True
+        with contextlib.suppress(OSError):
+            self._write()
         os.close(self._descriptor)
+
+    def _write(self) -> None:
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, msgspec.json.encode(self._holder), 0)
 
 
 def last_holder(run_dir: Path) -> LockHolder | None:

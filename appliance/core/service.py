@@ -83,6 +83,12 @@ class Service:
         self.settings = LiveSettings(loaded.settings)
         settings, control, started_at = loaded.settings, state.control, time.time()
         problems, clock = Problems(), ClockGuard()
+        if state.former is not None and not state.former.stopped:
+            problems.note(
+                "service",
+                f"the previous run (process {state.former.pid}) was killed or crashed, possibly for lack of "
+                "memory; see the log and the kernel's log",
+            )
         # The components that serve requests: identities, quotas, the request log, stored contents, fronts and
         # models.
         identities = IdentityRegistry(lambda: control.policies, settings.unix)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from appliance.core.systemd import Manager
-from appliance.rundir import RunDirLock, prepare_directories
+from appliance.rundir import LockHolder, RunDirLock, prepare_directories
 from appliance.settings import Settings
 from store.control import ControlStore
 from store.registry import ModelRegistry
@@ -36,6 +36,8 @@ class State(NamedTuple):
     contents: Writer
     """Writes to `contents.db`, which holds stored prompts and answers."""
     requests: RequestLog
+    former: LockHolder | None
+    """The service that used the run directory before, if any."""
 
     @property
     def stalled_s(self) -> float:
@@ -78,7 +80,7 @@ def _opened(settings: Settings, manager: Manager) -> Iterator[State]:
             held.callback(manager.tell, STATUS=f"stopped: closing {database.path}")
         requests = RequestLog(history)
         requests.seal_open_rows("the service ended unexpectedly").add_done_callback(_log_sealed)
-        yield State(control, ModelRegistry(control), history, contents, requests)
+        yield State(control, ModelRegistry(control), history, contents, requests, lock.former)
 
 
 def _warn_missing(control: Path, others: list[Path]) -> None:

@@ -64,7 +64,9 @@ def test_a_run_directory_has_one_holder(tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match=f"process {os.getpid()}"):
         RunDirLock(tmp_path, tmp_path)
     lock.release()
-    RunDirLock(tmp_path, tmp_path).release()
+    lock = RunDirLock(tmp_path, tmp_path)
+    assert lock.former is not None and lock.former.stopped
+    lock.release()
 
 
 def test_a_lock_that_cannot_be_opened_is_named(tmp_path: Path) -> None:

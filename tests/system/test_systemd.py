@@ -283,6 +283,8 @@ def test_a_killed_core_is_back_and_who_connected_meanwhile_is_served(
         assert stream.error is not None  # the stream must not look complete
     box.wait_active(but=before["MainPID"])
     assert int(box.unit()["NRestarts"]) == int(before["NRestarts"]) + 1
+    told = f"the previous run (process {before['MainPID']}) was killed or crashed"
+    assert any(told in one["what"] for one in box.inside.appliance("status")["problems"])
     assert not any(process.is_running() for process in killed)
     # Rows are written a moment after the answers.
     box.inside.wait_until(lambda: len(box.rows()) >= len(ended) + 16, 60, "the rows of all requests")

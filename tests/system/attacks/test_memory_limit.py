@@ -1,8 +1,9 @@
 """Tests of a service in a control group with a memory limit, where the kernel kills one of the service's
-processes. `tests/system/test_systemd.py` tests that the core is started again afterwards."""
+processes. `tests/system/test_systemd.py` tests that systemd starts the core again afterwards."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def limited(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
             yield running
 
 
-def test_a_rank_and_a_front_that_are_killed_for_memory_are_replaced_and_the_cause_is_said(
+def test_processes_that_are_killed_for_memory_are_replaced_and_the_cause_is_said(
     limited: Service, group: Group
 ) -> None:
     with limited.client() as client:
@@ -63,6 +64,14 @@ def test_a_rank_and_a_front_that_are_killed_for_memory_are_replaced_and_the_caus
     for pid in (rank, front["pid"]):
         assert any(f"pid {pid}" in text and "the kernel has killed" in text for text in found), found
     assert limited.log_path.read_text().count("for lack of memory (oom_kill)") >= 2
+    core = limited.process.pid
+    group.kill(core, spared=[*limited.replica()["pids"], limited.status()["fronts"][0]["pid"]])
+    assert limited.process.wait(60) == -signal.SIGKILL
+    limited.start()
+    told = f"the previous run (process {core}) was killed or crashed, possibly for lack of memory"
+    assert any(told in one["what"] for one in limited.status()["problems"])
+    assert any(told in text for text in doctor(limited, "warning"))
+    assert answer(limited)
 
 
 @pytest.mark.parametrize(
