@@ -35,7 +35,8 @@ CLIENT = "clients"
 ATTACK_PAUSE_S = 3.0
 ATTACK_CONNECTIONS = 2
 KV_BLOCKS = 400
-"""Number of KV blocks. With the demo model, they use 250 MiB. The default for a CPU replica is 2 GiB."""
+"""Number of KV blocks in the short version of this test. With the demo model, they use 250 MiB instead of the
+2 GiB of a CPU replica's default."""
 MEASUREMENTS: tuple[tuple[str, float, Callable[[list[float]], float]], ...] = (
     ("rss_mb", 0.1, min),
     ("descriptors", 0.0, statistics.fmean),
@@ -193,7 +194,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--sample-seconds", type=float, default=2.0)
     parser.add_argument(
-        "--kv-blocks", type=int, default=KV_BLOCKS, help="0: the default size of a CPU replica's KV cache"
+        "--kv-blocks", type=int, help="default: the default size of a CPU replica's KV cache, 2 GiB"
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="where to keep the result, with all samples"
