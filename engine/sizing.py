@@ -145,6 +145,7 @@ def predict(
             _workspace_on_gpu(config, shard, dtype, kv_cache_dtype, max_num_seqs, max_num_batched_tokens)
             + peer_bytes(tensor_parallel_size)
             + overlap_bytes(config, dtype, tensor_parallel_size, max_num_batched_tokens)
+            + captured_bytes(config, dtype, tensor_parallel_size, max_num_batched_tokens)
             if on_gpu
             else _workspace_on_cpu(config, shard, dtype, weights, max_num_seqs, max_model_len)
         ),
@@ -401,6 +402,28 @@ def overlap_bytes(
     if tensor_parallel_size == 1 or max_num_batched_tokens < OVERLAP_FROM_TOKENS:
         return 0
     return 2 * 4 * overlap_split(max_num_batched_tokens) * config.hidden_size * DTYPE_BYTES[dtype]
+
+
+def captured_bytes(
+    config: ModelConfig, dtype: str, tensor_parallel_size: int, max_num_batched_tokens: int
+) -> int:
+    """Return the memory, in bytes per GPU, of the captured layers and halves of passes with prompts
+    (`engine.layer_graphs`, `engine.halves_graphs`).
+
+    It contains the buffers between the graphs, the memory in which the graphs compute an MLP, and the graphs
+    themselves, as in `graph_bytes`. Two numbers of tokens are captured in halves.
+    """
+    sizes = layer_capture_sizes(max_num_batched_tokens)
+    if tensor_parallel_size == 1 or config.experts is not None or not sizes:
+        return 0
+    shard = config.shard(tensor_parallel_size, 0)
+    attention = 2 * (shard.heads + shard.kv_heads) * config.head_dim
+    mlp, hidden = 3 * shard.intermediate + config.hidden_size, config.hidden_size
+    numbers, graphs = sizes[-1] * (hidden + attention + mlp), len(sizes)
+    if max_num_batched_tokens >= OVERLAP_FROM_TOKENS:
+        numbers += overlap_split(max_num_batched_tokens) * (2 * attention + mlp)
+        graphs += 2 * 2
+    return numbers * DTYPE_BYTES[dtype] + graphs * config.layers * _GRAPH_LAYER_BYTES
 
 
 def _tables(config: ModelConfig, max_num_seqs: int, max_model_len: int) -> int:

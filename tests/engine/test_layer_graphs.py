@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from engine import halves_graphs, layer_graphs, peer_overlap
+from engine import halves_graphs, layer_graphs, peer_overlap, sizing
+from engine.bench.shapes import write_config
 from engine.families import read_config
 from engine.halves_graphs import HalvesGraphs
+from engine.launch_enumeration import UnconnectedRanks, _MetaMemory
 from engine.layer_graphs import LayerGraphs, captures
 from engine.model.decoder import Decoder
 from engine.model.loader import load_dummy
 from engine.peer_overlap import OverlapMemory, PeerOverlap
+from engine.peer_ranks import PeerRanks
 from engine.sizing import overlap_split
 from kernels import Residual, select_backend
+from kernels.cuda import CudaOps
 from kernels.triton.peer_arena import Arena
 from tests.engine.model.checkpoints import QWEN2_EXPERTS, Case, make
 from tests.engine.model.driver import Driver, Sequence
@@ -151,3 +155,22 @@ def test_models_with_experts_and_parts_of_a_model_are_not_captured(tmp_path: Pat
     dense.halves_graphs = object()  # type: ignore[assignment]
     assert dense.with_layers([0, 1]).halves_graphs is None
     assert not captures(dense.with_layers([0]))
+
+
+def test_the_predicted_memory_contains_all_buffers(tmp_path: Path) -> None:
+    config = read_config(write_config("llama-3.1-8b", tmp_path))
+    ranks = PeerRanks(UnconnectedRanks(4, 0), _MetaMemory(4, 0), pdl=True, overlap_from=4096)
+    ranks.prepare_overlap(8192, config.hidden_size, torch.bfloat16, torch.device("meta"))
+    overlap = ranks.overlap(8192)
+    assert overlap is not None
+    decoder = Decoder(config, ranks, CudaOps(pdl=True), torch.bfloat16, torch.device("meta"))
+    layers, halves = (
+        LayerGraphs(decoder, sizing.layer_capture_sizes(8192)),
+        HalvesGraphs(decoder, overlap, [8192]),
+    )
+    buffers = [layers._residual, layers._qkv, layers._attended, halves._qkv, halves._attended]
+    width, rows = 3 * config.intermediate_size // 4 + config.hidden_size, 3584 + 4096
+    graphs = (14 + 4) * config.layers * sizing._GRAPH_LAYER_BYTES
+    predicted = sizing.captured_bytes(config, "bfloat16", 4, 8192)
+    assert predicted == sum(buffer.nbytes for buffer in buffers) + 2 * rows * width + graphs
+    assert sizing.captured_bytes(config, "bfloat16", 1, 8192) == 0
