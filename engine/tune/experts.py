@@ -64,9 +64,9 @@ def main() -> int:
         for tokens in arguments.tokens
         if arguments.again or tokens not in table.experts.get(shape_of(served), {})
     ]
-    compile_launches(gpu, lambda: _launch(wanted, gpu.shared_bytes))
+    compile_launches(gpu, lambda: _launch(wanted, gpu))
     with torch.inference_mode():
-        for chain, tokens in _chains(wanted, torch.device("cuda")):
+        for chain, tokens in _chains(wanted, torch.device("cuda"), gpu.pdl):
             found = search(chain, gpu.shared_bytes, lambda line: print(line, flush=True))
             table = table.with_experts(chain.shape, tokens, found)
             write_table(path, table, gpu)
@@ -88,17 +88,17 @@ def shape_of(served: ReplicaModel) -> ExpertsShape:
     return ExpertsShape(dtype, *sizes)
 
 
-def _launch(wanted: Wanted, shared_bytes: int) -> None:
+def _launch(wanted: Wanted, gpu: compiling.GpuModel) -> None:
     """Launch every plan that the search can try."""
-    for chain, tokens in _chains(wanted, torch.device("meta")):
-        for family in families(chain.shape, tokens, shared_bytes):
+    for chain, tokens in _chains(wanted, torch.device("meta"), gpu.pdl):
+        for family in families(chain.shape, tokens, gpu.shared_bytes):
             for plans in family.changes():
                 chain.run(plans)
 
 
-def _chains(wanted: Wanted, device: torch.device) -> Iterator[tuple[ExpertsChain, int]]:
+def _chains(wanted: Wanted, device: torch.device, pdl: bool) -> Iterator[tuple[ExpertsChain, int]]:
     for served, shape, tokens in wanted:
-        yield ExpertsChain(shape, tokens, TORCH_DTYPES[served.dtype], device), tokens
+        yield ExpertsChain(shape, tokens, TORCH_DTYPES[served.dtype], device, pdl=pdl), tokens
 
 
 def _arguments() -> argparse.Namespace:

@@ -12,10 +12,11 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from kernels import Experts, Fp8Weight, Residual, Weight, reference
+from kernels import ExpertActivation, Experts, Fp8Weight, Weight, reference
 from kernels.triton import experts
 from kernels.triton.experts_plans import ExpertsPlan, ExpertsShape, LayerPlans, choose, problem
 from kernels.triton.linear_rows import allocate_workspace
@@ -59,16 +60,21 @@ Timed = list[tuple[LayerPlans, float]]
 
 class ExpertsChain:
     """A sequence of layers with random experts and tokens. With the device "meta", its launches can be
-    recorded, but not timed."""
+    recorded, but not timed.
 
-    def __init__(self, shape: ExpertsShape, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+    dtype: the model's dtype. pdl: whether the GPU supports programmatic dependent launch.
+    """
+
+    def __init__(
+        self, shape: ExpertsShape, tokens: int, dtype: torch.dtype, device: torch.device, *, pdl: bool
+    ) -> None:
         self.shape, self.tokens, self.device = shape, tokens, device
-        self._dtype = dtype
+        self._dtype, self._pdl = dtype, pdl
         self._layers = [self._layer() for _ in range(_COPIES)]
         self._gain = torch.ones(shape.hidden, dtype=dtype, device=device)
         self._workspace = allocate_workspace(device)
         self._inputs = [self._random(tokens, shape.hidden) for _ in range(_LAYERS)]
-        self._graphs = None if device.type == "meta" else Graphs()
+        self._graphs = Graphs() if device.type == "cuda" else None
 
     def run(self, plans: LayerPlans) -> None:
         """Launch all layers."""
@@ -82,17 +88,22 @@ class ExpertsChain:
         return min(self._graphs.microseconds([graph], [0] * _REPLAYS)) / _LAYERS
 
     def error(self, plans: LayerPlans) -> float:
-        """Return the relative error of a layer's result, compared with the reference implementation."""
+        """Return the relative error of a layer's result, compared with the reference implementation for the
+        same choices. Experts with almost equal logits may be chosen differently."""
         x, layer = self._inputs[0], self._layers[0]
-        activation = reference.norm_experts(Residual(x), self._gain, EPS, layer)
-        expected = reference.experts_sum(activation, layer).float()
-        found = self._compute(x, layer, plans).float()
-        return float((found - expected).norm() / expected.norm())
+        activation, found = self._compute(x, layer, plans)
+        rows = reference.rms_norm(x, self._gain, EPS).repeat_interleave(layer.top_k, dim=0)
+        products = reference.experts_linear(rows, activation.chosen.flatten(), layer.gate_up)
+        computed = replace(activation, values=reference.silu_mul(products))
+        expected = reference.experts_sum(computed, layer).float()
+        return float((found.float() - expected).norm() / expected.norm())
 
-    def _compute(self, x: torch.Tensor, layer: Experts, plans: LayerPlans) -> torch.Tensor:
-        workspace = self._workspace
-        activation = experts.activate(x, self._gain, EPS, layer, workspace=workspace, plans=plans)
-        return experts.weighted_sum(activation, layer, workspace=workspace)
+    def _compute(
+        self, x: torch.Tensor, layer: Experts, plans: LayerPlans
+    ) -> tuple[ExpertActivation, torch.Tensor]:
+        options: dict[str, Any] = {"workspace": self._workspace, "pdl": self._pdl}
+        activation = experts.activate(x, self._gain, EPS, layer, plans=plans, **options)
+        return activation, experts.weighted_sum(activation, layer, **options)
 
     def _layer(self) -> Experts:
         shape = self.shape

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from kernels import ExpertActivation
 from kernels.triton.experts_plans import ExpertsShape, LayerPlans, problem
 from kernels.triton.linear_plans import HOPPER_SHARED
 
@@ -30,6 +33,25 @@ def test_every_candidate_can_be_run(sizes: tuple, dtype: torch.dtype) -> None:
                 for plan, n, k in ((plans.up, 2 * width, hidden), (plans.down, hidden, width)):
                     if plan not in (family.start.up, family.start.down):
                         assert problem(plan, tokens, shape, n, k, HOPPER_SHARED) is None
+
+
+@pytest.mark.parametrize("held", [6, 3])
+@pytest.mark.parametrize("tokens", [1, 4, 40])
+def test_the_error_of_plans_is_that_of_the_layer(
+    tokens: int, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compute a layer in the interpreter, with its weights of choices and with other weights."""
+    shape = ExpertsShape(torch.float32, 6, 2, 64, 32, held)
+    chain = tune.ExpertsChain(shape, tokens, torch.float32, torch.device("cpu"), pdl=False)
+    plans = tune.rules(shape, tokens, HOPPER_SHARED)
+    assert chain.error(plans) < 1e-5
+    weighted_sum = tune.experts.weighted_sum
+
+    def wrong(activation: ExpertActivation, *arguments: Any, **options: Any) -> torch.Tensor:
+        return weighted_sum(replace(activation, weights=1.1 * activation.weights), *arguments, **options)
+
+    monkeypatch.setattr(tune.experts, "weighted_sum", wrong)
+    assert chain.error(plans) > tune.MAX_ERROR
 
 
 class Chain:
