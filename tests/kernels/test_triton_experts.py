@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 
 from kernels import ChoiceCount, Experts, Fp8Weight, Residual, Weight, reference
-from kernels.triton.experts_plans import ExpertsPlan, LayerPlans, choose
+from kernels.triton import linear_table
+from kernels.triton.experts_plans import ExpertsPlan, ExpertsShape, LayerPlans, choose
 from tests.kernels.closeness import error, worst_error
 from tests.kernels.test_compiling import compiled
 from tests.kernels.test_triton_linear import check_bits
@@ -531,6 +532,32 @@ def test_many_tokens_are_accurate_in_16_bits_and_fp8(
             plans = choose(tokens, top_k, count, hidden, width, values or dtype)
             case = Case(tokens, *shape, dtype, kind, values)
             case.check_many(plans.up, plans.down, experts.multiprocessors_of(DEVICE), pdl=True)
+
+
+def shipped() -> list[tuple[ExpertsShape, int, LayerPlans]]:
+    """Return the shape, the maximum number of tokens and the plans of each entry of the shipped tables."""
+    tables = [linear_table.read_table(path) for path in sorted(linear_table.FOLDER.glob("*.json"))]
+    return [
+        (shape, most, entry.plans)
+        for table in tables
+        for shape, entries in table.experts.items()
+        for most, entry in entries.items()
+    ]
+
+
+@on_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize(("shape", "most", "plans"), shipped(), ids=str)
+def test_shipped_plans_are_accurate(shape: ExpertsShape, most: int, plans: LayerPlans) -> None:
+    sizes = (shape.experts, shape.top_k, shape.hidden, shape.intermediate)
+    values = shape.dtype if shape.dtype == E4M3 else None
+    dtype = torch.bfloat16 if values is not None else shape.dtype
+    for tokens in {most, most // 2 + 1}:
+        case = Case(tokens, *sizes, dtype, values=values)
+        if plans.grouped:
+            case.check_many(plans.up, plans.down, experts.multiprocessors_of(DEVICE), pdl=True)
+        else:
+            case.check_few(plans.up, plans.down, pdl=True)
 
 
 @on_gpu
