@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar
 
 import msgspec
-from textual import on
+from textual import events, on
 from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
@@ -16,7 +16,7 @@ from textual.widgets import Button, Checkbox, Input, Label, OptionList, Static
 from textual.widgets.option_list import Option
 
 from appliance.actions import Action
-from console.commands import CommandError, build, equivalent, is_hidden, is_switch
+from console.commands import CommandError, build, equivalent, flag_of, is_hidden, is_switch
 from console.lines import span
 
 Values = dict[str, Any]
@@ -55,6 +55,7 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
     ActionDialog .field Label { width: 24; }
     ActionDialog Input { width: 1fr; background: $panel; }
     ActionDialog Checkbox { background: transparent; width: 6; }
+    ActionDialog #hint { height: auto; color: $text-muted; }
     ActionDialog #command { height: auto; text-style: italic; }
     ActionDialog #error { color: $error; height: auto; }
     ActionDialog #forecast { height: auto; color: $secondary; }
@@ -99,6 +100,7 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
                 with Horizontal(classes="field"):
                     yield Label("type the name")
                     yield Input(id="typed", placeholder=span(self._target()).text, compact=True)
+            yield Static("", id="hint")
             yield Static("", id="command")
             yield Static("", id="error")
             if self._what_if is not None:
@@ -143,7 +145,7 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
     def _field(self, field: Any) -> ComposeResult:
         value = self._values.get(field.name)
         with Horizontal(classes="field"):
-            yield Label(field.name)
+            yield Label(flag_of(field.name).removeprefix("--").replace("-", " "))
             if is_switch(self._action, field.name):
                 yield Switch(
                     value=bool(value or field.default is True), id=f"field-{field.name}", compact=True
@@ -191,6 +193,13 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
         """Show the CLI command for the current values."""
         self.query_one("#command", Static).update(text("$ " + equivalent(self._action, self._collected())))
         self.query_one("#error", Static).update("")
+
+    @on(events.DescendantFocus)
+    def _explain(self, event: events.DescendantFocus) -> None:
+        """Explain the field that has the focus."""
+        name = (event.widget.id or "").removeprefix("field-")
+        self.query_one("#hint", Static).update(text(_description(self._action, name)))
+        self.call_after_refresh(self._fit)
 
     @on(Button.Pressed, "#confirm")
     def _confirm(self) -> None:
@@ -293,6 +302,15 @@ class TextDialog(ModalScreen[None]):
     def action_close(self) -> None:
         """Close the dialog."""
         self.dismiss(None)
+
+
+def _description(action: Action, name: str) -> str:
+    """Return the description of a parameter, or an empty string."""
+    for field in msgspec.structs.fields(action.parameters):
+        kind = msgspec.inspect.type_info(field.type)
+        if field.name == name and isinstance(kind, msgspec.inspect.Metadata):
+            return (kind.extra_json_schema or {}).get("description", "")
+    return ""
 
 
 def _lines(texts: Sequence[str]) -> Content:

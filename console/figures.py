@@ -410,7 +410,11 @@ FIGURES: dict[str, Figure] = {
         "THROTTLED", "", _NOW, "Reasons why the clocks are reduced.", "NVML clocks_event_reasons"
     ),
     "nvlink": Figure(
-        "NVLINK/s", "bytes/s", _SLICE, "Bytes sent and received over all links.", "NVML nvlink throughput"
+        "NVLINK/s",
+        "bytes/s",
+        _SLICE,
+        "Bytes sent and received over all links.",
+        "NVML NVLINK_THROUGHPUT_DATA",
     ),
     "ecc": Figure(
         "ECC",
@@ -419,7 +423,7 @@ FIGURES: dict[str, Figure] = {
         "Memory errors: uncorrected/corrected.",
         "NVML ecc.errors",
     ),
-    "last_xid": Figure("XID", "", _START, "Number of the newest Xid error; - means none.", "kernel log"),
+    "last_xid": Figure("XID", "", _START, "Number of the newest Xid error; - means none.", "NVML events"),
     "model_name": Figure("NAME", "", _NOW, "Name of the GPU.", "NVML name"),
     "memory_parts": Figure(
         "memory",

@@ -47,6 +47,17 @@ def ms(value: float | None) -> str:
     return f"{value:.0f}ms" if value >= 100 else f"{value:.1f}ms"
 
 
+def us(value: float | None) -> str:
+    """Format microseconds, using milliseconds from 1 ms upwards."""
+    return (
+        ms(value / 1000)
+        if value is not None and value >= 999.5
+        else UNKNOWN
+        if value is None
+        else f"{value:.0f}µs"
+    )
+
+
 def seconds(value: float | None) -> str:
     """Format a duration with at most two units."""
     if value is None:

@@ -14,7 +14,7 @@ from console.screens.base import View
 
 _GUTTER = 6
 """Columns of the labels to the left of a chart."""
-_MIN_ROWS, _MAX_ROWS = 6, 14
+_MIN_ROWS, _MAX_ROWS = 6, 24
 """Number of lines of each replica."""
 _STALL_ROWS = 5
 """Number of lines for the newest stalls in a tall terminal."""
@@ -227,7 +227,7 @@ def _figures(context: Context, batch: Batch, newest: float, width: int, past: bo
         span(f"{units.count(batch.mixed_steps)} mixed ", "prefill"),
         span(f"{units.ms(batch.mixed_step_ms)}  "),
         span("idle ", "dim"),
-        span(f"{units.UNKNOWN if batch.idle_us is None else f'{batch.idle_us:.0f}µs'}  "),
+        span(f"{units.us(batch.idle_us)}  "),
         span(f"in {units.short(batch.computed_tokens)} out {units.short(batch.generated_tokens)}  ", "dim"),
     ]
     if stalled(batch):
@@ -244,10 +244,11 @@ def _stalls(context: Context, width: int, height: int) -> list[Line]:
     """Return the newest stalls of all replicas."""
     found = [one for slices in context.history.batches.values() for one in slices if stalled(one)]
     found.sort(key=lambda one: -one.at)
-    lines = [heading("Stalls", width, f"{len(found)} in the last {units.seconds(context.history.span_of())}")]
+    measured = any(slices[-1].longest_ms is not None for slices in context.history.batches.values())
+    count = f"{len(found)} in the last {units.seconds(context.history.span_of())}"
+    lines = [heading("Stalls", width, count if measured else units.UNKNOWN)]
     if not found:
-        measured = any(slices[-1].longest_ms is not None for slices in context.history.batches.values())
-        text = "no step delayed decodes" if measured else "the longest steps are not reported"
+        text = "no step delayed decodes" if measured else "the replicas do not report their longest steps"
         return [*lines, [span(text, "dim")]]
     lines.append(
         [span(f"{'time':<10}{'step':>8}  {'mean':>8}  {'replica':<20} request with the largest chunk", "dim")]

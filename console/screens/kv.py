@@ -9,9 +9,9 @@ from appliance.snapshot import BLOCK_STATES, NO_OWNER, BlockMap, KvCache
 from console import units
 from console.context import Context
 from console.glyphs import meter
-from console.lines import BLANK, Line, Span, clip, fit, heading, line, span, width_of, wrap
+from console.lines import BLANK, Line, Span, clip, fit, heading, line, span, width_of
 from console.screens.base import FAR, PAGE, View
-from console.screens.panels import kv_bar
+from console.screens.panels import history_chart, kv_bar, shown_span
 
 _CONTEXT_ROWS = 7
 _LETTERS = {"braille": "·▒█▓", "block": "·▒█▓", "ascii": ".c#S"}
@@ -58,14 +58,11 @@ class KvView(View):
         lines = [heading(f"{one.replica}", width, f"replica {self.replica + 1} of {len(caches)}")]
         lines += _totals(context, one, width)
         if one.blocks is None:
-            lines += [
-                BLANK,
-                *wrap(
-                    "Single blocks are not reported or not recorded; the bar shows their numbers.",
-                    width,
-                    "dim",
-                ),
-            ]
+            reason = "Single blocks are not reported or not recorded."
+            lines += [[span(reason, "dim")], BLANK]
+            rows = max(2, min(12, (height - len(lines)) // 2 - 2))
+            lines.append(heading("Blocks in use", width, f"all replicas, last {shown_span(context, width)}"))
+            lines += history_chart(context, lambda point: point.kv, width, rows, "used")
             return [*lines, BLANK, *_largest(context, one, width, height - len(lines) - 1)][:height]
         contexts = _CONTEXT_ROWS if height >= 30 else 0
         room = max(3, height - len(lines) - 2 - (contexts + 1 if contexts else 0))
@@ -253,12 +250,13 @@ def _largest(context: Context, one: KvCache, width: int, height: int) -> list[Li
     lines = [heading("Longest contexts", width, "tokens of the prompt and the output so far")]
     for row in requests[: max(0, height - 1)]:
         length = row.prompt_tokens + (row.generated_tokens or 0)
-        size = max(0, width - 64)
+        names = 38 if width >= 100 else 22
+        size = max(0, width - 42 - names)
         share = length / max(1, one.block_tokens * one.blocks_used)
         lines.append(
             clip(
                 [
-                    span(f"{fit(row.request_id, 22)} "),
+                    span(f"{fit(row.request_id, names)} "),
                     span(f"{fit(row.tenant, 16)} ", "bold"),
                     span(f"{length:>9,} "),
                     *meter(min(1.0, share), size, context.glyphs, "used"),

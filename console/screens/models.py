@@ -259,7 +259,7 @@ def _versions(entry: RegisteredModel, width: int) -> list[Line]:
 
 def _step(duration_ms: float, idle_us: float) -> str:
     # The engine reports 0 if there were no steps of the kind since its previous report.
-    return f"{units.ms(duration_ms)}, {idle_us:.0f}µs idle" if duration_ms else "none at present"
+    return f"{units.ms(duration_ms)}, {units.us(idle_us)} idle" if duration_ms else "none at present"
 
 
 def _devices(one: ReplicaStatus) -> str:

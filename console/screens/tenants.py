@@ -187,8 +187,7 @@ class TenantsView(TableView[TenantUse]):
 
 def _callers(row: TenantUse, context: Context, width: int) -> list[Line]:
     """Return the keys of a tenant, and the local users and groups that belong to it."""
-    note = f"{units.count(row.keys)} keys, {units.count(row.peers)} local users and groups"
-    lines = [heading("Keys and local users", width, note)]
+    lines = [heading("Keys and local users", width, f"{units.count(row.keys)} valid keys")]
     if "callers" not in context.rows:
         return [*lines, *wrap(context.row_errors.get("callers", "reading…"), width, "dim")]
     now = context.snapshot.at if context.snapshot else 0.0

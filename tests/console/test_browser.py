@@ -1,0 +1,62 @@
+"""Tests of the console in a real browser."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.console.browser import CHROMIUM, Browser
+from tests.console.test_web import address, base
+
+__all__ = ["address"]
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
+]
+
+
+def test_chromium_shows_live_frames_with_the_token_and_keys_navigate_but_change_nothing(
+    address: str, tmp_path: Path
+) -> None:
+    async def visit() -> None:
+        async with Browser(tmp_path) as browser:
+            await browser.open(address)
+            await browser.shows("Tokens per second")
+            # The demo's figures change, so that more frames follow without a key.
+            await browser.until(lambda: len(browser.received) > 2000, "more frames")
+            overview = await browser.picture()
+            await browser.press("4")
+            await browser.shows("REQUEST")
+            requests = await browser.picture()
+            assert requests != overview
+            await browser.press("X")
+            await browser.shows("this console is read-only")
+            if folder := os.environ.get("KEEP_SCREENSHOTS"):
+                (Path(folder) / "browser-overview.png").write_bytes(overview)
+                (Path(folder) / "browser-requests.png").write_bytes(requests)
+            assert "token" not in str(
+                (await browser.call("Runtime.evaluate", expression="location.href"))["result"]["value"]
+            )
+            # The page loads nothing from other servers.
+            assert {url.split("/")[2] for url in browser.status if url.startswith("http")} == {
+                base(address).split("/")[2]
+            }
+
+    asyncio.run(visit())
+
+
+def test_chromium_without_the_token_is_refused(address: str, tmp_path: Path) -> None:
+    async def visit() -> None:
+        async with Browser(tmp_path) as browser:
+            page = base(address) + "/"
+            await browser.open(page)
+            await browser.until(lambda: page in browser.status, "the answer")
+            assert browser.status[page] == 403
+            while not (text := await browser.text()):
+                await asyncio.sleep(0.1)
+            assert "token is missing or wrong" in text
+
+    asyncio.run(visit())
