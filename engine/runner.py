@@ -157,13 +157,12 @@ class ModelRunner:
             graphs = self._capture_layers(progress), self._capture_halves(progress)
             progress(Progress("build", detail="sizing the KV pool"))
             self.kv_blocks = self._size_pool(progress)
-            self.decoder.layer_graphs, self.decoder.halves_graphs = graphs
             per_block = self._predict(None).kv_bytes_per_block
             kv = allocate_kv(self.decoder, self.kv_blocks, per_block, ranks.size, self.memory)
             self.steps = self._executor(kv)
             if self.decoder.ops.name == "cuda":
                 with steps_fit(spec, self.device):
-                    self._warm_up(progress)
+                    self._warm_up(progress, *graphs)
                 self.decoder.reset_expert_choices()
             self._used_bytes = self._sum_over_ranks(self._measure(resident))
         if self.device.type == "cpu":
@@ -337,11 +336,15 @@ class ModelRunner:
         """Wait until all ranks have called this method."""
         self.ranks.all_gather_stack(torch.zeros(1, device=self.device))
 
-    def _warm_up(self, progress: ProgressCallback) -> None:
+    def _warm_up(
+        self, progress: ProgressCallback, layers: LayerGraphs | None, halves: HalvesGraphs | None
+    ) -> None:
         """Load or capture all kernels that serving launches, and reserve pinned memory, so that no request
-        waits for these operations."""
+        waits for these operations. `layers` and `halves` are the captured parts of long passes."""
         reserve_pinned(_BYTES_PER_PROMPT_TOKEN * self.spec.max_num_batched_tokens)
         self._capture_graphs(progress)
+        # While a graph is captured, no other graph can be replayed.
+        self.decoder.layer_graphs, self.decoder.halves_graphs = layers, halves
         scratch = self._executor(self.decoder.allocate_kv(1))
         progress(Progress("warm up", detail="running steps of every size"))
         warm_up(self.steps, scratch, self.max_model_len, self._padding, to_host, progress)

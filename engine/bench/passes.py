@@ -214,6 +214,7 @@ class _Bench:
             graphs = PromptGraphs(decoder, self._kv, self._tables, tokens)
             if variant not in ("eager", "layers") and graphs.fits(plan):
                 graphs.sizes = graphs.sizes[-1:]
+                decoder.layer_graphs = decoder.halves_graphs = None  # cannot be replayed during a capture
                 graphs.capture(no_progress)
                 graphs.stage(plan)
                 return graphs.forward
