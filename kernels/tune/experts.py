@@ -145,8 +145,13 @@ def search(chain: ExpertsChain, shared_bytes: int, report: Report) -> ExpertsEnt
         best, us = rule, rule_us
     report(f"{chain.shape} {chain.tokens}: rules {rule_us:.1f} us, best {us:.1f} us")
     for plans, measured in again:
-        report(f"    {measured:7.1f}  {plans}")
+        report(f"    {measured:7.1f}  {_text(plans.up)}; {_text(plans.down)}")
     return ExpertsEntry(best, us, rule_us)
+
+
+def _text(plan: ExpertsPlan) -> str:
+    tile = f"{plan.form} {plan.rows}, {plan.block_n}x{plan.block_k}"
+    return f"{tile} w{plan.warps} s{plan.stages} p{plan.programs}"
 
 
 def rules(shape: ExpertsShape, tokens: int, shared_bytes: int) -> LayerPlans:
@@ -176,7 +181,7 @@ def families(shape: ExpertsShape, tokens: int, shared_bytes: int) -> list[Family
         ups, downs = _few(shape, tokens, *up, shared_bytes), _few(shape, tokens, *down, shared_bytes)
         start = rules(shape, min(tokens, 32), shared_bytes)
         if tokens > 32:
-            start = LayerPlans(replace(start.up, rows=ups[0].rows), replace(start.down, rows=ups[0].rows))
+            start = LayerPlans(replace(start.up, rows=_DOT_UP_TO), replace(start.down, rows=_DOT_UP_TO))
         found.append(Family(ups, downs, start))
     if tokens > _GROUPED_FROM:
         ups, downs = _many(shape, tokens, *up, shared_bytes), _many(shape, tokens, *down, shared_bytes)
