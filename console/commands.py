@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from appliance.actions import Action, flag
+from appliance.quantities import span_seconds
 from console.keys import SCREENS, offered
 
 _POSITIONAL = {
@@ -226,17 +227,6 @@ def _value(action: Action, name: str, value: Any) -> Any:
         except ValueError:
             return value
     if kind is float and name.endswith("_s"):
-        for unit, factor in (
-            ("min", 60.0),
-            ("ms", 0.001),
-            ("s", 1.0),
-            ("m", 60.0),
-            ("h", 3600.0),
-            ("d", 86400.0),
-        ):
-            if value.endswith(unit):
-                try:
-                    return float(value.removesuffix(unit)) * factor
-                except ValueError:
-                    break
+        seconds = span_seconds(value)
+        return value if seconds is None else seconds
     return value
