@@ -12,27 +12,18 @@ from collections.abc import Callable, Mapping
 
 from appliance.admin.backend import admin_backend
 from appliance.admin.callers import Authenticator, keys_of
-from appliance.admin.events import EventFeeds, event_route
-from appliance.admin.log_reading import LogReading
-from appliance.admin.log_routes import log_routes
 from appliance.admin.models import ModelAdmin
-from appliance.admin.running import RunningRequests
 from appliance.admin.server import AdminServer
-from appliance.admin.snapshots import SnapshotParts, SnapshotReader
 from appliance.admin.status import StatusReader, service_version
-from appliance.admin.streams import Streams
-from appliance.admin.telemetry_routes import telemetry_routes
-from appliance.admin.what_if import WhatIf, what_if_routes
 from appliance.core.alerting import Alerting
 from appliance.core.clock import ClockGuard
 from appliance.core.contents import ContentKeeper
 from appliance.core.controller import Controller
 from appliance.core.housekeeping import Housekeeper
-from appliance.core.log_lines import LogLines
 from appliance.core.notifier import Notifier
+from appliance.core.observing import ObservingParts
 from appliance.core.problems import Problems
 from appliance.core.quota_levels import LevelKeeper
-from appliance.core.recording import Recorder
 from appliance.core.reload import LiveSettings, Reloader
 from appliance.core.reload_hooks import reload_hooks
 from appliance.core.serving import ServingParts
@@ -47,17 +38,14 @@ from appliance.models.references import fallback_faults, unknown_targets
 from appliance.models.registry import describe_models
 from appliance.models.replica import Launch
 from appliance.monitoring.ended import EndedRequests
-from appliance.monitoring.machine_reader import MachineReader
 from appliance.monitoring.metrics.counting import CountedRows
 from appliance.monitoring.metrics.families import ServiceSource
 from appliance.monitoring.metrics.scrape import Scraper
 from appliance.monitoring.metrics.server import MetricsServer
 from appliance.monitoring.metrics.tenants import ShownTenants
-from appliance.monitoring.samples import CounterSampler
 from appliance.settings import Loaded
 from appliance.traffic.quotas import Quotas
 from store.quotas import QuotaLog
-from store.telemetry import TelemetryLog
 
 log = logging.getLogger(__name__)
 
@@ -138,26 +126,7 @@ class Service:
             problems.note(record, what)
         self.levels.restore(state.history.path)
         # Monitoring.
-        scrape = Scraper(
-            counted,
-            lambda: ServiceSource(
-                ready=not parts.readiness.reason(),
-                draining=parts.drains.of_service is not None,
-                problems=problems.total,
-                held=parts.requests.state.held(),
-                connections=self.listeners.accepted(),
-                version=service_version(),
-                started_at=started_at,
-            ),
-            parts.requests.state,
-            parts.models,
-            self.on_demand,
-            parts.fronts,
-            control,
-            [state.history, state.contents],
-            parts.routing.names,
-            parts.requests.shadows,
-        )
+        scrape = self._scraper(parts, counted, state, problems, started_at)
         self.metrics = MetricsServer(scrape)
         self.metrics.change(settings, self.metrics.prepare(settings))
         self.readiness = parts.readiness
@@ -203,33 +172,8 @@ class Service:
             clock=clock,
             started_at=started_at,
         )
-        lines = LogLines()
-        lines.attach()
-        held.callback(lines.close)
-        self.streams = Streams()
-        reading = LogReading(
-            state.history, control, lines, self.streams, lambda: self.settings.current.prices
-        )
-        held.callback(reading.close)
-        running = RunningRequests(parts.requests.state, parts.fronts.progress, lambda: control.policies)
-        self.sampler = CounterSampler(lambda: parts.models.replicas, parts.requests.state, ended)
-        snapshots = SnapshotParts(
-            status=status,
-            running=running,
-            sampler=self.sampler,
-            ended=ended,
-            policies=lambda: control.policies,
-            alerts=self.alerting.manager.list,
-            machine=MachineReader(reading.threads),
-        )
-        self.recorder = Recorder(
-            SnapshotReader(snapshots).read,
-            TelemetryLog(state.history),
-            [self.alerting.manager.observe],
-        )
-        # Readers that get one frame per second see exactly the snapshots that are recorded.
-        feeds = EventFeeds(
-            lambda hz: self.recorder.reader() if hz == 1 else SnapshotReader(snapshots).read, self.streams
+        self.observing = ObservingParts(
+            self.settings, state, parts, ended, status, self.alerting.manager, held
         )
         self.backend, self.actions = admin_backend(
             control=control,
@@ -252,23 +196,39 @@ class Service:
             canceller=parts.canceller,
             reloader=reloader,
             status=status,
-            running=running,
+            running=self.observing.running,
             alerts=self.alerting.manager,
             metrics=scrape,
-            routes=[
-                *log_routes(reading, self.streams),
-                *telemetry_routes(state.history.path, reading.threads),
-                event_route(feeds, self.streams),
-                *what_if_routes(
-                    WhatIf(
-                        parts.requests.state, lambda: control.policies, lambda: self.settings.current.queue
-                    )
-                ),
-            ],
+            routes=self.observing.routes,
             publish=self.controller.apply_policies,
             note=problems.note,
         )
         self.housekeeper = Housekeeper(control, state.history, contents, self.settings, clock)
+
+    def _scraper(
+        self, parts: ServingParts, counted: CountedRows, state: State, problems: Problems, started_at: float
+    ) -> Scraper:
+        """Return the component that collects the metrics."""
+        return Scraper(
+            counted,
+            lambda: ServiceSource(
+                ready=not parts.readiness.reason(),
+                draining=parts.drains.of_service is not None,
+                problems=problems.total,
+                held=parts.requests.state.held(),
+                connections=self.listeners.accepted(),
+                version=service_version(),
+                started_at=started_at,
+            ),
+            parts.requests.state,
+            parts.models,
+            self.on_demand,
+            parts.fronts,
+            state.control,
+            [state.history, state.contents],
+            parts.routing.names,
+            parts.requests.shadows,
+        )
 
     async def answer_operators(self) -> None:
         """Open `admin.sock`. Raises ListenError."""
@@ -282,9 +242,8 @@ class Service:
         self.levels.start()
         self.notifier.start()
         self.housekeeper.start()
-        self.sampler.start()
         self.alerting.start()
-        self.recorder.start()
+        self.observing.start()
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.actions.reload_on_signal)
 
     async def stop(self, hurry: asyncio.Event) -> None:
@@ -296,9 +255,7 @@ class Service:
         self.operations.stop()
         await self.controller.stop(hurry)
         self.levels.close()
-        await self.recorder.stop()
-        self.sampler.stop()
+        await self.observing.stop()
         await self.metrics.stop()
-        self.streams.close()
         await self.admin.stop()
         await self.housekeeper.stop()

@@ -1,0 +1,89 @@
+"""The components that read and record the state of the service: snapshots and their history, the event
+stream, log lines, usage and forecasts."""
+
+from __future__ import annotations
+
+import contextlib
+
+from appliance.admin.events import EventFeeds, event_route
+from appliance.admin.log_reading import LogReading
+from appliance.admin.log_routes import log_routes
+from appliance.admin.running import RunningRequests
+from appliance.admin.snapshots import SnapshotParts, SnapshotReader
+from appliance.admin.status import StatusReader
+from appliance.admin.streams import Streams
+from appliance.admin.telemetry_routes import telemetry_routes
+from appliance.admin.what_if import WhatIf, what_if_routes
+from appliance.core.log_lines import LogLines
+from appliance.core.recording import Recorder
+from appliance.core.reload import LiveSettings
+from appliance.core.serving import ServingParts
+from appliance.core.state import State
+from appliance.monitoring.alerts.manager import AlertManager
+from appliance.monitoring.ended import EndedRequests
+from appliance.monitoring.machine_reader import MachineReader
+from appliance.monitoring.samples import CounterSampler
+from store.telemetry import TelemetryLog
+
+
+class ObservingParts:
+    """The components that read and record the state of the service."""
+
+    def __init__(
+        self,
+        settings: LiveSettings,
+        state: State,
+        parts: ServingParts,
+        ended: EndedRequests,
+        status: StatusReader,
+        alerts: AlertManager,
+        held: contextlib.AsyncExitStack,
+    ) -> None:
+        """`held` is the exit stack that closes everything that this constructor opens."""
+        control = state.control
+        lines = LogLines()
+        lines.attach()
+        held.callback(lines.close)
+        self._streams = Streams()
+        reading = LogReading(state.history, control, lines, self._streams, lambda: settings.current.prices)
+        held.callback(reading.close)
+        self.running = RunningRequests(parts.requests.state, parts.fronts.progress, lambda: control.policies)
+        self._sampler = CounterSampler(lambda: parts.models.replicas, parts.requests.state, ended)
+        snapshots = SnapshotParts(
+            status=status,
+            running=self.running,
+            sampler=self._sampler,
+            ended=ended,
+            policies=lambda: control.policies,
+            alerts=alerts.list,
+            machine=MachineReader(reading.threads),
+        )
+        self._recorder = Recorder(
+            SnapshotReader(snapshots).read,
+            TelemetryLog(state.history),
+            [alerts.observe],
+        )
+        # Readers that get one frame per second see exactly the snapshots that are recorded.
+        feeds = EventFeeds(
+            lambda hz: self._recorder.reader() if hz == 1 else SnapshotReader(snapshots).read, self._streams
+        )
+        self.routes = [
+            *log_routes(reading, self._streams),
+            *telemetry_routes(state.history.path, reading.threads),
+            event_route(feeds, self._streams),
+            *what_if_routes(
+                WhatIf(parts.requests.state, lambda: control.policies, lambda: settings.current.queue)
+            ),
+        ]
+        """Routes of the admin API that read the state."""
+
+    def start(self) -> None:
+        """Start to record the state."""
+        self._sampler.start()
+        self._recorder.start()
+
+    async def stop(self) -> None:
+        """Stop to record, and end all streams."""
+        await self._recorder.stop()
+        self._sampler.stop()
+        self._streams.close()
