@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -182,8 +182,11 @@ def give_way() -> None:
 
 
 @contextmanager
-def attackers(orders: Sequence[Orders]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start processes at nice 19 that execute the orders. They are stopped at the end of the block."""
+def attackers(
+    orders: Sequence[Orders], prepare: Callable[[], None] = give_way
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start processes that execute the orders. They are stopped at the end of the block. `prepare` is called
+    in each process before it begins; by default, it sets the process to nice 19."""
     with ExitStack() as stack:
         started = []
         for one in orders:
@@ -191,7 +194,7 @@ def attackers(orders: Sequence[Orders]) -> Iterator[list[subprocess.Popen[bytes]
                 [sys.executable, "-I", str(ATTACKER)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                preexec_fn=give_way,
+                preexec_fn=prepare,
             )
             stack.enter_context(process)
             stack.callback(process.kill)

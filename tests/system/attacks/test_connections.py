@@ -3,6 +3,7 @@ and other clients keep their connections."""
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 import threading
@@ -157,7 +158,9 @@ def test_bad_keys_by_the_thousand_delay_and_cost_nobody_else(attacked: Target, k
     slowest_status = 0.0
     with (
         slowest_answer(attacked) as slowest,
-        attackers([Orders("bad_keys", getattr(attacked, kind), seconds, 10, path)] * 2) as processes,
+        attackers(
+            [Orders("bad_keys", getattr(attacked, kind), seconds, 10, path)] * 2, os.setsid
+        ) as processes,
     ):
         ends_at = time.monotonic() + seconds
         while time.monotonic() < ends_at:
@@ -166,8 +169,7 @@ def test_bad_keys_by_the_thousand_delay_and_cost_nobody_else(attacked: Target, k
             slowest_status = max(slowest_status, time.monotonic() - started)
         done = reports(processes)
     print(f"{done['requests'] / seconds:.0f} bad keys a second, {done}")
-    # On a machine with other work, attackers at nice 19 get little time.
-    assert done["requests"] >= 20 and done["statuses"].keys() <= {"401", "503"}, done
+    assert done["requests"] > 100 and done["statuses"].keys() <= {"401", "503"}, done
     assert max(slowest(), slowest_status) < 5.0
     assert memory.growth() < MAX_GROWTH
 
@@ -197,7 +199,7 @@ def test_a_connect_flood_from_one_address_closes_no_connection_of_another(small:
     """Simulates a client with a long round-trip time, which sends its request one second after connecting."""
     flood = Orders("idle_connections", small.tcp, 60.0, 100, source="127.0.0.2")
     ask = post("/v1/chat/completions", chat(), small.authorization, "Connection: close")
-    with attackers([flood]):
+    with attackers([flood], os.setsid):
         before = small.running.status()["fronts"][0]["evicted_connections"]
         wait_for(
             lambda: small.running.status()["fronts"][0]["evicted_connections"] > before + 100, "the flood"
