@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -15,7 +17,7 @@ import pytest
 
 from appliance.cli.output import cells
 from appliance.cli.status import status_lines
-from appliance.protocol import ClassStatus, Key, Status
+from appliance.protocol import ClassStatus, Key, ReplicaStatus, Status
 from appliance.settings import Flags, load_settings
 from engine.messages import LayerExperts
 from tests.cli.conftest import Run, a_status, change_replica, on_a_terminal
@@ -302,3 +304,19 @@ def test_settings_that_cannot_be_used_are_told_in_a_line(cli: Run) -> None:
     # Exit code 78 is EX_CONFIG, which tells a service manager not to restart the service.
     assert outcome.code == 78 and "/no/such/folder" in outcome.err and "Traceback" not in outcome.err
     assert len(outcome.err.splitlines()) == 1
+
+
+def test_the_progress_of_a_load_is_that_of_the_models_replicas(
+    cli: Run, admin: AdminService, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+
+    @contextmanager
+    def record(replicas: Callable[[], list[ReplicaStatus]]) -> Iterator[None]:
+        shown.extend(replica.name for replica in replicas())
+        yield
+
+    monkeypatch.setattr("appliance.cli.actions.loads_shown", record)
+    cli("models", "load", "demo@1", "--run-dir", run_dir)
+    cli("models", "load", "other", "--run-dir", run_dir)
+    assert shown == ["demo-0"]
