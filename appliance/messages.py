@@ -394,6 +394,9 @@ class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
     subtracted from the token credit."""
     max_tokens: int
     """Maximum number of tokens to generate, over all samples."""
+    prefixes: tuple[bytes, ...] = ()
+    """Hashes of the beginnings of the first prompt (`appliance.channel.prefixes`). Empty if there is only one
+    replica to choose from."""
     may_fall_back: bool = False
     """Whether the front can send the request to another model if this one cannot take it
     (`Refused.falls_back`)."""

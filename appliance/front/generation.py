@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from appliance.channel.prefixes import prefix_hashes
 from appliance.front.app_state import AppState
 from appliance.front.errors import ApiError
 from appliance.front.generation_task import GenerationTask
@@ -310,6 +311,7 @@ class Generation:
                 num_seqs=len(running),
                 prompt_tokens=prompt_tokens,
                 max_tokens=sum(sample.prompt.max_tokens for sample in running) - emitted,
+                prefixes=prefix_hashes(task.prompts[0].token_ids) if len(self.state.replicas) > 1 else (),
                 may_fall_back=task.fall_back is not None and not again,
                 may_lower=task.may_lower,
                 asked_class=task.asked_class,

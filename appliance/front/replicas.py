@@ -26,6 +26,10 @@ class ReplicaChannels:
 
         client = self._clients[name] = ReplicaClient(sock, closed)
 
+    def __len__(self) -> int:
+        """Return the number of replicas of all models."""
+        return len(self._clients)
+
     def get(self, name: str) -> ReplicaClient | None:
         """Return the open channel to a replica, or None."""
         client = self._clients.get(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from appliance.traffic.prefixes import ComputedPrefixes
 from appliance.traffic.rates import ReplicaRates
 from engine.levels import FIRST_VICTIMS, LEVELS, TIERS, kept_free
 from engine.messages import BLOCK_TOKENS, Report
@@ -40,6 +41,7 @@ class CreditAccount:
         self.devices = devices
         self.version = ""
         """Version of the model files that the replica has loaded. Empty if not known yet."""
+        self.prefixes = ComputedPrefixes()
         self.slots = 0
         """Number of slots: the maximum number of sequences that the replica can run at the same time."""
         self.tokens = 0

@@ -26,6 +26,9 @@ from store.policies import CLASSES, INTERACTIVE
 _LIGHT_PART = 2
 """A tenant is light if it occupies no slots, or fewer slots than the number of reserved slots divided by
 this. Urgent requests have at most that many samples."""
+_NEARLY_EQUAL_PART = 8
+"""The free slots of two replicas count as nearly equal if they differ by at most a replica's slots divided by
+this."""
 _BUSY_HALF_LIFE_S = 4.0
 _MAX_TAKEN_S = 10.0
 """Maximum amount of started service that is carried over to later ticks. It is capped because predicted
@@ -282,16 +285,25 @@ class ModelTraffic:
         return use.may_run(quota, self.name, most_kv_tokens(request.admit), self.kv_tokens)
 
     def _account_for(self, level: int, request: Request) -> CreditAccount | None:
-        """Return the replica with the most credit for this level. A replica on which the request has already
-        run is excluded, because the request's front has lost the channel to it, even if the core has not
-        noticed this yet."""
+        """Return the replica with the most credit for this level. Of the replicas that have nearly as many
+        free slots, the one that has probably cached the longest prefix of the prompt is preferred. A replica
+        on which the request has already run is excluded, because the request's front has lost the channel to
+        it, even if the core has not noticed this yet."""
         share = self._reserved_share()
-        fit = [
-            (account.free_slots(level, share), account.tokens_left(level), -index)
-            for index, account in enumerate(self.accounts)
+        fit = {
+            account: account.free_slots(level, share)
+            for account in self.accounts
             if account not in request.tried and account.open_levels(share) >> level & 1
-        ]
-        return self.accounts[-max(fit)[2]] if fit else None
+        }
+        most_free = max(fit.values(), default=0)
+
+        def preference(account: CreditAccount) -> tuple[int, int, int]:
+            free, cached = fit[account], 0
+            if free > 0 and most_free - free <= account.slots // _NEARLY_EQUAL_PART:
+                cached = account.prefixes.matching(request.tenant, request.admit.prefixes)
+            return cached, free, account.tokens_left(level)
+
+        return max(fit, key=preference, default=None)
 
     def _reserved_share(self) -> float:
         return self.rules.reserved_slots if self._tenants.several else 0.0
@@ -308,6 +320,7 @@ class ModelTraffic:
             request.charged = request.ticket.prompt_tokens
             request.ticket = None
         account.spend(level, admit.num_seqs, admit.prompt_tokens)
+        account.prefixes.add(request.tenant, admit.prefixes)
         if not request.dispatched and not request.keeps_place:
             request.running_seqs = admit.num_seqs
             request.kv_tokens = most_kv_tokens(admit)

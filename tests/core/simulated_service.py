@@ -199,7 +199,14 @@ class SimulatedService:
 
     # ── actions of a front ──
 
-    def ask(self, front: FakeFront, submissions: int = 1, samples: int = 1, tokens: int = 8) -> str:
+    def ask(
+        self,
+        front: FakeFront,
+        submissions: int = 1,
+        samples: int = 1,
+        tokens: int = 8,
+        prefixes: tuple[bytes, ...] = (),
+    ) -> str:
         request_id = f"r{len(self.asked)}"
         self.asked.append(request_id)
         admit = Admit(
@@ -213,6 +220,7 @@ class SimulatedService:
             num_seqs=submissions * samples,
             prompt_tokens=submissions * tokens,
             max_tokens=5 * submissions * samples,
+            prefixes=prefixes,
             arrived_at=self.now + self.time_of_day,
         )
         front.asks[request_id] = Ask(admit)

@@ -83,6 +83,26 @@ def test_of_two_replicas_the_one_with_more_credit_takes_the_request(service: Sim
     assert sorted(turns) == ["m-0", "m-0", "m-1", "m-1"]
 
 
+@pytest.mark.parametrize(("ahead", "chosen"), [(0, "m-1"), (2, "m-1"), (3, "m-0")])
+def test_a_prompt_returns_to_the_replica_that_computed_its_beginning_unless_that_is_busier(
+    service: SimulatedService, ahead: int, chosen: str
+) -> None:
+    """With 16 slots, a replica may have two sequences more than another one."""
+    front, replicas = service.new_front(), [service.new_replica(), service.new_replica()]
+    read_all(service)
+    for replica in replicas:
+        service.requests.report(replica.account, report(slots=16, tokens=1000))
+    service.ask(front, tokens=1)  # by m-0
+    service.ask(front, tokens=1, prefixes=(b"a", b"b"))  # by m-1
+    read_all(service)
+    for _ in range(ahead):
+        service.ask(front, tokens=1, prefixes=(b"a", b"b", b"other"))
+    service.ask(front, tokens=1, prefixes=(b"a", b"b", b"c"))
+    read_all(service)
+    turns = [turn.replica for turn in answers(front) if isinstance(turn, Admitted)]
+    assert turns == ["m-0", "m-1", *["m-1"] * ahead, chosen]
+
+
 def test_batch_requests_wait_behind_interactive_ones(service: SimulatedService) -> None:
     front = service.new_front()
     for asked_class in ("flex", "", "P0"):

@@ -1,0 +1,30 @@
+"""Hashes of the beginnings of a prompt, with which the core finds the replica that has probably cached the
+prompt's prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from engine.messages import pack_tokens
+
+LENGTHS = (64, 256, 1024, 4096)
+"""Lengths in tokens of the beginnings that are hashed. The first is the size of a KV block. More hashes would
+cost more time for each request than a better choice of the replica saves."""
+_HASH_BYTES = 8
+"""Size of a hash. A wrong match only sends a request to a replica that has not cached its prefix."""
+
+
+def prefix_hashes(token_ids: Sequence[int]) -> tuple[bytes, ...]:
+    """Return one hash for each of `LENGTHS` that is shorter than the prompt, in ascending order."""
+    lengths = [length for length in LENGTHS if length < len(token_ids)]
+    if not lengths:
+        return ()
+    packed = memoryview(pack_tokens(token_ids[: lengths[-1]]))
+    token_bytes = len(packed) // lengths[-1]
+    state, begin, hashes = blake2b(digest_size=_HASH_BYTES), 0, []
+    for length in lengths:
+        state.update(packed[begin : length * token_bytes])
+        begin = length * token_bytes
+        hashes.append(state.digest())
+    return tuple(hashes)

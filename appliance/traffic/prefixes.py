@@ -1,0 +1,31 @@
+"""Remembers which beginnings of prompts a replica has computed, so that it has probably cached them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MAX_PREFIXES = 4096
+"""Number of beginnings that are remembered for each replica. The least recently used ones are forgotten."""
+
+
+class ComputedPrefixes:
+    """The beginnings of the prompts that one incarnation of a replica has computed most recently. Tenants do
+    not share cached prefixes, so each beginning is remembered for one tenant."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, bytes], None] = {}
+
+    def add(self, tenant: str, hashes: Sequence[bytes]) -> None:
+        """Remember the beginnings of a prompt."""
+        for one in hashes:
+            self._known.pop((tenant, one), None)
+            self._known[tenant, one] = None
+        while len(self._known) > MAX_PREFIXES:
+            del self._known[next(iter(self._known))]
+
+    def matching(self, tenant: str, hashes: Sequence[bytes]) -> int:
+        """Return how many of a prompt's beginnings are known, from the shortest on."""
+        for number, one in enumerate(hashes):
+            if (tenant, one) not in self._known:
+                return number
+        return len(hashes)
