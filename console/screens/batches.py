@@ -51,7 +51,7 @@ class BatchesView(View):
     help_text = (
         "A column per second, newest at the right. Its height is divided into steps with prefill (bottom), "
         "decode-only steps, and idle time (empty). Below it are the running sequences. ! marks a second with "
-        "a step that took more than three times the mean decode step. {left} and {right} move the cursor, "
+        "a step that took more than three times the mean decode step. Left and right move the cursor, "
         "and the line at the bottom names the request with the largest chunk; {open} shows it."
     )
     figures = (

@@ -29,7 +29,7 @@ class KvView(View):
     help_text = (
         "Every block of a replica's KV cache, in the order of the pool. If the map has fewer cells "
         "than blocks, a cell stands for several blocks and shows the state of most of them. The arrow keys "
-        "move the cursor, and {open} shows the request that uses the block under it. {page-down} shows the "
+        "move the cursor, and {open} shows the request that uses the block under it. Page down shows the "
         "next replica, and {variant} colours the blocks by state, tenant, age or sharing."
     )
     variants = ("state", "tenant", "age", "sharing", "replicas")

@@ -61,7 +61,7 @@ class AuditView(ListView):
     help_text = (
         "The audit trail of operators' actions, newest first. Each row contains the hash of the "
         "previous row, so that a changed row is detected; the heading shows the newest hash and how many "
-        "rows are proven unchanged."
+        "rows are proven unchanged. The findings on the screen Logs verify the whole chain."
     )
     sorted_by = "seq"
     reverse = True

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from console.figures import FIGURES
+from console.keys import KEYS
 from console.lines import cells, plain
 from console.screens.base import View
 from console.screens.registry import all_views, alternate_views
@@ -57,6 +60,8 @@ def test_a_screen_of_a_service_that_has_measured_nothing_shows_no_zeros_for_figu
 @pytest.mark.parametrize("view", VIEWS, ids=NAMES)
 def test_the_help_explains_every_figure_of_a_screen(view: View) -> None:
     assert view.help_text
+    commands = {key.command for key in KEYS}
+    assert set(re.findall(r"\{(.*?)\}", view.help_text)) <= commands
     assert view.figures
     assert not [name for name in view.figures if name not in FIGURES]
     if isinstance(view, TableView) and view.name not in ("audit", "logs", "alerts"):
