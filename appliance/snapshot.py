@@ -247,7 +247,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     ecc_uncorrected: int | None = None
     """Memory errors since the driver was loaded."""
     last_xid: int | None = None
-    """Number of the newest Xid error in the kernel's log since the service started; 0 without any."""
+    """Number of the newest Xid error that NVML has reported since the service started; 0 without any."""
     processes: list[GpuProcess] | None = None
 
 
