@@ -19,6 +19,7 @@ class Figure(NamedTuple):
 
 
 _NOW, _SLICE, _MINUTE = "now", "since the frame before", "last 60 s"
+_SECOND, _STEPS = "the second of the column", "the replica's last report; Batches: the second of the column"
 _RATE, _START, _LIFE = "last 10 s", "since the start", "so far"
 _DAY, _REQUEST_OR_DAY = "the day", "the request, or the day"
 
@@ -292,14 +293,14 @@ FIGURES: dict[str, Figure] = {
     "step_ms": Figure(
         "step",
         "ms",
-        _SLICE,
+        _STEPS,
         "Mean duration of a step. Decode steps only decode; mixed steps also compute prompts.",
         "appliance_step_seconds",
     ),
     "idle_us": Figure(
         "idle",
         "µs",
-        _SLICE,
+        _STEPS,
         "Mean time that the device waited for the host before a step.",
         "appliance_device_idle_seconds",
     ),
@@ -341,14 +342,14 @@ FIGURES: dict[str, Figure] = {
     "mixed_steps": Figure(
         "mixed",
         "steps",
-        _SLICE,
+        _SECOND,
         "Steps that also computed prompts, and their mean duration.",
         "appliance_step_seconds",
     ),
     "decode_steps": Figure(
         "decode",
         "steps",
-        _SLICE,
+        _SECOND,
         "Steps that only decoded, and their mean duration.",
         "appliance_step_seconds",
     ),
@@ -358,7 +359,7 @@ FIGURES: dict[str, Figure] = {
     "stall": Figure(
         "!",
         "ms",
-        _SLICE,
+        _SECOND,
         "The longest step of the slice, if it took more than three times the mean decode step, and the "
         "request with the "
         "largest chunk in it.",
@@ -367,7 +368,7 @@ FIGURES: dict[str, Figure] = {
     "computed_tokens": Figure(
         "prompt, out",
         "tokens",
-        _SLICE,
+        _SECOND,
         "Prompt tokens computed and output tokens generated.",
         "batches: computed_tokens",
     ),
