@@ -65,8 +65,9 @@ def all_reduce_add(
     sum replaces `residual`.
 
     x, residual: [rows, hidden] bfloat16 or float16, contiguous. `residual` must be equal on all ranks.
-    two_shot: one rank sums each item and sends the result to the other ranks. In one-shot mode, every rank
-    instead sends all items to all other ranks. Two-shot mode moves less data but waits twice.
+    two_shot: one rank sums each item and sends the result to the other ranks. The items are divided equally
+    among the ranks. In one-shot mode, every rank instead sends all items to all other ranks. Two-shot mode
+    moves less data but waits twice.
     gain: [hidden], gain of the RMSNorm that follows. If it is given, the call also computes `scaled` and
     `squares`.
     scaled: [rows, hidden], residual × gain.
@@ -237,8 +238,9 @@ def _all_reduce_add(
         words = payload(gl.load(x + item * BLOCK + lane))
         at = sent + place.to(gl.int64) * (BLOCK * 4)
         if TWO_SHOT:
-            if place % WORLD != RANK:
-                send(at + gl.load(addresses + place % WORLD), words)
+            owner = (program + place) % WORLD
+            if owner != RANK:
+                send(at + gl.load(addresses + owner), words)
         else:
             send_to_peers(addresses, at, words, RANK, WORLD)
         item += programs
@@ -247,7 +249,7 @@ def _all_reduce_add(
     item = program
     place = call * 0
     while item < items:
-        if not TWO_SHOT or place % WORLD == RANK:
+        if not TWO_SHOT or (program + place) % WORLD == RANK:
             words = gl.load(x + item * BLOCK + lane)
             old = gl.load(residual + item * BLOCK + lane) if ADD else words
             first = place.to(gl.int64) * (BLOCK * 4)
@@ -262,8 +264,9 @@ def _all_reduce_add(
         item = program
         place = call * 0
         while item < items:
-            if place % WORLD != RANK:
-                at = received + (place % WORLD).to(gl.int64) * source_bytes + place.to(gl.int64) * (BLOCK * 4)
+            owner = (program + place) % WORLD
+            if owner != RANK:
+                at = received + owner.to(gl.int64) * source_bytes + place.to(gl.int64) * (BLOCK * 4)
                 words = receive(at, stop)
                 _finish(words, item, lane, residual, gain, scaled, squares, rows, PARTS, BLOCK, FLOAT, NORM)
             item += programs

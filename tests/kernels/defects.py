@@ -563,8 +563,8 @@ _ALL_REDUCE = [
     Defect(
         "two-shot: the last rank receives no result of its peers",
         "all_reduce.py",
-        "if place % WORLD != RANK:\n                at = received",
-        "if place % WORLD != RANK and RANK < WORLD - 1:\n                at = received",
+        "if owner != RANK:\n                at = received",
+        "if owner != RANK and RANK < WORLD - 1:\n                at = received",
         "sum_in_rank_order",
     ),
 ]

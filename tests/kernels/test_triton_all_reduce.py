@@ -68,7 +68,7 @@ def test_a_region_is_used_again_thousands_of_times() -> None:
         {"(program.to(gl.int64) * 2 + (call & 1))": "(program.to(gl.int64) * 2)"},
         {"    send(address, words * 0 + EMPTY)\n": ""},
         {"gl.where(words == EMPTY, 0, words)": "words"},
-        {"if place % WORLD != RANK:\n                at": "if place % WORLD == RANK:\n                at"},
+        {"if owner != RANK:\n                at": "if owner == RANK:\n                at"},
     ],
     ids=["one half", "no write-back", "reserved value sent", "wrong owner"],
 )
