@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -63,10 +63,15 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
     """Return two applications. The first contains the routes, and tests inspect its route table. The second
     is the one to serve: it authenticates each caller and then calls the first."""
 
-    denials = CountedLog("requests on admin.sock were denied", partial(backend.note, "admin"))
+    denials = CountedLog("requests on admin.sock were denied", functools.partial(backend.note, "admin"))
+
+    @functools.cache
+    def description() -> bytes:
+        # Building the document blocks the event loop for 15 to 40 ms.
+        return msgspec.json.encode(openapi_document("Appliance admin API", check_routes(app)))
 
     async def openapi(request: Request) -> Response:
-        return json_answer(openapi_document("Appliance admin API", check_routes(app)))
+        return Response(description(), media_type="application/json")
 
     async def metrics(request: Request) -> Response:
         return Response(backend.metrics(), headers={"content-type": CONTENT_TYPE})

@@ -117,6 +117,20 @@ def test_floods_on_the_sockets_of_operators_and_metrics_do_not_grow_the_core(att
     assert attacked.running.status()["state"] == "ready"
 
 
+def test_repeated_requests_for_the_admin_apis_description_cost_the_core_little(attacked: Target) -> None:
+    def cpu_s() -> float:
+        times = psutil.Process(attacked.running.process.pid).cpu_times()
+        return float(times.user + times.system)
+
+    request = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    assert exchange(attacked.admin, request).startswith(b"HTTP/1.1 200 ")
+    before = cpu_s()
+    for _ in range(50):
+        exchange(attacked.admin, request)
+    # Building the document takes at least 15 ms.
+    assert cpu_s() - before < 0.4
+
+
 def test_idle_connections_lock_nobody_out_of_metrics_or_administration(attacked: Target) -> None:
     with idle(attacked.metrics, 60) as first, idle(attacked.admin, 100):
         host, port = attacked.metrics
