@@ -135,7 +135,7 @@ class MlpWidth(NamedTuple):
     width: int
 
 
-_ROUTED = "experts"
+ROUTED = "experts"
 """`MlpWidth.kind` of routed experts."""
 
 
@@ -240,7 +240,7 @@ class ModelConfig:
         if any(kind != EXPERTS for kind in self.layer_kinds):
             widths.append(MlpWidth("an MLP", "intermediate_size", self.intermediate_size))
         if experts is not None and EXPERTS in self.layer_kinds:
-            widths.append(MlpWidth(_ROUTED, experts.width_field, experts.intermediate_size))
+            widths.append(MlpWidth(ROUTED, experts.width_field, experts.intermediate_size))
             if experts.shared_intermediate_size is not None:
                 field = "shared_expert_intermediate_size"
                 widths.append(MlpWidth("a shared expert", field, experts.shared_intermediate_size))
@@ -325,7 +325,7 @@ class ModelConfig:
         """The entries of `mlp_widths` that are divided among the ranks."""
         if not self._whole_experts:
             return self.mlp_widths
-        return [mlp for mlp in self.mlp_widths if mlp.kind != _ROUTED]
+        return [mlp for mlp in self.mlp_widths if mlp.kind != ROUTED]
 
     @property
     def _whole_experts(self) -> int:

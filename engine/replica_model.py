@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.config import ModelConfig, UnsupportedError
+from engine.config import ROUTED, ModelConfig, UnsupportedError
 from kernels import limits
 
 if TYPE_CHECKING:
@@ -70,9 +70,10 @@ class ReplicaModel:
         elif experts is not None and experts.top_k > limits.MAX_TOP_K:
             most = limits.MAX_TOP_K
             problem = f"num_experts_per_tok is {experts.top_k}; the GPU kernels support at most {most}", serve
-        for _, name, width in config.mlp_widths if self.fp8 and problem is None else ():
-            part = shard.part(width)
-            each = f" ({part} on each of {size} ranks)" if size > 1 else ""
+        for kind, name, width in config.mlp_widths if self.fp8 and problem is None else ():
+            whole = kind == ROUTED and experts is not None and experts.whole
+            part = width if whole else shard.part(width)
+            each = f" ({part} on each of {size} ranks)" if part != width else ""
             if part % limits.FP8_ALIGNMENT:
                 allowed = f"need a multiple of {limits.FP8_ALIGNMENT}"
             elif part > limits.LARGEST_ROW:

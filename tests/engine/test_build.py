@@ -202,6 +202,15 @@ UNSERVED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 
 
+def test_the_width_of_an_expert_that_is_complete_on_a_rank_is_not_divided(tmp_path: Path) -> None:
+    changes = {"model_type": "olmoe", "intermediate_size": 528}
+    config = read_config(folder_of(tmp_path, "llama", **MIXTURES["olmoe"] | changes))
+    split = replica_model(config, fp8=True, tensor_parallel_size=2)
+    with pytest.raises(UnsupportedError, match=r"528 \(264 on each of 2 ranks\)"):
+        split.check_shapes()
+    replace(split, config=config.with_whole_experts()).check_shapes()
+
+
 @pytest.mark.parametrize(("changes", "served", "words"), UNSERVED, ids=lambda value: str(value)[:40])
 def test_a_model_that_no_kernel_serves_is_refused_before_anything_is_compiled_or_loaded(
     tmp_path: Path, changes: dict[str, Any], served: dict[str, Any], words: str
