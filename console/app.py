@@ -43,10 +43,10 @@ _ROWS_EVERY_S = 3.0
 _CREATING = ("tenants.create", "keys.create", "peers.map", "models.add", "models.alias", "models.split")
 """Actions that create a new object, so they do not apply to an existing row."""
 _WITH_FORECAST = ("tenants.set", "keys.set")
-"""Actions that change limits, whose dialogs can replay the last minutes."""
+"""Actions that change limits. Their dialogs can forecast the effect by replaying the last few minutes."""
 _ROW_TARGETS = ("request", "tenant", "key", "peer")
-"""Kinds of targets that must be chosen before an action starts. Other actions apply to the whole service if
-no target is chosen."""
+"""Target kinds for which a target must be chosen before an action starts. Other actions apply to the whole
+service if no target is chosen."""
 _READ_ONLY = "this console is read-only: start it with --write to act on the service"
 
 
@@ -57,7 +57,8 @@ class ConsoleApp(App[int]):
     COMMANDS: ClassVar = {ConsoleCommands}
     ENABLE_COMMAND_PALETTE = True
     COMMAND_PALETTE_BINDING = NO_KEY
-    """The key table opens the palette, so that a keymap can change its key."""
+    """Disables Textual's own key for the palette. The key table opens the palette instead, so that a keymap
+    can change the key."""
     BINDINGS: ClassVar = [("ctrl+c", "quit", "Quit"), ("ctrl+q", "quit", "Quit")]
     ESCAPE_TO_MINIMIZE = False
 
@@ -85,7 +86,7 @@ class ConsoleApp(App[int]):
         self._fed = 0
 
     def compose(self) -> ComposeResult:
-        """Build the screen: the frame, and the line for commands and filters."""
+        """Build the screen: the frame, and the input line for commands and filters."""
         yield self.frame_widget
         yield self.prompt
 
@@ -145,8 +146,8 @@ class ConsoleApp(App[int]):
 
     @work(group="charts", exit_on_error=True)
     async def read_past(self) -> None:
-        """Fill the charts with the recorded minutes before the console's start. Without a recording, they
-        begin empty."""
+        """Fill the charts with what was recorded in the minutes before the console started. Without a
+        recording, the charts start empty."""
         first = self.session.context.history.points[0].at
         earlier = History()
         with contextlib.suppress(SourceError):
@@ -176,7 +177,7 @@ class ConsoleApp(App[int]):
     # ── commands ─────────────────────────────────────────────────────────────────────────────
 
     def action_run(self, command: str) -> None:
-        """Run a command of the key table."""
+        """Run a command from the key table."""
         word, _, rest = command.partition(" ")
         if self.travel.run(command):
             pass
@@ -209,7 +210,7 @@ class ConsoleApp(App[int]):
         self.redraw()
 
     def _jump(self, letter: str) -> bool:
-        """Use a key in jump mode. Returns False if the key has its usual meaning."""
+        """Handle a key press in jump mode. Return False if the key keeps its usual meaning."""
         if not self.session.context.jumping:
             return False
         used = self.session.jump(letter)
@@ -273,7 +274,7 @@ class ConsoleApp(App[int]):
         self.prompt.open("/" if kind == "filter" else ":", text, self._targets())
 
     def _targets(self) -> dict[str, list[str]]:
-        """Return the names of the targets of each kind, for completion."""
+        """Return the target names of each kind, for completion."""
         snapshot = self.session.context.snapshot
         if snapshot is None:
             return {}
@@ -316,7 +317,7 @@ class ConsoleApp(App[int]):
     # ── actions ──────────────────────────────────────────────────────────────────────────────
 
     def choose_action(self) -> None:
-        """Offer the actions for the objects of this screen."""
+        """Offer the actions that apply to the objects on this screen."""
         if self.session.past is not None:
             self.session.say(PAST_IS_FIXED, "warn")
             return
@@ -339,8 +340,8 @@ class ConsoleApp(App[int]):
         )
 
     def begin(self, action: Action, values: dict[str, Any], *, given: bool = False) -> None:
-        """Open the dialog of an action. Unless the command line gives the target, the action concerns the
-        marked rows or the row under the cursor."""
+        """Open the dialog for an action. Unless the command line names a target, the action applies to the
+        marked rows, or to the row under the cursor if no rows are marked."""
         if not self.session.context.write:
             self.session.say(_READ_ONLY if self.session.past is None else PAST_IS_FIXED, "warn")
             return
@@ -353,8 +354,8 @@ class ConsoleApp(App[int]):
         self.confirm(action, values, names)
 
     def _targets_on_screen(self, action: Action) -> list[str]:
-        """Return the names of the marked objects, or of the object under the cursor, if they are of the
-        action's kind."""
+        """Return the names of the marked objects, or of the object under the cursor, if the action applies to
+        objects of their kind."""
         view = self.session.view
         if not action.named_by or view.target != action.target or action.name in _CREATING:
             return []
@@ -382,7 +383,7 @@ class ConsoleApp(App[int]):
         self.redraw()
 
     async def _forecast(self, parameters: msgspec.Struct) -> list[str]:
-        """Return the forecast effect of new limits, or the reason why there is none."""
+        """Return the forecast effect of new limits, or the reason why no forecast is available."""
         try:
             forecast = await self.source.what_if(parameters)
         except SourceError as error:

@@ -1,6 +1,6 @@
 """Measures the resources that the console uses: `python -m console.bench`. It shows a recorded load of 500
-requests, 16,384 blocks, 8 GPUs and 20 tenants at 2 Hz on a pseudo-terminal of 120×40, and prints the CPU
-share of the console's process, the bytes per second that it sends to the terminal, and the time from a
+requests, 16,384 blocks, 8 GPUs and 20 tenants at 2 Hz on a pseudo-terminal of 120×40 characters. It prints
+the CPU share of the console's process, the bytes per second sent to the terminal, and the time from a
 keypress to the first byte of output."""
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from typing import NamedTuple
 _COLUMNS, _ROWS = 120, 40
 _SETTLE_S = 3.0
 _START_S = 120.0
-"""Time limit for the first frame, for a busy machine."""
+"""Time limit for the first frame. It allows for a busy machine."""
 _TABLES = ("requests", "gpus", "tenants")
 _ROW_KEYS, _PAUSE_KEYS = "jk", "pp"
-"""Keys that always change the screen. A key that changes nothing causes no output, so the next output would
-be that of the next snapshot."""
+"""Keys that always change the screen. A key that changed nothing would produce no output, and the measurement
+would wait for the output of the next snapshot."""
 _LIMITS = {"cpu": 0.05, "bytes_per_s": 15_000.0, "echo_p95_ms": 50.0}
 
 
 class ScreenCosts(NamedTuple):
-    """The costs of one screen."""
+    """The measured costs of showing one screen."""
 
     screen: str
     cpu: float
-    """CPU time per second of the console's process."""
+    """CPU time that the console's process uses, in seconds per second."""
     bytes_per_s: float
     echo_p95_ms: float
 
@@ -58,7 +58,7 @@ class Terminal:
             if select.select([self._descriptor], [], [], left)[0]:
                 try:
                     count += len(os.read(self._descriptor, 1 << 16))
-                except OSError:  # the console has ended
+                except OSError:  # the console has exited
                     break
         return count
 
@@ -95,7 +95,7 @@ class Terminal:
 
 
 def measure(screens: dict[str, str], theme: str, seconds: float, presses: int) -> list[ScreenCosts]:
-    """Measure the given screens, each with its key."""
+    """Measure the given screens. `screens` maps each screen's name to the key that opens it."""
     terminal = Terminal(theme)
     terminal.wait_for(b"Latency")
     results = []

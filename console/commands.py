@@ -19,7 +19,7 @@ _POSITIONAL = {
     "models.shadow": ("name",),
 }
 _OPTIONS = {"target": "--to"}
-"""Options whose names differ from those of their parameters."""
+"""Maps a parameter to its CLI option if their names differ."""
 CLASS_NAMES = ("P0", "P1", "P2", "P3")
 WORDS: dict[str, str] = {
     "theme": "theme NAME: dark, light, ansi, mono or high-contrast",
@@ -46,8 +46,8 @@ class CommandError(ValueError):
 
 
 def completions(text: str, targets: dict[str, list[str]]) -> list[str]:
-    """Return the command lines that begin with `text`. `targets` contains the names of the targets of each
-    kind."""
+    """Return the command lines that begin with `text`. `targets` maps each kind of target to the names of its
+    targets."""
     names = (
         [name for _, name, _ in SCREENS]
         + list(WORDS)
@@ -69,8 +69,8 @@ def completions(text: str, targets: dict[str, list[str]]) -> list[str]:
 
 
 def parse_action(text: str) -> tuple[Action, dict[str, Any]] | None:
-    """Return the action that a command line names, with its parameters as texts, or None for other commands.
-    Raises CommandError."""
+    """Return the action named by a command line, with its parameters as text, or None if the command line
+    names no action. Raises CommandError."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -94,7 +94,8 @@ def flags(action: Action) -> list[str]:
 
 
 def build(action: Action, values: dict[str, Any]) -> msgspec.Struct:
-    """Convert texts to an action's parameters. Raises CommandError, which names the parameter."""
+    """Convert text values to an action's parameters. Raises a CommandError that names the invalid
+    parameter."""
     converted = {name: _value(action, name, value) for name, value in values.items()}
     try:
         return msgspec.convert(converted, action.parameters, strict=False)
@@ -129,7 +130,7 @@ def equivalent(action: Action, values: dict[str, Any]) -> str:
 
 
 def _percentage(share: Any) -> Any:
-    """Return a share in the CLI's format. A text that is not a number is returned unchanged."""
+    """Return a share in the CLI's format. Text that is not a number is returned unchanged."""
     try:
         return share if str(share).endswith("%") else f"{100 * float(share):g}%"
     except ValueError:
@@ -179,7 +180,7 @@ def _parameters(action: Action, words: list[str]) -> dict[str, Any]:
 
 
 def is_hidden(action: Action, parameter: str) -> bool:
-    """Return whether the console cannot enter a parameter, because it is a table."""
+    """Return whether a parameter cannot be entered in the console because its value is a table."""
     return _kind(action, parameter) is dict and parameter not in positional(action)
 
 
@@ -189,7 +190,7 @@ def is_switch(action: Action, parameter: str) -> bool:
 
 
 def _kind(action: Action, name: str) -> object:
-    """Return the type of a parameter without None, UNSET and annotations."""
+    """Return the type of a parameter, with None, UNSET and annotations removed."""
     field = next(one for one in msgspec.structs.fields(action.parameters) if one.name == name)
     kind = msgspec.inspect.type_info(field.type)
     if isinstance(kind, msgspec.inspect.Metadata):

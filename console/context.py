@@ -17,7 +17,7 @@ RowT = TypeVar("RowT", bound=Row)
 
 
 class Compared(NamedTuple):
-    """A moment to compare with."""
+    """One of the two moments of a comparison."""
 
     snapshot: Snapshot
     resolution_s: int
@@ -43,12 +43,13 @@ class Context:
     row_errors: dict[ListName, str] = field(default_factory=dict)
     """Reasons why a list could not be read."""
     compared: Compared | None = None
-    """The first moment of a comparison."""
+    """The first moment of a comparison, or None if none has been chosen."""
     jumping: bool = False
-    """Whether rows and panels show letters, of which the next key chooses one."""
+    """Whether jump mode is active: rows and panels show letters, and the next key jumps to one of them."""
     write: bool = False
     """Whether actions are permitted."""
 
     def rows_of(self, name: ListName, kind: type[RowT]) -> list[RowT]:
-        """Return the rows of a list, which are of this type; empty if the list has not been read."""
+        """Return the rows of a list that have the type `kind`. The result is empty if the list has not been
+        read."""
         return [row for row in self.rows.get(name, ()) if isinstance(row, kind)]

@@ -21,11 +21,11 @@ from console.lines import span
 
 Values = dict[str, Any]
 _MIN_FORM, _MAX_FORM = 2, 12
-"""Heights of the form of an action."""
+"""Minimum and maximum height of an action's form, in lines."""
 
 
 def text(value: str) -> Content:
-    """Return a text without markup and control characters."""
+    """Return `value` as content that has no markup and no control characters."""
     return Content(span(value).text)
 
 
@@ -34,7 +34,7 @@ class Switch(Checkbox):
 
     @property
     def BUTTON_INNER(self) -> str:  # type: ignore[override]
-        """The letter between the sides of the box."""
+        """The letter shown inside the box."""
         return "X" if self.value else " "
 
 
@@ -134,7 +134,7 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
         self.call_after_refresh(self._fit)
 
     def _fit(self) -> None:
-        """Limit the height of the form, which scrolls, so that everything else is visible, above all the
+        """Limit the height of the form, which scrolls, so that everything else stays visible, especially the
         buttons."""
         dialog, form = self.query_one("#dialog"), self.query_one("#form")
         others = sum(
@@ -256,7 +256,7 @@ class ChoiceDialog(ModalScreen[str | None]):
     """
 
     def __init__(self, title: str, choices: Sequence[tuple[str, str]]) -> None:
-        """`choices` are ids with their texts."""
+        """`choices` are pairs of an id and the text to show for it."""
         super().__init__()
         self._title = title
         self._choices = choices

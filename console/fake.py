@@ -52,16 +52,16 @@ from console.simulation import BLOCK_TOKENS, WINDOW_S, Ended, SimReplica, SimReq
 from console.source import ListName, Row, SourceError
 
 FIXED_TIME = 1_790_000_000.0
-"""Clock of tests, in unix seconds."""
+"""The time on the clock in tests, in unix seconds."""
 
 
 _RATE_WINDOW_S = 10.0
 _PAST_S = 120
-"""Seconds before the start that the demo simulates for its charts."""
+"""The demo simulates this many seconds before its start, to fill its charts."""
 
 
 class _Counters(NamedTuple):
-    """The counters at one moment, for computing rates."""
+    """The counters at one point in time, for computing rates."""
 
     at: float
     totals: ServiceTotals
@@ -116,7 +116,7 @@ class FakeSource:
         return snapshot
 
     def _run_past(self) -> None:
-        """Simulate the minutes before the start, so that the charts begin with values."""
+        """Simulate the minutes before the start, so that the charts are not empty at first."""
         for _ in range(_PAST_S):
             self._advance(1.0)
             self._recording.add_to_charts(self._snapshot(brief=True))
@@ -134,7 +134,7 @@ class FakeSource:
         return self._rows.of(name)
 
     async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:
-        """Refuse, because the demo has no limits that could change."""
+        """Refuse, because the demo has no limits to change."""
         raise SourceError("the demo does not replay requests: connect to a running service")
 
     async def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
@@ -168,7 +168,7 @@ class FakeSource:
         return Done(message=message)
 
     def recording(self) -> FakeRecording:
-        """Return the minutes since the start of the demo."""
+        """Return the recording of the minutes since the demo started."""
         return self._recording
 
     async def close(self) -> None:
@@ -196,7 +196,7 @@ class FakeSource:
         )
 
     def _snapshot(self, *, brief: bool = False) -> Snapshot:
-        """Return the state at present. A brief snapshot contains only the figures of charts."""
+        """Return the current state. A brief snapshot contains only the charted values."""
         sim = self.simulation
         totals = self._past[-1].totals
         gpus = gpus_of(sim)

@@ -1,4 +1,4 @@
-"""The past of the simulated service: one snapshot per second of the last minutes, in memory."""
+"""The simulated service's recent past: one snapshot per second of the last 15 minutes, in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from console.source import ListName, ListRow, Row, SourceError, UnsupportedListE
 
 _EVERY_S = 1.0
 _KEPT = 900
-"""Number of snapshots, of about 20 kB each."""
+"""Maximum number of snapshots kept. Each takes about 20 kB."""
 _VALID_S = 2.5
 
 
@@ -51,11 +51,11 @@ class FakeRecording:
                 )
 
     def add_to_charts(self, snapshot: Snapshot) -> None:
-        """Keep only the charted figures of a snapshot."""
+        """Keep only the charted values of a snapshot."""
         self._history.add(snapshot)
 
     async def instant(self, at: float | None) -> PastSnapshot:
-        """Return the state of the service at a time, by default the newest one."""
+        """Return the state of the service at a time, or the newest state if `at` is None."""
         times = list(self._times)
         index = len(times) - 1 if at is None else bisect_right(times, at) - 1
         if index < 0 or (at is not None and at > times[index] + _VALID_S):
@@ -82,7 +82,7 @@ class FakeRecording:
         history.batches = {replica: slices for replica, slices in history.batches.items() if slices}
 
     async def timeline(self, since: float, until: float) -> PastTimeline:
-        """Return an overview of a period of the past."""
+        """Return an overview of a period of recorded history."""
         values = [
             (point.at, point.generated_tokens_per_s)
             for point in self._history.points

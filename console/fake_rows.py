@@ -31,7 +31,7 @@ _FINDINGS = (
 
 
 class FakeRows:
-    """The rows, and the audit rows of the actions that operators perform in the demo."""
+    """The rows of the lists, including audit rows for the actions that operators perform in the demo."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation

@@ -1,4 +1,4 @@
-"""Explains each figure on screen: its unit, the window that it covers, and its source. The help of a screen
+"""Explains each figure on screen: its unit, the period that it covers, and its source. The help of a screen
 lists the figures that the screen shows, and a test requires an entry for each of them."""
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ class Figure(NamedTuple):
     title: str
     unit: str
     window: str
-    """The time that the figure covers: "now", "since the start", or a window."""
+    """The period that the figure covers: "now", "since the start", or a time window."""
     text: str
     source: str
-    """The metric or field that the figure is read from."""
+    """The metric or field from which the figure is read."""
 
 
 _NOW, _SLICE, _MINUTE = "now", "since the frame before", "last 60 s"

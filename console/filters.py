@@ -31,7 +31,7 @@ class FilterError(ValueError):
 
 
 def matcher(text: str, getters: Getters, sorted_by: str) -> Callable[[Any], bool]:
-    """Return a function that returns whether a row matches a filter. Raises FilterError."""
+    """Return a function that decides whether a row matches a filter. Raises FilterError."""
     tests = [_term(term, getters, sorted_by) for term in text.split()]
     return lambda row: all(test(row) for test in tests)
 
@@ -64,9 +64,9 @@ def _getter(name: str, getters: Getters) -> Callable[[Any], Cell]:
 
 
 def sort_rows(rows: Sequence[Any], get: Callable[[Any], Cell], *, reverse: bool) -> list[Any]:
-    """Return rows sorted by a column. Rows with an unknown value come last in either direction."""
+    """Return rows sorted by a column. Rows without a known value come last in both directions."""
     known = [row for row in rows if get(row) is not None]
     unknown = [row for row in rows if get(row) is None]
-    # A column may contain numbers and texts. Numbers come first.
+    # A column may contain both numbers and text. Numbers come first.
     known.sort(key=lambda row: (isinstance(value := get(row), str), value), reverse=reverse)
     return [*known, *unknown]

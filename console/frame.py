@@ -17,13 +17,13 @@ from console.screens.panels import STATE_ROLES
 from console.timeline import PastState, badge_text, timeline_lines
 
 _RESTARTED_S = 60.0
-"""How long the badge RESTARTED is shown."""
+"""How long the RESTARTED badge is shown, in seconds."""
 _MIN_SCREEN = (20, 5)
 
 
 @dataclass
 class FrameState:
-    """What the frame shows in addition to the screen."""
+    """What the frame shows besides the screen."""
 
     context: Context
     view: View
@@ -34,11 +34,11 @@ class FrameState:
     stale_s: float | None = None
     """Age of the snapshot if it is stale, otherwise None."""
     error: str = ""
-    """Reason why the source delivers no snapshots."""
+    """The reason why the source delivers no snapshots."""
     restarted_at: float | None = None
     paused: bool = False
     past: PastState | None = None
-    """The displayed moment of the past, or None for the present."""
+    """The displayed time while viewing history, or None while showing the present."""
     help: bool = False
     help_scroll: int = 0
     message: str = ""
@@ -149,7 +149,7 @@ def _tabs(state: FrameState, width: int) -> Line:
     wide = tabs("title")
     if width_of(wide) <= width:
         return wide
-    # In a narrow terminal, the spaces around the titles are left out.
+    # In a narrow terminal, the spaces around the titles are omitted.
     spans: Line = []
     for view in views:
         action, key = f"screen {view.key}", _key_of_view(state, view)
@@ -216,7 +216,7 @@ def _footer(state: FrameState, width: int) -> Line:
     present = state.past is None
     common = [(key.command, key.footer if present else key.past) for key in table]
     common = [one for one in common if one[1]]
-    # In the past, the keys that move through time are more important than those of the screen.
+    # While viewing history, the keys that move through time are more important than those of the screen.
     ordered = [*common[:1], *hints, *common[1:]] if present else [*common, *hints]
     keys = [(key_of(table, command), text, command) for command, text in ordered]
     for name, text, command in keys:

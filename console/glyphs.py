@@ -1,5 +1,5 @@
-"""Bars and charts drawn with characters. The three glyph sets differ in resolution and in terminal
-requirements: braille and block need a font with these characters, ascii works everywhere."""
+"""Bars and charts drawn with characters. The three glyph sets differ in resolution and in what they require
+of the terminal: braille and block need a font with these characters, ascii works everywhere."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def bar(parts: Sequence[tuple[float, str]], width: int, glyphs: GlyphSet) -> Lin
 
 
 def unknown_bar(width: int) -> Line:
-    """Return the bar of an unknown figure."""
+    """Return the bar for an unknown value."""
     return [Span("·" * max(0, width), "track")]
 
 
@@ -81,8 +81,8 @@ def chart(
     """Return the newest values as a chart whose right edge is now. `top` is the value at the upper edge, by
     default the largest value, rounded up. Unknown values are gaps; times before the first value are empty.
 
-    `phase` is the number of the newest value. With it, two values of a braille character stay together while
-    the chart moves, so that only every second value changes the whole chart."""
+    `phase` is the index of the newest value. It ensures that the same two values keep sharing a braille
+    character while the chart moves, so the whole chart changes only at every second value."""
     columns = per_cell(glyphs)
     size = width * columns - phase % columns
     shown = list(values)[-size:] if size else []
@@ -107,7 +107,7 @@ def chart(
 
 def rounded_up(value: float) -> float:
     """Return the next value of the series 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 15 … as the upper edge of a chart, so
-    that the scale seldom changes."""
+    that the scale rarely changes."""
     if value <= 0:
         return 0.0
     power = 10.0 ** math.floor(math.log10(value))
@@ -121,7 +121,8 @@ def _steps(value: float, top: float, steps: int) -> int:
 
 
 def _letter(pair: Sequence[int | None], row: int, glyphs: GlyphSet) -> str:
-    """Return the character of one cell. -1 is a time before the first value, None an unknown value."""
+    """Return the character of one cell. In `pair`, -1 means a time before the first value and None means an
+    unknown value."""
     if all(mark is None for mark in pair):
         return _UNKNOWN[glyphs] if row == 0 else " "
     if all(mark == -1 for mark in pair):

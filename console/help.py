@@ -12,7 +12,7 @@ from console.screens.table import TableView
 
 _NAME_WIDTH = 18
 _KEY = re.compile(r"\{(\w+)\}")
-"""Matches a command in a screen's help, in whose place its key is shown."""
+"""Matches a command name in a screen's help. The help shows the command's key in its place."""
 
 
 def help_lines(view: View, width: int, keys: KeyTable) -> list[Line]:

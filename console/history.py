@@ -1,5 +1,4 @@
-"""The recent past of a few figures, for charts. The history has one point per snapshot and a bounded
-length."""
+"""Recent values of a few metrics, for charts. The history has one point per snapshot and a bounded length."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ HISTORY_FIGURES = (
     "at,rates.*,queue.running,queue.waiting,latency.*.p99_ms,kv[*].blocks_total,kv[*].blocks_used,"
     "gpus[*].utilization_percent,host.cpu_percent,batches[*].*"
 )
-"""The recorded figures that `add_columns` needs."""
+"""The recorded values that `add_columns` needs."""
 LATENCIES = ("ttft", "itl", "queue", "e2e")
 _NAME = re.compile(r"(kv|gpus|batches)\[(.*)\]\.(\w+)")
 _SUMS = ("steps", "decode_steps", "mixed_steps", "computed_tokens", "generated_tokens", "preemptions")
@@ -27,7 +26,7 @@ _BATCH_TYPES = get_type_hints(Batch)
 
 
 class Point(NamedTuple):
-    """The charted figures of one snapshot. None means unknown."""
+    """The charted values of one snapshot. None means unknown."""
 
     at: float
     prompt_tokens_per_s: float | None
@@ -47,20 +46,20 @@ class Point(NamedTuple):
 
 
 class History:
-    """The points of the last minutes."""
+    """The points of the last few minutes."""
 
     def __init__(self) -> None:
         self.points: deque[Point] = deque(maxlen=MAX_POINTS)
         self.batches: dict[str, deque[Batch]] = {}
         """The newest slices of each replica, oldest first. A slice is at least a second long."""
         self.tenants: dict[str, str] = {}
-        """The tenant of each request that is responsible for a slice's longest step."""
+        """Maps the id of the request that caused a slice's longest step to the request's tenant."""
         self.resolution_s = 0
-        """Resolution of a recorded past; 0 for snapshots."""
+        """Resolution of recorded history, in seconds; 0 if the points come from live snapshots."""
 
     def add(self, snapshot: Snapshot) -> None:
-        """Add the figures of a snapshot. Of several snapshots within a second, the newest one is kept. A
-        snapshot whose time has already been added is ignored."""
+        """Add the values of a snapshot. If several snapshots fall within one second, only the newest is kept.
+        A snapshot whose time has already been added is ignored."""
         if self.points and snapshot.at <= self.points[-1].at:
             return
         if self.points and int(self.points[-1].at) == int(snapshot.at):
@@ -93,7 +92,7 @@ class History:
             )
 
     def prepend(self, earlier: History) -> None:
-        """Add the points of another history that are older than all points of this one."""
+        """Add those points of another history that are older than all points of this one."""
         first = self.points[0].at if self.points else math.inf
         older = [point for point in earlier.points if int(point.at) < int(first)] if self.points else []
         self.points.extendleft(reversed(older[-(MAX_POINTS - len(self.points)) :]))
@@ -102,8 +101,8 @@ class History:
             slices.extendleft(reversed(found[-(MAX_POINTS - len(slices)) :]))
 
     def continued_from(self, until: float, resolution_s: int, points: int) -> float:
-        """Prepare the history to hold the last `points` points up to a time at this resolution. Removes
-        points that do not belong to it, and returns the time from which points are missing."""
+        """Prepare the history to hold the last `points` points up to the time `until` at this resolution.
+        Remove the points outside this period, and return the time from which points are missing."""
         begin = until - points * resolution_s
         last = self.points[-1].at if self.points else float("-inf")
         short = len(self.points) and self.points[0].at > begin + resolution_s
@@ -121,7 +120,7 @@ class History:
         return self.points[-1].at + 0.01 if self.points else begin
 
     def add_columns(self, columns: TelemetryColumns) -> None:
-        """Add recorded figures (`HISTORY_FIGURES`) in the same way as `add` would have added their
+        """Add recorded values (`HISTORY_FIGURES`), with the same result as calling `add` for each of the
         snapshots."""
         plain, lists = _grouped(columns)
         totals = [figures["blocks_total"] for figures in lists["kv"].values() if "blocks_total" in figures]
@@ -160,7 +159,8 @@ class History:
             )
 
     def complete(self, batches: list[Batch]) -> None:
-        """Add the texts to the newest slices, because figures do not contain them."""
+        """Replace the newest slices with complete ones. Slices read from recorded values lack their text
+        fields."""
         for batch in batches:
             slices = self.batches.get(batch.replica)
             if slices and abs(slices[-1].at - batch.at) < 0.001:
@@ -177,23 +177,23 @@ class History:
             del self.batches[gone]
 
     def last(self, figure: Callable[[Point], float | None], points: int) -> list[float | None]:
-        """Return one figure of the newest points, oldest first."""
+        """Return one value of each of the newest points, oldest first."""
         skipped = max(0, len(self.points) - points)
         return [figure(self.points[index]) for index in range(skipped, len(self.points))]
 
     @property
     def phase(self) -> int:
-        """The number of the newest point in time (`console.glyphs.chart`)."""
+        """The index of the newest point on the time axis (see `console.glyphs.chart`)."""
         return int(self.points[-1].at // max(1, self.resolution_s)) if self.points else 0
 
     def span_of(self, points: int = MAX_POINTS) -> float:
-        """Return the time that the newest points cover."""
+        """Return how much time the newest points cover, in seconds."""
         first = max(0, len(self.points) - points)
         return self.points[-1].at - self.points[first].at if len(self.points) > 1 else 0.0
 
 
 def joined(first: Batch, second: Batch) -> Batch:
-    """Return two consecutive slices of a replica as one."""
+    """Combine two consecutive slices of a replica into one."""
 
     def total(name: str) -> int | None:
         values = [getattr(one, name) for one in (first, second)]
@@ -231,8 +231,7 @@ Column = list[float | None]
 
 
 def _grouped(columns: TelemetryColumns) -> tuple[dict[str, Column], dict[str, dict[str, dict[str, Column]]]]:
-    """Return the figures keyed by name, and those of lists keyed by the names of the list, the entry and the
-    figure."""
+    """Return the plain values keyed by name, and the values of lists keyed by list, entry and value name."""
     plain: dict[str, Column] = {}
     lists: dict[str, dict[str, dict[str, Column]]] = {"kv": {}, "gpus": {}, "batches": {}}
     for name, column in columns.figures.items():

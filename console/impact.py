@@ -1,5 +1,5 @@
-"""What an action would currently affect, for its dialog, and whether that has changed since the dialog
-opened."""
+"""Describes what an action would currently affect, for its dialog, and detects whether that has changed since
+the dialog opened."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from appliance.snapshot import Snapshot, UnfinishedRequest
 from console import units
 
 _SHOWN_TENANTS = 3
-"""Maximum number of tenants whose forecasts fit into a dialog of 24 lines."""
+"""Maximum number of tenants whose forecasts fit in a dialog of 24 lines."""
 
 
 def impact(action: Action, target: str | None, snapshot: Snapshot | None) -> list[str]:
@@ -47,8 +47,8 @@ def impact(action: Action, target: str | None, snapshot: Snapshot | None) -> lis
 
 
 def watch(action: Action, target: str | None, snapshot: Callable[[], Snapshot | None]) -> Callable[[], str]:
-    """Return a function that checks whether the target's state has changed since the previous check. The
-    function returns a message if it has, otherwise an empty string."""
+    """Return a function that checks whether the target's state has changed since the previous check. That
+    function returns a message if the state has changed, and an empty string otherwise."""
     before = _fingerprint(action, target, snapshot())
 
     def check() -> str:
@@ -64,7 +64,7 @@ def watch(action: Action, target: str | None, snapshot: Callable[[], Snapshot | 
 
 
 def _affected(action: Action, target: str | None, snapshot: Snapshot) -> list[UnfinishedRequest] | None:
-    """Return the affected requests, or None if the action concerns no requests."""
+    """Return the affected requests, or None if the action does not affect requests."""
     if action.name == "drain":
         return [one for one in snapshot.requests if target in (None, "", one.model)]
     match action.target:
@@ -107,8 +107,8 @@ def result_lines(result: msgspec.Struct) -> list[str]:
 
 
 def forecast_lines(forecast: QuotaForecast, concerned: str | None) -> list[str]:
-    """Describe what new limits would have changed: the rejections avoided or added, and the latency of other
-    tenants. `concerned` is the tenant whose limits change, if it is known."""
+    """Describe what the new limits would have changed: the rejections avoided or added, and the latency of
+    other tenants. `concerned` is the tenant whose limits change, if known."""
     minutes = max(1, round((forecast.until - forecast.since) / 60))
     lines = [
         f"replay of {forecast.requests:,} requests of the last {minutes} min, recorded → with the change:"

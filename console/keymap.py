@@ -29,9 +29,9 @@ _NAMES = {name: key for key, name in CHARACTERS.items()} | {
     "del": "delete",
     **{shown_name(key): key for key in ("up", "down", "left", "right", "backspace")},
 }
-"""Other names of keys: characters, and the names in the help."""
+"""Alternative names of keys: the characters, and the names shown in the help."""
 _SAME_CODE = {"ctrl+i": "tab", "ctrl+m": "enter", "ctrl+h": "backspace", "ctrl+left_square_bracket": "escape"}
-"""Keys for which terminals send the same code as for another key."""
+"""Keys that terminals cannot distinguish from another key, because both send the same code."""
 _QUIT_KEYS = ("ctrl+c", "ctrl+q")
 """Keys that always quit the console, so that no keymap can prevent quitting."""
 
@@ -42,9 +42,10 @@ class Keymap(NamedTuple):
     keys: KeyTable = KEYS
     """The commands, with their keys."""
     overrides: dict[str, str] = {}  # noqa: RUF012
-    """The commands whose keys differ from the default, for Textual: keys separated by commas."""
+    """The commands whose keys differ from the default. The values are keys separated by commas, as Textual
+    expects."""
     problems: tuple[str, ...] = ()
-    """Errors because of which the file is not used."""
+    """The errors in the keymap file. If there are any, the file is not used."""
 
 
 DEFAULT_KEYMAP = Keymap()
@@ -61,12 +62,12 @@ def default_path() -> Path:
 
 
 def read_keymap(named: str | None = None) -> Keymap:
-    """Return the keymap of a file, by default of the user's file if it exists. If the file contains an error,
-    return the default keys and the problems."""
+    """Return the keymap from a file, by default from the user's file if it exists. If the file contains an
+    error, return the default keys and the problems."""
     path = default_path() if named is None else Path(named).expanduser()
     try:
         text = path.read_text()
-        table = tomllib.loads(text + "\n")  # otherwise, errors in the last line lack a number
+        table = tomllib.loads(text + "\n")  # otherwise, an error in the last line has no number
     except FileNotFoundError:
         if named is None:
             return DEFAULT_KEYMAP
@@ -115,7 +116,7 @@ def _keymap(path: Path, text: str, table: dict[str, object]) -> Keymap:
 
 
 def _applied(chosen: dict[str, tuple[str, ...]], used: set[str]) -> Keymap:
-    """Return the key table with the chosen keys. Commands lose default keys that are in `used`."""
+    """Return the key table with the chosen keys. Commands lose their default keys that are in `used`."""
     if "quit" in chosen:
         chosen["quit"] = tuple(dict.fromkeys((*chosen["quit"], *_QUIT_KEYS)))
     bound, overrides = [], {}
@@ -161,7 +162,7 @@ _NAMED = frozenset((*_MOVING, *_EDITING, *_FUNCTION, *CHARACTERS))
 
 
 def _similar(name: str, known: set[str] | frozenset[str]) -> str:
-    """Return a remedy for an unknown name."""
+    """Return advice for an unknown name: the most similar known name, or where to find the names."""
     close = difflib.get_close_matches(name, sorted(known), 1, 0.5)
     return f"did you mean {close[0]!r}?" if close else "see docs/keys.md for the names"
 

@@ -1,5 +1,5 @@
 """The key table. Key bindings, the help, the footer and `docs/keys.md` are derived from it. The operator's
-keymap file replaces its keys (`console.keymap`)."""
+keymap file can change its keys (`console.keymap`)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class KeyBinding(NamedTuple):
     """One binding."""
 
     command: str
-    """Description of what the keys do, and name of the entry in a keymap file."""
+    """Description of what the keys do. It is also the name of the entry in a keymap file."""
     keys: tuple[str, ...]
-    """The keys, with Textual's names."""
+    """The keys, under Textual's names."""
     title: str
     group: str
     footer: str = ""
     """Short text for the footer; empty if the footer does not show the key."""
     past: str = ""
-    """Short text for the footer while the console shows the past."""
+    """Short text for the footer while viewing history."""
 
 
 SCREENS = (
@@ -180,7 +180,7 @@ KEYS: tuple[KeyBinding, ...] = (
 
 KeyTable = tuple[KeyBinding, ...]
 NO_KEY = "no-key"
-"""Key for Textual bindings that need one but must not be triggered. No terminal sends it."""
+"""Key for Textual bindings that require a key but must never be triggered. No terminal sends it."""
 
 
 def offered() -> list[Action]:

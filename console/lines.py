@@ -1,5 +1,5 @@
 """Lines of styled text, which all screens produce. A style is a role such as "bad", to which themes assign a
-colour. Texts from clients and operators become spans only through `span`, which removes control
+colour. Text from clients and operators becomes a span only through `span`, which removes control
 characters."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Line = list[Span]
 BLANK: Line = []
 _TWO_COLUMNS = 76
 _NAME_WIDTH = 18
-"""Columns of the names in `fact_lines`."""
+"""Width of the name column in `fact_lines`."""
 
 
 def span(text: object, role: str = "text", action: str = "") -> Span:
@@ -36,7 +36,7 @@ def span(text: object, role: str = "text", action: str = "") -> Span:
 
 
 def line(*parts: str | Span) -> Line:
-    """Return a line of spans and plain texts."""
+    """Return a line made of spans and plain text."""
     return [part if isinstance(part, Span) else span(part) for part in parts]
 
 
@@ -80,8 +80,8 @@ def clip(spans: Sequence[Span], width: int) -> Line:
 
 
 def spread(left: Sequence[Span], right: Sequence[Span], width: int) -> Line:
-    """Return a line with one part at the left edge and one at the right edge. If both do not fit, the right
-    part is kept."""
+    """Return a line with one part at the left edge and one at the right edge. If they do not both fit, the
+    right part is kept."""
     room = width - width_of(right)
     if room <= 0:
         return clip(right, width)
@@ -94,7 +94,7 @@ def heading(title: str, width: int, note: str = "") -> Line:
     end = [Span(" ", "rule"), span(note, "dim"), Span(" ─", "rule")] if note else []
     room = width - width_of(start) - width_of(end)
     if room < 0 and end:
-        # The note is shortened before the title.
+        # If space is short, the note is truncated before the title.
         have = width - width_of(start) - 3
         return heading(title, width, fit(note, have).rstrip() if have > 4 else "")
     return clip([*start, Span("─" * max(0, room), "rule"), *end], width)
@@ -114,7 +114,7 @@ def beside(
 
 
 def wrap(text: str, width: int, role: str = "text", indent: str = "") -> list[Line]:
-    """Wrap a text between words into lines of at most `width` columns."""
+    """Wrap text between words into lines of at most `width` columns."""
     rows: list[str] = []
     current = ""
     for word in text.split():
@@ -129,7 +129,7 @@ def wrap(text: str, width: int, role: str = "text", indent: str = "") -> list[Li
 
 
 def fact_lines(facts: Sequence[tuple[str, str]], width: int) -> list[Line]:
-    """Return names and values as lines: the names in a column, and long values in several lines. Wide
+    """Return names and values as lines. The names form a column, and long values span several lines. Wide
     terminals show two columns of facts."""
     if width >= _TWO_COLUMNS and len(facts) > 3:
         middle, size = (len(facts) + 1) // 2, (width - 2) // 2

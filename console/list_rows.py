@@ -11,7 +11,8 @@ from console.source import ListRow
 
 
 def audit_row(action: AuditAction) -> ListRow:
-    """Return an action as a row. An action that has no row in the chain yet has no number."""
+    """Return an audited action as a row. An action that has not been written to the chain yet has no
+    number."""
     params = action.params if isinstance(action.params, dict) else {}
     target = next(
         (str(params[name]) for name in ("name", "id", "request_id", "model", "peer") if params.get(name)), ""

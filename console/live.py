@@ -1,4 +1,4 @@
-"""A source that reads the event stream of a running service, and its lists, through the admin socket."""
+"""A source that reads a running service's event stream and lists through the admin socket."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class _Examination(msgspec.Struct):
 
 
 class LiveSource:
-    """Delivers snapshots of the service that uses a run directory. If the stream ends, the next call reopens
-    it."""
+    """Delivers snapshots of the service that uses the given run directory. If the stream ends, the next call
+    reopens it."""
 
     kind: Literal["live"] = "live"
 
@@ -80,7 +80,7 @@ class LiveSource:
         if self._stream is None or hz != self._hz:
             await self.close()
             self._stream, self._hz = self._client.snapshots(hz), hz
-        # The service sends at least one frame a second. With a longer interval, frames are skipped.
+        # The service sends at least one frame per second. With a longer interval, frames are skipped.
         frames = max(1, math.floor(self.interval_s * hz + 0.5))
         try:
             with _explained():
@@ -96,7 +96,7 @@ class LiveSource:
             raise
 
     async def rows(self, name: ListName) -> Sequence[Row]:
-        """Return a list of the service."""
+        """Return a list from the service."""
         with _explained():
             match name:
                 case "audit":
@@ -119,7 +119,7 @@ class LiveSource:
         return await self._findings()
 
     async def _daily_usage(self) -> list[UsageRow]:
-        """Return the usage of the last days, read at most every 15 seconds."""
+        """Return the usage of the last few days, read at most once every 15 seconds."""
         if time.monotonic() - self._usage_at >= _USAGE_EVERY_S:
             since = (datetime.now(UTC).date() - timedelta(days=USAGE_DAYS - 1)).isoformat()
             self._usage = (await self._client.call(calls.usage(UsageQuery(since=since)))).rows
@@ -127,7 +127,8 @@ class LiveSource:
         return self._usage
 
     async def _findings(self) -> list[ListRow]:
-        """Return the findings of `appliance doctor` on this machine, which runs at most once a minute."""
+        """Return the findings of `appliance doctor` on this machine. The command runs at most once a
+        minute."""
         if self._host != platform.node():
             raise UnsupportedListError(
                 f"the service runs on {self._host or 'an unknown machine'}: run appliance doctor there"
@@ -170,7 +171,7 @@ class LiveSource:
             return result
 
     def recording(self) -> RecordedPast:
-        """Return the history that the service records."""
+        """Return the history recorded by the service."""
         from console.stored_recording import service_recording
 
         return service_recording(self._run_dir, self._key)
@@ -184,7 +185,7 @@ class LiveSource:
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Convert the client's errors, whose messages are written for operators."""
+    """Convert the client's exceptions to SourceError. Their messages are already written for operators."""
     try:
         yield
     except (ServiceNotRunningError, AdminError, UntrustedError, FrameLostError) as error:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ConsolePalette(CommandPalette):
-    """The palette without a blinking cursor, which would use bandwidth over SSH, and without symbols that
+    """The palette without the blinking cursor, which would use bandwidth over SSH, and without symbols that
     some terminals lack."""
 
     def on_mount(self) -> None:
@@ -47,7 +47,7 @@ class ConsoleCommands(Provider):
         return found
 
     async def discover(self) -> Hits:
-        """Return all entries, for an empty search."""
+        """Return all entries, for an empty search field."""
         for title, note, command in self._entries():
             yield DiscoveryHit(title, partial(self._console.action_run, command), help=note)
 

@@ -1,4 +1,4 @@
-"""The dialogs of time travel: the time to open, and the slice to export."""
+"""The dialogs for viewing history: one asks which time to open, the other which slice to export."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CSS = """
 
 
 class Slice(NamedTuple):
-    """A part of the past to export, and the file."""
+    """A period of recorded history to export, and the file to write."""
 
     since: float
     until: float
@@ -41,7 +41,7 @@ class Slice(NamedTuple):
 
 
 class TimeDialog(ModalScreen[float | None]):
-    """Asks for a time of the past. Its result is None if the operator cancels."""
+    """Asks for a time in the past. Its result is None if the operator cancels."""
 
     BINDINGS: ClassVar = [("escape", "cancel", "Cancel")]
     DEFAULT_CSS = _CSS.format("TimeDialog")

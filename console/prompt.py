@@ -1,4 +1,4 @@
-"""The line at the bottom in which operators type commands (`:`) and filters (`/`)."""
+"""The line at the bottom where operators type commands (`:`) and filters (`/`)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class PromptLine(Input):
     """
 
     class Closed(Message):
-        """Sent when the operator has finished the line. `text` is None if the operator cancelled."""
+        """Sent when the operator submits or cancels the line. `text` is None if the operator cancelled."""
 
         def __init__(self, kind: str, text: str | None, before: str) -> None:
             super().__init__()
             self.kind = kind
             self.text = text
             self.before = before
-            """The text when the line was opened."""
+            """The text that the line contained when it was opened."""
 
     def __init__(self) -> None:
         super().__init__(suggester=None, select_on_focus=False)
@@ -49,7 +49,7 @@ class PromptLine(Input):
         self.focus()
 
     async def on_key(self, event: events.Key) -> None:
-        """Handle the keys that end the line, complete it, or recall earlier lines."""
+        """Handle the keys that submit the line, complete it, or recall earlier lines."""
         if event.key == "escape":
             self._close(None)
         elif event.key == "enter":

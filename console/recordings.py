@@ -1,4 +1,4 @@
-"""Sources of the past: the history of a running service, an incident file, or the demo's memory."""
+"""Sources of recorded history: a running service, an incident file, or the demo's memory."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Mark(NamedTuple):
 
     at: float
     is_alert: bool
-    """Whether an alert was raised; otherwise, an operator performed an action."""
+    """Whether the event is an alert that was raised. Otherwise, it is an operator's action."""
     text: str
 
 
 class PastTimeline(NamedTuple):
-    """A period of the past around a moment."""
+    """A period of recorded history around the displayed time."""
 
     since: float
     until: float
@@ -37,19 +37,19 @@ class PastTimeline(NamedTuple):
     marks: list[Mark]
     """Events, oldest first."""
     note: str = ""
-    """Reason why events could not be read."""
+    """The reason why the events could not be read, or an empty string."""
 
 
 class RecordedPast(Protocol):
-    """Delivers the past. All methods raise SourceError."""
+    """Delivers recorded history. All methods raise SourceError."""
 
     label: str
     """Description for the header."""
     begin: float | None
-    """First moment (unix seconds) to show of a recording in a file, or None."""
+    """The first time (unix seconds) to show from a recording in a file, or None."""
 
     async def instant(self, at: float | None) -> PastSnapshot:
-        """Return the state of the service at a time (unix seconds), by default the newest one."""
+        """Return the state of the service at a time (unix seconds), or the newest state if `at` is None."""
         ...
 
     async def extend(self, history: History, until: float, resolution_s: int) -> None:
@@ -57,7 +57,7 @@ class RecordedPast(Protocol):
         ...
 
     async def timeline(self, since: float, until: float) -> PastTimeline:
-        """Return an overview of a period of the past."""
+        """Return an overview of a period of recorded history."""
         ...
 
     async def rows(self, name: ListName, until: float) -> Sequence[Row]:
@@ -65,7 +65,7 @@ class RecordedPast(Protocol):
         ...
 
     async def export(self, since: float, until: float, path: Path) -> str:
-        """Write a slice to an incident file, and return a text that describes it."""
+        """Write a slice to an incident file, and return a text that describes the file."""
         ...
 
     async def close(self) -> None:

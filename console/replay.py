@@ -1,4 +1,5 @@
-"""A source that shows recorded history: it holds a current moment, moves to others, and plays."""
+"""A source that shows recorded history. It has a current time, can move to other times, and can play the
+recording."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from console.source import ListName, Row, SourceError
 SPEEDS = (1, 2, 5, 10, 30, 60, 300)
 _HALF_MS = 0.0005
 _GAP_S = 2.5
-"""A longer period without samples is a gap."""
+"""A longer period without samples counts as a gap."""
 PAST_IS_FIXED = "the past cannot be changed: return to the present with the command :live"
 
 
@@ -28,8 +29,8 @@ class ReplaySource:
     kind: Literal["replay"] = "replay"
 
     def __init__(self, recording: RecordedPast, at: float | None = None, *, interval_s: float = 1.0) -> None:
-        """`at` is the first moment in unix seconds; the default is that of `begin`. `interval_s` is the time
-        between two snapshots while playing."""
+        """`at` is the time to show first, in unix seconds; by default, `begin` determines it. `interval_s` is
+        the time between two snapshots while playing."""
         self.label = recording.label
         self.interval_s = interval_s
         self.speed = SPEEDS[0]
@@ -41,24 +42,25 @@ class ReplaySource:
         """The time up to which the recording has been played."""
 
     async def next(self) -> Snapshot:
-        """Return the first snapshot, and then the snapshots in the order in which they are played. Raises
+        """Return the first snapshot on the first call, and then the snapshots in playing order. Raises
         SourceError at the end of the recording."""
         if self.instant is None:
             return await (self.begin() if self._start is None else self.seek(self._start))
         return await self.play()
 
     async def seek(self, at: float | None) -> Snapshot:
-        """Move to a time, by default to the newest sample. Raises SourceError if nothing was recorded at this
-        time."""
+        """Move to a time, or to the newest sample if `at` is None. Raises SourceError if nothing was recorded
+        at that time."""
         instant = await self._recording.instant(at)
-        # Times are stored in milliseconds.
+        # Recorded times are rounded to milliseconds.
         await self._recording.extend(self.history, instant.at + _HALF_MS, instant.resolution_s)
         self.history.complete(instant.snapshot.batches)
         self.instant, self._clock = instant, max(at or 0.0, instant.at)
         return instant.snapshot
 
     async def begin(self) -> Snapshot:
-        """Move to the first moment of the incident in a file, or of the history."""
+        """Move to the recording's `begin`, or to its first sample if nothing was recorded at that time. If
+        `begin` is None, move to the newest sample."""
         if self._recording.begin is not None:
             with contextlib.suppress(SourceError):
                 return await self.seek(self._recording.begin)
@@ -72,7 +74,7 @@ class ReplaySource:
         current = self.instant
         if current is None:
             return await self.begin()
-        # The service may have recorded more samples in the meantime.
+        # The service may have recorded more samples since the current one was read.
         if count > 0 and current.next is None:
             current = await self._recording.instant(current.at + _HALF_MS)
         at = current.next if count > 0 else current.previous
@@ -83,7 +85,7 @@ class ReplaySource:
         return await self.seek(at + _HALF_MS)
 
     async def play(self) -> Snapshot:
-        """Move forward by the interval times the speed. Gaps in the recording are skipped."""
+        """Move forward by the interval multiplied by the speed. Gaps in the recording are skipped."""
         assert self.instant is not None
         following = self.instant.next
         if following is None:
@@ -100,17 +102,17 @@ class ReplaySource:
             return await self.seek(following + _HALF_MS)
 
     async def rows(self, name: ListName) -> Sequence[Row]:
-        """Return a list as it was at the current moment."""
+        """Return a list as it was at the displayed time."""
         if self.instant is None:
             raise SourceError("the recording has not been read yet")
         return await self._recording.rows(name, self.instant.snapshot.at)
 
     async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:
-        """Refuse, because the past cannot be changed."""
+        """Refuse, because recorded history cannot be changed."""
         raise SourceError(PAST_IS_FIXED)
 
     async def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
-        """Refuse, because the past cannot be changed."""
+        """Refuse, because recorded history cannot be changed."""
         raise SourceError(PAST_IS_FIXED)
 
     def recording(self) -> RecordedPast:

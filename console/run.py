@@ -9,7 +9,7 @@ from console.source import SnapshotSource
 
 def run(source: SnapshotSource, *, write: bool, theme: str, keys: str | None) -> int:
     """Run the console until the operator quits or a signal ends it. `keys` is the path of a keymap file.
-    Returns the exit code."""
+    Return the exit code."""
     app = ConsoleApp(source, write=write, theme=theme, keymap=read_keymap(keys))
     code = app.run()
     return code if code is not None else app.return_code or 0

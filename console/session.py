@@ -92,7 +92,7 @@ class ConsoleSession:
             self._live.snapshot = snapshot
 
     def prepend(self, earlier: History) -> None:
-        """Add recorded points to the charts of the present."""
+        """Add recorded points to the charts of the live service."""
         self._live.history.prepend(earlier)
 
     def fail(self, reason: str) -> None:
@@ -102,8 +102,8 @@ class ConsoleSession:
     def take_rows(
         self, name: ListName, rows: Sequence[Row], error: str = "", *, context: Context | None = None
     ) -> None:
-        """Store a list that was read, or the reason why it could not be read. `context` is the screens' input
-        to which it belongs, by default that of the present."""
+        """Store a list that was read, or the reason why it could not be read. `context` is the screen input
+        that the list belongs to, by default the live one."""
         target = self._live if context is None else context
         if error:
             target.row_errors[name] = error
@@ -115,7 +115,7 @@ class ConsoleSession:
 
     @property
     def past(self) -> PastState | None:
-        """The displayed moment of the past, or None while the present is shown."""
+        """The displayed time while viewing history, or None while the present is shown."""
         return self.state.past
 
     @property
@@ -124,7 +124,7 @@ class ConsoleSession:
         return self.context.compared
 
     def show_past(self, past: PastState, history: History) -> None:
-        """Show a moment of the past on all screens. No actions are possible there."""
+        """Show a past state on all screens. Actions are not possible while viewing history."""
         if self.state.past is None:
             live = self._live
             self.state.context = Context(glyphs=live.glyphs, keys=live.keys, compared=live.compared)
@@ -139,19 +139,20 @@ class ConsoleSession:
             self._live.snapshot = self._newest
 
     def shown_instant(self) -> Compared | None:
-        """Return the displayed moment, for a comparison."""
+        """Return the displayed snapshot with its resolution, for a comparison."""
         snapshot, past = self.context.snapshot, self.state.past
         if snapshot is None:
             return None
         return Compared(snapshot, 1 if past is None else past.instant.resolution_s)
 
     def pin(self, instant: Compared) -> None:
-        """Choose the first moment of a comparison."""
+        """Set the first moment of a comparison."""
         self.context.compared = instant
 
     @property
     def needs_tick(self) -> bool:
-        """Whether the frame changes without a new snapshot, because it shows the age of the newest one."""
+        """Whether the frame changes even without a new snapshot, because it shows the age of the newest
+        snapshot."""
         if self.state.past is not None:
             return False
         return self.state.stale_s is not None or self._age_s() > self._stale_after_s()
@@ -173,7 +174,7 @@ class ConsoleSession:
     # ── commands ─────────────────────────────────────────────────────────────────────────────
 
     def run(self, command: str) -> bool:
-        """Run a command of the key table that affects only the session. Returns False for other commands."""
+        """Run a command from the key table that affects only the session. Return False for other commands."""
         self.state.message = ""
         word, _, rest = command.partition(" ")
         view = self.view
@@ -223,12 +224,13 @@ class ConsoleSession:
         return True
 
     def jump(self, letter: str) -> bool:
-        """Go to the row or panel with a letter, and end the selection. Returns whether there is one."""
+        """Go to the row or panel with this letter, and leave jump mode. Return whether the letter was in
+        use."""
         self.context.jumping, self.state.message = False, ""
         return letter in JUMP_LETTERS and self.view.jump(JUMP_LETTERS.index(letter))
 
     def say(self, message: str, role: str = "text") -> None:
-        """Show a message in the footer until the next key."""
+        """Show a message in the footer until the next key press."""
         self.state.message, self.state.message_role = message, role
 
     def export(self, form: str) -> str:
@@ -280,7 +282,7 @@ class ConsoleSession:
         self.state.help = False
 
     def _open(self, view: View) -> None:
-        """Open the row under the cursor, or the request to which the cursor points."""
+        """Open the row under the cursor, or the request that it refers to."""
         if view.open():
             return
         request = view.request(self.context)

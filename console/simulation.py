@@ -1,5 +1,5 @@
 """A simulated service under a plausible load: arrivals, queueing, prefill, decoding, KV blocks and limits.
-The demo and the tests use it. The same seed and steps give the same results."""
+The demo and the tests use it. The same seed and steps always give the same results."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ BLOCK_TOKENS = 64
 
 
 KEY_NAMES = ("web", "worker", "mobile")
-"""Each tenant has these keys."""
+"""The names of the keys that each tenant has."""
 
 
 def key_id(name: str) -> str:
-    """Return the id of a key."""
+    """Return the id of the key with this name."""
     return f"key_{zlib.crc32(name.encode()) & 0xFFFF:04x}"
 
 
@@ -101,7 +101,7 @@ class SimReplica:
     preemptions: int = 0
     evictions: int = 0
     slice: dict[str, float] = field(default_factory=dict)
-    """Steps and tokens of the newest time slice."""
+    """Steps and tokens of the newest time slice, keyed by name."""
     longest: str = ""
     states: bytearray = field(default_factory=bytearray)
     freed_at: list[float] = field(default_factory=list)
@@ -120,7 +120,7 @@ class SimReplica:
         return self.blocks - len(self.free) - len(self.cached)
 
     def take(self, request: SimRequest, count: int) -> bool:
-        """Give a request `count` more blocks. Returns False if the pool has too few."""
+        """Give a request `count` more blocks. Return False if the pool has too few free blocks."""
         if len(self.free) + len(self.cached) < count:
             return False
         for _ in range(count):
@@ -174,7 +174,7 @@ class SimTenant:
     concurrent: int | None
     suspended_at: float | None = None
     level: float = 0.0
-    """Tokens that were taken from the per-minute limit and have not been refilled yet."""
+    """Tokens taken from the per-minute limit and not refilled yet."""
     running: int = 0
     waiting: int = 0
     requests: int = 0
@@ -189,7 +189,7 @@ class SimTenant:
 
 @dataclass(kw_only=True)
 class Ended:
-    """An ended request, for percentiles."""
+    """A request that has ended, for computing percentiles."""
 
     at: float
     ttft_ms: float
@@ -200,14 +200,14 @@ class Ended:
 
 WINDOW_S = 60.0
 _LONGEST = (*[1.0, 1.02, 1.05, 1.1] * 10, 2.4)
-"""Durations of the longest step of a slice, as multiples of the mean."""
+"""Possible durations of a slice's longest step, as multiples of the mean."""
 
 
 class Simulation:
     """The simulated service. `advance` moves its clock."""
 
     def __init__(self, *, seed: int, requests: int, blocks: int, gpus: int, tenants: int, now: float) -> None:
-        """`requests` is the usual number of unfinished requests; `blocks` the size of the largest KV
+        """`requests` is the typical number of unfinished requests. `blocks` is the size of the largest KV
         cache."""
         self.random = random.Random(seed)
         self.now = self.started = now
@@ -221,7 +221,8 @@ class Simulation:
         """The newest requests that have ended, oldest first."""
         self.counts = dict.fromkeys(("admitted", "refused", "ended", "failed", "cancelled", "billed"), 0)
         self.paused: dict[str | None, float] = {}
-        """Drained models and when their drains began. None is the whole service."""
+        """Drained models with the time at which each drain began. The key None stands for the whole
+        service."""
         self._number = 0
         while sum(len(one.running) for one in self.replicas) + len(self.queue) < requests * 0.96:
             self._arrive(self.now - self.random.uniform(0.0, 20.0))
@@ -249,7 +250,7 @@ class Simulation:
             self.ended.popleft()
 
     def cancel(self, request_id: str) -> bool:
-        """End a request. Returns whether the request was unfinished."""
+        """End a request. Return whether the request was still unfinished."""
         for request in self.queue:
             if request.id == request_id:
                 self.queue.remove(request)
@@ -353,8 +354,8 @@ class Simulation:
         )
 
     def _refuse(self, tenant: str, model: str, at: float, prompt: int) -> None:
-        """Record a refused request. Its id is not random, so that refusals do not change later random
-        numbers."""
+        """Record a refused request. Its id does not come from the random generator, so refusals do not change
+        later random numbers."""
         number = zlib.crc32(f"{tenant}{at}".encode())
         refused = SimRequest(
             id=f"req-{number:012x}",
@@ -438,7 +439,7 @@ class Simulation:
         replica.computed_tokens += computed
         replica.generated_tokens += generated
         replica.longest = longest[1]
-        # A prefix is shared for as long as several requests use it.
+        # Blocks of a cached prefix are shared only while several requests use them.
         for request in replica.running[::9]:
             for block in request.blocks[: request.cached // BLOCK_TOKENS]:
                 replica.states[block] = SHARED
@@ -472,7 +473,7 @@ class Simulation:
         cost = request.prompt - request.cached + 2.0 * generated
         tenant.service += cost
         tenant.recent.append((self.now, cost))
-        # One request in eight ends because it reaches its maximum length.
+        # Every eighth request ends because it reaches its maximum length.
         self._finish(request, "cancelled" if cancelled else "stop" if request.output % 8 else "length")
         self.counts["ended"] += 1
         self.counts["billed"] += generated

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from console.recordings import RecordedPast
 
 ListName = Literal["audit", "logs", "settings", "findings", "finished", "usage", "models", "callers"]
-"""Lists that are read when their screen is shown, because they are not part of a snapshot."""
+"""Lists that are not part of a snapshot. They are read when their screen is shown."""
 
 
 MAX_ROWS = 500
-"""Maximum number of rows of a list: the newest ones are shown."""
+"""Maximum number of rows shown from a list. The newest rows are shown."""
 USAGE_DAYS = 7
-"""Number of days, including today, whose usage the console shows."""
+"""Number of days, including today, for which the console shows usage."""
 
 
 class SourceError(Exception):
@@ -32,7 +32,7 @@ class SourceError(Exception):
 
 
 class UnsupportedListError(SourceError):
-    """Raised if a source does not have the requested list."""
+    """Raised if a source does not provide the requested list."""
 
 
 class ListRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,9 +43,9 @@ class ListRow(msgspec.Struct, frozen=True, kw_only=True):
     level: str = ""
     """Level of a log line or finding: "info", "warning", "error", "problem" or "ok"."""
     actor: str = ""
-    """Operator of an audit row, process of a log line, source of a setting, area of a finding."""
+    """Operator of an audit row, process of a log line, source of a setting, or area of a finding."""
     subject: str = ""
-    """Action of an audit row, name of a setting, subject of a finding."""
+    """Action of an audit row, name of a setting, or subject of a finding."""
     target: str = ""
     text: str = ""
     detail: dict[str, str] = {}
@@ -53,8 +53,9 @@ class ListRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Row = ListRow | NamedRequest | UsageRow | RegisteredModel | Key | PeerMapping
-"""A row of a list: a `NamedRequest` of the finished requests, a `UsageRow` of the usage, a `RegisteredModel`
-of the models with their versions, a `Key` or `PeerMapping` of the callers, a `ListRow` of the other lists."""
+"""A row of a list. The finished requests consist of `NamedRequest`, the usage of `UsageRow`, the models with
+their versions of `RegisteredModel`, the callers of `Key` and `PeerMapping`, and the other lists of
+`ListRow`."""
 
 
 class SnapshotSource(Protocol):
@@ -63,7 +64,7 @@ class SnapshotSource(Protocol):
     label: str
     """Description for the header, such as "demo" or the run directory."""
     interval_s: float
-    """Time between two snapshots."""
+    """Time between two snapshots, in seconds."""
 
     @property
     def kind(self) -> Literal["live", "demo", "replay"]:
@@ -71,8 +72,8 @@ class SnapshotSource(Protocol):
         ...
 
     async def next(self) -> Snapshot:
-        """Wait for the next snapshot. Raises SourceError if the service does not answer. The call can then be
-        repeated."""
+        """Wait for the next snapshot. Raises SourceError if the service does not answer; the caller may then
+        try again."""
         ...
 
     async def rows(self, name: ListName) -> Sequence[Row]:
@@ -80,12 +81,12 @@ class SnapshotSource(Protocol):
         ...
 
     async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:
-        """Return the effect that the limits in the parameters of `tenants.set` or `keys.set` would have.
-        Nothing is changed. Raises SourceError."""
+        """Return the effect that the limits in the parameters of `tenants.set` or `keys.set` would have,
+        without changing anything. Raises SourceError."""
         ...
 
     async def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
-        """Perform an action of the registry (`appliance.actions`). Raises SourceError."""
+        """Perform an action from the registry (`appliance.actions`). Raises SourceError."""
         ...
 
     def recording(self) -> RecordedPast:

@@ -1,5 +1,5 @@
-"""Recorded history from a service's databases, read through the admin API or from a file. This module is
-loaded only when an operator opens the past, because the database readers take time to load."""
+"""Reads recorded history from a service's databases, through the admin API or from a file. This module is
+imported only when an operator views history, because importing the database readers takes time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from console.source import MAX_ROWS, ListName, Row, SourceError, UnsupportedList
 
 _MARKS = 500
 _PAGES = 4
-"""Number of pages of the request log that are searched for finished requests."""
+"""Maximum number of pages of the request log that are searched for finished requests."""
 _TIMELINE_FIGURE = "rates.generated_tokens_per_s"
 _TIMELINE_POINTS = 600
 
@@ -38,7 +38,7 @@ class StoredRecording:
         self._past = past
 
     async def instant(self, at: float | None) -> PastSnapshot:
-        """Return the state of the service at a time (unix seconds), by default the newest one."""
+        """Return the state of the service at a time (unix seconds), or the newest state if `at` is None."""
         return await _in_thread(lambda: self._past.snapshot(SnapshotQuery(at=at)))
 
     async def extend(self, history: History, until: float, resolution_s: int) -> None:
@@ -54,7 +54,7 @@ class StoredRecording:
         history.add_columns(await _in_thread(lambda: self._past.columns(query)))
 
     async def timeline(self, since: float, until: float) -> PastTimeline:
-        """Return an overview of a period of the past."""
+        """Return an overview of a period of recorded history."""
 
         def read() -> PastTimeline:
             columns = self._past.columns(
@@ -103,8 +103,8 @@ class StoredRecording:
         raise UnsupportedListError(NOT_RECORDED)
 
     def _finished(self, until: float) -> list[NamedRequest]:
-        """Return the requests that had finished by a given time, most recent arrivals first. The log is in
-        order of arrival, so requests that finished later are skipped."""
+        """Return the requests that had finished by a given time, most recent arrivals first. The log is
+        ordered by arrival, so it may also contain requests that finished later; they are skipped."""
         query = RequestLogQuery(until=until, state="ended", limit=MAX_PAGE_ROWS)
         found: list[NamedRequest] = []
         for _ in range(_PAGES):
@@ -116,7 +116,7 @@ class StoredRecording:
         return found[:MAX_ROWS]
 
     async def export(self, since: float, until: float, path: Path) -> str:
-        """Write a slice to an incident file, and return a text that describes it."""
+        """Write a slice to an incident file, and return a text that describes the file."""
         done = await _in_thread(lambda: export_incident(self._past, since, until, path))
         notes = "".join(f" ({note})" for note in done.notes)
         return (
@@ -135,7 +135,7 @@ def service_recording(run_dir: Path, key: str | None) -> StoredRecording:
 
 
 def file_recording(path: Path) -> StoredRecording:
-    """Return the recording in `history.db` or an incident file. Raises SourceError."""
+    """Return the recording stored in `history.db` or in an incident file. Raises SourceError."""
     try:
         past = FilePast(path)
         begin = None if past.facts is None else float(past.facts["since"])

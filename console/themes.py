@@ -33,7 +33,7 @@ ROLES = (
 
 
 def _series(*colours: str) -> dict[str, str]:
-    """Return the styles of the series roles with these colours."""
+    """Return the styles of the series roles, using the given colours."""
     return dict(zip(_SERIES, colours, strict=True))
 
 
@@ -179,7 +179,7 @@ BACKGROUNDS = {"dark": "#14171c", "light": "#ffffff", "high-contrast": "#000000"
 
 @cache
 def style(theme: str, role: str, *, selected: bool = False) -> Style:
-    """Return the style of a role. In the cursor's row, a role keeps its colour and gets the cursor's
+    """Return the style of a role. In the row under the cursor, a role keeps its colour but takes the cursor's
     background."""
     found = Style.parse(THEMES[theme][role])
     if not selected:

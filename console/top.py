@@ -19,8 +19,8 @@ from console.timeline import PastState
 
 
 def read(source: SnapshotSource) -> tuple[Snapshot, History]:
-    """Return a snapshot and its history. For a live source, this is the second of two snapshots, because
-    rates need two. Raises SourceError."""
+    """Return a snapshot and its history. A live source is read twice and the second snapshot is returned,
+    because rates need two snapshots. Raises SourceError."""
 
     async def both() -> tuple[Snapshot, History]:
         history = History()

@@ -1,5 +1,5 @@
-"""Time travel: opens moments of the past on the same screens, steps and plays through them, compares two of
-them and exports a slice."""
+"""Viewing history: shows past states on the same screens, steps and plays through them, compares two of them
+and exports a slice."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ _NO_LIVE = "this console shows a recording: there is no live service to return t
 _AROUND_S = 300.0
 _MIN_SPAN_S = 60.0
 _EDGE = 0.05
-"""Fraction of the timeline at each end within which the timeline scrolls."""
+"""Size of the zone at each end of the timeline, as a fraction of its length. When the displayed time enters
+this zone, the timeline scrolls."""
 
 
 class TimeTravel:
-    """Moves a console through the past."""
+    """Lets a console show past states of the service."""
 
     def __init__(self, app: ConsoleApp) -> None:
         self._app = app
         self._source: ReplaySource | None = app.source if isinstance(app.source, ReplaySource) else None
         self._timeline: PastTimeline | None = None
         self._window: tuple[int, float] = (0, 0.0)
-        """Resolution of the timeline, and the newest recorded time when it was read."""
+        """Resolution of the timeline, and the newest recorded time when the timeline was read."""
         self._playing = False
 
     @property
@@ -52,7 +53,7 @@ class TimeTravel:
         return self.source.recording()
 
     def run(self, command: str) -> bool:
-        """Run a command of the key table. Returns False for commands unrelated to the past."""
+        """Run a command from the key table. Return False for commands unrelated to viewing history."""
         word, _, rest = command.partition(" ")
         past = self._app.session.past
         if word in ("mark", "pause"):
@@ -86,7 +87,7 @@ class TimeTravel:
     # ── moving ───────────────────────────────────────────────────────────────────────────────
 
     def open(self, at: float | None) -> None:
-        """Show a moment of the past, or the first one of a file if `at` is None."""
+        """Show the state at a past time, or at the time chosen by `ReplaySource.begin` if `at` is None."""
         self._start(self._moved(self.source.begin() if at is None else self.source.seek(at)))
 
     def leave(self) -> None:
@@ -106,7 +107,7 @@ class TimeTravel:
         source = self.source
         if how in ("back", "forward"):
             if self._app.session.past is None:
-                # From the live service, a step back leads to the newest recorded sample.
+                # Stepping back from the live service shows the newest recorded sample.
                 self._start(self._moved(source.seek(None)))
             else:
                 self._start(self._moved(source.step(1 if how == "forward" else -1)))
@@ -128,7 +129,7 @@ class TimeTravel:
             self._start(self._play())
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Begin a move, which cancels any move in progress."""
+        """Begin a move and cancel any move already in progress."""
         self._playing = False
         self._app.run_worker(work, group="past", exclusive=True, exit_on_error=True)
 
@@ -184,7 +185,7 @@ class TimeTravel:
         await self._moved(self.source.seek(found[0].at if forward else found[-1].at))
 
     async def _arrived(self) -> None:
-        """Show the snapshot immediately, and then the timeline and lists."""
+        """Show the snapshot immediately, then read and show the timeline and lists."""
         self._show()
         await self._read_timeline()
         await self._read_lists()
@@ -198,7 +199,7 @@ class TimeTravel:
         self._app.session.show_past(past, self.source.history)
         self._app.redraw()
 
-    # ── what belongs to an instant ───────────────────────────────────────────────────────────
+    # ── data for the displayed time ──────────────────────────────────────────────────────────
 
     def _span_s(self) -> float:
         instant = self.source.instant

@@ -1,4 +1,4 @@
-"""Formats figures with their units. None, which represents an unknown figure, becomes "--"."""
+"""Formats values with their units. None stands for an unknown value and becomes "--"."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def short(value: float | None) -> str:
 
 
 def rate(value: float | None) -> str:
-    """Format a number per second. A rate above zero is never shown as 0."""
+    """Format a rate per second. A rate above zero is never shown as 0."""
     if value is None or value == 0 or value >= 99.95:
         return short(value)
     return "<0.1" if value < 0.1 else f"{value:.1f}"
@@ -38,7 +38,7 @@ def percent(fraction: float | None, digits: int = 0) -> str:
 
 
 def ms(value: float | None) -> str:
-    """Format milliseconds with three significant digits, using seconds from 1 s upwards."""
+    """Format milliseconds with three significant digits. Values from 1 s upwards are shown in seconds."""
     if value is None:
         return UNKNOWN
     if value >= 999.5:
@@ -48,7 +48,7 @@ def ms(value: float | None) -> str:
 
 
 def us(value: float | None) -> str:
-    """Format microseconds, using milliseconds from 1 ms upwards."""
+    """Format microseconds. Values from 1 ms upwards are shown in milliseconds."""
     return (
         ms(value / 1000)
         if value is not None and value >= 999.5
@@ -59,7 +59,7 @@ def us(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Format a duration with at most two units."""
+    """Format a duration in seconds with at most two units."""
     if value is None:
         return UNKNOWN
     if value < 10:
@@ -91,7 +91,7 @@ def clock(at: float | None) -> str:
 
 
 def date(at: float | None) -> str:
-    """Format a time with its date."""
+    """Format a date and time."""
     return UNKNOWN if at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 

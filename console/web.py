@@ -1,9 +1,9 @@
 """Serves the console in a browser (`appliance console --web`), through textual-serve.
 
 Every browser tab gets a console in a separate process, which is always read-only. The server listens only on
-the loopback interface. A random token is required: the printed address contains it, and the server then keeps
-it in a cookie. Requests with a foreign `Host` or `Origin` are refused, so that other web pages cannot reach
-the console through the browser.
+the loopback interface. Clients need a random token: the printed address contains it, and the browser then
+keeps it in a cookie. Requests with a foreign `Host` or `Origin` are refused, so that other web pages cannot
+reach the console through the browser.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from aiohttp import web
 from textual_serve.server import Server
 
 MAX_TABS = 8
-"""Maximum number of concurrent consoles. Each of them is a process."""
+"""Maximum number of concurrent consoles. Each console is a separate process."""
 _COOKIE = "appliance-console"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ADDRESS = "127.0.0.1"
@@ -33,17 +33,17 @@ class WebError(RuntimeError):
 
 
 class ConsoleServer(Server):
-    """Serves consoles to browsers that know the token."""
+    """Serves consoles to browsers that present the token."""
 
     def __init__(self, command: list[str], port: int) -> None:
-        """`command` starts a console for one tab. With port 0, the system chooses a free port."""
+        """`command` starts a console for one tab. With port 0, the operating system chooses a free port."""
         super().__init__(shlex.join(command), host=_ADDRESS, port=port, title="appliance console")
         self.token = secrets.token_urlsafe(32)
         self._tabs = 0
 
     async def start(self) -> tuple[web.AppRunner, str]:
-        """Listen. Returns the runner, which stops the server, and the address with the token. Raises
-        WebError."""
+        """Start listening. Return the runner, which can stop the server, and the address with the token.
+        Raises WebError."""
         runner = web.AppRunner(await self._make_app(), access_log=None)
         await runner.setup()
         try:
@@ -58,7 +58,7 @@ class ConsoleServer(Server):
         return runner, f"http://{_ADDRESS}:{port}/?token={self.token}"
 
     async def on_startup(self, app: web.Application) -> None:
-        """Print nothing, unlike the base class."""
+        """Override the base class, which would print a message."""
 
     async def _make_app(self) -> web.Application:
         app: web.Application = await super()._make_app()
@@ -98,7 +98,7 @@ class ConsoleServer(Server):
         return await super().handle_index(request)
 
     async def handle_websocket(self, request: web.Request) -> Any:
-        """Connect a tab with a new console."""
+        """Connect a tab to a new console."""
         if self._tabs >= MAX_TABS:
             return web.Response(status=503, text=f"{MAX_TABS} consoles are open: close one of their tabs")
         self._tabs += 1
@@ -109,7 +109,8 @@ class ConsoleServer(Server):
 
 
 def serve(options: list[str], port: int) -> int:
-    """Serve consoles until Ctrl+C. `options` are the options of `console.web_session`. Raises WebError."""
+    """Serve consoles until Ctrl+C is pressed. `options` are passed to `console.web_session`. Raises
+    WebError."""
     server = ConsoleServer([sys.executable, "-m", "console.web_session", *options], port)
 
     async def run() -> None:
@@ -130,7 +131,7 @@ def _refused(reason: str) -> web.Response:
 
 
 def _policy(host: str) -> str:
-    """Return a policy under which the page loads nothing from other servers."""
+    """Return a Content-Security-Policy under which the page loads nothing from other servers."""
     return (
         "default-src 'self'; style-src 'self' 'unsafe-inline'; script-src 'self' 'unsafe-inline'; "
         f"img-src 'self' data:; font-src 'self' data:; connect-src 'self' ws://{host}; frame-ancestors 'none'"

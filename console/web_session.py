@@ -1,5 +1,5 @@
-"""The console of one browser tab: `python -m console.web_session`. `console.web` starts it, and it is always
-read-only."""
+"""Runs the console of one browser tab: `python -m console.web_session`. `console.web` starts it, and it is
+always read-only."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from console.themes import style
 
 
 class FrameWidget(Widget, can_focus=True):
-    """Shows lines, and turns keys and mouse clicks into commands."""
+    """Shows lines, and translates keys and mouse clicks into commands."""
 
     ALLOW_SELECT = False
     DEFAULT_CSS = "FrameWidget { height: 1fr; width: 1fr; }"
@@ -36,7 +36,7 @@ class FrameWidget(Widget, can_focus=True):
     ]
 
     class Clicked(Message):
-        """A click on a line, or on a span that has a command."""
+        """Sent when a line, or a span that has a command, is clicked."""
 
         def __init__(self, command: str, y: int) -> None:
             super().__init__()
@@ -44,7 +44,7 @@ class FrameWidget(Widget, can_focus=True):
             self.y = y
 
     class Scrolled(Message):
-        """A turn of the mouse wheel."""
+        """Sent when the mouse wheel is turned."""
 
         def __init__(self, rows: int) -> None:
             super().__init__()
@@ -56,7 +56,7 @@ class FrameWidget(Widget, can_focus=True):
         self._lines: list[Line] = []
         self._theme = "dark"
         self.wants_character: Callable[[str], bool] | None = None
-        """Receives the character of each key, and returns whether the key is used."""
+        """Receives the character of each key, and returns whether it uses the key."""
 
     def show(self, lines: list[Line], theme: str) -> None:
         """Show lines. Only the differences from the previously shown lines are drawn."""
@@ -85,7 +85,7 @@ class FrameWidget(Widget, can_focus=True):
         return Strip(segments)
 
     def on_key(self, event: events.Key) -> None:
-        """Give a character to the application if it expects one, before the key bindings."""
+        """If the application expects a character, pass the key to it before the key bindings see it."""
         if self.wants_character is not None and self.wants_character(event.character or ""):
             event.stop()
             event.prevent_default()
@@ -111,8 +111,8 @@ class FrameWidget(Widget, can_focus=True):
 
 
 def merged(line: Line) -> Line:
-    """Return a line in which neighbouring spans of the same role are one span. Spaces get the role of the
-    preceding span, unless that role has a background."""
+    """Merge neighbouring spans of the same role in a line. Spaces get the role of the preceding span, unless
+    that role has a background."""
     result: Line = []
     for one in line:
         if not one.text:

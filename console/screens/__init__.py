@@ -1,1 +1,1 @@
-"""The screens. Each module contains one."""
+"""The screens. Each module contains one screen."""

@@ -1,4 +1,4 @@
-"""Alerts: conditions that need attention, with their likely causes and the next steps."""
+"""Alerts: conditions that need attention, with their likely causes and the recommended next steps."""
 
 from __future__ import annotations
 

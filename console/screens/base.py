@@ -8,20 +8,20 @@ from console.lines import Line, clip, span
 from console.source import ListName
 
 MIN_WIDTH, MIN_HEIGHT = 60, 18
-"""Smaller terminals get one line per fact."""
+"""In smaller terminals, a screen shows only one line per fact."""
 
 
 PAGE, FAR = 10, 1_000_000
-"""Rows that the cursor moves by a page, and to the first or last row."""
+"""Number of rows by which the cursor moves: one page, or far enough to reach the first or last row."""
 
 
 JUMP_LETTERS = "asdfghjklqwertyuiopzxcvbnmASDFGHJKLQWERTYUIOPZXCVBNM"
-"""The letters of rows and panels in jump mode, from top to bottom."""
+"""The letters assigned to rows and panels in jump mode, from top to bottom."""
 
 
 class View:
     """One screen. A view stores only the operator's choices for its screen, such as the cursor and the sort
-    order, and no data of the service."""
+    order. It stores no data from the service."""
 
     name = ""
     key = ""
@@ -29,16 +29,15 @@ class View:
     short = ""
     """Title for narrow terminals."""
     target: TargetKind = "service"
-    """Kind of object that the screen's rows represent, which determines the actions that the screen
-    offers."""
+    """Kind of object that the screen's rows represent. It determines which actions the screen offers."""
     variants: tuple[str, ...] = ()
-    """Names of alternative contents, which `v` cycles through."""
+    """Names of alternative contents. The key `v` cycles through them."""
     alternate = ""
-    """Name of the screen under the same key to which `v` switches."""
+    """Name of the screen that shares this screen's key and to which `v` switches."""
     help_text = ""
     """Description of the screen, in one or two sentences."""
     figures: tuple[str, ...] = ()
-    """Names of the figures on the screen (`console.figures`), for help."""
+    """Names of the figures on the screen (`console.figures`), for the help."""
 
     def __init__(self) -> None:
         self.variant = self.variants[0] if self.variants else ""
@@ -46,7 +45,7 @@ class View:
 
     @property
     def hints(self) -> tuple[tuple[str, str], ...]:
-        """Commands of the key table that the footer shows on this screen, with short texts."""
+        """Commands from the key table that the footer shows on this screen, with short texts."""
         return ()
 
     def lists(self) -> tuple[ListName, ...]:
@@ -54,15 +53,15 @@ class View:
         return ()
 
     def required_lists(self) -> tuple[ListName, ...]:
-        """Return the names of the lists without which the screen shows nothing."""
+        """Return the names of the lists that the screen cannot do without."""
         return self.lists()
 
     def render(self, context: Context, width: int, height: int) -> list[Line]:
-        """Return the lines of the screen, at most `height`."""
+        """Return the lines of the screen. Their number is at most `height`."""
         raise NotImplementedError
 
     def facts(self, context: Context) -> list[tuple[str, str, str]]:
-        """Return the most important figures as (name, value, role) tuples, for small terminals."""
+        """Return the most important values as (name, value, role) tuples, for small terminals."""
         raise NotImplementedError
 
     def small(self, context: Context, width: int, height: int) -> list[Line]:
@@ -76,7 +75,7 @@ class View:
         ]
 
     def move(self, rows: int) -> None:
-        """Move the cursor, or scroll, by `rows` rows. Large numbers reach the first or last row."""
+        """Move the cursor, or scroll, by `rows` rows. A large number moves it to the first or last row."""
         self.scroll = max(0, self.scroll + rows)
 
     def sideways(self, columns: int) -> None:
@@ -89,24 +88,25 @@ class View:
             self.scroll = 0
 
     def zoom(self) -> bool:
-        """Show only the chosen panel, or all panels again. Returns False if the screen has only one panel."""
+        """Show only the chosen panel, or show all panels again. Return False if the screen has only one
+        panel."""
         return False
 
     def open(self) -> bool:
-        """Open the detail of the row under the cursor. Returns whether the view has details."""
+        """Open the details of the row under the cursor. Return whether the view has details."""
         return False
 
     def jump(self, number: int) -> bool:
-        """Move the cursor to a visible row or panel, counted from 0. Returns False if there is none."""
+        """Move the cursor to a visible row or panel, counted from 0. Return False if it does not exist."""
         return False
 
     def request(self, context: Context) -> str:
-        """Return the id of the request to which the cursor points, if the rows of the screen are not
-        requests; otherwise an empty string."""
+        """If the screen's rows are not requests, return the id of the request that the row under the cursor
+        refers to. Otherwise, return an empty string."""
         return ""
 
     def back(self) -> bool:
-        """Close the detail. Returns False if nothing was open."""
+        """Close the details. Return False if no details were open."""
         return False
 
     def selected(self, context: Context) -> list[str]:

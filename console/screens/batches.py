@@ -1,4 +1,4 @@
-"""Batches: the work of each replica's steps, with a column per time slice."""
+"""Batches: what each replica's steps contain, with one column per time slice."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from console.lines import BLANK, Line, Span, clip, fit, heading, line, span, spr
 from console.screens.base import View
 
 _GUTTER = 6
-"""Columns of the labels to the left of a chart."""
+"""Width of the labels to the left of a chart."""
 _MIN_ROWS, _MAX_ROWS = 6, 24
-"""Number of lines of each replica."""
+"""Minimum and maximum number of lines for each replica."""
 _STALL_ROWS = 5
 """Number of lines for the newest stalls in a tall terminal."""
 _STALL_FACTOR = 3.0
-"""A slice contains a stall if its longest step took more than this many times as long as its mean decode
-step."""
+"""A slice contains a stall if its longest step took more than this many times its mean decode step time."""
 
 
 def stalled(batch: Batch) -> bool:
-    """Return whether the slice contains a step that delayed the decodes noticeably."""
+    """Return whether the slice contains a step that noticeably delayed the decodes."""
     if batch.longest_ms is None or not batch.step_ms:
         return False
     return batch.longest_ms > _STALL_FACTOR * batch.step_ms
 
 
 def shares(batch: Batch) -> tuple[float, float, float] | None:
-    """Return the shares of the slice in mixed steps, decode steps and idle time, or None if unknown."""
+    """Return the shares of the slice's time spent in mixed steps, in decode steps and idle, or None if
+    unknown."""
     if batch.decode_steps is None or batch.mixed_steps is None or batch.span_s <= 0:
         return None
     mixed = batch.mixed_steps * (batch.mixed_step_ms or 0.0) / 1000 / batch.span_s
@@ -67,15 +67,15 @@ class BatchesView(View):
     def __init__(self) -> None:
         super().__init__()
         self.cursor = 0
-        """Distance of the cursor from the newest slice."""
+        """Distance of the cursor from the newest slice, in slices."""
         self.replica = 0
         self._replicas = 1
         self._request = ""
-        """The request that is responsible for the longest step of the slice under the cursor."""
+        """Id of the request that caused the longest step of the slice under the cursor."""
 
     @property
     def hints(self) -> tuple[tuple[str, str], ...]:
-        """Commands of the footer."""
+        """Commands shown in the footer."""
         return (
             ("move left", "older"),
             ("move right", "newer"),

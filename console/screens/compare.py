@@ -1,4 +1,4 @@
-"""Compare: the figures of two moments side by side."""
+"""Compare: the values at two times side by side."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from console.screens.table import TableColumn, TableView
 
 
 class Difference(NamedTuple):
-    """A figure or text at two moments. None means that the value is unknown or that the entry did not
-    exist."""
+    """A value at two times. None means that the value is unknown or that the entry did not exist."""
 
     name: str
     first: Value
@@ -24,7 +23,7 @@ class Difference(NamedTuple):
 
     @property
     def difference(self) -> float | None:
-        """The second value minus the first, or None if they are not numbers."""
+        """The second value minus the first, or None if the values are not numbers."""
         first, second = self.first, self.second
         if not isinstance(first, int | float) or not isinstance(second, int | float):
             return None
@@ -40,7 +39,7 @@ class Difference(NamedTuple):
 
 
 def differences(first: Snapshot, second: Snapshot, *, every: bool) -> list[Difference]:
-    """Return the figures and texts of two moments: those that differ, or all."""
+    """Return the values at two times: all of them if `every` is true, otherwise only those that differ."""
     one, other = named_values(first), named_values(second)
     names = [*one, *(name for name in other if name not in one)]
     rows = [Difference(name, one.get(name), other.get(name)) for name in names if name != "at"]
@@ -48,7 +47,7 @@ def differences(first: Snapshot, second: Snapshot, *, every: bool) -> list[Diffe
 
 
 class CompareView(TableView[Difference]):
-    """The comparison of two moments."""
+    """The comparison of two times."""
 
     name = "compare"
     key = "c"

@@ -1,5 +1,5 @@
-"""Finished requests: the newest rows of the request log, with a detail that shows where a request's time
-went."""
+"""Finished requests: the newest rows of the request log. The details of a request show where its time was
+spent."""
 
 from __future__ import annotations
 

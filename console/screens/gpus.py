@@ -1,4 +1,4 @@
-"""GPUs: utilisation, memory by use, power, temperature, clocks, links and errors."""
+"""GPUs: utilisation, memory by purpose, power, temperature, clocks, links and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from console.screens.table import TableColumn, TableView
 
 
 def memory_parts(gpu: Gpu) -> tuple[int | None, int | None, int | None, int | None]:
-    """Return the bytes of weights, KV cache, other use, and free memory. Unknown values are None."""
+    """Return the bytes used by weights, by the KV cache and by everything else, and the free bytes. Unknown
+    values are None."""
     if gpu.used_bytes is None:
         return gpu.weight_bytes, gpu.kv_bytes, None, None
     free = None if gpu.memory_bytes is None else gpu.memory_bytes - gpu.used_bytes

@@ -1,4 +1,5 @@
-"""KV cache: a map of all blocks of a replica. The cursor names the block's request and tenant."""
+"""KV cache: a map of all blocks of a replica. For the block under the cursor, the screen names the request
+and tenant."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class KvView(View):
 
     @property
     def hints(self) -> tuple[tuple[str, str], ...]:
-        """Commands of the footer."""
+        """Commands shown in the footer."""
         return (("open", "request"), ("move page-down", "next replica"))
 
     def render(self, context: Context, width: int, height: int) -> list[Line]:
@@ -99,7 +100,7 @@ class KvView(View):
         return next((blocks.requests[one] for one in owners if one < len(blocks.requests)), "")
 
     def _block_range(self, blocks: BlockMap) -> tuple[int, int]:
-        """Return the first block under the cursor, and the one after the last."""
+        """Return the first block under the cursor, and the block after the last one under the cursor."""
         per_cell = max(1, -(-len(blocks.states) // max(1, self._cells)))
         first = min(self.cursor * per_cell, len(blocks.states) - 1)
         return first, min(first + per_cell, len(blocks.states))
@@ -132,7 +133,7 @@ class KvView(View):
         return lines
 
     def _cell_styles(self, context: Context, blocks: BlockMap, per_cell: int) -> tuple[list[str], list[str]]:
-        """Return the letter and the role of each cell, determined by the most frequent state of its
+        """Return the letter and the role of each cell. Both follow the most frequent state of the cell's
         blocks."""
         states = blocks.states
         marks = _LETTERS[context.glyphs]
@@ -149,7 +150,7 @@ class KvView(View):
                 if owner < len(tenant_roles):
                     letter, role = tenant_letters[owner], tenant_roles[owner]
             elif self.variant == "sharing":
-                # Only blocks with a prefix that several sequences use, or can use, stand out.
+                # Highlight only blocks whose prefix several sequences use or could use.
                 role = {2: "track", 3: "shared"}.get(state, role)
             elif self.variant == "age" and state and blocks.ages is not None:
                 age = max(blocks.ages[start : start + per_cell])

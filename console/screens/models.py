@@ -18,7 +18,7 @@ from console.source import ListName
 
 
 class ModelRow(NamedTuple):
-    """A model with its sums over replicas."""
+    """A model with its totals over all replicas."""
 
     model: ModelStatus
 
@@ -33,7 +33,7 @@ class ModelRow(NamedTuple):
         return next((one.fraction for one in self.model.replicas if one.fraction is not None), None)
 
     def total(self, name: str) -> int | None:
-        """Return the sum of a figure over the replicas, or None if there are no replicas."""
+        """Return the sum of a value over the replicas, or None if there are no replicas."""
         replicas = self.model.replicas
         return sum(getattr(one, name) for one in replicas) if replicas else None
 
@@ -182,7 +182,7 @@ def _replica(context: Context, one: ReplicaStatus, width: int) -> list[Line]:
 
 
 def _progress_lines(context: Context, one: ReplicaStatus, width: int) -> list[Line]:
-    """Return the progress of a load: its stage, a bar, the rate and the time left."""
+    """Return the progress of a load: its stage, a bar, the rate and the remaining time."""
     size = max(8, min(40, width // 3))
     row: Line = [
         *meter(one.fraction, size, context.glyphs, "accent"),
@@ -258,7 +258,7 @@ def _versions(entry: RegisteredModel, width: int) -> list[Line]:
 
 
 def _step(duration_ms: float, idle_us: float) -> str:
-    # The engine reports 0 if there were no steps of the kind since its previous report.
+    # The engine reports 0 if it ran no steps of this kind since its previous report.
     return f"{units.ms(duration_ms)}, {units.us(idle_us)} idle" if duration_ms else "none at present"
 
 

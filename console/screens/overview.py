@@ -42,13 +42,13 @@ class OverviewView(View):
         self.chosen = ""
         """Name of the panel that the operator has chosen."""
         self.zoomed = False
-        """Whether the chosen panel is shown alone."""
+        """Whether the chosen panel is shown on its own."""
         self._columns: list[list[str]] = [[], []]
-        """Names of the most recently shown panels, by column."""
+        """Names of the panels shown most recently, by column."""
 
     @property
     def hints(self) -> tuple[tuple[str, str], ...]:
-        """Commands of the footer."""
+        """Commands shown in the footer."""
         return (("move right", "panel"), ("zoom", "zoom"))
 
     def render(self, context: Context, width: int, height: int) -> list[Line]:
@@ -181,7 +181,7 @@ class OverviewView(View):
 
 
 def _panel(name: str, context: Context, snapshot: Snapshot, width: int, height: int) -> list[Line]:
-    """Return a panel. `height` applies only to panels that can have different heights."""
+    """Return a panel. `height` applies only to panels of variable height."""
     match name:
         case "throughput":
             return panels.throughput(context, snapshot, width, height)

@@ -52,14 +52,15 @@ def history_chart(
     role: str,
     top: float | None = None,
 ) -> list[Line]:
-    """Return the newest values of a figure as a chart. `top` is the value at its upper edge."""
+    """Return the newest values as a chart. `figure` selects the value from a point. `top` is the value at the
+    chart's upper edge."""
     history = context.history
     values = history.last(figure, width * per_cell(context.glyphs))
     return chart(values, width, height, context.glyphs, role, top, phase=history.phase)
 
 
 def shown_span(context: Context, width: int) -> str:
-    """Return the time that a chart of this width shows."""
+    """Return the period that a chart of this width covers, as text."""
     return units.seconds(context.history.span_of(width * per_cell(context.glyphs)))
 
 
@@ -99,7 +100,7 @@ def throughput(context: Context, snapshot: Snapshot, width: int, height: int) ->
 
 
 def latency(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
-    """Return the percentiles of latencies, and in wide panels the course of the 99th percentiles."""
+    """Return the latency percentiles, and in wide panels a chart of the 99th percentiles over time."""
     latency = snapshot.latency
     window = next((one.window_s for one in (latency.ttft, latency.itl) if one is not None), None)
     counted = latency.ttft.count if latency.ttft else None
@@ -139,7 +140,7 @@ def _percentiles(name: str, one: LatencyPercentiles | None, size: int) -> Line:
 
 
 def queue(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
-    """Return the queue by class."""
+    """Return the queue by service class."""
     queue = snapshot.queue
     wide = width >= 50
     limit = f" of {queue.limit:,}" if wide else ""
@@ -162,7 +163,7 @@ def queue(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
         if late:
             row.append(span(" late", "warn"))
         lines.append(row)
-    # In wide panels, a chart of the waiting requests fills the space beside the classes.
+    # In wide panels, the space beside the classes is filled with a chart of the waiting requests.
     used = 39 + 5
     if (room := width - used) >= 10 and len(lines) > 2:
         title = line(span(f"{f'last {shown_span(context, room)}':>{room}}", "dim"))
@@ -174,7 +175,7 @@ def queue(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
 
 
 def kv_bar(context: Context, one: KvCache, width: int) -> Line:
-    """Return the bar of used and cached blocks."""
+    """Return a bar of the used and cached blocks."""
     if not one.blocks_total:
         return unknown_bar(width)
     used, cached = one.blocks_used / one.blocks_total, one.blocks_cached / one.blocks_total
@@ -211,7 +212,7 @@ def gpus(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
 
 
 def gpu_line(context: Context, gpu: Gpu, width: int) -> Line:
-    """Return the utilisation, memory, power and temperature of a GPU in one line."""
+    """Return the utilisation, memory, power and temperature of a GPU on one line."""
     memory = units.ratio(gpu.used_bytes, gpu.memory_bytes)
     use = None if gpu.utilization_percent is None else gpu.utilization_percent / 100
     size = max(3, (width - 30) // 2)
@@ -230,12 +231,12 @@ def gpu_line(context: Context, gpu: Gpu, width: int) -> Line:
 
 
 def watts(value: float | None) -> str:
-    """Format a power."""
+    """Format a power value in watts."""
     return units.UNKNOWN if value is None else f"{value:.0f}W"
 
 
 def celsius(value: float | None) -> str:
-    """Format a temperature."""
+    """Format a temperature in degrees Celsius."""
     return units.UNKNOWN if value is None else f"{value:.0f}°"
 
 
@@ -257,7 +258,7 @@ def alerts(snapshot: Snapshot, width: int, height: int) -> list[Line]:
 
 
 def alert_line(one: Alert, width: int) -> Line:
-    """Return an alert in one line. The first letter is the severity."""
+    """Return an alert on one line. The first letter shows the severity."""
     role = SEVERITY_ROLES[one.severity]
     sign = {"critical": "‼", "warning": "!", "info": "i"}[one.severity]
     what = [span(f"{one.where}: ", "bold"), span(one.what)]

@@ -17,7 +17,7 @@ from console.screens.usage import UsageView
 
 
 def all_views() -> list[View]:
-    """Return new screens."""
+    """Return a new object for each screen."""
     return [
         OverviewView(),
         BatchesView(),
@@ -33,5 +33,5 @@ def all_views() -> list[View]:
 
 
 def alternate_views() -> list[View]:
-    """Return new screens that share the key of another screen (`View.alternate`)."""
+    """Return a new object for each screen that shares the key of another screen (`View.alternate`)."""
     return [FinishedView(), UsageView()]

@@ -1,4 +1,4 @@
-"""A bar, with a legend, of the time that a request spent in the queue, in prefill and in decode."""
+"""A bar, with a legend, that shows how much time a request spent in the queue, in prefill and in decode."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from console import units
 from console.lines import Line, Span, heading, span
 
 _LOOKS = {"queue": ("░", "warn"), "prefill": ("▒", "prefill"), "decode": ("█", "decode")}
-"""Character and role of each part."""
+"""Character and role of each phase."""
 
 
 class Part(NamedTuple):
@@ -24,7 +24,7 @@ def time_lines(title: str, total_s: float | None, parts: Sequence[Part], width: 
     top = heading(title, width, units.UNKNOWN if total_s is None else _duration(total_s))
     if not parts:
         return [top, [span("the phases of this request are not known", "dim")]]
-    # The clocks of two processes can differ by a few microseconds.
+    # The clocks of two processes can differ by a few microseconds, so a duration can be negative.
     lengths = [max(0.0, part.seconds) for part in parts]
     whole = sum(lengths) or 1.0
     bar: Line = []

@@ -1,4 +1,4 @@
-"""Requests: the unfinished requests, with a detail that shows where a request's time went. `v` switches to
+"""Requests: the unfinished requests. The details of a request show where its time was spent. `v` switches to
 the finished requests (`console.screens.finished`)."""
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class RequestsView(TableView[UnfinishedRequest]):
 
 
 def _parts(row: UnfinishedRequest) -> list[Part]:
-    """Return the phases of a request so far."""
+    """Return the phases of an unfinished request so far."""
     if row.queue_s is None:
         return []
     parts = [Part("queue", row.queue_s)]

@@ -23,10 +23,10 @@ _LEVEL_ROLES = {
 
 
 class ListView(TableView[ListRow]):
-    """A screen with rows of one of the service's lists."""
+    """A screen that shows the rows of one of the service's lists."""
 
     def list_name(self) -> ListName:
-        """Return the list that is shown."""
+        """Return the name of the list that is shown."""
         raise NotImplementedError
 
     def lists(self) -> tuple[ListName, ...]:

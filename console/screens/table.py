@@ -1,5 +1,5 @@
-"""A table with sorting, filtering, marks and a detail view of one row. Only the visible rows are formatted,
-so the cost of a frame hardly depends on the number of rows."""
+"""A table with sorting, filtering, marks and a view of one row's details. Only the visible rows are
+formatted, so the cost of a frame hardly depends on the number of rows."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from console.screens.base import JUMP_LETTERS, View
 
 R = TypeVar("R")
 _MIN_PREVIEW = 6
-"""Smallest space below a table that shows details."""
+"""Minimum number of free lines below a table for showing details there."""
 
 
 class TableColumn(NamedTuple):
-    """A column. Its name identifies its figure in the admin API, in filters and in the help."""
+    """A column. Its name identifies its value in the admin API, in filters and in the help."""
 
     name: str
     title: str
@@ -26,11 +26,11 @@ class TableColumn(NamedTuple):
     value: Callable[[Any], Cell]
     """Returns the value to sort and filter by."""
     text: Callable[[Any], str] | None = None
-    """Formats the cell; by default, the value as text."""
+    """Formats the cell. By default, the cell shows the value as text."""
     right: bool = True
     drop: int = 0
-    """Order in which columns are dropped in narrow terminals. The column with the highest value is dropped
-    first; 0 is never dropped."""
+    """Order in which columns are dropped in narrow terminals. The column with the highest number is dropped
+    first; a column with 0 is never dropped."""
     role: Callable[[Any], str] | None = None
     flexible: bool = False
     """Whether the column takes up the remaining width."""
@@ -59,17 +59,17 @@ class TableView(View, Generic[R]):
         self._order: list[str] = []
         self.scroll_detail = 0
         self._visible = range(0)
-        """Places of the visible rows."""
+        """Positions of the visible rows."""
         self._jumping = False
 
     @property
     def hints(self) -> tuple[tuple[str, str], ...]:
-        """Commands of the footer."""
+        """Commands shown in the footer."""
         if self.detail:
             return (("back", "close"), ("copy", "copy"))
         return (("open", "open"), ("filter", "filter"), ("sort next", "sort"), ("mark", "mark"))
 
-    # ── what a table defines ─────────────────────────────────────────────────────────────────
+    # ── what subclasses define ───────────────────────────────────────────────────────────────
 
     def rows(self, context: Context) -> Sequence[R]:
         """Return the rows."""
@@ -88,7 +88,7 @@ class TableView(View, Generic[R]):
         raise NotImplementedError
 
     def note(self, context: Context) -> str:
-        """Return a text for the heading, such as a sum."""
+        """Return a short text for the heading, such as a total."""
         return ""
 
     # ── rendering ────────────────────────────────────────────────────────────────────────────
@@ -150,12 +150,13 @@ class TableView(View, Generic[R]):
 
     @staticmethod
     def _hint(context: Context, text: str, command: str = "back") -> str:
-        """Return `text` with the name of a command's key, or an empty string if the command has no key."""
+        """Return `text` with the name of a command's key inserted, or an empty string if the command has no
+        key."""
         key = key_of(context.keys, command)
         return text.format(key) if key else ""
 
     def _missing(self, context: Context) -> tuple[str, str] | None:
-        """Return the reason and its role if a list of the screen has not been read."""
+        """If a required list has not been read, return the reason as text, with the text's role."""
         for name in self.required_lists():
             if name not in context.rows:
                 error = context.row_errors.get(name, "")
@@ -176,7 +177,7 @@ class TableView(View, Generic[R]):
         return facts or [(self.title.lower(), self.empty, "dim")]
 
     def export(self, context: Context) -> tuple[list[str], list[list[Cell]]]:
-        """Return the names of all columns, and the values of the filtered rows in their order."""
+        """Return the names of all columns, and the values of the filtered rows in the displayed order."""
         names = [column.name for column in self.columns]
         return names, [[column.value(row) for column in self.columns] for row in self.ordered(context)]
 
@@ -232,7 +233,7 @@ class TableView(View, Generic[R]):
         return clip(spans, width)
 
     def _fitting(self, width: int) -> list[tuple[TableColumn, int]]:
-        """Return the columns that fit, with their widths."""
+        """Return the columns that fit in the given width, with their widths."""
         shown = list(self.columns)
 
         def excess() -> int:
@@ -251,7 +252,8 @@ class TableView(View, Generic[R]):
         return grown
 
     def _width(self, column: TableColumn) -> int:
-        """Return the width of a column. The column by which the table is sorted also has an arrow."""
+        """Return the width of a column. The column by which the table is sorted needs extra space for an
+        arrow."""
         return max(column.width, len(column.title) + (column.name == self.sorted_by))
 
     def _detail(self, rows: list[R], context: Context, width: int, height: int) -> list[Line]:
@@ -303,14 +305,14 @@ class TableView(View, Generic[R]):
             self.move(1)
 
     def sort(self, name: str) -> None:
-        """Sort by a column. If the table is already sorted by it, reverse the order."""
+        """Sort by a column. If the table is already sorted by this column, reverse the order."""
         if name == self.sorted_by:
             self.reverse = not self.reverse
         else:
             self.sorted_by, self.reverse = name, next(c.right for c in self.columns if c.name == name)
 
     def next_sort(self, step: int) -> None:
-        """Sort by the next column, or by the previous one."""
+        """Sort by the next column, or by the previous one if `step` is negative."""
         names = [column.name for column in self.columns]
         at = names.index(self.sorted_by) if self.sorted_by in names else -step
         self.sort(names[(at + step) % len(names)])

@@ -1,4 +1,4 @@
-"""Tenants: each tenant's use, compared with its limits and its fair share."""
+"""Tenants: each tenant's usage, compared with its limits and its fair share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from console.source import ListName
 
 
 def fullest(row: TenantUse) -> LimitUsage | None:
-    """Return the limit that is closest to being exhausted, or None if there are no limits."""
+    """Return the limit that is closest to being exhausted, or None if the tenant has no limits."""
     return max(row.usage, key=lambda one: one.used / max(1, one.capacity), default=None)
 
 

@@ -1,4 +1,4 @@
-"""Usage: the tokens and costs of the last days, by day, tenant and key."""
+"""Usage: the tokens and costs of the last few days, by day, tenant and key."""
 
 from __future__ import annotations
 
