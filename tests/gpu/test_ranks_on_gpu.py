@@ -21,6 +21,7 @@ from engine.parallel import RankLost
 from engine.peer_ranks import PeerRanks
 from engine.plan import Chunk, SlotSetup, StepPlan
 from engine.runner import ModelRunner
+from engine.sizing import pass_sizes, size_for
 from kernels.sampling import gumbel_noise, noise_base, noise_keys, token_hashes
 from tests.demo_model.asking import DEMO
 from tests.engine.rank_group import Member, RankEngine, results, start_ranks
@@ -30,6 +31,8 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
 ]
 
+SIZES = [size for size in (2, 4) if size <= max(2, torch.cuda.device_count())]
+"""Numbers of ranks."""
 NEAR_TIE = 0.125
 """Maximum gap between the best score and the score of the token chosen with a different number of GPUs. The
 logits of these models have magnitudes below 8, where bfloat16 numbers are 1/32 apart. A different order of
@@ -198,7 +201,7 @@ def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("size", [size for size in (2, 4) if size <= max(2, torch.cuda.device_count())])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kv_heads", [1, 2, 8, None], ids=["1-kv-head", "2-kv-heads", "8-kv-heads", "demo"])
 def test_several_gpus_generate_the_tokens_of_one_up_to_near_ties(
     kv_heads: int | None, size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -207,7 +210,7 @@ def test_several_gpus_generate_the_tokens_of_one_up_to_near_ties(
     compare_with_one_gpu(spec, {"tensor_parallel_size": size}, tmp_path, capsys)
 
 
-@pytest.mark.parametrize("size", [size for size in (2, 4) if size <= max(2, torch.cuda.device_count())])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("whole", [False, True], ids=["split", "whole"])
 def test_several_gpus_with_both_layouts_of_experts_generate_the_tokens_of_one(
     whole: bool, size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -301,26 +304,30 @@ def long_passes(runner: ModelRunner) -> list[torch.Tensor]:
 
 def halved_passes(member: Member, spec: ReplicaSpec) -> dict[str, Any]:
     runner = member.runner(spec)
-    tokens = sum(map(len, LONG))
-    return {"halved": member.ranks.overlap(tokens + tokens % 2) is not None, "hidden": long_passes(runner)}
+    tokens = size_for(sum(map(len, LONG)), pass_sizes(spec.max_num_batched_tokens, True))
+    return {"halved": member.ranks.overlap(tokens) is not None, "hidden": long_passes(runner)}
 
 
-def test_passes_in_halves_compute_what_one_gpu_computes_with_equal_bits_each_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_passes_in_halves_compute_what_one_gpu_computes_with_equal_bits_each_time(
+    size: int, tmp_path: Path
+) -> None:
     changes = {"max_num_batched_tokens": 4096, "max_model_len": 4096}
     spec = spec_of(tmp_path, 2, **changes)
     config = SHAPE | {"num_key_value_heads": 2, "max_position_embeddings": 4096}
     (tmp_path / "config.json").write_text(json.dumps(config))
     # Captured passes have up to 1,024 tokens and are not split.
-    on_two = ReplicaSpec(**{**structs.asdict(spec), "tensor_parallel_size": 2})
-    processes = start_ranks(2, tmp_path / "ranks", "cuda", halved_passes, on_two, overlap_from=2048)
-    first, second = results(processes, tmp_path / "ranks")
+    on_several = ReplicaSpec(**{**structs.asdict(spec), "tensor_parallel_size": size})
+    processes = start_ranks(size, tmp_path / "ranks", "cuda", halved_passes, on_several, overlap_from=2048)
+    found = results(processes, tmp_path / "ranks")
     made = LocalEngine(spec)
     expected = long_passes(made.runner)[0]
     made.close()
-    assert first["halved"] and second["halved"]
-    for found in (*first["hidden"], *second["hidden"]):
-        assert torch.equal(found, first["hidden"][0])
-    assert apart(first["hidden"][0], expected) < ALLOWED
+    first = found[0]["hidden"][0]
+    for rank in found:
+        assert rank["halved"]
+        assert all(torch.equal(hidden, first) for hidden in rank["hidden"])
+    assert apart(first, expected) < ALLOWED
 
 
 # ── death of a rank ──────────────────────────────────────────────────────────────────────────────────
@@ -345,20 +352,21 @@ def generate_until_lost(member: Member, spec: ReplicaSpec) -> dict[str, Any]:
         return {"error": str(error), "lost_at": lost_at, "usable": usable}
 
 
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kv_heads", [2, None], ids=["peer-memory", "nccl"])
 def test_the_death_of_a_rank_is_reported_within_a_second_and_leaves_the_gpu_usable(
-    kv_heads: int | None, tmp_path: Path
+    kv_heads: int | None, size: int, tmp_path: Path
 ) -> None:
     """The demo model's rows cannot be divided into the units that peer memory transfers, so its all-reduces
     use NCCL."""
-    spec = spec_of(tmp_path, kv_heads, tensor_parallel_size=2)
-    processes = start_ranks(2, tmp_path / "ranks", "cuda", generate_until_lost, spec)
+    spec = spec_of(tmp_path, kv_heads, tensor_parallel_size=size)
+    processes = start_ranks(size, tmp_path / "ranks", "cuda", generate_until_lost, spec)
     deadline = time.monotonic() + 180
     while not (tmp_path / "ranks" / "generating").exists():
         assert time.monotonic() < deadline and all(process.is_alive() for process in processes)
         time.sleep(0.05)
     time.sleep(0.2)
-    victim = processes[1].pid
+    victim = processes[-1].pid
     assert victim is not None
     os.kill(victim, signal.SIGKILL)
     killed_at = time.monotonic()
