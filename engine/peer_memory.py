@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kernels.triton.peer_arena import EMPTY_WORD, PROGRAMS, Arena, arena_words
+from kernels.triton.peer_arena import EMPTY_WORD, PROGRAMS, Arena, arena_words, stop_words
 
 ITEMS = 16
 """Number of arena items per GPU program (`Arena.items`). With this value, messages have at most 16 MiB, e.g.
@@ -33,12 +33,13 @@ class PeerMemory:
         self._handle: Any = symmetric.rendezvous(self._memory, dist.group.WORLD)
         # Page-locked host memory has the same address on the host and on the device.
         self._stop = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self._stop_words = stop_words(self._stop.data_ptr(), device)
         self.arena = Arena(
             rank=rank,
             world=world,
             addresses=torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device),
             calls=torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
-            stop_address=self._stop.data_ptr(),
+            stop_address=self._stop_words.data_ptr(),
             items=ITEMS,
         )
         self._allocated: list[tuple[torch.Tensor, Any]] = []

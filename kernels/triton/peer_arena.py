@@ -16,9 +16,12 @@ An arena can be reused without a barrier for two reasons:
   two calls later. Before that, it must receive this rank's part of the call in between. This rank sends that
   part only after the first call has finished, and the first call has restored the reserved value.
 
-If a peer stopped, the other ranks would poll forever. Therefore the poll loop also reads a word that the host
-can set. Once this word is set, calls return soon, their results are undefined, and the group of ranks must be
-recreated.
+If a peer stopped, the other ranks would poll forever. Therefore the poll loop also reads a flag. Once this
+flag is set, calls return soon, their results are undefined, and the group of ranks must be recreated. The
+host sets a word in its own memory, and a thread that has polled for about 50 ms copies it to the flag, which
+is in device memory. Threads must not read the host's memory more often: the reads of one address are
+serialised, so that the thousands of threads of a large grid would take about 1 ms. Two ranks that each delay
+the other by 1 ms would then repeat this in every following call.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ class Arena:
     calls: torch.Tensor
     """Number of calls in which each program has participated: [PROGRAMS] int32 on the device."""
     stop_address: int
-    """Address of an int32 word on the host or device. A value other than 0 ends all polling."""
+    """Address of the result of `stop_words`."""
     items: int
     """Maximum number of items that one program can exchange in a call. An item has up to REGION_BLOCK
     words."""
@@ -62,6 +65,12 @@ class Arena:
         """Maximum message size, in 32-bit words, for messages whose rows divide into items of REGION_BLOCK
         words."""
         return self.items * PROGRAMS * REGION_BLOCK
+
+
+def stop_words(host_address: int, device: torch.device) -> torch.Tensor:
+    """Return the words by which the host ends all polling on a device: [2] int64 on the device. They contain
+    the flag, and the address of an int32 word in page-locked host memory, which the host sets to 1."""
+    return torch.tensor([0, host_address], dtype=torch.int64, device=device)
 
 
 def arena_words(world: int, items: int) -> int:
@@ -77,6 +86,7 @@ EMPTY = gl.constexpr(EMPTY_WORD)
 _POLL = gl.constexpr("""{
 .reg .pred missing;
 .reg .u32 polls, stop;
+.reg .u64 host;
 mov.u32 polls, 0;
 again:
 ld.relaxed.sys.global.v4.u32 {$0, $1, $2, $3}, [$4];
@@ -89,13 +99,21 @@ add.u32 polls, polls, 1;
 and.b32 stop, polls, 0x3ff;
 setp.ne.u32 missing, stop, 0;
 @missing bra again;
-ld.relaxed.sys.global.u32 stop, [$8];
+ld.relaxed.gpu.global.u32 stop, [$8];
+setp.ne.u32 missing, stop, 0;
+@missing bra done;
+and.b32 stop, polls, 0xffff;
+setp.ne.u32 missing, stop, 0;
+@missing bra again;
+ld.relaxed.gpu.global.u64 host, [$8+8];
+ld.relaxed.sys.global.u32 stop, [host];
 setp.eq.u32 missing, stop, 0;
 @missing bra again;
+st.relaxed.gpu.global.u32 [$8], stop;
 done:
 }""")
 """Assembly code that polls four words at a time, because each thread owns four consecutive words. Every
-1,024th poll also reads the host's stop word."""
+1,024th poll also reads the flag, and every 65,536th poll also reads the host's word (`stop_words`)."""
 
 _PUSH = gl.constexpr("""{
 st.relaxed.sys.global.v4.b32 [$4], {$8, $9, $10, $11};

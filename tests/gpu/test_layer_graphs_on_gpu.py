@@ -28,7 +28,7 @@ from engine.plan import Chunk, SlotSetup, StepPlan
 from engine.progress import no_progress
 from engine.sizing import EXPANSION_BLOCKS, overlap_split
 from kernels import select_backend
-from kernels.triton.peer_arena import EMPTY_WORD, PROGRAMS, Arena, arena_words
+from kernels.triton.peer_arena import EMPTY_WORD, PROGRAMS, Arena, arena_words, stop_words
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -49,7 +49,8 @@ class LoneRank(_Single):
 
 def lone_overlap(hidden: int, device: torch.device) -> PeerOverlap:
     memory = torch.full((arena_words(1, ITEMS),), EMPTY_WORD, dtype=torch.int32, device=device)
-    stop = torch.zeros(1, dtype=torch.int32).pin_memory()
+    host = torch.zeros(1, dtype=torch.int32).pin_memory()
+    stop = stop_words(host.data_ptr(), device)
     arena = Arena(
         rank=0,
         world=1,
@@ -58,7 +59,7 @@ def lone_overlap(hidden: int, device: torch.device) -> PeerOverlap:
         stop_address=stop.data_ptr(),
         items=ITEMS,
     )
-    held.append((memory, stop))
+    held.append((memory, host, stop))
     return make_overlap(
         arena,
         overlap_split(FULL),
@@ -69,7 +70,7 @@ def lone_overlap(hidden: int, device: torch.device) -> PeerOverlap:
     )
 
 
-held: list[tuple[torch.Tensor, torch.Tensor]] = []
+held: list[tuple[torch.Tensor, ...]] = []
 """Memory that kernels access by address."""
 
 

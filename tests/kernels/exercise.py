@@ -227,10 +227,10 @@ def exchange() -> None:
         return
     # Import these modules here, because Gluon kernels cannot be interpreted on a CPU.
     from kernels.triton import all_gather, all_reduce, all_reduce_norm
-    from kernels.triton.peer_arena import PROGRAMS, Arena, arena_words
+    from kernels.triton.peer_arena import PROGRAMS, Arena, arena_words, stop_words
     from kernels.triton.sum_parts import sum_parts
 
-    stop = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    stop = stop_words(0, DEVICE)
     for world in (2, 4):
         arenas = [torch.ones(arena_words(world, 2), dtype=torch.int32, device=DEVICE) for _ in range(world)]
         addresses = torch.tensor([arena.data_ptr() for arena in arenas], device=DEVICE)
