@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by the DevTools protocol."""
+"""A headless Chromium browser, controlled through the DevTools protocol."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Browser:
         await self.call("Page.navigate", url=address)
 
     async def press(self, key: str) -> None:
-        """Press a key that is a character. The terminal in the page gets the focus."""
+        """Focus the terminal in the page and press a key that types one character."""
         focus = "document.querySelector('textarea').focus()"
         await self.call("Runtime.evaluate", expression=focus)
         await self.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=key)
@@ -96,11 +96,11 @@ class Browser:
         return str(result["result"]["value"])
 
     async def picture(self) -> bytes:
-        """Return a screenshot as PNG."""
+        """Return a screenshot as PNG data."""
         return base64.b64decode((await self.call("Page.captureScreenshot"))["data"])
 
     async def shows(self, text: str) -> None:
-        """Wait until the page has received a text since the previous call."""
+        """Wait until the text has arrived since the previous call, and then clear the received text."""
         await self.until(lambda: text in self.received, repr(text))
         self.received = ""
 

@@ -1,4 +1,4 @@
-"""Sources and frames for the tests of the console."""
+"""Sources and sessions for the tests of the console."""
 
 from __future__ import annotations
 

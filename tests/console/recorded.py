@@ -1,4 +1,5 @@
-"""Recorded history for the tests of the console: snapshots written in the same way as by the service."""
+"""Recorded history for the tests of the console. The snapshots are written in the same way as by the
+service."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from store.writer import Writer
 
 
 def fake_seconds(count: int) -> list[Snapshot]:
-    """Return successive seconds of a small simulated service."""
+    """Return the snapshots of `count` successive seconds of a small simulated service."""
     fake = FakeSource(seed=7, requests=60, blocks=2048, gpus=4, tenants=8, interval_s=1.0, now=FIXED_TIME)
     return [msgspec.msgpack.decode(msgspec.msgpack.encode(fake.step()), type=Snapshot) for _ in range(count)]
 

@@ -1,4 +1,4 @@
-"""Tests of the console as an application, operated with keys like an operator."""
+"""Tests of the console as an application. They press keys as an operator would."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tests.console.frames import SIZES, source
 
 
 class StillSource(FakeSource):
-    """A simulated service whose clock stops after its first snapshots."""
+    """A simulated service whose clock stops after the first few snapshots."""
 
     steps = 6
     away = ""
-    """Reason why the service does not answer, or an empty string if it does."""
+    """The reason why the service does not answer, or an empty string if it answers."""
     performed: list[msgspec.Struct]
 
     async def next(self) -> Snapshot:
@@ -59,7 +59,7 @@ def shown(app: ConsoleApp) -> str:
 
 
 def opened(app: ConsoleApp) -> bool:
-    """Return whether an action's dialog is complete and has the focus."""
+    """Return whether an action's dialog is fully displayed and has the focus."""
     return isinstance(app.screen, ActionDialog) and app.screen.focused is not None
 
 
@@ -75,7 +75,7 @@ async def until(pilot: Pilot[int], condition: Callable[[], object]) -> None:
 def run(
     test: Callable[[Pilot[int], ConsoleApp], object], app: ConsoleApp, size: tuple[int, int] = (120, 40)
 ) -> None:
-    """Run a test with a console that already shows its first figures."""
+    """Run a test in a console that already shows measured values."""
 
     async def steps() -> None:
         async with app.run_test(size=size) as pilot:
@@ -283,7 +283,7 @@ def test_jump_mode_goes_to_the_row_or_panel_with_the_typed_letter() -> None:
             view = app.session.view
             assert isinstance(view, TableView)
             assert view.cursor == view.id_of(view.ordered(app.session.context)[2])
-            # A key that is no letter of a row keeps its meaning.
+            # A key that is not assigned to a row keeps its usual meaning.
             await pilot.press("f", "1")
             await until(pilot, lambda: app.session.view.name == "overview")
             assert not app.session.context.jumping

@@ -25,7 +25,7 @@ def test_chromium_shows_live_frames_with_the_token_and_keys_navigate_but_change_
         async with Browser(tmp_path) as browser:
             await browser.open(address)
             await browser.shows("Tokens per second")
-            # The demo's figures change, so that more frames follow without a key.
+            # The demo's values keep changing, so more frames arrive without a key press.
             await browser.until(lambda: len(browser.received) > 2000, "more frames")
             overview = await browser.picture()
             await browser.press("4")
@@ -40,7 +40,7 @@ def test_chromium_shows_live_frames_with_the_token_and_keys_navigate_but_change_
             assert "token" not in str(
                 (await browser.call("Runtime.evaluate", expression="location.href"))["result"]["value"]
             )
-            # The page loads nothing from other servers.
+            # The page does not load anything from other servers.
             assert {url.split("/")[2] for url in browser.status if url.startswith("http")} == {
                 base(address).split("/")[2]
             }

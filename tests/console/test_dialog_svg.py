@@ -1,5 +1,5 @@
-"""Compares the dialogs of a live console with pictures in `docs/console/`, at two sizes. After an intended
-change, regenerate the pictures with UPDATE_SNAPSHOTS=1 and look at each of them."""
+"""Compares the dialogs of a live console with the pictures in `docs/console/`, at two sizes. After an
+intended change, regenerate the pictures with UPDATE_SNAPSHOTS=1 and check each of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _outcome(over_quota: int, ttft_ms: float, e2e_ms: float) -> Outcome:
 
 
 class FrozenSource(FakeSource):
-    """A simulated service that delivers its first few snapshots, then repeats the last one forever."""
+    """A simulated service that delivers its first few snapshots and then repeats the last one."""
 
     taken: list[Snapshot]
 
@@ -103,7 +103,7 @@ DIALOGS: dict[str, tuple[str, Callable[[ConsoleApp], object], Callable[[ConsoleA
     ),
     "command": ("1", lambda app: app.action_run("command"), lambda app: app.prompt.display),
 }
-"""The screen behind each dialog, how the dialog opens, and whether it is open."""
+"""For each dialog: the key of the screen behind it, how to open it, and a check that it is open."""
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")

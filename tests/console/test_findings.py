@@ -24,13 +24,13 @@ def test_findings_are_those_of_doctor_and_only_of_this_machine(
     async def read() -> None:
         source = LiveSource(service.run_dir)
         with pytest.raises(UnsupportedListError, match="run appliance doctor there"):
-            await source.rows("findings")  # nothing is known about the service yet
+            await source.rows("findings")  # the source has not received a snapshot yet
         while not (await source.next()).host.name:
             pass
         rows = await source.rows("findings")
         assert {"versions", "service", "databases"} <= {row.actor for row in rows}
         assert {row.level for row in rows} <= {"ok", "warning", "problem"}
-        assert await source.rows("findings") is rows  # findings are not read again within a minute
+        assert await source.rows("findings") is rows  # findings are reused for one minute
         source._host = "elsewhere"
         with pytest.raises(UnsupportedListError, match="the service runs on elsewhere"):
             await source.rows("findings")

@@ -1,4 +1,4 @@
-"""Tests of the finished requests and the usage, from all sources."""
+"""Tests of the finished requests and the usage, as delivered by every kind of source."""
 
 from __future__ import annotations
 
@@ -177,7 +177,8 @@ def test_the_past_shows_the_requests_that_had_finished_at_its_instant(tmp_path: 
     writer.start()
     log = RequestLog(writer)
     for number in range(1100):
-        # They arrived before the displayed moment, finished after it, and fill the first page of the log.
+        # These requests arrived before the displayed time and finished after it. They fill the first page of
+        # the log.
         _end(log, f"later-{number}", 10 + number / 1000, 25)
     _end(log, "before", 5, 12)
     _end(log, "after", 16, 20)

@@ -1,4 +1,5 @@
-"""Tests of the packages that commands load. Loading Textual takes 0.2 s, so only the console loads it."""
+"""Tests of which packages commands import. Importing Textual takes 0.2 s, so only the console may import
+it."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import sys
 
 
 def loaded(code: str) -> list[str]:
-    """Return the top-level packages that the given code loads in a new process."""
+    """Return the top-level packages that the given code imports in a new process."""
     script = f"{code}\nimport sys\nprint(*sorted({{name.partition('.')[0] for name in sys.modules}}))"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120

@@ -1,4 +1,4 @@
-"""Tests of styled lines, figures with units, charts and filters."""
+"""Tests of styled lines, values with units, charts and filters."""
 
 from __future__ import annotations
 

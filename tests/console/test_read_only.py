@@ -1,5 +1,5 @@
-"""Tests that a read-only console cannot change a service. Every action, key, palette entry and command
-line is tried against a real core with its admin API."""
+"""Tests that a read-only console cannot change a service. They try every action, key, palette entry and
+command line against a real core with its admin API."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.system
 
 
 class Target:
-    """A core with one object to change for each action."""
+    """A core that contains, for each action, an object that the action could change."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -49,7 +49,7 @@ class Target:
         self.request = service.admin.in_flight()[0].request_id
 
     def values(self) -> dict[str, dict[str, Any]]:
-        """Return the parameters of each action, as command-line texts."""
+        """Return the parameters of each action as text, as on the command line."""
         return {
             "tenants.create": {"name": "new"},
             "tenants.set": {"name": "acme", "weight": "3"},
@@ -90,13 +90,13 @@ class Target:
         }
 
     def actions(self) -> list[msgspec.Struct]:
-        """Return the parameters of every action of the registry."""
+        """Return the parameters of every action in the registry."""
         values = self.values()
         assert set(values) == {action.name for action in ACTIONS}, "add the parameters of the new action"
         return [build(action, values[action.name]) for action in ACTIONS]
 
     def state(self) -> bytes:
-        """Return all state that actions can change, and the actions that were not refused."""
+        """Return everything that actions can change, and the audit rows of actions that were not refused."""
         client = self.service.admin
         tenants = [msgspec.structs.replace(one, usage=[]) for one in client.tenants()]
         keys = [msgspec.structs.replace(one, usage=[]) for one in client.call(calls.KEYS)]
@@ -115,7 +115,7 @@ class Target:
 
 @pytest.fixture(autouse=True)
 def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Redirect the files that the console exports to a temporary directory."""
+    """Make the console write its exported files to a temporary directory."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -130,7 +130,7 @@ def read_only(target: Target) -> ConsoleApp:
 
 
 def run(app: ConsoleApp, steps: Any) -> None:
-    """Run steps in a console that already shows its first figures."""
+    """Run steps in a console that already shows measured values."""
 
     async def session() -> None:
         async with app.run_test(size=(120, 40)) as pilot:
@@ -156,7 +156,7 @@ def test_the_service_refuses_every_action_of_a_read_only_session(target: Target)
         rows = target.service.admin.call(calls.audit(AuditQuery(limit=1000))).rows
         return any("read-only" in (one.result or "") for one in rows)
 
-    # The entries of refused actions are written in the background.
+    # The audit entries of refused actions are written in the background.
     wait_until(audited, what="a refused action in the audit trail")
 
 
@@ -164,7 +164,8 @@ def test_no_key_changes_anything(target: Target) -> None:
     before, app = target.state(), read_only(target)
 
     async def steps(pilot: Pilot[int]) -> None:
-        # The screens whose rows are targets of actions, and the screens to which `v` switches from them.
+        # These are the screens whose rows can be targets of actions, and the screens that `v` opens from
+        # them.
         for view in ("4", "4v", "6", "7", "7v", "8"):
             for one in KEYS:
                 for key in one.keys:
@@ -234,7 +235,7 @@ def test_the_service_refuses_even_if_the_console_offers_the_action(target: Targe
 
 
 def test_a_console_with_write_changes_the_service(target: Target) -> None:
-    """Prove that the tests above would notice a change."""
+    """Prove that the tests above would detect a change."""
     before = target.state()
     source = LiveSource(target.run_dir, write=True)
     parameters = SuspendTenant(name="acme")

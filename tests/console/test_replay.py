@@ -1,5 +1,5 @@
-"""Tests of replays: the screens are equal to those of the recorded seconds, from a history and from an
-incident file."""
+"""Tests of replays from a history database and from an incident file. The screens must look the same as they
+did live in the recorded seconds."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def history(tmp_path_factory: pytest.TempPathFactory, seconds: list[Snapshot]) -
 
 @pytest.fixture(scope="module")
 def incident(tmp_path_factory: pytest.TempPathFactory, history: Path) -> Path:
-    """Return an incident file with the second half of the history."""
+    """Return an incident file that contains the second half of the history."""
     path = tmp_path_factory.mktemp("elsewhere") / "incident.db"
     past = FilePast(history)
     export_incident(past, FIXED_TIME + _SECONDS / 2, FIXED_TIME + _SECONDS + 1, path)
@@ -48,14 +48,14 @@ def incident(tmp_path_factory: pytest.TempPathFactory, history: Path) -> Path:
 
 
 def bodies(session: ConsoleSession, size: tuple[int, int]) -> dict[str, list[str]]:
-    """Return the bodies of all screens that show snapshots, without the parts that differ between present and
-    past."""
+    """Return the bodies of all screens that show snapshots, without the parts that differ between the live
+    service and its recorded history."""
     shown = {}
     for name in _SCREENS:
         session.run(f"screen {name}")
         width, height = size
         shown[name] = [plain(row) for row in session.view.render(session.context, width, height - 5)]
-    # Of earlier stalls, only the durations are recorded.
+    # For stalls before the newest slice, only the durations are recorded.
     shown["batches"] = [re.sub(r"(req-\w+|--) \([\w-]+\)$", "", row).rstrip() for row in shown["batches"]]
     return shown
 
@@ -63,7 +63,7 @@ def bodies(session: ConsoleSession, size: tuple[int, int]) -> dict[str, list[str
 def live_bodies(seconds: list[Snapshot], size: tuple[int, int]) -> list[dict[str, list[str]]]:
     session, found = ConsoleSession(source()), []
     for one in seconds:
-        # Individual blocks are not recorded.
+        # The state of individual blocks is not recorded.
         one.kv = [type(cache)(**{**_fields(cache), "blocks": None}) for cache in one.kv]
         session.accept(one)
         found.append(bodies(session, size))
@@ -109,7 +109,8 @@ def test_an_incident_file_has_the_same_screens_on_another_machine(history: Path,
     for one, other in zip(alone, whole, strict=True):
         for name in set(_SCREENS) - {"overview", "batches", "gpus"}:
             assert one[name] == other[name]
-        # The charts begin at the start of the slice.
+        # In the incident file, the charts begin at the start of the slice, so only the lower lines must be
+        # equal.
         assert one["overview"][-10:] == other["overview"][-10:]
 
 
@@ -184,7 +185,7 @@ def test_the_charts_of_a_step_back_end_at_the_instant(history: Path, seconds: li
 
 
 def test_any_second_opens_in_under_300_ms(history: Path, seconds: list[Snapshot]) -> None:
-    """The limit applies to a quiet machine, so only the fastest of several attempts counts."""
+    """The limit applies to an otherwise idle machine, so only the fastest of several attempts counts."""
 
     async def opened() -> float:
         replay = ReplaySource(file_recording(history), seconds[5].at)

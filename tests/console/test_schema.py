@@ -1,6 +1,5 @@
-"""Compares the data that the three sources deliver: a running service, recorded history, and the demo. Each
-of them delivers all figures of the snapshot, and every figure on screen can be traced to a named counter or
-field."""
+"""Compares the data from the three sources: a running service, recorded history, and the demo. Each source
+delivers all fields of the snapshot, and every figure on screen can be traced to a named counter or field."""
 
 from __future__ import annotations
 
@@ -41,12 +40,12 @@ _ONLY_IN_SOME_STATES = (
     *("models[].replicas[].prefix_cache_hit_rate", "requests[].deadline_left_s", "requests[].peer"),
     *("tenants[].exhausted_in_s", "drains[].eta_s"),
 )
-"""Fields that have values only in states of the service that the demo does not simulate."""
+"""Fields that have a value only in service states that the demo does not simulate."""
 _NOT_MEASURED = (
     *("kv[].blocks.", "kv[].evictions", "batches[].longest_ms", "batches[].longest_request"),
     *("requests[].blocks", "requests[].preemptions"),
 )
-"""Fields that a service does not deliver yet. The screens show them as unknown."""
+"""Fields that the service does not deliver yet. The screens show them as unknown."""
 _MACHINE = (
     "gpus[]",
     "host.",
@@ -55,7 +54,8 @@ _MACHINE = (
     "models[].replicas[].links",
     "models[].replicas[].collectives",
 )
-"""Fields that depend on the test: the machine may have no GPU or one, and a local user has no key."""
+"""Fields that depend on where the test runs: the machine may have no GPU or one GPU, and a local user has no
+key."""
 
 
 def schema(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
@@ -81,7 +81,7 @@ def _leaves(kind: Any, path: str) -> Iterator[str]:
 
 
 def delivered(snapshots: Iterable[Snapshot]) -> set[str]:
-    """Return the paths of the fields that have a value in one of the snapshots."""
+    """Return the paths of the fields that have a value in at least one of the snapshots."""
     found: set[str] = set()
 
     def walk(value: Any, path: str) -> None:
@@ -114,7 +114,7 @@ def demo_seconds() -> list[Snapshot]:
 
 
 async def replayed(path: Path, first: float) -> list[Snapshot]:
-    """Return all snapshots of a recording from a given time on."""
+    """Return all snapshots of a recording from time `first` on."""
     source = ReplaySource(file_recording(path), first + 0.0005)
     found = [await source.next()]
     while source.instant is not None and source.instant.next is not None:
@@ -136,8 +136,8 @@ def test_the_recorded_past_delivers_every_figure_that_was_recorded(tmp_path: Pat
 
 
 _OF_THE_CORE = ("rates.", "totals.", "queue.", "requests[].", "tenants[].")
-"""Fields that a core with simulated replicas delivers. `tests/system/test_time_travel.py` uses real
-replicas."""
+"""Prefixes of the fields that a core with simulated replicas delivers. `tests/system/test_time_travel.py`
+uses real replicas."""
 
 
 def undelivered(snapshots: list[Snapshot], areas: tuple[str, ...]) -> set[str]:
@@ -149,7 +149,7 @@ def undelivered(snapshots: list[Snapshot], areas: tuple[str, ...]) -> set[str]:
 @pytest.mark.system
 def test_a_service_delivers_every_figure_and_its_past_delivers_the_same(tmp_path: Path) -> None:
     with running_core(tmp_path) as service:
-        # The fake front's requests belong to the tenant "t".
+        # The fake front process submits its requests for tenant "t".
         service.admin.act(CreateTenant(name="t", tokens_per_minute=1_000_000))
         service.admin.act(CreateTenant(name="other"))
         service.admin.act(SuspendTenant(name="other"))
@@ -168,14 +168,14 @@ def test_a_service_delivers_every_figure_and_its_past_delivers_the_same(tmp_path
         wait_until(lambda: any(one.generated_tokens for one in service.admin.in_flight()))
         seen = asyncio.run(live())
         asked.close()
-    # Fields that depend neither on the load nor on the machine.
+    # These fields depend neither on the load nor on the machine.
     plain = ("started_at", "uptime_s", "version", "pid", "state", "run_dir", "audit_rows", "queue.limit")
     assert delivered(seen) >= set(plain)
     extra = delivered(seen) - set(schema(Snapshot))
     assert not extra
     assert not undelivered(seen, _OF_THE_CORE)
     past = asyncio.run(replayed(service.state_dir / "history.db", seen[0].at))
-    # The service was killed, so its last seconds may not have been written.
+    # The service was killed, so its last few seconds may not have been written.
     times = {one.at for one in past} & {one.at for one in seen}
     assert len(times) >= 2
     live_part, past_part = ([one for one in part if one.at in times] for part in (seen, past))

@@ -1,5 +1,6 @@
-"""Compares every screen at two sizes with pictures in `docs/console/`, which the documentation shows too.
-After an intended change, regenerate them with UPDATE_SNAPSHOTS=1 and look at each of them."""
+"""Compares every screen at two sizes with the pictures in `docs/console/`, which also appear in the
+documentation. After an intended change, regenerate the pictures with UPDATE_SNAPSHOTS=1 and check each of
+them."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ NAMES = [view.name for view in all_views()] + [f"{name}-help" for name in _WITH_
 
 @pytest.fixture(scope="module", autouse=True)
 def utc() -> Iterator[None]:
-    """Make displayed times of day independent of the machine's time zone."""
+    """Show times of day in UTC, so that the pictures do not depend on the machine's time zone."""
     before = os.environ.get("TZ")
     os.environ["TZ"] = "UTC"
     time.tzset()
@@ -54,8 +55,8 @@ def shown(utc: None) -> ConsoleSession:
 
 
 def pictured() -> ConsoleSession:
-    """Return a session that shows a fixed moment, three minutes after its start. Its charts consist of block
-    characters, because browsers often have no monospaced Braille characters."""
+    """Return a session that shows a fixed time, three minutes after its start. Its charts use block
+    characters, because browsers often lack monospaced Braille characters."""
     made = session(195, interval_s=1.0)
     made._received = None
     made.run("glyphs block")
@@ -63,7 +64,7 @@ def pictured() -> ConsoleSession:
 
 
 def picture(lines: list[Line], theme: str, width: int) -> str:
-    """Return lines as SVG."""
+    """Return lines as an SVG picture."""
     console = Console(
         width=width,
         file=io.StringIO(),
@@ -107,7 +108,7 @@ def test_details_and_alternate_screens_look_like_their_pictures(
 
 
 def compare(name: str, drawn: str) -> None:
-    """Compare a picture with its file, or write the file."""
+    """Compare a picture with its file, or write the file if UPDATE_SNAPSHOTS is set."""
     path = PICTURES / name
     if os.environ.get("UPDATE_SNAPSHOTS"):
         path.parent.mkdir(exist_ok=True)

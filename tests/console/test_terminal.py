@@ -1,4 +1,4 @@
-"""Tests in a real terminal (tmux): the console restores the terminal on every exit path."""
+"""Tests in a real terminal (tmux): the console restores the terminal however it exits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of time travel in the console, operated with keys like an operator."""
+"""Tests of viewing history in the console. They press keys as an operator would."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.console.test_app import run, shown, until
 
 
 class SecondsSource(FakeSource):
-    """A simulated service that delivers a snapshot of its next second every 50 ms."""
+    """A simulated service that delivers the snapshot of the next simulated second every 50 ms."""
 
     async def next(self) -> Snapshot:
         await asyncio.sleep(0.05)
@@ -39,7 +39,7 @@ def console(*, write: bool = False) -> ConsoleApp:
 
 
 def past_at(app: ConsoleApp) -> float:
-    """Return the time of the displayed moment, in seconds since the start of the clock."""
+    """Return the displayed time, in seconds since the simulated clock started."""
     assert app.session.past is not None
     return app.session.past.instant.at - FIXED_TIME
 
@@ -184,7 +184,7 @@ def test_two_instants_are_compared_figure_by_figure() -> None:
         await until(pilot, lambda: app.session.view.name == "overview")
         await pilot.press("N")
         await until(pilot, lambda: "PAST" not in shown(app))
-        # The present can also be compared with the chosen moment.
+        # The present can also be compared with the pinned time.
         await pilot.press("c")
         await until(pilot, lambda: "Compare" in shown(app))
 

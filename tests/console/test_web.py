@@ -1,4 +1,4 @@
-"""Tests of the console in a browser, with an HTTP client in place of the browser."""
+"""Tests of the browser console that use an HTTP client instead of a browser."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def base(address: str) -> str:
 
 
 async def frames(socket: aiohttp.ClientWebSocketResponse, text: str) -> str:
-    """Read frames until they contain a text. Returns the output."""
+    """Read frames until they contain the text. Return everything that was read."""
     shown = ""
     async with asyncio.timeout(WAIT_S):
         while text not in shown:
@@ -61,7 +61,7 @@ def test_with_the_token_frames_are_live_keys_navigate_and_no_action_is_accepted(
             url = base(address).replace("http", "ws") + "/ws?width=120&height=40"
             async with browser.ws_connect(url, origin=base(address)) as socket:
                 await frames(socket, "Tokens per second")
-                await frames(socket, "output")  # the figures change, so more frames follow
+                await frames(socket, "output")  # the displayed values change, so more frames follow
                 await socket.send_json(["stdin", "4"])
                 await frames(socket, "REQUEST")
                 await socket.send_json(["stdin", "X"])

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 SANE = {"icanon", "echo", "isig", "icrnl", "opost"}
-"""Modes of a terminal that a program has restored."""
+"""Terminal modes that are set once a program has restored the terminal."""
 
 
 class Tmux:
@@ -30,7 +30,7 @@ class Tmux:
             capture_output=True,
             text=True,
             check=True,
-            # With these variables, Textual would not ask the terminal for its size.
+            # With these variables set, Textual would not ask the terminal for its size.
             env={name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")},
         )
         return done.stdout
@@ -46,19 +46,19 @@ class Tmux:
         raise AssertionError(f"timed out waiting for {what}:\n{self.screen()}")
 
     def keys(self, *keys: str) -> None:
-        """Press keys, given by tmux's names."""
+        """Press keys. Their names are those of tmux."""
         self.tmux("send-keys", *keys)
 
     def type(self, text: str) -> None:
-        """Type a text."""
+        """Type the given text."""
         self.tmux("send-keys", "-l", text)
 
     def wait_for(self, text: str) -> None:
-        """Wait until the screen shows a text."""
+        """Wait until the screen shows the text."""
         self.wait(lambda: text in self.screen(), repr(text))
 
     def modes(self) -> set[str]:
-        """Wait until the console has ended, and return the terminal's modes."""
+        """Wait until the console has exited, and return the terminal's modes."""
         self.wait(self.marker.exists, "the console to end")
         path = self.folder / "stty"
         self.wait(lambda: path.exists() and path.read_text(), "stty")
