@@ -1,5 +1,5 @@
-"""Fixtures for the tests of fronts. Most tests share one real front. Tests that break the front start a
-separate one."""
+"""Fixtures for the tests of the front process. Most tests share one real front. A test that breaks its front
+starts a separate one."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def shared(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[H
 
 @pytest.fixture
 def front(shared: Harness) -> Harness:
-    """The shared front, after resetting it to its initial state."""
+    """The shared front process, reset to its initial state."""
     shared.reset()
     return shared
 
 
 @pytest.fixture
 def own_front(folder: Path, tmp_path: Path) -> Iterator[Callable[[Limits], Harness]]:
-    """Starts a front that is used only by this test."""
+    """Return a function that starts a front process for this test alone."""
     started: list[Harness] = []
 
     def start(limits: Limits | None = None) -> Harness:
@@ -49,7 +49,7 @@ def own_front(folder: Path, tmp_path: Path) -> Iterator[Callable[[Limits], Harne
 
 @pytest.fixture
 def client(front: Harness) -> Iterator[openai.OpenAI]:
-    """OpenAI's client on the Unix socket, with a placeholder key."""
+    """OpenAI's client, connected to the Unix socket, with a placeholder key."""
     transport = httpx2.HTTPTransport(uds=front.api_sock, verify=False)
     with openai.OpenAI(
         api_key="unused",
@@ -63,7 +63,7 @@ def client(front: Harness) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def tcp_client(front: Harness) -> Iterator[openai.OpenAI]:
-    """OpenAI's client on TCP, with a valid key."""
+    """OpenAI's client, connected over TCP, with a valid key."""
     with openai.OpenAI(
         api_key=KEY, base_url=f"http://127.0.0.1:{front.port}/v1", max_retries=0, timeout=30
     ) as client:

@@ -1,5 +1,5 @@
-"""A fake replica for tests of fronts. It implements the replica's side of the data channel and generates the
-tokens that a script returns."""
+"""A fake replica for the tests of the front process. It implements the replica's side of the data channel,
+and a script determines the tokens that it generates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.messages import Cancel, DataInbound, Output, StepFrame, Submit, Toke
 from tests.prompts import prompt_of
 
 Script = Callable[[Submit, int], list[int]]
-"""Returns all output tokens of a sample, given its submission and its absolute number."""
+"""Returns all output tokens of a sample, given the submission and the sample's index in the request."""
 
 
 @dataclass
@@ -36,15 +36,15 @@ class FakeReplica:
         self.cancels: list[Cancel] = []
         self.running: list[_Running] = []
         self.burst = 1
-        """Number of tokens per step."""
+        """Number of tokens generated for each sample after every pause of `step_s`."""
         self.hold = False
         """Whether the replica is paused."""
         self.die_after: int | None = None
-        """Number of steps after which the replica dies."""
+        """Number of steps after which the replica dies, or None if it does not die."""
         self.fail_with: str | None = None
         """Error that ends every submission, or None."""
         self.fail_refuses = True
-        """Whether the error was caused by the request's content."""
+        """Whether `fail_with` is reported as a refusal of the request's content."""
         self.channel: Channel[DataInbound] = Channel(sock, DataInbound)
         self.channel.listen(self._take, lambda: None)
         self._steps = 0

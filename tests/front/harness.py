@@ -1,8 +1,8 @@
 """A real front process between a simulated core and simulated replicas, with real messages over real sockets.
 
 The simulated parts run on an event loop in a separate thread, so tests may use blocking clients. A replica's
-tokens are determined by its script, the submission and the sample, so a resubmission continues with the same
-tokens.
+tokens depend only on its script, the submission and the sample. A resubmission therefore continues with the
+same tokens.
 """
 
 from __future__ import annotations
@@ -104,16 +104,16 @@ def write_model(folder: Path) -> Path:
 
 @dataclass
 class Harness:
-    """The test harness. Call `start` before using it and `close` afterwards. Attributes are set by the loop's
-    thread and read by tests."""
+    """The test harness. Call `start` before using it and `close` afterwards. The loop's thread sets the
+    attributes, and tests read them."""
 
     folder: Path
     runtime: Path
     limits: Limits = field(default_factory=Limits)
     admit: Literal["at once", "hold", "refuse"] = "at once"
-    """How the core replies when a front requests admission. With "hold", it never replies."""
+    """How the core replies when a front process requests admission. With "hold", it never replies."""
     claims: Callable[[Claim], Claimed | None] = lambda claim: Claimed(claim.scope, False)
-    """Returns the core's answer to a claim. If it returns None, the core sends no answer."""
+    """Returns the core's answer to a claim. The core sends no answer if the result is None."""
     refusal: Refused | None = None
     turn: dict[str, Any] = field(default_factory=dict)
     """Fields of `Admitted` that differ from the defaults."""
@@ -121,14 +121,14 @@ class Harness:
     module: str = "appliance.front"
     """Name of the module that implements the front process."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Environment variables that the front gets in addition to the environment of the test."""
+    """Environment variables that the front process gets in addition to those of the test."""
 
     def __post_init__(self) -> None:
         self.tokenizer = Tokenizer.load(self.folder)
         self.eos = self.tokenizer.eos_ids[0]
         self.vocab_size = self.tokenizer.vocabulary_size
         self.admits: list[Admit] = []
-        """Names for which the front has asked the core to load a model."""
+        """The admissions that the front process has requested."""
         self.settles: list[Settle] = []
         self.refused: set[str] = set()
         self.rejected: list[Rejected] = []
@@ -140,9 +140,9 @@ class Harness:
         self.releases: list[Release] = []
         self.retried: list[Retried] = []
         self.kept: dict[str, list[KeptText]] = {}
-        """Texts that the front keeps, by request id."""
+        """The texts kept by the front process, keyed by request id."""
         self.moved: list[tuple[HandOver, int, int]] = []
-        """Hand-over messages, each with the descriptors of the connection and of the request, for
+        """Hand-over messages, each with the file descriptors of the connection and of the request, for
         `give_back`."""
         self.replicas: dict[str, FakeReplica] = {}
         self.script: Script = self.sentence_script
@@ -158,7 +158,7 @@ class Harness:
     # ── for tests ──
 
     def sentence_script(self, submit: Submit, sample: int) -> list[int]:
-        """Return the tokens of a sample: its number, the sentence, and the end token."""
+        """Return the tokens of a sample: the tokens of its number and of the sentence, and the end token."""
         return [*self.tokenizer.encode_blocking(f"{sample}{SENTENCE}", False), self.eos]
 
     def text(self, sample: int = 0) -> str:
@@ -166,8 +166,8 @@ class Harness:
         return f"{sample}{SENTENCE}"
 
     def endless(self, token_id: int = 50) -> None:
-        """Make the replica generate this token repeatedly until the context of `MAX_MODEL_LEN` is full. This
-        takes half a minute, which is longer than any test."""
+        """Make the replica repeat this token until the context of `MAX_MODEL_LEN` tokens is full. This takes
+        half a minute, which is longer than any test."""
         self.script = self.replica.script = lambda submit, sample: [token_id]
         self.step_s = self.replica.step_s = 0.06
 
@@ -189,8 +189,8 @@ class Harness:
         return list(self.replicas.values())[-1]
 
     def report(self) -> FrontReport:
-        """Wait for a report that the front sends after this call. The first report to arrive may have been
-        sent earlier, so return the second."""
+        """Wait for a report that the front process sends after this call, and return it. The first report to
+        arrive may have been sent before the call, so wait for the second one."""
         seen = len(self.reports)
         self.wait_for(lambda: len(self.reports) >= seen + 2)
         return self.reports[-1]
@@ -201,7 +201,7 @@ class Harness:
         return self.settles
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-        """Poll until `condition` is true. Raises TimeoutError."""
+        """Poll until `condition` is true. Raises TimeoutError after `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
@@ -235,7 +235,7 @@ class Harness:
         self.configure()
 
     def served(self, name: str = MODEL, **changes: Any) -> ServedModel:
-        """Return the test model with this name and with the given fields changed."""
+        """Return the test model under this name, with the given fields changed."""
         fields: dict[str, Any] = {
             "folder": str(self.folder),
             "version": "v1",
@@ -254,7 +254,7 @@ class Harness:
         keeping: KeepRules = KeepRules(),  # noqa: B008
         routes: list[Route] | None = None,
     ) -> None:
-        """Send the served models and the settings to the front."""
+        """Send the served models and the settings to the front process."""
         configure = Configure(
             front="front-0",
             models=self.models or [self.served()],
@@ -270,12 +270,12 @@ class Harness:
         self.call(lambda: self.channel.send(configure))
 
     def reconfigure(self, **changes: Any) -> None:
-        """Like `configure`, but wait until the front reports that it has loaded the models."""
+        """Call `configure`, and then wait until the front process reports that it has loaded the models."""
         self.configure(**changes)
         self.wait_for(lambda: bool(self.reports) and self.reports[-1].configured == self.serial)
 
     def identify(self, **changes: Any) -> None:
-        """Send the identity table, by default with one key and the uid of this process."""
+        """Send the identity table. By default, it contains one key and the uid of this process."""
         table: dict[str, Any] = {
             "keys": {hashlib.sha256(KEY.encode()).hexdigest(): Identity(tenant="acme", key_id="key_1")},
             "uids": {os.getuid(): Identity(tenant="local")},
@@ -285,8 +285,8 @@ class Harness:
         self.call(lambda: self.channel.send(identities))
 
     def attach(self, name: str = "demo-0") -> FakeReplica:
-        """Attach a new replica to the front. The core admits requests to the replica that was attached
-        last."""
+        """Attach a new replica to the front process. From then on, the core admits requests to this
+        replica."""
 
         def make() -> FakeReplica:
             ours, theirs = socketpair()
@@ -300,7 +300,7 @@ class Harness:
         return self.call(make)
 
     def give_back(self) -> HandOver:
-        """Take the first connection that the front handed over and send it back to the same front, in the way
+        """Send the first connection that the front process handed over back to the same front, in the way
         that the core sends a connection to another front."""
 
         def give() -> HandOver:
@@ -313,7 +313,7 @@ class Harness:
         return self.call(give)
 
     def send(self, message: Abort | StopFront | Admitted | Claimed | Preempted) -> None:
-        """Send a message from the core to the front."""
+        """Send a message from the core to the front process."""
         self.call(lambda: self.channel.send(message))
 
     # ── start and stop ──

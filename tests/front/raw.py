@@ -1,4 +1,4 @@
-"""A minimal HTTP client on a socket, for requests that no HTTP library would send."""
+"""A minimal HTTP client on a socket, for requests that an HTTP library would refuse to send."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.front.harness import Harness
 
 
 def connect(front: Harness, tcp: bool = False) -> socket.socket:
-    """Return a connection to the API, with a timeout."""
+    """Return a connection to the API. The socket has a timeout."""
     if tcp:
         return socket.create_connection(("127.0.0.1", front.port), 30)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -46,7 +46,7 @@ class Answer:
 
 
 def head(method: str, path: str, headers: dict[str, str] | None = None) -> bytes:
-    """Return a request head."""
+    """Return the head of a request."""
     lines = [
         f"{method} {path} HTTP/1.1",
         "Host: whatever.example",
@@ -62,8 +62,8 @@ def request(body: Any, path: str = "/v1/chat/completions", headers: dict[str, st
 
 
 def read_answer(sock: socket.socket, buffer: bytearray | None = None, has_body: bool = True) -> Answer:
-    """Read one response. Bytes that follow the response stay in `buffer`. If the connection closes before a
-    response arrives, the returned status is 0."""
+    """Read one response. Bytes that follow it stay in `buffer`. If the connection closes before a response
+    arrives, the returned status is 0."""
     buffer = bytearray() if buffer is None else buffer
 
     def more() -> bool:
@@ -115,7 +115,7 @@ def ask(
     headers: dict[str, str] | None = None,
     tcp: bool = False,
 ) -> Answer:
-    """Send one request on a new connection. Return the response and the time it took."""
+    """Send one request on a new connection. Return the response, including the time it took."""
     data = json.dumps(body).encode() if isinstance(body, dict) else body
     headers = dict(headers or {})
     if data is not None:
@@ -123,7 +123,7 @@ def ask(
         headers.setdefault("Content-Type", "application/json")
     with connect(front, tcp) as sock:
         started = time.perf_counter()
-        # The server may respond and close the connection before it has received the whole request.
+        # The server may respond and close the connection before all of the request has been sent.
         with contextlib.suppress(OSError):
             sock.sendall(head(method, path, headers) + (data or b""))
         answer = read_answer(sock, has_body=method != "HEAD")

@@ -1,4 +1,4 @@
-"""Tests of authentication, and of the information that responses reveal to unauthenticated clients."""
+"""Tests of authentication, and of what responses reveal to unauthenticated clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPEN_PATHS = ("/health", "/health/live", "/health/ready", "/health/live/", "/hea
 
 
 def routes() -> list[tuple[str, str]]:
-    """Return the method and path of every route in the application."""
+    """Return the method and path of every route of the application."""
     app, _ = build_app(AppState(lambda message: None, lambda message, descriptors: None))
     table = [
         (method, re.sub(r"\{[^}]*\}", "demo", route.path))
@@ -98,7 +98,7 @@ def test_a_revoked_key_stops_working_at_once(front: Harness) -> None:
 
 
 def test_the_body_of_an_unauthenticated_request_is_not_read(front: Harness) -> None:
-    # The test sends only the request head. If the server waited for the body, it would never respond.
+    # The test sends only the request head. If the server waited for the body, no response would arrive.
     answer = ask(front, "POST", "/v1/chat/completions", None, {"Content-Length": "1000000"}, tcp=True)
     assert answer.status == 401
 
@@ -209,8 +209,8 @@ def test_requests_for_a_model_with_a_broken_tokenizer_get_the_reason(front: Harn
 
 
 def test_unknown_properties_of_a_model_do_not_refuse_requests(front: Harness) -> None:
-    """This happens, for example, if config.json is unreadable. The core can then give the reason why the
-    model cannot be served, but the front cannot."""
+    """The properties are unknown if config.json is unreadable, for example. In that case, the core can
+    explain why the model cannot be served, but the front process cannot."""
     front.models = [front.served(max_model_len=0, vocab_size=0)]
     front.configure()
     try:

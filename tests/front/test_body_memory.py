@@ -1,4 +1,4 @@
-"""Tests of how much memory a front uses for the bodies of queued requests."""
+"""Tests of how much memory the front process uses for the bodies of queued requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LONG = {"model": "demo", "prompt": [300, 301, 302, 303] * 62_000, "truncate_prom
 
 @pytest.fixture
 def waiting(front: Harness) -> Iterator[contextlib.ExitStack]:
-    """Keeps the connections of queued requests open."""
+    """Keep the connections of queued requests open."""
     front.admit = "hold"
     with contextlib.ExitStack() as connections:
         yield connections
@@ -38,7 +38,7 @@ def waiting(front: Harness) -> Iterator[contextlib.ExitStack]:
 
 
 def post(front: Harness, waiting: contextlib.ExitStack, body: object, **headers: str) -> socket.socket:
-    """Send a request and leave the connection open."""
+    """Send a request and keep the connection open."""
     sock = waiting.enter_context(connect(front))
     sock.sendall(request(body, COMPLETIONS, headers))
     return sock
@@ -60,7 +60,7 @@ def test_a_waiting_request_holds_only_its_tokens(
     send(3)
     before = memory().rss
     send(20)
-    # Each of these bodies would take 10 MB of memory after parsing.
+    # Each of these bodies would take 10 MB of memory once parsed.
     front.wait_for(lambda: memory().rss - before < 60e6)
     assert all(admit.prompt_tokens == 1 for admit in front.admits)
 
@@ -98,7 +98,7 @@ def test_prompts_that_the_log_policy_keeps_count_as_bodies_until_the_request_end
         held.append(send(number))
         front.wait_for(lambda number=number: len(front.admits) == number + 1)
     if has_key:
-        # After its client has disconnected, the run continues for some time and keeps the prompt in memory.
+        # After the client disconnects, the run continues for some time and keeps the prompt in memory.
         held[0].close()
     refused: Answer = read_answer(send(2))
     assert (refused.status, refused.error["code"]) == (503, "too_many_body_bytes")

@@ -1,5 +1,5 @@
-"""Tests of features that are not part of OpenAI's API but that clients of other servers expect: paths, keys,
-CORS, and comments in streams without data."""
+"""Tests of features outside OpenAI's API that clients of other servers expect: paths, keys, CORS, and
+comments in streams that have no data to send."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ORIGIN = "https://chat.example.com"
 
 @pytest.fixture
 def configured(front: Harness) -> Iterator[Any]:
-    """Return a function that changes the front's limits, and ends requests with an `Idempotency-Key` when
-    their client disconnects. Both are restored after the test."""
+    """Return a function that changes the front process's limits and makes requests with an `Idempotency-Key`
+    end as soon as their client disconnects. Both changes are undone after the test."""
 
     def configure(**limits: Any) -> None:
         changed = msgspec.structs.replace(Limits(), **limits)
@@ -58,8 +58,8 @@ def test_azures_paths_select_the_model(front: Harness, kind: str, named: dict[st
 
 
 def test_an_idempotency_key_of_one_deployment_is_refused_by_another(front: Harness) -> None:
-    """The names of the deployments share a long prefix: it is longer than the part of a path that the log
-    shows. The key must be refused nevertheless."""
+    """The names of the deployments share a prefix that is longer than the part of a path shown in the log.
+    The front process must still distinguish them."""
     names = ["m" * 150 + end for end in "12"]
     front.models = [front.served(name) for name in names]
     front.reconfigure()
@@ -140,8 +140,8 @@ def test_only_pages_of_the_configured_origins_may_call_the_api(front: Harness, c
         assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, ORIGIN)
         assert "x-request-id" in answer.headers["access-control-expose-headers"]
         assert "access-control-allow-credentials" not in answer.headers
-    # A web page may read why its request was refused. A successful preflight request does not replace the
-    # key.
+    # A web page is allowed to read why its request was refused. A successful preflight request does not make
+    # the key unnecessary.
     answer = ask(front, "POST", CHAT, chat(), {"Origin": ORIGIN}, tcp=True)
     assert (answer.status, answer.headers["access-control-allow-origin"]) == (401, ORIGIN)
     for other in ("https://evil.example", "null", ORIGIN + ".evil.example", ORIGIN.upper()):
@@ -158,11 +158,11 @@ def test_a_star_allows_every_origin(front: Harness, configured: Any) -> None:
     assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "*")
 
 
-# ── streams that wait ────────────────────────────────────────────────────────────────────────────
+# ── streams that wait for data ───────────────────────────────────────────────────────────────────
 
 
 def waiting(front: Harness, sock: Any, stop: bytes, **headers: str) -> bytes:
-    """Start a stream whose request stays in the queue, and read its data until `stop` has arrived."""
+    """Start a stream whose request stays in the queue, and read from it until `stop` has arrived."""
     front.admit = "hold"
     sock.sendall(request(chat(stream=True), CHAT, headers))
     return read_until(sock, stop)
@@ -213,7 +213,7 @@ def test_openais_client_ignores_comments(front: Harness, configured: Any, client
     stream = client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True
     )
-    # The client has already received the headers, so comments are sent while the stream is queued.
+    # The client has already received the headers, so comments are sent while the stream waits for data.
     front.wait_for(lambda: bool(front.replica.submits))
     time.sleep(0.2)
     front.replica.hold = False
@@ -253,7 +253,7 @@ def test_complete_answers_and_streams_without_the_setting_get_no_comments(
         with connect(front) as sock:
             sock.sendall(request(body))
             front.wait_for(lambda: len(front.admits) > before)  # noqa: B023
-            # Wait until the headers would have been sent, and for many comment intervals after that.
+            # Wait well past the time at which the headers would have been sent, for many comment intervals.
             time.sleep(0.8)
             request_id = front.admits[-1].request_id
             front.refused.add(request_id)

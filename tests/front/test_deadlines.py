@@ -1,5 +1,5 @@
-"""Tests that fronts pass deadlines to the core, and that clients receive the right response if a deadline
-cannot be met."""
+"""Tests that the front process passes deadlines to the core, and that clients receive the right response if a
+deadline cannot be met."""
 
 from __future__ import annotations
 

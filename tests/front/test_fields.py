@@ -1,4 +1,5 @@
-"""Tests that fields that exist in vLLM's API but not in OpenAI's have the same meaning as in vLLM."""
+"""Tests of request fields that exist in vLLM's API but not in OpenAI's. They must have the same meaning as in
+vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ KEEP_ALIVES = [
     *[(0, 0.0), (90, 90.0), (-1, -1.0), ("90", 90.0), ("5m", 300.0)],
     *[("1h30m", 5400.0), ("1.5s", 1.5), ("250ms", 0.25), ("-1s", -1.0)],
 ]
-"""Values of `keep_alive`, and their durations in seconds."""
+"""Values of `keep_alive`, each with its duration in seconds."""
 
 
 def completion(front: Harness, **fields: Any) -> Any:
@@ -228,7 +229,8 @@ def test_include_stop_str_in_output_keeps_the_stop_string(
 def test_best_of_returns_the_answers_with_the_highest_cumulative_log_probability(
     front: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The tokens of a sample are all equally likely. Sample i has three tokens and then the end token.
+    # Within a sample, all tokens except the end token have the same probability. Sample i consists of three
+    # tokens and the end token.
     values = {60: -0.5, 61: -0.1, 62: -0.9, 63: -0.2}
     front.replica.script = lambda submit, sample: [60 + sample] * 3 + [front.eos]
     monkeypatch.setattr(
@@ -305,7 +307,7 @@ def test_prompts_have_log_probabilities_as_in_vllm(front: Harness) -> None:
     first, second, third = choice["prompt_logprobs"]
     assert first is None
     text = front.tokenizer.token_text
-    # The fake replica lists the token itself, followed by 40, 41 and so on, as alternatives.
+    # The fake replica lists the token itself first. The alternatives that follow are 40, 41 and so on.
     assert second == {
         "50": {"logprob": -0.25, "rank": 1, "decoded_token": text(50)},
         "40": {"logprob": -42.0, "rank": 2, "decoded_token": text(40)},
@@ -351,8 +353,8 @@ def test_without_max_tokens_an_answer_with_many_log_probabilities_is_shorter(fro
 
 
 def test_too_many_token_ids_of_prompts_are_refused(front: Harness) -> None:
-    """The maximum length of this model is not known yet. If it were known, such a long prompt would be
-    refused earlier."""
+    """The maximum length of this model is not known yet. Otherwise, a prompt of this length would be refused
+    earlier."""
     front.models = [front.served("long", max_model_len=0)]
     front.reconfigure()
     body = {"model": "long", "prompt": [[5] * 1100] * 100, "n": 10, "return_token_ids": True}
@@ -371,7 +373,7 @@ def test_prompts_times_samples_are_bounded(front: Harness) -> None:
 
 
 def test_log_probabilities_are_the_same_in_one_step_and_in_several(front: Harness) -> None:
-    """Long answers are encoded on a thread."""
+    """Long answers are encoded on a separate thread."""
     prompts = [[5 + number] * 300 for number in range(4)]
     long = completion(front, prompt=prompts, prompt_logprobs=5, max_tokens=2, logprobs=1)["choices"]
     for number, prompt in enumerate(prompts):

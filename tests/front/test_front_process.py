@@ -41,7 +41,7 @@ def test_a_front_ends_at_once_when_the_core_closes_its_channel(own_front: OwnFro
         begin_stream(front, sock)
         front.call(front.channel.close)
         assert front.process.wait(30) == 0
-        read_answer(sock)  # The connection is closed without sending [DONE].
+        read_answer(sock)  # The connection is closed without a [DONE] event.
 
 
 def test_a_front_logs_in_the_cores_format_and_adds_its_name() -> None:

@@ -1,4 +1,5 @@
-"""Tests that malformed and malicious input is refused at low cost, and that the front continues to serve."""
+"""Tests that malformed and malicious input is refused at low cost, and that the front process continues to
+serve."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from tests.front.raw import Answer, ask, chat, connect, head, read_answer, reque
 
 MEGABYTE = 1 << 20
 MAX_MS = 25_000
-"""Time limit in milliseconds. On an idle machine, processing in linear time takes a tenth of a second; any
-other processing would take minutes."""
+"""Time limit in milliseconds. On an idle machine, linear-time processing takes a tenth of a second; anything
+slower would take minutes."""
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +111,7 @@ def test_a_body_of_100_megabytes_is_refused_by_its_length(front: Harness, tcp: b
     headers = {"Content-Length": str(100 * MEGABYTE), "Authorization": f"Bearer {KEY}"}
     request = head("POST", "/v1/chat/completions", headers)
     with connect(front, tcp) as sock:
-        # The response arrives before the rest of the request has been sent.
+        # The response arrives although the rest of the request has not been sent.
         sock.sendall(request + bytes(1000))
         answer = read_answer(sock)
         assert (answer.status, answer.error["code"]) == (413, "body_too_large")
@@ -201,7 +202,7 @@ def test_slow_headers_slow_bodies_and_idle_connections_time_out(own_front: Calla
         body.sendall(head("POST", "/v1/completions", {"Content-Length": "10000"}) + b"{")
         idle.sendall(head("GET", "/v1/models"))
         assert read_answer(idle).status == 200
-        # Sending single bytes does not extend the time limit. Keep sending them until both connections have
+        # Sending single bytes must not extend the time limit. Keep sending them until both connections have
         # received a response.
         deadline = time.monotonic() + 30
         drops = {headers: b"a", body: b" "}

@@ -149,7 +149,7 @@ def test_a_client_that_stops_reading_its_last_answer_is_cut_off(
 def test_a_client_that_half_closes_within_a_head_and_reads_no_answer_is_cut_off(
     tmp_path: Path, uvloop: bool
 ) -> None:
-    """The number of unsent bytes is too small to make the transport pause writing."""
+    """So few bytes are unsent that the transport does not pause writing."""
     unsent: list[int] = []
 
     async def held(request: Request) -> PlainTextResponse:
@@ -203,7 +203,7 @@ def test_the_total_memory_of_unread_answers_is_bounded(tmp_path: Path, uvloop: b
                 await asyncio.sleep(0.01)
             while server.connections > MAX_UNSENT_BYTES // (7 << 20) + 1:
                 await asyncio.sleep(0.01)
-            # The newest clients are still served, and so is a client that reads its response.
+            # New clients are still served, and so is a client that reads its response.
             answer = await exchange(
                 tmp_path / "s", b"GET /big HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
             )
@@ -217,8 +217,8 @@ def test_the_total_memory_of_unread_answers_is_bounded(tmp_path: Path, uvloop: b
 
 
 def test_unread_answers_of_one_tenant_do_not_cut_off_clients_of_another(tmp_path: Path) -> None:
-    """Each time the other tenant's responses exceed the limit, the slow client has waited longer than any
-    other client."""
+    """The slow client has waited longer than any other client each time the other tenant's responses exceed
+    the limit."""
     count = 3 * MAX_UNSENT_BYTES // (8 << 20)
 
     def ask(tenant: str) -> socket.socket:
@@ -258,7 +258,7 @@ def test_an_error_of_the_application_releases_the_requests_memory(
 ) -> None:
     """The stack frames of an error refer to the request's body. In this test, they also refer to the error
     itself."""
-    # pytest would keep the stack frames of a logged error.
+    # pytest would keep the stack frames of a logged error alive.
     monkeypatch.setattr("appliance.http.exchange.log.exception", lambda *arguments: None)
     bodies: list[weakref.ref[set[int]]] = []
 

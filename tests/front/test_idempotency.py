@@ -1,4 +1,4 @@
-"""Tests that requests with an Idempotency-Key run once, even if their clients disconnect or retry."""
+"""Tests that a request with an Idempotency-Key runs only once, even if its client disconnects or retries."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ BODIES = [
 
 @pytest.fixture
 def front(front: Harness) -> Iterator[Harness]:
-    """The shared front, with a tenant that no other test uses. Idempotency keys belong to a tenant, so keys
-    of other tests cannot interfere."""
+    """The shared front process, with a tenant that no other test uses. Idempotency keys belong to a tenant,
+    so the keys of other tests cannot interfere."""
     tenant = f"tenant-{uuid.uuid4()}"
     front.identify(
         keys={hashlib.sha256(KEY.encode()).hexdigest(): Identity(tenant=tenant, key_id="key_1")},
@@ -52,7 +52,8 @@ def ask(front: Harness, key: str, body: Any = BODY, path: str = CHAT) -> Answer:
 
 
 def wait_until_waiting(front: Harness, count: int) -> None:
-    """Wait until the front handles this many requests, of which those without a run wait for another one."""
+    """Wait until the front process handles this many requests. Those that do not run themselves wait for the
+    request that runs."""
     front.wait_for(lambda: front.report().busy_connections == count)
 
 
@@ -156,7 +157,7 @@ def test_a_run_without_clients_is_cancelled_after_the_grace_period(front: Harnes
     (settle,) = front.settled(1)
     front.wait_for(lambda: not front.replica.running)
     assert (settle.status, settle.finish_reason) == (499, "cancelled")
-    # The 5 tokens that the replica generated during the grace period are not billed.
+    # Tokens that the replica generated during the grace period are not billed.
     seen = received.count(b'"content":"a')
     assert seen <= settle.delivered_tokens <= seen + 1
     ask(front, "gone", chat(max_tokens=1))
@@ -242,8 +243,8 @@ def test_answers_are_kept_within_bounds_on_time_and_memory(front: Harness) -> No
 
 
 def test_only_the_answer_of_a_run_is_kept(front: Harness) -> None:
-    """The prompt may be a thousand times as long as the answer. It does not count towards the limit on the
-    memory for answers."""
+    """The prompt may be a thousand times as long as the answer. It does not count towards the memory limit
+    for answers."""
     with connect(front) as sock:
         send(sock, "one", chat(stream=True))
         read_answer(sock)
@@ -279,7 +280,7 @@ def test_an_answer_that_is_too_long_to_be_kept_reaches_its_client_and_a_retry_ru
     assert len(front.settled(2)) == len(front.admits) == 2 and not front.retried
 
 
-# ── another front has the run ──
+# ── another front process has the run ──
 
 
 @pytest.mark.parametrize("tcp", [False, True])
@@ -290,11 +291,11 @@ def test_a_connection_moves_to_the_front_that_has_the_run(front: Harness, tcp: b
     headers = {"Authorization": f"Bearer {KEY}", "Idempotency-Key": "moving"}
     with connect(front, tcp=tcp) as sock:
         again = request(body, CHAT, headers)
-        # The front may read the beginning of the next request together with this one. These bytes are then
-        # handed over too.
+        # The front process may read the beginning of the next request together with this one. If so, it must
+        # pass those bytes on as well.
         sock.sendall(again + again[:50])
         front.wait_for(lambda: len(front.moved) == 1)
-        # The other front has no record of the run, so the request runs here.
+        # The receiving front process has no record of the run, so it runs the request.
         front.claims = lambda claim: Claimed(claim.scope, False)
         moved = front.give_back()
         sock.sendall(again[50:])
@@ -302,7 +303,7 @@ def test_a_connection_moves_to_the_front_that_has_the_run(front: Harness, tcp: b
         buffer = bytearray()
         answer = read_answer(sock, buffer)
         assert (answer.status, text(answer)) == (200, front.text())
-        # The connection stays in the front to which it was handed over.
+        # The connection stays in the front process to which it was handed over.
         assert "idempotent-replayed" in read_answer(sock, buffer).headers
     assert len(front.admits) == 1 and not front.rejected
     if tcp:

@@ -1,4 +1,4 @@
-"""Tests that a front keeps only the prompts and answers that the tenant's log policy permits."""
+"""Tests that the front process keeps only the prompts and answers that the tenant's log policy allows."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_only_the_beginning_of_a_long_text_is_kept_without_parts_of_secrets(
 ) -> None:
     keeps(policy, "full")
     policy.configure(keeping=KeepRules(max_text_chars=40, secret_prefixes=("acme_",)))
-    # The limit splits the key in two. The first part alone would not be recognised as a key.
+    # The limit splits the key in two. The first part alone would not be recognised as a secret.
     prompt = "acme_12345 " + "x" * 20 + " " + KEY
     client.completions.create(model=MODEL, prompt=prompt, max_tokens=100)
     asked, answered = kept(policy)

@@ -1,5 +1,5 @@
-"""Tests of the limits on the number of connections, and of the choice of the connection to close when a limit
-is reached."""
+"""Tests of the limits on the number of connections, and of which connection is closed when a limit is
+reached."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests of the headers that report a client's rate limits, and of the limit that the core sets on the length
-of an answer."""
+"""Tests of the headers that report a client's rate limits, and of the answer length limit set by the core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the fields and values that are refused, and of the error messages."""
+"""Tests of which fields and values are refused, and of the error messages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from tests.prompts import prompt_of
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 WRONG: dict[str, Any] = {"do_sample": 0, "suffix": "secret end", "add_special_tokens": 7}
-"""For some fields, a value that must be refused. These are the fields for which 3 is accepted or would not be
-a clear example."""
+"""A value that must be refused, for fields where the default example, 3, would be accepted or unclear."""
 
 FIELDS_OF_OTHER_SERVERS = """
 guided_json guided_regex guided_choice guided_grammar structured_outputs json_schema regex grammar ebnf
@@ -31,8 +30,8 @@ dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_break
 repeat_penalty no_repeat_ngram_size min_new_tokens max_new_tokens n_predict
 use_beam_search num_beams length_penalty stop_regex logits_processors
 """
-"""Fields of vLLM, SGLang, TGI and llama.cpp that change the answer. The list is repeated here, so that a
-field that is removed from the product's list is noticed."""
+"""Fields of vLLM, SGLang, TGI and llama.cpp that change the answer. The list is repeated here so that a test
+fails if a field is removed from the product's list."""
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])

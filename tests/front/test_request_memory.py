@@ -1,4 +1,4 @@
-"""Tests that the memory for request heads is limited over all connections. When the limit is reached, the
+"""Tests that all connections together use limited memory for request heads. When the limit is reached, the
 tenant that uses the most memory is the first to lose a request."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ APP = Starlette(routes=[Route("/tenant", tenant), Route("/wait", wait)])
 
 
 class Client:
-    """A client connection."""
+    """A client's connection."""
 
     def __init__(self, path: Path) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
@@ -52,8 +52,8 @@ class Client:
         assert b"known" in await asyncio.get_running_loop().sock_recv(self.sock, 1 << 16)
 
     def received(self) -> bytes | None:
-        """Return the bytes that have arrived, b"" if the connection has been closed, or None if nothing has
-        arrived."""
+        """Return the bytes that have arrived, or None if nothing has arrived. Return b"" if the connection
+        has been closed."""
         try:
             return self.sock.recv(1 << 16)
         except BlockingIOError:
@@ -65,7 +65,7 @@ class Client:
 def serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[HttpServer, Path], Awaitable[None]]
 ) -> None:
-    """Run a server in which request heads may use at most 2 MiB."""
+    """Run a server on which request heads may use at most 2 MiB."""
     monkeypatch.setattr(appliance.http.request_memory, "MAX_REQUEST_MEMORY_BYTES", LIMIT)
 
     async def run() -> None:

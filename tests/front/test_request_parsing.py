@@ -1,5 +1,5 @@
-"""Tests that requests are parsed one at a time from a connection's bytes, and that the result does not depend
-on how the bytes are split."""
+"""Tests that requests are parsed one by one from the bytes of a connection, and that the result does not
+depend on how the bytes are split."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Tests of callers' rights (scopes, models, classes and lengths), and of the responses to requests that
-exceed them."""
+exceed these rights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def limited(front: Harness, **rights: Any) -> None:
     """Give the key these rights, and wait until the front applies them."""
     marked = f"key_{time.monotonic_ns()}"
     front.identify(keys={SHA256: Identity(tenant="acme", key_id=marked, **rights)})
-    # Once the front logs or admits a request with the key's new name, it has applied the rights.
+    # The key's new id shows that the front process has applied the rights: it then reports this id for a
+    # rejected request.
     front.wait_for(lambda: probe(front) == marked)
     front.rejected.clear()
 
@@ -48,7 +49,7 @@ def probe(front: Harness) -> str:
 
 @pytest.fixture
 def rights(front: Harness) -> Iterator[Harness]:
-    """The shared front. After the test, the rights of all callers are restored."""
+    """The shared front process. After the test, the rights of all callers are restored."""
     yield front
     front.identify()
     front.models = []
@@ -92,7 +93,7 @@ def test_a_key_without_the_scope_is_refused_with_the_scopes_name(rights: Harness
         assert (answer.status, answer.error["code"]) == (403, "insufficient_scope")
         assert "scope 'inference'" in answer.error["message"]
         assert ask(rights, "GET", "/v1/models", headers=BEARER).status == 403
-        # The response does not reveal which methods a path accepts.
+        # The response must not reveal which methods a path accepts.
         assert ask(rights, "GET", "/v1/chat/completions", headers=BEARER).status == 403
     assert not rights.admits
 
@@ -113,7 +114,7 @@ def test_a_key_can_use_and_see_only_its_models(rights: Harness) -> None:
             ask(rights, "POST", "/tokenize", {"model": name, "prompt": "x"}, BEARER),
             ask(rights, "POST", "/detokenize", {"model": name, "tokens": [1]}, BEARER),
         ]
-        # The response is the same whether or not the model exists.
+        # The response must be the same whether or not the model exists.
         for answer in refusals:
             assert (answer.status, answer.error["code"]) == (403, "model_not_allowed")
             assert answer.error["param"] == "model"
@@ -140,7 +141,7 @@ def test_the_answer_names_the_requests_class(
     for stream in (False, True):
         answer = generate(rights, headers, service_tier=tier, stream=stream)
         assert (answer.status, answer.headers["x-appliance-class"]) == (200, got)
-    # The core decides on the class, so the front passes on the requested class.
+    # The core decides on the class, so the front process passes the requested class on unchanged.
     assert {admit.asked_class for admit in rights.admits} == {
         (asked or tier or "").upper() if asked else tier or ""
     }

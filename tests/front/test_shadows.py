@@ -1,4 +1,4 @@
-"""Tests of the selection and the comparison of copied requests in a front."""
+"""Tests of how a front process selects requests to copy, and of how it compares the copies' answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from appliance.messages import Route, Shadow, ShadowDone
 
 
 class Background:
-    """Keeps the copies that were begun, without running them."""
+    """Collects the copies that were started, without running them."""
 
     def __init__(self) -> None:
         self.begun: list[Any] = []
@@ -37,7 +37,7 @@ def generation(*answers: list[int], prompt: tuple[int, ...] = (1, 2), temperatur
 def test_a_share_of_the_requests_is_selected() -> None:
     route = Route(name="chat", unit="chat@1", shadow=Shadow("chat@2", 0.25))
     selected = sum(ShadowTraffic.selects(route) == "chat@2" for _ in range(20_000))
-    assert 4_500 < selected < 5_500  # more than eight standard deviations on each side
+    assert 4_500 < selected < 5_500  # the bounds are more than eight standard deviations from the mean
     assert ShadowTraffic.selects(Route(name="chat", unit="chat@1")) == ""
     assert ShadowTraffic.selects(None) == ""
 

@@ -1,5 +1,5 @@
-"""Tests that a request's text rules reach the text streams of its samples: what precedes a completion, and
-`min_tokens`."""
+"""Tests that the text streams of a request's samples follow its text rules: the text that precedes a
+completion, and `min_tokens`."""
 
 from __future__ import annotations
 
