@@ -1,4 +1,4 @@
-"""Tokenizers that are trained during the test session and written to model folders."""
+"""Tokenizers that are trained when the tests start and written to model folders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from appliance.text.tokenizer import Tokenizer
 
-# On a busy machine, an example may take longer than the default limit of 200 ms.
+# On a busy machine, an example may exceed the default limit of 200 ms.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
@@ -30,8 +30,8 @@ TEMPLATE = (
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """Return a tokenizer like the tokenizers of Llama 3 and Qwen: a regular expression splits the text, and
-    byte-level BPE encodes the pieces. A token may contain part of a character."""
+    """Return a tokenizer like those of Llama 3 and Qwen: a regular expression splits the text, and byte-level
+    BPE encodes the pieces. A token may contain part of a character."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -50,12 +50,12 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def byte_fallback(decoder: decoders.Decoder | None = None) -> tokenizers.Tokenizer:
-    """Return a tokenizer like the tokenizers of Llama 2 and Mistral: "▁" represents a space, and byte tokens
-    represent characters outside the vocabulary."""
+    """Return a tokenizer like those of Llama 2 and Mistral: "▁" represents a space, and byte tokens represent
+    characters that are not in the vocabulary."""
     trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    # Train only on the first half of the corpus, so that characters that occur only in the second half are
-    # not in the alphabet.
+    # Train only on the first half of the corpus. Characters that occur only in the second half are then
+    # missing from the alphabet.
     trainer = trainers.BpeTrainer(vocab_size=150, special_tokens=SPECIAL, show_progress=False)
     trained.train_from_iterator(CORPUS[:1], trainer)
     state = json.loads(trained.to_str())
@@ -71,13 +71,13 @@ def byte_fallback(decoder: decoders.Decoder | None = None) -> tokenizers.Tokeniz
 
 
 def metaspace() -> tokenizers.Tokenizer:
-    """Return a tokenizer whose text the detokenizer cannot compute from a token table."""
+    """Return a tokenizer that the detokenizer cannot handle with a table of token texts."""
     return byte_fallback(decoders.Metaspace(prepend_scheme="always"))
 
 
 def write_model(folder: Path, backend: tokenizers.Tokenizer, **config: object) -> Path:
-    """Write a model folder with `backend` and a tokenizer_config.json. The latter contains `config` and the
-    usual names."""
+    """Write a model folder with `backend` and a tokenizer_config.json that contains the usual names and
+    `config`."""
     folder.mkdir(parents=True, exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
     named = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "TokenizersBackend"}

@@ -1,5 +1,5 @@
-"""Tests that control tokens in clients' text are encoded as plain text, and that all other text is encoded in
-the same way as by transformers."""
+"""Tests that control tokens in clients' text are encoded as plain text, and that all other text is encoded as
+transformers encodes it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WITH_SPECIALS = st.lists(
 
 
 def prompt(tokenizer: Tokenizer, template: ChatTemplate, *contents: str) -> list[int]:
-    """Return the token ids of a prompt as the front encodes it."""
+    """Return the token ids of a prompt, encoded as the front process encodes it."""
     shield = tokenizer.shield()
     messages = [{"role": "user", "content": run_steps(shield.hide(content))} for content in contents]
     return run_steps(tokenizer.encode_rendered_steps(template.render(messages), shield))[0]

@@ -1,5 +1,5 @@
-"""Tests that texts are cut only where a cut does not change the token ids. Also tests that no token
-represents more bytes than the maximum that the tokenizer reports."""
+"""Tests that text is cut only where the cut does not change the token ids, and that no token represents more
+bytes than the maximum reported by the tokenizer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def split_by(pattern: str) -> pre_tokenizers.PreTokenizer:
 def byte_level_with(**parts: Any) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
     state = json.loads(backend.to_str())
-    # Keep all added tokens except the one that contains a space.
+    # Remove the added token that contains a space.
     state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] != " spaced token"]
     backend = tokenizers.Tokenizer.from_str(json.dumps(state))
     for name, part in parts.items():
@@ -110,7 +110,7 @@ TEXT = st.lists(st.sampled_from(PARTS) | st.characters(exclude_categories=["Cs"]
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the pieces so small that texts are cut at every permitted position."""
+    """Make the pieces so small that text is cut at every permitted position."""
     monkeypatch.setattr(cuts, "PIECE_CHARACTERS", 1)
     monkeypatch.setattr("appliance.text.encoder.PIECE_CHARACTERS", 1)
 
@@ -140,7 +140,7 @@ def test_pieces_have_the_ids_of_the_whole_text(small_pieces: None, name: str) ->
 @pytest.mark.parametrize(
     "backend",
     [
-        byte_level(),  # an added token with a space inside
+        byte_level(),  # an added token that contains a space
         byte_fallback(),  # no pre-tokenizer
         byte_level_with(pre_tokenizer=split_by(r"\w+ \w+|\s+|.")),
         byte_level_with(pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True)),

@@ -1,5 +1,5 @@
-"""Tests that the detokenizer produces the same text as transformers' decode, for random ids and for tokens
-that split characters."""
+"""Tests that the detokenizer produces the same text as decoding with transformers, for random ids and for
+tokens that split characters."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ TEXTS = st.lists(TRICKY | st.text(max_size=6), max_size=8).map("".join)
 
 
 def streamed(detokenizer: Detokenizer, ids: Sequence[int], cuts: Sequence[int]) -> str:
-    """Return the whole text produced by the detokenizer. `ids` arrive in pieces with the lengths in `cuts`,
-    and then one by one."""
+    """Return the whole text produced by the detokenizer. `ids` arrive first in pieces of the lengths in
+    `cuts`, and then one by one."""
     pieces, at = [], 0
     for length in [*cuts, *[1] * len(ids)]:
         pieces.append(detokenizer.push(ids[at : at + length]))
@@ -67,8 +67,8 @@ def test_a_byte_level_stream_over_any_ids_equals_transformers_decode(loaded, ora
 
 
 def tolerant_byte_fallback(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Decode with ByteFallback, and replace only the invalid bytes. This implements the detokenizer's rule
-    independently."""
+    """Decode with ByteFallback, and replace only the invalid bytes. This is an independent implementation of
+    the detokenizer's rule."""
     tokens = [
         tokenizer._tokens[i] for i in ids if i < tokenizer.vocabulary_size and i not in tokenizer.special_ids
     ]

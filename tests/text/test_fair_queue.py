@@ -1,4 +1,4 @@
-"""Tests that tenants share the capacity for processing text, and that the limits on one tenant's work do not
+"""Tests that tenants share the capacity for processing text, and that limits on one tenant's work do not
 affect other tenants."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_a_tenant_that_used_its_share_of_a_thread_rests_and_its_work_ends_later(
         assert await hog == "hog"
         return time.monotonic() - began
 
-    # The first ten steps may run without a pause. Each later step costs a tenth of BURST_S.
+    # The first ten steps may run without a pause. Each later step uses up a tenth of BURST_S.
     assert asyncio.run(main()) > 0.1 * BURST_S * 5
 
 
@@ -70,7 +70,7 @@ def test_a_tenant_is_refused_for_its_own_bytes_only() -> None:
     with memory.reserved("hog", 900_000):
         with pytest.raises(TooMuchWorkError, match="'hog'"), memory.reserved("hog", 200_000):
             pass
-        # The small tenant may use half of the memory, even if the total then exceeds the limit.
+        # The small tenant may use half of the memory, even if this makes the total exceed the limit.
         with memory.reserved("small", 100_000), memory.reserved("small", 300_000):
             with pytest.raises(TooMuchWorkError, match="'small'"), memory.reserved("small", 200_000):
                 pass

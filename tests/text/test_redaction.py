@@ -50,7 +50,7 @@ ALL: tuple[SecretKind, ...] = get_args(SecretKind)
 def redact(
     text: str, kinds: tuple[SecretKind, ...] = KeepRules().redact, prefixes: tuple[str, ...] = ()
 ) -> tuple[str, int]:
-    """Return the text without its secrets, and the number of secrets."""
+    """Return the text without its secrets, and the number of secrets removed."""
     pieces = list(Redactor(kinds, prefixes).pieces(text))
     return "".join(piece.text for piece in pieces), sum(piece.secrets for piece in pieces)
 
@@ -78,7 +78,7 @@ def test_further_kinds_and_configured_prefixes_are_redacted() -> None:
 
 @given(st.text("ab \n:=@-", max_size=30), st.text("ab \n", max_size=30), st.integers(0, 3))
 def test_a_key_is_found_at_any_place(before: str, after: str, lines: int) -> None:
-    """The key must also be found if the text is redacted in pieces."""
+    """The key must also be found if the text is redacted piece by piece."""
     filling = "some words of a long text\n" * (lines * 100)
     found, secrets = redact(f"{filling}{before} {KEY} {after}{filling}")
     assert KEY not in found and secrets >= 1

@@ -1,5 +1,5 @@
-"""Tests that stop strings are found exactly as by a search in the whole text, for random texts, stop strings
-and cuts."""
+"""Tests that a stream finds stop strings exactly as a search of the whole text would, for random texts, stop
+strings and cuts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ STOPS = st.lists(st.text(alphabet="ab\n]^-", min_size=1, max_size=5), min_size=1
 
 
 def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """Search all prefixes of the text, shortest first. Returns the first match. If several stop strings end
-    at the same position, returns the longest."""
+    """Search all prefixes of the text, shortest first, and return the first match. If several stop strings
+    end at the same position, return the longest."""
     for end in range(len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:

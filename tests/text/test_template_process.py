@@ -43,7 +43,7 @@ def workers() -> list[psutil.Process]:
 
 
 def is_worker(process: psutil.Process) -> bool:
-    """Return whether this process renders templates. It may end while this function reads its command."""
+    """Return whether this process renders templates. The process may end while its command is being read."""
     try:
         return (
             process.status() != psutil.STATUS_ZOMBIE and "appliance.text.template_worker" in process.cmdline()
@@ -53,7 +53,8 @@ def is_worker(process: psutil.Process) -> bool:
 
 
 def have_ended(processes: list[psutil.Process]) -> bool:
-    """Whether all processes end. A killed process is listed until the kernel has freed its memory."""
+    """Wait for the processes to end, and return whether all of them did. A killed process stays listed until
+    the kernel has freed its memory."""
     return not psutil.wait_procs(processes, timeout=60)[1]
 
 
