@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class History:
-    """An open request log in a separate folder, with its writer and reader."""
+    """An open request log in its own folder, with its writer and reader."""
 
     def __init__(self, folder: Path, **writer_options: float) -> None:
         self.path = folder / "history.db"
@@ -93,11 +93,11 @@ def public_folder() -> Iterator[Path]:
 
 @pytest.fixture
 def run_unprivileged() -> Callable[..., str]:
-    """Return a function that runs Python source as a user without write access to root's files. The function
+    """Return a function that runs Python source code as a user who cannot write root's files. The function
     returns the output."""
 
     def run(source: str, *arguments: object) -> str:
-        # Import everything first, because the other user may not be able to read the interpreter's own files.
+        # Import everything first, because the other user may not be able to read the interpreter's files.
         prelude = "import os, sqlite3, sys; from pathlib import Path; import store.database, store.requests\n"
         if os.geteuid() == 0:
             prelude += "os.setgroups([]); os.setegid(65534); os.seteuid(65534)\n"
@@ -116,7 +116,7 @@ def run_unprivileged() -> Callable[..., str]:
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system of 1 MiB."""
+    """Mount a file system of 1 MiB and yield its folder."""
     mounted = tmp_path / "disk"
     mounted.mkdir()
     if subprocess.run(

@@ -1,4 +1,4 @@
-"""Tests of the alerts and silences in `history.db`."""
+"""Tests of alerts and silences in `history.db`."""
 
 from __future__ import annotations
 

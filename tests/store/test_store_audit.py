@@ -14,7 +14,7 @@ from tests.examples import examples
 
 
 def chain(length: int) -> sqlite3.Connection:
-    """Return an in-memory chain without the triggers that protect it."""
+    """Return an in-memory audit chain without the triggers that protect it."""
     connection = sqlite3.connect(":memory:", isolation_level=None)
     for migration in CONTROL.migrations:
         for statement in migration.statements:

@@ -191,7 +191,7 @@ def test_the_writer_does_not_wait_for_a_backup_which_is_of_one_moment(history, r
     def write() -> None:
         number = 0
         while not stop.is_set():
-            # Every copy must contain both rows or neither.
+            # Every copy must contain either both rows or neither of them.
             for half in ("a", "b"):
                 history.log.end(request_row(f"req-{number}-{half}", finished_at=2_000_000.0))
             number += 1

@@ -1,4 +1,5 @@
-"""Tests of incident files: complete or absent, private, bounded, and readable by later versions."""
+"""Tests that incident files are complete or absent, private, limited in size, and readable by later
+versions."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_a_version_that_a_split_names_cannot_be_removed(registry: ModelRegistry)
 
 def test_a_new_default_version_ends_the_split_in_the_same_change(registry: ModelRegistry) -> None:
     add(registry), add(registry)
-    for version in (2, 2):  # the second change ends only the split
+    for version in (2, 2):  # the second change only ends the split
         split(registry, v1=90, v2=10)
         registry.set_default(actor="uid:0", action="models.default", model="chat", version=version).result(60)
         assert not registry.current.splits

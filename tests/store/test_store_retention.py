@@ -135,7 +135,7 @@ def test_contents_are_read_back_prompts_first_for_the_services_user_only(content
 
 def test_texts_that_wait_take_a_bounded_share_of_memory(contents):
     contents.close()
-    # the writer is not started, so nothing is committed
+    # The writer has not been started, so nothing is committed.
     stuck = Writer(contents.path, CONTENTS, synchronous="NORMAL")
     log = ContentLog(stuck)
     large = "x" * (MAX_WAITING_BYTES // 4)
@@ -163,7 +163,7 @@ def test_a_reader_is_not_waited_for_when_the_log_is_emptied(contents):
         reader.execute("SELECT count(*) FROM contents").fetchone()
         until_done(contents, partial(retention.remove_contents, before={}, otherwise=2.0))
         patience = contents.call(busy_timeout).result(60)
-        # If a writer waited for the reader, the test would time out.
+        # If the writer waited for the reader, the test would time out.
         contents.call(lambda connection: connection.execute("PRAGMA busy_timeout=60000").fetchone()).result(
             60
         )

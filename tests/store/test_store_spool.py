@@ -1,4 +1,4 @@
-"""Tests of the spool. It stores entries of the audit trail while they cannot be written to the database."""
+"""Tests of the spool, which stores audit entries while they cannot be written to the database."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class FullDatabase:
         self._writer = control._writer
 
     def __enter__(self) -> None:
-        # Limit the database to its current pages. The next row is longer than the free space in the last
-        # page.
+        # Limit the database to its current number of pages. The next row does not fit in the free space of
+        # the last page.
         self._writer.call(
             lambda connection: connection.execute(
                 f"PRAGMA max_page_count={connection.execute('PRAGMA page_count').fetchone()[0]}"
@@ -93,7 +93,7 @@ def test_what_waits_outlives_the_service(tmp_path):
     with FullDatabase(first):
         actor = announced(first, "requests.cancel", why=LONG)
         first.trail.conclude(actor, "requests.cancel", {"why": LONG}, "ok").result(60)
-        # Simulate that the process is killed here.
+        # Save the spool as it would be if the process were killed here.
         kept = (tmp_path / "audit.spool").read_bytes()
     first.close()
     (tmp_path / "audit.spool").write_bytes(kept)
@@ -101,7 +101,7 @@ def test_what_waits_outlives_the_service(tmp_path):
     second = ControlStore(tmp_path / "control.db")
     second.start()
     second.close()
-    # This entry was both in the spool and in the chain, but appears only once.
+    # The spool also contained an entry that was already in the chain. It appears only once.
     assert before == 2
     assert [row.phase for row in read_audit(first.path)] == ["intent", "result"]
     assert not (tmp_path / "audit.spool").exists()

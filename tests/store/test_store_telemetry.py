@@ -1,4 +1,4 @@
-"""Tests of recorded telemetry: samples can be read back, and the space is bounded."""
+"""Tests of recorded telemetry: samples can be read back, and the space that they use is limited."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_coarse_rows_keep_the_extremes_of_an_incident(history, telemetry, reader
     assert minutes[0].sample.numbers[position] == pytest.approx(10 + 490 / 60, rel=5e-4)
     tens = list(reader.samples(START, START + 125, RESOLUTIONS[1]))
     assert [row.high[position] for row in tens] == pytest.approx([10, 10, 10, 500, *[10] * 8], rel=5e-4)
-    # Figures that do not vary are exact.
+    # Values that do not change are stored exactly.
     assert (tens[0].low[position], tens[0].sample.numbers[position], tens[0].high[position]) == (10, 10, 10)
 
 

@@ -30,7 +30,7 @@ def tenant(control: ControlStore, name: str = "acme", **changes: Any) -> TenantR
 
 
 def last_row(control: ControlStore) -> tuple[AuditRow, dict[str, Any]]:
-    """Return the newest audit row. Also return its parameters, combined with the old and new values."""
+    """Return the newest audit row, and its parameters combined with the old and new values."""
     row = read_audit(control.path)[-1]
     values = {name: json.loads(getattr(row, name) or "null") for name in ("before", "after")}
     return row, {**json.loads(row.params), **values}

@@ -170,7 +170,7 @@ def test_a_forged_head_accuses_no_row(tmp_path):
 
 
 def renew_key(folder: Path) -> list[str]:
-    """Replace the key as an operator would. Returns the lines of the earlier chain heads."""
+    """Replace the signing key as an operator would. Return the lines of the earlier chain heads."""
     lines = (folder / "audit.heads").read_text().splitlines(keepends=True)
     (folder / "audit.key").rename(folder / "audit.key.lost")
     fill_nothing(folder)

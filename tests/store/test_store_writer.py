@@ -61,9 +61,10 @@ def test_rows_share_commits(writer):
         assert writer.submit(insert(number))
     assert writer.flush(60)
     assert numbers(writer.path) == list(range(20_000))
-    # There is one commit per 500 operations, plus a few time-based commits made while this thread was paused.
+    # The writer commits once every 500 operations. It also makes a few time-based commits while this thread
+    # is paused.
     assert 40 <= statements.count("COMMIT") <= 400
-    assert writer.state().committed_rows == 20_001  # including the call
+    assert writer.state().committed_rows == 20_001  # the call above counts as one row
 
 
 def test_submit_returns_at_once_while_another_process_locks_the_database(writer, eventually):
@@ -83,9 +84,9 @@ def test_submit_returns_at_once_while_another_process_locks_the_database(writer,
 def test_a_full_database_keeps_the_rows_and_recovers_by_itself(writer, eventually, caplog):
     allowed_pages = [20]
 
-    # This function is the oldest waiting operation, so the writer calls it at each attempt. It sets the
-    # current limit, which the test raises while the writer retries. Until then, the function's own row does
-    # not fit, even if the writer commits no other row with it.
+    # This is the oldest waiting operation, so the writer runs it in every attempt. It sets the page limit,
+    # which the test raises while the writer retries. Until then, the operation's own row does not fit, even
+    # if the writer commits no other row with it.
     def first(connection: sqlite3.Connection) -> None:
         connection.execute(f"PRAGMA max_page_count = {allowed_pages[0]}").fetchone()
         insert(0, "x" * 100_000)(connection)
