@@ -26,7 +26,7 @@ class AlertRow(msgspec.Struct, frozen=True, kw_only=True):
     rule: str
     severity: str
     subject: str
-    """The model, replica, front, GPU, tenant or other component that the alert concerns."""
+    """Name of the model, replica, front process, GPU, tenant or other component that the alert concerns."""
     what: str
     cause: str
     remedy: str
@@ -38,11 +38,11 @@ class AlertRow(msgspec.Struct, frozen=True, kw_only=True):
     threshold: float | None = None
     unit: str = ""
     scope: str = "[]"
-    """Kinds and names of the components that the alert concerns, as JSON."""
+    """JSON list of the kinds and names of the components that the alert concerns."""
     suppressed_by: str = ""
-    """Id of the alert that is the cause of this alert."""
+    """Id of the alert that caused this alert and therefore suppresses it."""
     suppressed: int = 0
-    """Number of alerts whose cause is this alert."""
+    """Number of alerts that this alert suppresses because it caused them."""
     acknowledged_by: str = ""
     acknowledged_at: float | None = None
 
@@ -65,20 +65,21 @@ class AlertLog:
         self._writer = writer
 
     def save(self, alert: AlertRow) -> bool:
-        """Write the current state of an alert. Returns False if it was dropped."""
+        """Queue the current state of an alert for writing. Returns False if it was dropped."""
         return self._writer.submit(partial(_execute, SAVE_ALERT, msgspec.structs.astuple(alert)))
 
     def save_silence(self, silence: Silence) -> bool:
-        """Write a silence. Returns False if it was dropped."""
+        """Queue a silence for writing. Returns False if it was dropped."""
         return self._writer.submit(partial(_execute, _SAVE_SILENCE, msgspec.structs.astuple(silence)))
 
     def remove_silence(self, silence_id: str) -> bool:
-        """Remove a silence. Returns False if the change was dropped."""
+        """Queue the removal of a silence. Returns False if the removal was dropped."""
         return self._writer.submit(partial(_execute, "DELETE FROM silences WHERE id = ?", (silence_id,)))
 
 
 class AlertReader:
-    """Reads alerts and silences at `path`. Raises `StoreError` if the database cannot be read."""
+    """Reads alerts and silences from the database at `path`. Raises `StoreError` if the database cannot be
+    read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -98,8 +99,8 @@ class AlertReader:
         )
 
     def shown(self, at: float, ended_s: float, limit: int) -> list[AlertRow]:
-        """Return the newest `limit` alerts that were active at a time (unix seconds) or had ended at most
-        `ended_s` seconds earlier. Suppressed alerts are left out. Newest first."""
+        """Return up to `limit` alerts that were active at a time (unix seconds) or had ended at most
+        `ended_s` seconds earlier, newest first. Suppressed alerts are left out."""
         return self._alerts(
             "WHERE raised_at <= ? AND (ended_at IS NULL OR ended_at > ?) AND suppressed_by = '' "
             "ORDER BY since DESC LIMIT ?",
@@ -107,8 +108,8 @@ class AlertReader:
         )
 
     def between(self, since: float, until: float, limit: int) -> list[AlertRow]:
-        """Return the newest `limit` alerts that were raised between two times or were already active at
-        `since`. Newest first."""
+        """Return up to `limit` alerts that were raised between two times or were already active at `since`,
+        newest first."""
         return self._alerts(
             "WHERE raised_at <= ? AND (raised_at >= ? OR ended_at IS NULL OR ended_at > ?) "
             "ORDER BY raised_at DESC LIMIT ?",
@@ -133,8 +134,8 @@ class AlertReader:
 
 
 def remove_alerts(connection: sqlite3.Connection, now: float) -> int:
-    """Remove the oldest ended alerts above `MAX_ALERTS`, and the silences that have ended. Returns the number
-    of removed rows."""
+    """Remove the silences that have ended and, if there are more than `MAX_ALERTS` ended alerts, the oldest
+    of them. Returns the number of rows removed."""
     alerts = connection.execute(
         "DELETE FROM alerts WHERE id IN (SELECT id FROM alerts WHERE ended_at IS NOT NULL "
         "ORDER BY raised_at DESC LIMIT 100 OFFSET ?)",

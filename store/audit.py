@@ -4,8 +4,8 @@
 A row's hash is the SHA-256 of the previous row's hash followed by the row's own canonical JSON. The JSON (RFC
 8259, sorted keys, no spaces, ASCII) contains all non-null columns except the two hashes. Changing, removing
 or inserting a row therefore breaks every later hash. A column added by a later version leaves the hashes of
-older rows unchanged. If the whole chain was rewritten, or rows were removed from its end, only a chain head
-that was recorded elsewhere reveals this (`store.heads`).
+older rows unchanged. Rewriting the whole chain, or removing rows from its end, is only detectable with a
+chain head that was recorded elsewhere (`store.heads`).
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from typing import Final, Literal, NamedTuple
 from store.keys import without_secrets
 
 GENESIS_HASH = "0" * 64
-"""`previous_hash` of the oldest row."""
+"""The value of `previous_hash` in the oldest row."""
 Phase = Literal["intent", "result"]
 INTENT: Final = "intent"
 RESULT: Final = "result"
 
 KEY_ACTION = "audit.key"
-"""Value of `action` in the rows that record a new signing key. The heads of such a row and of all later rows
-are signed with the key that the row names."""
+"""Value of `action` in a row that records a new signing key. The chain heads from that row on are signed with
+the key that it names."""
 
 _HASHES = frozenset({"previous_hash", "hash"})
 
 
 class Head(NamedTuple):
-    """The newest row of a chain. A copy that is kept elsewhere can later prove that no row up to this one has
+    """The newest row of a chain. A copy kept elsewhere can later prove that no row up to this one has
     changed."""
 
     seq: int
@@ -72,8 +72,8 @@ class Entry(NamedTuple):
 
 
 class AuditRow(NamedTuple):
-    """A row of the chain as stored: an `Entry` with its position. Rows from the first versions, which had no
-    intents, have neither `act` nor `phase`."""
+    """A row of the chain as stored: an `Entry` with its position. Rows written by the first versions of the
+    product, which recorded no intents, have neither `act` nor `phase`."""
 
     seq: int
     at: str
@@ -127,7 +127,7 @@ def new_act() -> str:
 
 
 def as_actor(actor: Actor | str) -> Actor:
-    """Return `actor` as an `Actor`. If it is a string, it is the actor's name."""
+    """Return `actor` as an `Actor`. A string is taken as the actor's name."""
     return Actor(actor) if isinstance(actor, str) else actor
 
 
@@ -167,7 +167,7 @@ def outcome(
 
 
 def row_hash(row: AuditRow) -> str:
-    """Return the correct hash (hex) of a row, computed from its other fields as stored."""
+    """Compute the hash (hex) that a row should have from its other fields as stored."""
     content = {
         name: value for name, value in row._asdict().items() if value is not None and name not in _HASHES
     }
@@ -186,8 +186,7 @@ def append(connection: sqlite3.Connection, entry: Entry) -> Head:
             "transaction as the change that it records"
         )
     previous = head(connection)
-    # Use a seq above every seq ever used, so that a chain that lost its last rows does not reuse their
-    # numbers.
+    # Use a seq above every seq ever used. If the chain has lost its last rows, their numbers are not reused.
     seq = max(previous.seq, highest_seq_given(connection)) + 1
     unhashed = AuditRow(seq=seq, previous_hash=previous.hash, hash="", **entry._asdict())
     row = unhashed._replace(hash=row_hash(unhashed))
@@ -216,13 +215,13 @@ def unfinished(connection: sqlite3.Connection, among: int) -> list[AuditRow]:
 
 def key_named(chain: Iterable[AuditRow], key: str) -> int:
     """Return the seq of the newest row that names the key with this id as the signing key. Returns 0 if no
-    row names it, which means that the chain was signed with this key from the start."""
+    row names the key, because then the chain has been signed with it from the start."""
     named = canonical_json({"key": key})
     return max((row.seq for row in chain if row.action == KEY_ACTION and row.params == named), default=0)
 
 
 def head(connection: sqlite3.Connection) -> Head:
-    """Return the newest row; `Head(0, GENESIS_HASH)` for an empty chain."""
+    """Return the head of the chain, or `Head(0, GENESIS_HASH)` if the chain is empty."""
     row = connection.execute("SELECT seq, hash FROM audit ORDER BY seq DESC LIMIT 1").fetchone()
     return Head(0, GENESIS_HASH) if row is None else Head(*row)
 
@@ -234,8 +233,8 @@ def rows_of(connection: sqlite3.Connection, action: str) -> list[AuditRow]:
 
 
 def all_rows(connection: sqlite3.Connection) -> Iterator[AuditRow]:
-    """Yield the whole chain, oldest first. Invalid UTF-8 is decoded to surrogates, so that the hash of a
-    damaged row does not match."""
+    """Yield the whole chain, oldest first. Invalid UTF-8 is decoded to surrogates, so the hash of a damaged
+    row does not match."""
     cursor = connection.cursor()
     connection.text_factory = lambda text: text.decode("utf-8", "surrogateescape")
     for row in cursor.execute(f"SELECT {_COLUMNS} FROM audit ORDER BY seq"):
@@ -243,8 +242,8 @@ def all_rows(connection: sqlite3.Connection) -> Iterator[AuditRow]:
 
 
 def verify(connection: sqlite3.Connection, recorded: Iterable[Head] = ()) -> Verdict:
-    """Check the whole chain, and check that it contains every head in `recorded`. These heads were kept
-    outside the database. Returns the fault with the lowest seq.
+    """Check the whole chain, and check that it contains every head in `recorded` (heads that were kept
+    outside the database). Returns the fault with the lowest seq.
 
     Without recorded heads, two kinds of tampering go undetected: rewriting the whole chain, and removing the
     last rows together with their number in `sqlite_sequence`.
@@ -253,13 +252,13 @@ def verify(connection: sqlite3.Connection, recorded: Iterable[Head] = ()) -> Ver
 
 
 def check(chain: Iterable[AuditRow], recorded: Iterable[Head] = (), highest_seq: int = 0) -> Verdict:
-    """Check the given rows in the same way as `verify`. The chain must reach at least `highest_seq`."""
+    """Check the given rows in the same way as `verify`. Rows up to `highest_seq` must be present."""
     expected: dict[int, set[str]] = {}
     for known in recorded:
         if known.seq > 0:
             expected.setdefault(known.seq, set()).add(known.hash)
     last = Head(0, GENESIS_HASH)
-    confirmed = 0  # the newest row that a recorded head confirms
+    confirmed = 0  # seq of the newest row that a recorded head confirms
     try:
         for row in chain:
             hashes = expected.pop(row.seq, None)
@@ -279,8 +278,8 @@ def check(chain: Iterable[AuditRow], recorded: Iterable[Head] = (), highest_seq:
 
 
 def _problem(row: AuditRow, last: Head, recorded: set[str] | None, confirmed: int) -> tuple[int, str] | None:
-    """Return the first wrong seq and a description of the fault, assuming that the preceding row is valid;
-    None if the row is valid."""
+    """Check one row, assuming that the preceding row is valid. Returns the first wrong seq and a description
+    of the fault, or None if the row is valid."""
     if row.seq != last.seq + 1:
         return last.seq + 1, f"missing: row {last.seq} is followed by row {row.seq}"
     if any(value is not None and not isinstance(value, str) for value in row[1:]):

@@ -4,7 +4,7 @@ final name.
 SQLite's backup API copies each database in one read transaction, over a read-only connection. The copy is
 therefore a consistent snapshot, and it does not block the service's writer. The connection runs no
 checkpoints, because only the writer may run them (see `store.database`). During the copy, the write-ahead log
-grows by the amount of data that the service writes.
+grows by the amount of data that the service writes in that time.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from store.spool import SPOOL_FILE
 MANIFEST_FILE = "backup.json"
 CONTENTS_FILE = "contents.db"
 _ARCHIVES = {".tar": "w", ".tar.gz": "w:gz", ".tgz": "w:gz"}
-# These files are copied before the databases, so that the copied chain contains all copied heads. An entry
-# that moves from the spool to the chain during the backup ends up in both copies.
+# These files are copied before the databases, so the copied chain contains all copied heads. If an entry
+# moves from the spool to the chain during the backup, both copies contain it.
 _FILES = (HEADS_FILE, KEY_FILE, SPOOL_FILE)
 _DATABASES = ("control.db", "history.db", CONTENTS_FILE)
 
@@ -56,13 +56,13 @@ class Backup(NamedTuple):
     """A completed backup."""
 
     path: Path
-    """Path of the folder or archive."""
+    """Path of the backup's folder or archive."""
     made_at: str
     files: list[BackupFile]
     audit_rows: int
     audit_head: str
     sha256: str = ""
-    """SHA-256 of the archive. For a folder, it is the SHA-256 of `backup.json`, which lists the hashes of the
+    """SHA-256 of the archive or, if the backup is a folder, of `backup.json`, which lists the hashes of the
     other files."""
 
 
@@ -83,13 +83,14 @@ def back_up(
 
     Only the owner can read the backup.
 
-    The backup gets its final name after every copy has been checked: each database as a whole, and the audit
-    chain against the copied heads and those in `recorded`. If the backup fails, raises `StoreError` and
-    leaves no files behind.
+    The backup gets its final name only after the copies have passed their checks: an integrity check of each
+    database, and a check of the audit chain against the copied heads and the heads in `recorded`. Raises
+    `StoreError` and leaves no files behind if the backup fails.
     """
     made_at = datetime.now(UTC)
     suffix = next((suffix for suffix in _ARCHIVES if target.name.endswith(suffix)), None)
-    # isdir() returns False if the path cannot be searched; creating the target then raises the error.
+    # isdir() returns False if the path cannot be searched. In that case, creating the target raises the
+    # error.
     if suffix is None and os.path.isdir(target):
         target = target / f"appliance-{made_at:%Y%m%dT%H%M%SZ}"
     if os.path.lexists(target):
@@ -170,7 +171,7 @@ def _copy_database(source: Path, target: Path) -> None:
     try:
         with closing(open_readonly(source)) as reader, closing(sqlite3.connect(target)) as copy:
             reader.backup(copy)
-            # Leave WAL mode, so that the copy needs no -wal file and can be read without write permission.
+            # Leave WAL mode: the copy then needs no -wal file and can be read without write permission.
             copy.execute("PRAGMA journal_mode=DELETE").fetchone()
     except sqlite3.Error as error:
         damaged = primary_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -197,7 +198,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _append_heads(source: Path, target: Path, seq: int) -> None:
-    """Add the heads of rows up to `seq` that were recorded after the heads file was copied."""
+    """Add to the copied heads file the heads of rows up to `seq` that were recorded after it was copied."""
     with target.open("ab") as file, source.open("rb") as lines:
         lines.seek(file.tell())
         for line in lines:

@@ -1,7 +1,6 @@
 """Stores in `contents.db` the prompts and answers that tenants' log policies keep, either as hashes or as
-text with secrets removed. Access to them is more restricted than access to the request log. They are
-therefore in a separate file that only the service's user can open. Operators read them through an audited
-action of the service."""
+text with secrets removed. They are more sensitive than the request log, so they are in a separate file that
+only the service's user can open. Operators read them through an audited action of the service."""
 
 from __future__ import annotations
 

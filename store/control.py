@@ -40,14 +40,14 @@ _UNAUDITED = frozenset({"sha256"})
 
 
 class CreatedKey(NamedTuple):
-    """A new key. `key` is the secret, which is shown once and not stored."""
+    """A new key. `key` is the secret, which is shown once and never stored."""
 
     record: KeyRecord
     key: str
 
 
 class RotatedKey(NamedTuple):
-    """The replacement of a key, with its secret, and the record of the replaced key."""
+    """The result of a rotation: the new key with its secret, and the record of the replaced key."""
 
     created: CreatedKey
     former: KeyRecord
@@ -173,15 +173,15 @@ class ControlStore:
         return changed
 
     def write(self, apply: Callable[[sqlite3.Connection], T], after_commit: Callable[[T], None]) -> Future[T]:
-        """Run `apply` on the writer thread, in a transaction without an audit row. Use this only for state
-        that the audit rows of an action already describe."""
+        """Run `apply` on the writer thread, in a transaction without an audit row. Use this only for a change
+        that an action's audit rows already describe."""
         return self._writer.call(apply, after_commit, within_s=WITHIN_S)
 
     def record(
         self, *, actor: Actor | str, action: str, params: Mapping[str, object], result: str
     ) -> Future[None]:
         """Audit an action that was refused or that changes nothing in this database. `result` is `ok` or the
-        reason."""
+        reason for the refusal."""
         return self.trail.conclude(actor, action, params, result)
 
     # ── tenants ──
@@ -307,8 +307,9 @@ class ControlStore:
     def rotate_key(
         self, *, actor: Actor | str, key_id: str, overlap_s: float, expires_at: float | None = None
     ) -> Future[RotatedKey]:
-        """Replace a key by a new one with the same rights. The old key stays valid for at most `overlap_s`
-        seconds. Without `expires_at`, the new key gets the lifetime that the old key was created with.
+        """Replace a key with a new one that has the same rights. The old key stays valid for at most
+        `overlap_s` seconds. Without `expires_at`, the new key gets the lifetime that the old key was created
+        with.
 
         Raises `ValueError` for an invalid `overlap_s`. The future raises `ValueError` for an invalid expiry
         time, `UnknownKeyError` if there is no such key, and `ConflictError` if the key is revoked or expired,
@@ -338,8 +339,8 @@ class ControlStore:
         )
 
     def revoke_key(self, *, actor: Actor | str, key_id: str) -> Future[Change]:
-        """Revoke a key. The key is refused once the future resolves. Revoking a key again keeps the original
-        time of revocation.
+        """Revoke a key. Once the future resolves, requests with the key are refused. Revoking a key again
+        keeps the original time of revocation.
 
         The future raises `UnknownKeyError` if there is no such key.
         """

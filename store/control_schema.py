@@ -116,8 +116,8 @@ FROM (SELECT 'local' AS name UNION SELECT 'default' UNION SELECT tenant FROM key
 )
 
 
-# AUTOINCREMENT keeps the highest seq ever used in sqlite_sequence, so that the removal of the last rows can
-# be detected.
+# AUTOINCREMENT keeps the highest seq ever used in sqlite_sequence, which makes the removal of the last rows
+# detectable.
 _AUDIT = (
     """
 CREATE TABLE audit (
@@ -233,8 +233,8 @@ def _added_fields(
     table: str, record: type[msgspec.Struct], after: str, view: str, view_sql: str
 ) -> Iterator[Migration]:
     """Yield a migration for each field that `record` declares after the field `after`. Each migration adds
-    the field's column to `table` and to the table's view. Hand-written migrations create the columns of the
-    other fields."""
+    the field's column to `table` and to the table's view. Hand-written migrations create the columns of all
+    earlier fields."""
     names = record.__struct_fields__
     hints, fields, added = get_type_hints(record), declared(record), ""
     for name in names[names.index(after) + 1 :]:

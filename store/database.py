@@ -58,7 +58,7 @@ class WritableDatabase:
 
     def __init__(self, path: Path, schema: Schema, synchronous: Synchronous) -> None:
         """Open or create the file and migrate it to `schema`. Raises `StorageFaultError` if a later attempt
-        may succeed, and another `StoreError` for all other errors."""
+        may succeed, and another `StoreError` otherwise."""
         self.path = path
         self._schema = schema
         self._synchronous = synchronous
@@ -74,9 +74,9 @@ class WritableDatabase:
             raise
 
     def displaced(self) -> str:
-        """Return a message if a file of the open database was deleted or replaced on disk; empty otherwise.
-        No data has been lost yet, because the connection keeps the original file open. New commits are
-        written to that file, which no longer has a name."""
+        """Return a message if a file of the open database was deleted or replaced on disk, otherwise an empty
+        string. No data has been lost yet, because the connection still writes to the original file, although
+        that file no longer has a name."""
         for path, found in self._identities().items():
             known = self._files[path]
             if known is None:
@@ -89,11 +89,11 @@ class WritableDatabase:
 
     def write_back(self, progress: Callable[[], None]) -> str:
         """Write the content of the deleted or replaced file back to its path, and continue with the new file.
-        If the path contains a foreign file, rename the foreign file. Returns the foreign file's new name, or
-        an empty string if there was none.
+        If another program has put a file at the path, rename that file and return its new name; otherwise
+        return an empty string.
 
-        `progress` is called every few pages. Raises `StoreError` if the disk refuses the content, which then
-        remains in the open file.
+        `progress` is called every few pages. Raises `StoreError` if the content cannot be written; the open
+        file then still contains it.
         """
         if not self.path.parent.is_dir():
             raise MissingDatabaseError(
@@ -127,8 +127,9 @@ class WritableDatabase:
         _sync(copy)
 
     def _move_aside(self) -> str:
-        """Rename a foreign file at the path, and return its new name. Also remove the original database's
-        -wal and -shm files, because SQLite would otherwise apply them to the file that is written back."""
+        """Rename the file that another program has put at the path, and return its new name. Also remove the
+        original database's -wal and -shm files, because SQLite would otherwise apply them to the file that is
+        written back."""
         known, found = self._files[self.path], _identity(self.path)
         foreign = found is not None and found != known
         aside = self.path.with_name(f"{self.path.name}.replaced-{datetime.now(UTC):%Y%m%dT%H%M%SZ}")
@@ -207,8 +208,8 @@ def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connectio
     try:
         connection = _open_and_touch(path, "mode=ro")
     except sqlite3.Error as error:
-        # A database in WAL mode may lack its -wal and -shm files (a copy, for example) and be in a folder
-        # where this process cannot create them. In that case the database file is complete and no process is
+        # A database in WAL mode, such as a copy, may have no -wal and -shm files and be in a folder where
+        # this process cannot create them. In that case the database file is complete and no process is
         # writing to it, so open it as immutable.
         wal = path.with_name(path.name + "-wal")
         stopped = not wal.exists() or wal.stat().st_size == 0
@@ -235,8 +236,8 @@ def open_readonly(path: Path, schema: Schema | None = None) -> sqlite3.Connectio
 
 @contextmanager
 def reading(path: Path, schema: Schema, limit_s: float | None = None) -> Iterator[sqlite3.Connection]:
-    """Open a read-only connection for a `with` block. SQLite errors in the block are raised as
-    `StoreError`. After `limit_s` seconds, the running query is interrupted with a `SlowQueryError`."""
+    """Open a read-only connection for a `with` block. SQLite errors in the block are raised as `StoreError`.
+    After `limit_s` seconds, the running query is interrupted and raises `SlowQueryError`."""
     connection = open_readonly(path, schema)
     if limit_s is not None:
         deadline = time.monotonic() + limit_s
@@ -255,8 +256,8 @@ def reading(path: Path, schema: Schema, limit_s: float | None = None) -> Iterato
 
 
 def integrity_problems(path: Path) -> list[str]:
-    """Return the problems found by SQLite's full integrity check; empty if there are none. Reads the whole
-    file."""
+    """Return the problems found by SQLite's full integrity check, which reads the whole file. The list is
+    empty if there are none."""
     connection = open_readonly(path)
     try:
         found = [str(row[0]) for row in connection.execute("PRAGMA integrity_check")]
@@ -340,8 +341,8 @@ def _check_writable(path: Path) -> None:
 
 
 def _create(path: Path, mode: int = 0o640) -> int:
-    """Open `path`, creating it if it is missing. Users outside the service's group cannot read the new file,
-    unlike a file that SQLite creates. SQLite gives the -wal and -shm files the same mode."""
+    """Open `path`, creating it if it is missing. Unlike a file that SQLite creates, the new file is not
+    readable by users outside the service's group. SQLite gives the -wal and -shm files the same mode."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
     except OSError as error:
@@ -369,5 +370,5 @@ def _lock(path: Path) -> int:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     except OSError:
-        pass  # the process id is only informative, so a full disk must not prevent the lock
+        pass  # the process id is only informative, so the lock is valid without it on a full disk
     return descriptor

@@ -47,11 +47,12 @@ class SlowQueryError(StoreError):
 
 
 class OutcomeUnknownError(StoreError):
-    """The disk did not respond in time, so it is not known yet whether the change was made."""
+    """The disk did not respond in time, so it is unknown whether the change was made."""
 
 
 class WriterClosedError(StoreError):
-    """The operation was submitted after `Writer.close()`, or was still waiting when the writer gave up."""
+    """The operation was submitted after `Writer.close()`, or was still waiting when the writer gave up on
+    closing cleanly."""
 
 
 class UnknownRecordError(StoreError):
@@ -67,7 +68,7 @@ class UnknownTenantError(UnknownRecordError):
 
 
 class UnknownPeerError(UnknownRecordError):
-    """This user or group is not mapped."""
+    """This user or group is not mapped to a tenant."""
 
 
 class UnknownModelError(UnknownRecordError):

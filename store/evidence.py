@@ -36,7 +36,7 @@ class Recorded(NamedTuple):
     head: Head
     source: str
     signed: SignedHead | None = None
-    """The head with its signature. None for a head that an auditor kept without its signature."""
+    """The head with its signature. None if an auditor kept the head without its signature."""
 
 
 class Findings(NamedTuple):
@@ -85,7 +85,7 @@ class ActionRecord(NamedTuple):
 
 
 class ActionFilter(NamedTuple):
-    """Conditions on actions; None matches any value."""
+    """Conditions that select actions; None matches any value."""
 
     actor: str | None = None
     """Name of the actor. `uid:0` also matches actors with this uid that used a key."""
@@ -113,7 +113,7 @@ WHERE (first.phase IS NOT 'result'
 
 _LONGEST_ACTION_ROWS = 10_000
 """Maximum number of rows between an action's intent and its result for which `read_changed_actions` finds the
-result. The limit keeps the query from reading the whole chain."""
+result. The limit spares the query from reading the whole chain."""
 
 
 def read_actions(
@@ -125,8 +125,8 @@ def read_actions(
     limit_s: float | None = None,
 ) -> list[ActionRecord]:
     """Return the newest `limit` matching actions, oldest first, through a read-only connection. If `before`
-    is given, only actions whose first row is older than the row with this seq are returned. `limit_s` limits
-    the time of the call. Raises `StoreError`."""
+    is given, return only actions whose first row is older than the row with this seq. `limit_s` is the time
+    limit of the call. Raises `StoreError`."""
     sql, values = _ACTIONS, list[Any]()
     if before is not None:
         sql += " AND first.seq < ?"
@@ -162,7 +162,7 @@ def read_changed_actions(path: Path, after: int, limit: int, *, limit_s: float) 
 
 
 def matches_action(record: ActionRecord, wanted: ActionFilter) -> bool:
-    """Return whether an action matches the conditions, with the same result as `read_actions`."""
+    """Return whether an action matches the conditions. The conditions mean the same as in `read_actions`."""
     actor, action, since, until = wanted
     by = actor is None or record.actor == actor or record.actor.startswith(f"{actor} ")
     named = (
@@ -227,7 +227,7 @@ def read_heads(path: Path) -> list[Recorded]:
 
 
 def recorded_in(lines: Iterable[str], source: str) -> list[Recorded]:
-    """Return the chain heads in the lines of a text."""
+    """Return the chain heads found in the lines of a text."""
     return [Recorded(signed.head, source, signed) for signed in heads_in(lines)]
 
 
@@ -275,7 +275,7 @@ def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
 
 def _recorded_by_now(folder: Path, seq: int) -> int:
     """Return the seq of the newest recorded head that is not newer than row `seq`. The heads file is read
-    again, because a running service may have added heads in the meantime."""
+    again, because a running service may have added heads since it was last read."""
     try:
         return max((head.seq for head, _, _ in read_heads(folder / HEADS_FILE) if head.seq <= seq), default=0)
     except StoreError:
@@ -284,7 +284,7 @@ def _recorded_by_now(folder: Path, seq: int) -> int:
 
 def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | None = None) -> Findings:
     """Check the chain in the database or export at `path` against recorded heads. If `key` is given,
-    signatures are also checked, and heads with a wrong signature are not used. Raises `StoreError`."""
+    signatures are also checked, and heads with a wrong signature are ignored. Raises `StoreError`."""
     known = list(recorded)
     exported = exports.is_export(path)
     trailer = None

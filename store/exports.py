@@ -92,7 +92,7 @@ def read(path: Path) -> tuple[list[AuditRow], Trailer | None]:
 
 
 def problems_of(trailer: Trailer | None, found: Head, key: SigningKey | None) -> list[str]:
-    """Return the problems found in an export whose chain ends at `found`."""
+    """Check an export's trailer against `found`, the head of the export's chain, and return the problems."""
     if trailer is None:
         return ["the export is incomplete: its last line, the trailer, is missing"]
     problems = []

@@ -4,13 +4,13 @@ to the database:
 
     audit head seq=41 hash=<64 hex> at=2026-11-20T23:16:01.123456+00:00 key=<16 hex> sig=<64 hex>
 
-In the log, the line ends with ` of ` and the state directory, because a journal may also contain the heads of
+In the log, ` of ` and the path of the state directory follow, because a journal may also contain the heads of
 other services. `sig` is an HMAC-SHA256 under `audit.key`, which the service creates at its first startup and
 only its user can read. `key` is the id of that key, which changes when the key is replaced.
 
 The signature proves that this service wrote the head. It does not protect against attackers who can read the
-key, because they can sign any head. In that case, only a head that was copied off the machine earlier reveals
-a change. Examples are a forwarded journal and a head noted on paper."""
+key, because they can sign any head. Only a head that was copied off the machine before the attack, for
+example in a forwarded journal or on paper, reveals their changes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 KEY_FILE = "audit.key"
 HEADS_FILE = "audit.heads"
 ROWS_BETWEEN_HEADS = 16
-"""Maximum number of new rows after which a head is recorded."""
+"""Number of new rows after which a new head is recorded."""
 
 _KEY_BYTES = 32
 _LINE = re.compile(
@@ -160,7 +160,7 @@ class HeadKeeper:
     def __init__(self, path: Path, key: SigningKey) -> None:
         self.path = path
         self.last_error: str | None = None
-        """The reason why the latest head is only in the log and could not be written to the file; None if it
+        """The reason why the latest head could not be written to the file and is only in the log; None if it
         was written."""
         self.recorded: SignedHead | None = None
         self.newest = Head(0, "")
@@ -172,20 +172,20 @@ class HeadKeeper:
         return self._key.id
 
     def start(self) -> None:
-        """Create the file if it does not exist. The file is created before the chain has rows. If the chain
-        has rows but the file does not exist, the file was removed."""
+        """Create the file if it does not exist. Since this happens before the chain has rows, a chain with
+        rows but without the file shows that the file was removed."""
         try:
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640))
         except OSError as error:
             self.last_error = f"{self.path} cannot be created ({error.strerror})"
 
     def replaced_another(self, named: int, newest: int) -> bool:
-        """Return whether a row that names this key as the signing key must be added to the chain. This is the
-        case if
+        """Return whether the chain needs a new row that names this key as the signing key. This is the case
+        if
 
         - the key was just created, or
-        - the file has heads that were signed with another key for rows after `named`, the latest row that
-          names this key.
+        - the file contains heads of rows after `named`, the latest row that names this key, that were signed
+          with another key.
 
         `newest` is the newest row of the chain."""
         return self._key.fresh or any(
@@ -193,8 +193,8 @@ class HeadKeeper:
         )
 
     def beyond(self, newest: int) -> SignedHead | None:
-        """Return the newest signed head of a row after `newest`, the end of the chain. Such a head shows that
-        the chain has lost rows. None if there is none."""
+        """Return the newest signed head of a row beyond `newest`, the last row of the chain, or None if there
+        is none. A head beyond the end of the chain shows that the chain has lost rows."""
         ours = (head for head in self._filed() if head.seq > newest and self._key.signed_head(head))
         return max(ours, key=lambda head: head.seq, default=None)
 

@@ -42,11 +42,11 @@ class IncidentTooLargeError(StoreError):
 
 
 class IncidentWriter:
-    """Writes an incident file. Use as a context manager: the file gets its name only if the block ends
-    without an error. Raises `StoreError`."""
+    """Writes an incident file. Use it as a context manager: the file gets its final name only if the block
+    ends without an error. Raises `StoreError`."""
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
-        """Raises `StoreError` if `path` exists or cannot be written. The file has at most `limit_bytes`."""
+        """Raises `StoreError` if `path` exists or cannot be written. The file can grow to `limit_bytes`."""
         self.path = path
         self._limit_bytes = limit_bytes
         self._partial = path.with_name(f".{path.name}.partial")
@@ -61,7 +61,7 @@ class IncidentWriter:
             raise explain_os(path, error) from error
         self._connection = sqlite3.connect(self._partial, isolation_level=None, check_same_thread=False)
         try:
-            # The file is complete or does not exist, so it needs no journal.
+            # An incomplete file is never kept, so the database needs no journal.
             self._connection.execute("PRAGMA journal_mode=OFF").fetchone()
             self._connection.execute("PRAGMA synchronous=OFF")
             migrate(self._connection, path, HISTORY)
@@ -78,7 +78,7 @@ class IncidentWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Give the file its name, or remove it after an error."""
+        """Give the file its final name, or remove the file after an error."""
         if error is not None:
             self._abandon()
             if isinstance(error, sqlite3.Error):
@@ -100,8 +100,8 @@ class IncidentWriter:
     def samples(
         self, resolution_s: int, rows: Iterable[tuple[int, int, int, bytes]], layouts: Mapping[int, bytes]
     ) -> None:
-        """Add stored samples: time in milliseconds, layout, number of samples and numbers. `layouts` contains
-        the documents of their layouts."""
+        """Add stored samples, each as its time in milliseconds, layout id, number of samples and packed
+        numbers. `layouts` contains the layout documents."""
         table = next(one.table for one in RESOLUTIONS if one.seconds == resolution_s)
         ids = {one: self._layout(document) for one, document in layouts.items()}
         self._insert(
@@ -110,7 +110,7 @@ class IncidentWriter:
         )
 
     def details(self, rows: Iterable[tuple[int, bool, bytes]]) -> None:
-        """Add stored details: time in milliseconds, whether the document is a full frame, and the
+        """Add stored details, each as its time in milliseconds, whether its document is a full frame, and the
         document."""
         self._insert(f"INSERT OR IGNORE INTO {DETAILS} (at, whole, document) VALUES (?, ?, ?)", list(rows))
 
@@ -127,11 +127,11 @@ class IncidentWriter:
         self._insert(SAVE_ALERT, [msgspec.structs.astuple(row) for row in rows])
 
     def actions(self, rows: Iterable[tuple[float, int | None, str]]) -> None:
-        """Add operators' actions: time in unix seconds, number, and document."""
+        """Add operators' actions, each as its time in unix seconds, its number, and its document."""
         self._insert("INSERT INTO incident_actions (at, seq, document) VALUES (?, ?, ?)", list(rows))
 
     def lines(self, rows: Iterable[tuple[float, int, str]]) -> None:
-        """Add log lines: time in unix seconds, number, and document."""
+        """Add log lines, each as its time in unix seconds, its number, and its document."""
         self._insert("INSERT INTO incident_lines (at, number, document) VALUES (?, ?, ?)", list(rows))
 
     @property

@@ -1,5 +1,5 @@
-"""Operations that change keys. Each runs inside the caller's transaction. The secret of a key is generated
-here and not stored."""
+"""Operations that change keys. Each runs inside the caller's transaction. This module generates the secrets
+of keys; the database stores only their hashes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def rotate(
     overlap_s: float,
     expires_at: float | None,
 ) -> tuple[Change, Change]:
-    """Replace a key by a new one with the same rights. The old key stays valid for at most `overlap_s`
+    """Replace a key with a new one that has the same rights. The old key stays valid for at most `overlap_s`
     seconds. Without `expires_at`, the new key gets the lifetime that the old key was created with. Returns
     the changes to the old key and to the new one.
 

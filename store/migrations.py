@@ -1,7 +1,7 @@
 """Schemas as ordered migrations, recorded in the database by sqlite-utils.
 
-`PRAGMA user_version` counts the applied migrations, so that an up-to-date file can be opened without
-sqlite-utils, whose import takes 116 ms. `_sqlite_migrations` records when each migration was applied. Both
+`PRAGMA user_version` counts the applied migrations. An up-to-date file can therefore be opened without
+importing sqlite-utils, which takes 116 ms. `_sqlite_migrations` records when each migration was applied. Both
 are written in one transaction.
 """
 
@@ -71,8 +71,8 @@ def migrate(connection: sqlite3.Connection, path: Path, schema: Schema) -> list[
 
 def _step(statements: tuple[str, ...]) -> Callable[[Database], None]:
     def apply(database: Database, /) -> None:
-        # Execute one statement at a time, because executescript() would first commit the surrounding
-        # transaction.
+        # Execute one statement at a time, because executescript() would commit the surrounding transaction
+        # first.
         for statement in statements:
             database.conn.execute(statement)
         # Only the number of applied migrations is stored, because their order may differ between files.

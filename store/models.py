@@ -10,7 +10,7 @@ import msgspec
 
 
 class ModelFile(msgspec.Struct, frozen=True, array_like=True):
-    """A file in a version's folder, as it was when the version was added."""
+    """A file in a version's folder at the time when the version was added."""
 
     name: str
     bytes: int
@@ -26,9 +26,11 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     default_version: int
     """The version that answers requests for the name."""
     previous_version: int | None = None
-    """The default version before the latest change, to which `models rollback` returns."""
+    """The version that was the default before the latest change. `models rollback` makes it the default
+    again."""
     next_version: int
-    """Number of the next version. Numbers are not reused, because the request log contains them."""
+    """Number of the next version. Numbers are never reused, because the request log refers to versions by
+    number."""
 
 
 class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):

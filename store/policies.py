@@ -1,9 +1,8 @@
 """The records in `control.db`: tenants, keys and Unix peers, as configured by operators. The records contain
 only data.
 
-This is the only place where fields of tenants, keys and quotas are declared (`store.fields`). To add a field
-to `TenantRecord` or `KeyFields`, append it to the class and give it a default; the next startup adds its
-column.
+The fields of tenants, keys and quotas are declared only here (`store.fields`). To add a field to
+`TenantRecord` or `KeyFields`, append it to the class and give it a default; the next startup adds its column.
 
 A quota limits a tenant, or a key within its tenant. A request must stay within the limits of both. None means
 no limit.
@@ -28,7 +27,7 @@ SCOPES: tuple[KeyScope, ...] = get_args(KeyScope)
 """Permissions that a key can have: use the inference API, perform all operator actions, or read the service's
 state."""
 LogPolicy = Literal["metadata", "hashes", "full"]
-"""How to store prompts and answers: not at all, as SHA-256 hashes, or as redacted text."""
+"""How prompts and answers are stored: not at all, as SHA-256 hashes, or as redacted text."""
 
 Fallback = Literal["never", "allowed"]
 """Whether a model's fallback may answer requests."""
@@ -119,7 +118,7 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float
     weight: Annotated[
         float,
-        # with a smaller weight, a tenant's share would be too small to measure
+        # a tenant with a smaller weight would get too small a share to measure
         Field(
             "Weight in fair sharing, relative to other tenants with requests of the same class",
             low=0.001,

@@ -1,4 +1,4 @@
-"""Stores in `history.db` how much of each quota remains, so that a restart does not refill the quotas. The
+"""Stores in `history.db` how much of each quota remains, so a restart does not refill the quotas. The
 remaining amounts (levels) are written as a snapshot every few seconds instead of after each request.
 
 After a crash, the request log supplies the usage since the last snapshot. Each row contains its request's
@@ -23,7 +23,7 @@ from store.writer import Writer
 class QuotaLevels(msgspec.Struct, frozen=True, kw_only=True):
     """The remaining amount of each limit of one tenant or key; None for a limit that is not set.
 
-    The levels do not include the usage of requests with open rows, because those rows record it.
+    The levels do not yet reflect the usage of requests with open rows, because those rows record it.
     """
 
     scope: str
@@ -38,7 +38,7 @@ class QuotaLevels(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Used(msgspec.Struct, frozen=True):
-    """The part of a request's usage that is not included in the stored levels."""
+    """The part of a request's usage that the stored levels do not yet reflect."""
 
     tenant: str
     key_id: str
@@ -46,7 +46,7 @@ class Used(msgspec.Struct, frozen=True):
     at: float
     """Time when the request was admitted, in unix seconds."""
     tokens: int
-    """Number of tokens, above 0. Requests without usage are not listed."""
+    """Number of tokens, always above 0, because requests without usage are not listed."""
 
 
 class QuotaState(msgspec.Struct, frozen=True):
@@ -54,7 +54,7 @@ class QuotaState(msgspec.Struct, frozen=True):
 
     levels: list[QuotaLevels] = []
     used: list[Used] = []
-    """Usage that is not included in the levels, oldest first."""
+    """Usage that the levels do not yet reflect, oldest first."""
 
 
 _COLUMNS = QuotaLevels.__struct_fields__
@@ -74,7 +74,7 @@ class QuotaLog:
     def save(self, levels: Iterable[QuotaLevels], gone: Iterable[tuple[str, str]] = ()) -> bool:
         """Store these levels, and delete the levels of the (scope, name) pairs in `gone`. Never blocks;
         returns False if the snapshot was dropped. Call this after submitting the rows of all requests that
-        the levels include, and before submitting any other row."""
+        the levels include, and before submitting any other rows."""
         values = [msgspec.structs.astuple(level) for level in levels]
         return self._writer.submit(partial(_save, values, list(gone)))
 

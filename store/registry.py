@@ -80,8 +80,8 @@ class ModelRegistry:
         )
 
     def remove(self, *, actor: Actor | str, model: str, version: int | None) -> Future[list[VersionRecord]]:
-        """Remove a version of a model or, if `version` is None, all versions. With its last version, the
-        model is removed. The future returns the removed versions.
+        """Remove a version of a model or, if `version` is None, all versions. Removing the last version also
+        removes the model. The future returns the removed versions.
 
         The future raises UnknownModelError if there is no such version. It raises ConflictError if an alias,
         split or shadow refers to what would be removed, or if the version is the default of a model with
@@ -141,7 +141,7 @@ class ModelRegistry:
     def set_default(
         self, *, actor: Actor | str, action: str, model: str, version: int
     ) -> Future[ModelRecord]:
-        """Make a version the default of its model, and end a split of the model's name. The future raises
+        """Make a version the default of its model, and end any split of the model's name. The future raises
         UnknownModelError."""
         before: dict[str, object] = {}
 
@@ -170,8 +170,8 @@ class ModelRegistry:
     def set_pinned(
         self, *, actor: Actor | str, action: str, model: str, version: int, pinned: bool
     ) -> Future[VersionRecord]:
-        """Set whether a version always stays loaded once it is loaded (the setting `pinned`). The future
-        raises UnknownModelError."""
+        """Set whether a version, once loaded, always stays loaded (the setting `pinned`). The future raises
+        UnknownModelError."""
         before: list[bool] = []
 
         def apply(connection: sqlite3.Connection) -> VersionRecord:
@@ -192,9 +192,9 @@ class ModelRegistry:
         )
 
     def set_loaded(self, model: str, version: int, loaded: bool) -> Future[Registry]:
-        """Store whether a version is loaded again after a restart of the service. This change has no audit
-        row of its own, because the rows of the action that loads or unloads the version describe it. If the
-        version has been removed, nothing changes."""
+        """Store whether a version is to be loaded again after a restart of the service. This change has no
+        separate audit row, because the rows of the action that loads or unloads the version describe it. Does
+        nothing if the version has been removed."""
 
         def apply(connection: sqlite3.Connection) -> Registry:
             found = records.find(connection, VersionRecord, model, version)

@@ -30,9 +30,9 @@ MAX_EXAMINED = 20_000
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_class": "class"}):
-    """The stored record of one request, which contains neither prompt nor answer. Times are in unix seconds.
-    A row is open while `finished_at` is None; fields such as `finish_reason` are set when the row is closed.
-    The fields are the table's columns (`request_class` is the column `class`)."""
+    """The stored record of one request, without its prompt and answer. Times are in unix seconds. A row is
+    open while `finished_at` is None; fields such as `finish_reason` are set when the row is closed. The
+    fields are the table's columns (`request_class` is the column `class`)."""
 
     request_id: str
     created_at: float
@@ -55,7 +55,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     queue_ms: float | None = None
     ttft_ms: float | None = None
     itl_ms: float | None = None
-    """Mean time between tokens after the first."""
+    """Mean time between tokens, counted from the first token."""
     e2e_ms: float | None = None
     finish_reason: str | None = None
     status: int | None = None
@@ -68,8 +68,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     resubmissions: int = 0
     quota_tokens: int = 0
     """Number of tokens charged to quotas: the reserved tokens while the row is open, the used tokens after it
-    has been closed. 0 for a request that never ran. Such a request is not charged to request quotas
-    either."""
+    has been closed. 0 for a request that never ran, which does not count towards request quotas either."""
     retry: Literal["joined", "repeated", "anew"] | None = None
     """How a retry with a known `Idempotency-Key` was answered; None if the request is not a retry.
 
@@ -81,8 +80,8 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     user: str | None = None
     """Field `user` of the request body, in which the client identifies its end user."""
     unit: str | None = None
-    """The unit that answered the request: a model of the settings, or NAME@VERSION for a version in the
-    registry. It differs from `model` if that is an alias, a split name, or a model of the registry."""
+    """The unit that answered the request: a model from the settings, or NAME@VERSION for a version in the
+    registry. It differs from `model` if `model` is an alias, a split name, or a model in the registry."""
     fallback_of: str | None = None
     """The requested model, if its fallback `model` was used instead."""
 
@@ -109,7 +108,8 @@ _INSERT = (
     f"ON CONFLICT (request_id) "
 )
 _OPEN = INSERT_LOGGED = _INSERT + "DO NOTHING"
-# Only the first closing counts. Closing a row again changes no row, so the number of changed rows is 0.
+# Only the first call closes a row. Closing a closed row again changes nothing, so the number of changed rows
+# is 0.
 _END = (
     _INSERT
     + "DO UPDATE SET "
@@ -154,8 +154,8 @@ class RequestLog:
     def seal_open_rows(self, reason: str) -> Future[int]:
         """Close all open rows, with status 500 and finish reason `interrupted`. Called at startup after a
         crash, before the first `open`. The future returns the number of closed rows. Callers need not wait
-        for the future: even if the disk refuses writes at first, the rows are closed before any row that is
-        submitted later is written."""
+        for the future: even if the disk refuses writes at first, the open rows are closed before any later
+        row is written."""
         return self._writer.submit_for_result(partial(self._write_seals, reason, time.time()))
 
     def _write_open(self, row: RequestRow, connection: sqlite3.Connection) -> None:
@@ -207,7 +207,7 @@ class RequestLog:
 
 
 class RequestFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Conditions on requests; None matches any value. Times are in unix seconds and compared with
+    """Conditions that select requests; None matches any value. Times are in unix seconds and compared with
     `created_at`."""
 
     since: float | None = None
@@ -256,9 +256,9 @@ class RequestReader:
     """Reads the request log at `path` from any process, without write permission, whether or not the service
     is running.
 
-    Each call opens and closes a connection, so that no reader keeps the file in WAL mode when the service
-    stops. Calls block for milliseconds. They raise `StoreError` if the log cannot be read. All lists start
-    with the oldest row.
+    Each call opens and closes a connection, because an open connection would keep the file in WAL mode when
+    the service stops. Calls block for milliseconds. They raise `StoreError` if the log cannot be read. All
+    lists start with the oldest row.
     """
 
     def __init__(self, path: Path, *, limit_s: float | None = None, limit_bytes: int | None = None) -> None:
@@ -272,8 +272,8 @@ class RequestReader:
     def query(
         self, wanted: RequestFilter, limit: int, before: RequestPosition | None = None
     ) -> list[LoggedRequest]:
-        """Return the newest `limit` requests by `created_at` that match every condition in `wanted` and, if
-        `before` is given, that are older than this position."""
+        """Return the newest `limit` requests, by `created_at`, that match every condition in `wanted`. If
+        `before` is given, return only requests before this position."""
         conditions, values = _where(wanted)
         if before is not None:
             conditions.append("(created_at, request_id) < (?, ?)")
@@ -295,8 +295,8 @@ class RequestReader:
         return self._read(where, (after, *values, _checked(limit)))
 
     def unfinished(self, at: float, limit: int) -> list[LoggedRequest]:
-        """Return the oldest `limit` requests that were unfinished at a time (unix seconds). Only the last
-        `MAX_EXAMINED` requests that arrived before that time are examined."""
+        """Return the oldest `limit` requests that were unfinished at a time (unix seconds). Examines only the
+        last `MAX_EXAMINED` requests that arrived before that time."""
         where = (
             "WHERE request_id IN (SELECT request_id FROM (SELECT request_id, finished_at FROM requests "
             "WHERE created_at <= ? ORDER BY created_at DESC LIMIT ?) WHERE finished_at IS NULL OR "
@@ -336,7 +336,8 @@ def _where(wanted: RequestFilter) -> tuple[list[str], list[Any]]:
 
 
 def _within(rows: Iterable[tuple[Any, ...]], limit_bytes: int) -> list[Any]:
-    """Return rows until their texts exceed the limit: at least one row, if there is one."""
+    """Return rows until the total size of their texts exceeds the limit. The row that exceeds it is still
+    returned."""
     found, size = [], 0
     for row in rows:
         found.append(row)

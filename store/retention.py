@@ -1,8 +1,8 @@
 """Removes rows of the request log, telemetry and stored contents after their retention time, and returns free
 pages to the file system.
 
-Batches are small, so that other operations never wait long. Functions that take a connection are operations
-for the database's writer.
+Batches are small, so other operations never wait long. Functions that take a connection are meant to be
+submitted to the database's writer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEPT_FREE = 0.1
 """Maximum fraction of a file that may consist of free pages."""
 
 
-# Each step is one index lookup; DISTINCT would read the whole index.
+# Each recursion step is one index lookup; DISTINCT would read the whole index.
 _TENANTS = """
 WITH RECURSIVE found (name) AS (
     SELECT min(tenant) FROM contents
@@ -69,7 +69,7 @@ def remove_contents(
 ) -> Removed:
     """Remove a batch of stored contents. For each tenant, contents of requests admitted before the tenant's
     time in `before` (unix seconds) are removed. For tenants that are not in `before`, such as deleted
-    tenants, the time is `otherwise`. None keeps the contents."""
+    tenants, the time is `otherwise`. A time of None keeps the contents."""
     # Overwrite removed data instead of only unlinking its pages.
     connection.execute("PRAGMA secure_delete=ON").fetchone()
     tenants = [name for (name,) in connection.execute(_TENANTS)]
@@ -84,7 +84,7 @@ def remove_contents(
 
 
 def remove_telemetry(connection: sqlite3.Connection, before: Mapping[str, float]) -> Removed:
-    """Remove a batch of rows from the telemetry tables, and the layouts that no row uses any more. `before`
+    """Remove a batch of rows from the telemetry tables, and any layouts no longer used by a row. `before`
     maps each table to the time (unix seconds) before which its rows are removed."""
     gone = 0
     layouts: set[tuple[int]] = set()
@@ -120,9 +120,9 @@ class Emptying:
 
 
 def empty_log(writer: Writer) -> Future[Emptying]:
-    """Copy the write-ahead log into the database and empty it, because removed data stays in the log until it
-    is overwritten. This does not wait for readers, because that would block pending writes. If
-    `Emptying.done` is False, call this again later. The future raises `StoreError`."""
+    """Copy the write-ahead log into the database and empty the log, because it keeps removed data until it is
+    overwritten. Does not wait for readers, because waiting would block pending writes. If `Emptying.done` is
+    False, call this function again later. The future raises `StoreError`."""
 
     def empty(emptying: Emptying) -> None:
         connection = emptying.connection
@@ -163,7 +163,7 @@ def _and_pages(connection: sqlite3.Connection, gone: int, more: bool) -> Removed
     if more or free <= max(BATCH_PAGES, pages * KEPT_FREE):
         return Removed(gone, 0, more)
     for _ in range(BATCH_PAGES):
-        # Free one page per statement. SQLite frees one page per step, and Python's sqlite3 module steps a
-        # statement without result columns only once.
+        # Free one page per statement. SQLite frees one page per step of the statement, and Python's sqlite3
+        # module makes only one step for a statement without result columns.
         connection.execute("PRAGMA incremental_vacuum(1)")
     return Removed(gone, BATCH_PAGES, True)

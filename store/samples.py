@@ -1,10 +1,11 @@
-"""Telemetry samples: a tree of structs, lists and values is split into a row of numbers and a layout.
+"""Telemetry samples. Each sample is a tree of structs, lists and values, and is split into a row of numbers
+and a layout.
 
 The numbers change with every sample. The layout contains everything else: the names, the texts and the
-positions of the numbers. A layout rarely changes, so it is stored once and samples refer to it.
+positions of the numbers. The layout rarely changes, so each layout is stored once and samples refer to it.
 
-The name of a figure is its path in the tree, such as `queue.waiting` or `gpus[0].power_w`. Brackets contain
-the name or number of an entry in a list.
+A figure is one of the numbers. Its name is its path in the tree, such as `queue.waiting` or
+`gpus[0].power_w`. Brackets contain the name or number of a list entry.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ Tree = dict[str, Any]
 _IDENTITY = ("id", "replica", "number", "name", "limit", "where", "model", "kind", "pid")
 """Fields that identify an entry of a list. The first field with a value is used."""
 _CONSTANT = "="
-"""Key of the object that represents a number which is part of the layout, because it identifies an entry."""
+"""Key of the JSON object that stands for a number in the layout. Numbers that identify a list entry are part
+of the layout."""
 _DOUBLE_BYTES = 8
 _SINGLE_BITS = 23
-"""Bits of the mantissa of a number in single precision."""
+"""Number of mantissa bits of a single-precision number."""
 _LARGE = 1 << 24
-"""From this number on, single precision cannot represent all whole numbers."""
+"""Single precision represents all whole numbers up to this one."""
 _LEVEL = 1
 """Compression level of zlib. On samples of 8 GPUs and 20 tenants, level 6 saves 4% of the space and takes
 three times as long."""
@@ -87,7 +89,7 @@ class TelemetrySample(msgspec.Struct, frozen=True):
     numbers: array[float]
 
     def value(self, figure: str) -> float | None:
-        """Return a figure, or None if it is unknown."""
+        """Return the value of a figure, or None if it is unknown."""
         position = self.layout.figures.get(figure)
         if position is None or math.isnan(value := self.numbers[position]):
             return None
@@ -99,16 +101,16 @@ class TelemetrySample(msgspec.Struct, frozen=True):
 
 
 class Splitter:
-    """Splits trees into samples. A figure that has had a value stays a figure while its value is None.
-    Otherwise, each change between a number and None would create a layout."""
+    """Splits trees into samples. A figure that has had a value remains a figure while its value is None.
+    Otherwise, every change between a number and None would create a new layout."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, int | float] = {}
-        """Placeholder for each figure that has had a value."""
+        """Placeholder (0 or 0.0) for each figure that has had a value."""
         self._layout = TelemetryLayout(b"{}")
 
     def split(self, at: float, tree: Mapping[str, Any]) -> TelemetrySample:
-        """Return the sample of a tree of JSON values that was read at `at` (unix seconds)."""
+        """Convert a tree of JSON values, read at time `at` (unix seconds), to a sample."""
         numbers: array[float] = array("d")
         skeleton = self._split(tree, "", numbers)
         document = msgspec.json.encode(skeleton)
@@ -146,9 +148,9 @@ class Splitter:
 
 
 def rounded(numbers: array[float], mantissa_bits: int = 23) -> array[float]:
-    """Return the numbers with fewer significant bits, which compress better. With 23 bits, the error is below
-    1e-7 of the number and whole numbers are exact. Large numbers, such as times and byte counts, are only
-    rounded to whole numbers, and are exact with 23 bits."""
+    """Return the numbers with fewer significant bits, which compress better. With 23 bits, the relative error
+    is below 1e-7 and whole numbers are exact. Large numbers, such as times and byte counts, are exact with 23
+    bits, and otherwise only rounded to whole numbers."""
     single = array("I")
     single.frombytes(array("f", numbers).tobytes())
     if mantissa_bits < _SINGLE_BITS:
@@ -167,8 +169,8 @@ def rounded(numbers: array[float], mantissa_bits: int = 23) -> array[float]:
 
 
 def pack(rows: Sequence[array[float]]) -> bytes:
-    """Return rows of numbers as compressed bytes. Bytes of equal significance are stored together, because
-    they compress better."""
+    """Compress rows of numbers. Bytes of equal significance are stored together, because they compress better
+    that way."""
     raw = b"".join(row.tobytes() for row in rows)
     return zlib.compress(b"".join(raw[byte::_DOUBLE_BYTES] for byte in range(_DOUBLE_BYTES)), _LEVEL)
 

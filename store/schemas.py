@@ -8,8 +8,8 @@ from __future__ import annotations
 from store.migrations import Migration, Schema
 
 # Times are unix seconds. A request is open while finished_at is null. All changes to rows are numbered, and
-# sequence is the number of the row's last change. Readers that follow the log select the rows whose sequence
-# is above the last one that they have read.
+# sequence is the number of the row's last change. Readers that follow the log select the rows with a higher
+# sequence than the last row that they have read.
 _REQUESTS = (
     """
 CREATE TABLE requests (
@@ -101,7 +101,7 @@ WHERE finished_at IS NOT NULL AND (status >= 400 OR error IS NOT NULL)
 )
 
 
-# sequence is the number of the latest change in the request log that the levels include.
+# sequence is the number of the latest change in the request log that the levels reflect.
 _QUOTA_LEVELS = (
     "ALTER TABLE requests ADD COLUMN quota_tokens INTEGER NOT NULL DEFAULT 0",
     """
@@ -127,9 +127,9 @@ _USER = ("ALTER TABLE requests ADD COLUMN user TEXT",)
 _UNIT = ("ALTER TABLE requests ADD COLUMN unit TEXT",)
 _FALLBACK = ("ALTER TABLE requests ADD COLUMN fallback_of TEXT",)
 
-# The usage outlives the rows of the requests. Only requests that ran count tokens: a refused request has no
-# quota_tokens, and the tokens of an interrupted request are not known. Clients choose the names of unknown
-# models, which have no version, so these names are not kept.
+# Usage rows are kept longer than the rows of the requests. Only requests that ran count tokens: a refused
+# request has no quota_tokens, and the tokens of an interrupted request are not known. Clients choose the
+# names of unknown models, which have no version, so these names are not kept.
 _USAGE_OF_REQUESTS = """
 SELECT
     date(finished_at, 'unixepoch'), ifnull(tenant, ''), ifnull(key_id, ''),
@@ -172,7 +172,7 @@ ADD_USAGE = (
 """Adds the ended request with the given id to the usage."""
 
 # Each row of a telemetry table contains the numbers of one sample or interval in the order of its layout, in
-# the format of store.samples.pack. The indexes find the layouts that no row uses any more.
+# the format of store.samples.pack. The indexes are used to find layouts that no row uses any more.
 _TELEMETRY = (
     """
 CREATE TABLE telemetry_layouts (
@@ -198,7 +198,7 @@ CREATE TABLE {table} (
     ),
 )
 
-# A row is a full frame (`whole`), or contains the changes since the preceding row.
+# A row contains either a full frame (`whole`) or the changes since the preceding row.
 _TELEMETRY_DETAILS = (
     """
 CREATE TABLE telemetry_details (

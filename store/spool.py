@@ -1,6 +1,6 @@
 """Stores audit entries in a file next to the control database while the database refuses writes. Space for
-the file is reserved at each startup, so that it can hold entries even when the disk is full. Entries that do
-not fit into the file are kept in memory and also written to the service's log in full.
+the file is reserved at each startup, so it can hold entries even when the disk is full. Entries that do not
+fit into the file are kept in memory and also written to the service's log in full.
 
 The file consists of lines of JSON, followed by zero bytes up to the reserved size. Each line's `mac` signs
 the line's entry and the previous line's `mac`. Without the service's key, no one can change, remove or
@@ -34,12 +34,12 @@ _UNREADABLE = "unreadable"
 
 
 class SpoolState(NamedTuple):
-    """The waiting entries."""
+    """Number and location of the waiting entries."""
 
     rows: int
     in_memory: int
-    """Number of entries that are not in the file. If the service is killed, these entries remain only in its
-    log."""
+    """Number of entries that are not in the file. If the service is killed, only its log still contains these
+    entries."""
     path: Path | None
     """File that contains the spooled entries; None if the file contains no entries."""
     since: str | None
@@ -175,7 +175,7 @@ class Spool:
                     self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        """Write the entries that are only in memory to the file, as far as they fit."""
+        """Write as many of the entries that are only in memory to the file as fit."""
         for entry in self._entries[len(self._entries) - self._in_memory :]:
             try:
                 self._append(entry)
@@ -196,7 +196,7 @@ class Spool:
                 written += os.pwrite(descriptor, line[written:], self._end + written)
             os.fdatasync(descriptor)
         except OSError:
-            # Remove the partial line, because the next attempt must not be appended to it.
+            # Remove the partial line. Otherwise, the next attempt would be appended to it.
             with contextlib.suppress(OSError):
                 os.pwrite(descriptor, bytes(len(line)), self._end)
             raise

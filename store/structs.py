@@ -14,8 +14,8 @@ class KeptText(msgspec.Struct, frozen=True):
     number: int
     """Index of this text among the request's prompts or answers."""
     sha256: str
-    """SHA-256 (hex) of `text`. If only hashes are kept, SHA-256 of the whole original text, which is JSON
-    without spaces for a conversation and the decoded text for token ids."""
+    """SHA-256 (hex) of `text`. If only hashes are kept, it is the SHA-256 of the whole original text: JSON
+    without spaces for a conversation, the decoded text for token ids."""
     bytes: int
     """Size of the whole original text, in bytes."""
     text: str | None = None
@@ -34,13 +34,13 @@ class WriterState(msgspec.Struct, frozen=True, kw_only=True):
     lag_ms: float
     """Age of the oldest waiting operation; an age up to the commit interval is normal."""
     last_error: str | None
-    """The reason why the latest write failed; None if writes succeed."""
+    """The reason why the latest write failed; None if it succeeded."""
     failing_s: float
     """How long the database has refused writes, in seconds; 0 if it accepts them."""
     committed_rows: int
     dropped_rows: int
-    """Number of operations dropped because the spool was full, or because they were still waiting when the
-    writer closed."""
+    """Number of operations dropped because too many were waiting in memory, or because they were still
+    waiting when the writer closed."""
     rejected_rows: int
     """Number of operations dropped because the database cannot store them. This indicates a bug and is logged
     each time."""
@@ -54,9 +54,9 @@ class Silence(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     rule: str
-    """Name of a rule, in which `*` stands for any characters."""
+    """Pattern for the rule's name, in which `*` stands for any characters."""
     subject: str
-    """Subject of the alerts, in which `*` stands for any characters."""
+    """Pattern for the alerts' subject, in which `*` stands for any characters."""
     until: float
     """End of the silence, in unix seconds."""
     reason: str = ""

@@ -2,9 +2,9 @@
 resolutions before that.
 
 There is one table per resolution. Coarse rows contain the mean, the minimum and the maximum of each figure,
-so that short incidents stay visible. `TelemetryLog` writes through the writer thread and never blocks.
-`store.telemetry_reader` reads. The details of a second, such as the unfinished requests, are documents whose
-format only the caller knows.
+which keeps short incidents visible. `TelemetryLog` writes through the writer thread and never blocks.
+`store.telemetry_reader` reads the tables. The details of a second, such as the unfinished requests, are
+documents in a format that only the caller knows.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from store.samples import TelemetryLayout, TelemetrySample, pack, rounded, unpac
 from store.writer import Writer
 
 _MAX_FAILING_S = 60.0
-"""If the database has refused writes for this long, samples are dropped, because they would take the memory
-that rows of the request log need."""
+"""If the database has refused writes for this long, samples are dropped, because they would take memory that
+waiting rows of the request log need."""
 _MAX_WAITING_ROWS = 10_000
 _COARSE_BITS = 10
-"""Significant bits of figures that vary within an interval. The error is below 0.05%."""
+"""Number of significant bits kept for figures that vary within an interval. The error is below 0.05%."""
 
 
 class Resolution(NamedTuple):
@@ -36,11 +36,11 @@ class Resolution(NamedTuple):
     kept_s: float | None
     """Age at which rows are removed; None for the coarsest table, whose age limit is a setting."""
     rows: int
-    """Rows of numbers in each row of the table: 1 (values) or 3 (means, minimums and maximums)."""
+    """Number of number rows packed into each table row: 1 (values) or 3 (means, minimums and maximums)."""
 
     @property
     def milliseconds(self) -> int:
-        """The span of a row."""
+        """The time span of a row, in milliseconds."""
         return self.seconds * 1000
 
 
@@ -62,12 +62,12 @@ class TelemetryLog:
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
         self._waiting: dict[str, list[TelemetrySample]] = {resolution.table: [] for resolution in COARSE}
-        """The samples of the current interval of each coarse table."""
+        """The samples collected for the current interval, by coarse table."""
 
     def record(self, sample: TelemetrySample, details: tuple[bool, bytes] | None = None) -> bool:
-        """Record a sample. `details` contains a document with details of the second, and whether it is a full
-        frame, which can be read without the preceding documents. Never blocks; returns False if the sample
-        was dropped."""
+        """Record a sample. `details` is a pair: whether the document is a full frame, which can be read
+        without the preceding documents, and the document, which describes the details of this second. Never
+        blocks; returns False if the sample was dropped."""
         for resolution in COARSE:
             waiting = self._waiting[resolution.table]
             if waiting and sample.at // resolution.seconds != waiting[0].at // resolution.seconds:
@@ -82,7 +82,7 @@ class TelemetryLog:
         return recorded
 
     def close(self) -> None:
-        """Write the incomplete intervals."""
+        """Write the intervals that are still incomplete."""
         for resolution in COARSE:
             if self._waiting[resolution.table]:
                 self._write(resolution)
@@ -101,8 +101,8 @@ class TelemetryLog:
 
 
 def combine(samples: Sequence[TelemetrySample]) -> list[array[float]]:
-    """Return the mean, minimum and maximum of each figure over the samples. The figures are those of the last
-    sample's layout. A figure that is unknown in every sample is NaN."""
+    """Return the mean, minimum and maximum of each figure over the samples. The last sample's layout
+    determines the figures and their order. A figure that is unknown in every sample is NaN."""
     layout = samples[-1].layout
     columns = zip(*(_aligned(sample, layout) for sample in samples), strict=True)
     means, lows, highs = array("d"), array("d"), array("d")
@@ -123,10 +123,11 @@ def combine(samples: Sequence[TelemetrySample]) -> list[array[float]]:
 
 
 def pack_interval(means: array[float], lows: array[float], highs: array[float]) -> bytes:
-    """Return the figures of an interval as compressed bytes. Figures that vary are rounded to an error
-    below 0.05%, and figures that do not vary are exact.
+    """Compress the figures of an interval. Figures that vary are rounded with an error below 0.05%; figures
+    that do not vary are exact.
 
-    The rows are the means and the distances of the extremes from them, because distances compress better."""
+    The rows contain the means and the distances of the minimums and maximums from the means, because
+    distances compress better than the extremes themselves."""
     vague = rounded(means, _COARSE_BITS)
     means = array(
         "d",

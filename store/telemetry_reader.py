@@ -18,14 +18,14 @@ from store.schemas import HISTORY
 from store.telemetry import DETAILS, RESOLUTIONS, Resolution, unpack_interval
 
 _VALID_S = 2.5
-"""A one-second sample is valid until the next sample, but not for longer than this."""
+"""A one-second sample is valid until the next sample, but no longer than this many seconds."""
 _PAGE_ROWS = 600
-"""Maximum number of rows read through one connection. A reader that keeps its connection open prevents a
-stopping service from leaving WAL mode."""
+"""Maximum number of rows read through one connection. A reader that keeps its connection open prevents the
+service from leaving WAL mode when it stops."""
 
 
 class RecordedSample(NamedTuple):
-    """A sample as recorded."""
+    """A recorded sample with the range of each figure."""
 
     sample: TelemetrySample
     """The values of one second, or the means of an interval that begins at `sample.at`."""
@@ -36,7 +36,7 @@ class RecordedSample(NamedTuple):
 
 
 class SeriesPoint(NamedTuple):
-    """The value of a figure at a second, or in an interval that begins at `at`."""
+    """The value of a figure in one second, or in an interval that begins at `at`."""
 
     at: float
     mean: float
@@ -45,12 +45,12 @@ class SeriesPoint(NamedTuple):
 
 
 class FigureColumns(NamedTuple):
-    """Figures over time. NaN means that a value is unknown."""
+    """Values of several figures over time. NaN means that a value is unknown."""
 
     resolution: Resolution
     at: list[float]
     figures: dict[str, list[float]]
-    """One value per time, keyed by the figure's name: the values of seconds, or the means of intervals."""
+    """For each figure, by name, one value per time: the value of a second, or the mean of an interval."""
 
 
 class StoredSample(NamedTuple):
@@ -105,8 +105,8 @@ class TelemetryReader:
         return None if ends is None else ends[0] / 1000
 
     def snapshot(self, at: float) -> RecordedSample | None:
-        """Return the sample of the finest resolution that covers the time `at` (unix seconds). None means
-        that the service was not running then, or that the sample has been removed."""
+        """Return the sample that covers the time `at` (unix seconds), from the finest resolution that has
+        one. Returns None if the service was not running then or the sample has been removed."""
         with self._reading() as connection:
             for resolution in RESOLUTIONS:
                 row = connection.execute(
@@ -122,7 +122,8 @@ class TelemetryReader:
         """Return a figure's values between two times, oldest first, at the finest resolution that covers the
         time span with at most `limit` points. Times without a value are omitted.
 
-        The newest interval of a coarse table is incomplete, so the series ends with finer points.
+        A coarse table does not contain its newest interval until that interval is complete, so the series
+        ends with finer points.
         """
         points: list[SeriesPoint] = []
         with self._reading() as connection:
@@ -191,9 +192,9 @@ class TelemetryReader:
         points: int,
         values: int,
     ) -> FigureColumns:
-        """Return the wanted figures between two times, oldest first. If no resolution is given, the finest
-        resolution that covers the time span with at most `points` points is used. Raises TooManyValuesError
-        if there are more than `points` points, or more than `values` values."""
+        """Return the values of the wanted figures between two times, oldest first. If no resolution is given,
+        use the finest resolution that covers the time span with at most `points` points. Raises
+        TooManyValuesError if there are more than `points` points, or more than `values` values."""
         begin, end = round(since * 1000), round(until * 1000)
         found = FigureColumns(resolution or RESOLUTIONS[0], [], {})
         chosen: dict[int, dict[str, int]] = {}
@@ -295,8 +296,8 @@ class TelemetryReader:
 
 
 def _ends(connection: sqlite3.Connection, resolution: Resolution) -> tuple[int, int] | None:
-    # Use two queries, because SQLite answers each from one end of the index, but would read all rows to
-    # answer both at once.
+    # Use two queries. SQLite answers each from one end of the index, but would read all rows for a single
+    # query that asks for both.
     table = resolution.table
     first = connection.execute(f"SELECT min(at) FROM {table}").fetchone()[0]
     last = connection.execute(f"SELECT max(at) FROM {table}").fetchone()[0]

@@ -26,10 +26,10 @@ from store.writer import Writer
 log = logging.getLogger(__name__)
 
 WITHIN_S = 5.0
-"""Maximum time until a write to the control database must start. After that, a change fails, so that the
-caller gets a response, and an audit entry is stored in the spool."""
+"""Maximum time, in seconds, until a write to the control database must start. After that, a change fails and
+the caller gets a response, and an audit entry goes to the spool."""
 _LOOKED_THROUGH = 10_000
-"""At startup, this many of the newest rows are searched for intents without a result."""
+"""Number of the newest rows that are searched at startup for intents without a result."""
 
 
 _SERVICE = "service"
@@ -68,9 +68,9 @@ class AuditTrail:
         self._shorter: str | None = None
 
     def start(self) -> None:
-        """Append the entries that an earlier run left in the spool. Also append a result for each intent of
-        an earlier run that has none. Then record the head. If the database refuses writes, all of this is
-        done later."""
+        """Append the entries that an earlier run left in the spool. Append a result for each intent of an
+        earlier run that has none. Then record the head. If the database refuses writes, all of this happens
+        later."""
         self._heads.start()
         self._call(self._begin).exception()
 
@@ -84,8 +84,8 @@ class AuditTrail:
         self, actor: Actor | str, action: str, params: Mapping[str, object]
     ) -> tuple[Actor, Future[None]]:
         """Record the intent of an action. Returns the actor with this action's id (`act`), and a future that
-        resolves when the intent is recorded. The future never fails: if the database refuses the entry, it is
-        stored in the spool, and if the spool file refuses it, it is kept in memory and logged.
+        resolves when the intent is recorded. The future never fails: if the database refuses the entry, it
+        goes to the spool, and if it cannot be written to the spool file, it is kept in memory and logged.
 
         Raises the same errors as `canonical_json` for `params`.
         """
@@ -147,8 +147,8 @@ class AuditTrail:
     def committed(self, appended: Appended) -> None:
         """Record the new head and remove the appended entries from the spool. Call this after the transaction
         was committed."""
-        # Record the head before removing entries from the spool. Rows with neither a recorded head nor a
-        # spooled entry would look as if heads had been removed.
+        # Record the head before removing entries from the spool. If the process died in between, rows with
+        # neither a recorded head nor a spooled entry would look as if heads had been removed.
         self._heads.saw(appended.head)
         if appended.from_spool:
             self._spool.drop(appended.from_spool)

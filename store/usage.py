@@ -1,6 +1,5 @@
-"""The daily usage in `history.db`: one row for each day, tenant, key and model. A row is updated in the
-transaction that closes a request, so that the usage stays exact after the request's own row has been
-removed."""
+"""The daily usage in `history.db`: one row for each day, tenant, key and model. The transaction that closes a
+request also updates its usage row, so the usage stays exact after the request's row has been removed."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from store.schemas import ADD_USAGE, HISTORY
 
 
 class UsageFilter(NamedTuple):
-    """Conditions on the usage; None matches any value."""
+    """Conditions that select usage rows; None matches any value."""
 
     since_day: str | None = None
     """Earliest day, such as "2026-11-20", in UTC."""
@@ -21,7 +20,7 @@ class UsageFilter(NamedTuple):
     """Latest day, inclusive."""
     tenant: str | None = None
     key_id: str | None = None
-    """Empty for requests without a key."""
+    """Id of the key; an empty string selects requests without a key."""
     model: str | None = None
 
 
@@ -43,7 +42,7 @@ _CONDITIONS = ("day >= ?", "day <= ?", "tenant = ?", "key_id = ?", "model = ?")
 
 
 def add_ended(connection: sqlite3.Connection, request_id: str) -> None:
-    """Add a request to the usage, in the transaction that closes it."""
+    """Add a request to the usage. Call this in the transaction that closes the request."""
     connection.execute(ADD_USAGE, (request_id,))
 
 

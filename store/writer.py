@@ -4,7 +4,7 @@ Operations are functions that take the connection. They run in the order in whic
 of two methods:
 
 - `submit` never blocks and never raises. Operations share commits (at most 200 ms and 500 operations apart).
-  While the disk refuses writes, they wait in memory, up to a limit, so that a full disk does not stop the
+  While the disk refuses writes, they wait in memory, up to a limit. A full disk therefore does not stop the
   service from answering requests.
 - `call` returns a future. The operation runs in a separate transaction, which is committed when the future
   resolves.
@@ -53,7 +53,7 @@ _OWN_FAULTS = frozenset(
         sqlite3.SQLITE_TOOBIG,
     }
 )
-# Errors after which the same connection can be used again once their cause is gone.
+# Errors after which the connection can still be used once their cause is gone.
 _KEEP_CONNECTION = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 
 
@@ -62,11 +62,10 @@ class _Item(NamedTuple):
     submitted_at: float
     """Time of the submission, from `time.monotonic()`."""
     future: Future[Any] | None
-    """Future for the result. If there is a future, a caller is waiting, so the item is committed
-    immediately."""
+    """Future for the result. If it is set, a caller is waiting, so the item is committed immediately."""
     once: bool
-    """Whether to run the operation in a separate transaction and only once. If it fails, it is not retried;
-    the future raises the error."""
+    """Whether to run the operation in a separate transaction and only once. If the operation fails, it is not
+    retried, and the future raises the error."""
     after_commit: Callable[[Any], None] | None
     begin_by: float | None = None
     """Latest start of the operation, as a `time.monotonic()` time. If the operation has not started by then,
@@ -225,8 +224,8 @@ class Writer:
 
     @property
     def stalled_s(self) -> float:
-        """How long the thread has been working on its current operation, in seconds; 0 while it waits for
-        work. A high value means that the disk hangs without reporting an error."""
+        """Time that the thread has spent on its current operation, in seconds; 0 while it waits for work. A
+        high value means that the disk hangs without reporting an error."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -279,8 +278,8 @@ class Writer:
             self._database.close()
 
     def _wait_for_batch(self) -> list[_Item] | None:
-        """Return the operations to commit next, oldest first. An empty list means that the file must only be
-        checked or reopened. None means that the thread must exit."""
+        """Return the operations to commit next, oldest first. An empty list means that there is nothing to
+        commit but the file must be checked or reopened. None means that the thread must exit."""
         with self._condition:
             while True:
                 now = time.monotonic()
@@ -338,7 +337,7 @@ class Writer:
                 self._note_failure(str(self._explained(error)))
 
     def _write_one_by_one(self, database: WritableDatabase, batch: list[_Item]) -> None:
-        # One of the operations can never be written. Find this operation, so that it does not block the other
+        # One of the operations can never be written. Find it, because it would otherwise block the other
         # operations.
         for item in batch:
             try:
@@ -391,7 +390,7 @@ class Writer:
             isinstance(error, sqlite3.Error) and primary_code(error) in _KEEP_CONNECTION
         )
         try:
-            # SQLite rolls back by itself on some errors, in which case rollback() does nothing.
+            # After some errors SQLite has already rolled back, in which case rollback() does nothing.
             database.connection.rollback()
         except sqlite3.Error:
             keep = False
@@ -445,7 +444,7 @@ class Writer:
     def _give_up_the_rest(self) -> None:
         with self._condition:
             if self._close_by is None:
-                self._close_by = time.monotonic()  # the queue will not be processed
+                self._close_by = time.monotonic()  # the queue is not processed any further
             rest = list(self._queue)
             self._pop(len(rest))
             self._dropped_rows += len(rest)
