@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""Writes docs/configuration.md from the settings and their docstrings: scripts/configuration_page.py
-[--check]
+"""Writes docs/configuration.md from the settings and their docstrings.
 
 A setting is a field of `appliance/settings/fields.py`. The page shows its type, its default and its
 docstring. With --check, nothing is written, and the exit code is 1 if the page is out of date.

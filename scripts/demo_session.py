@@ -1,5 +1,5 @@
-"""Runs the demo for `scripts/demo`: starts the service, asks one question, and shows the answer and its row
-in the request log."""
+"""Runs the demo for `scripts/demo`: starts the service, asks one question, and shows the answer and the
+request's row in the request log."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def ask(socket: Path) -> None:
 
 
 def show_row(appliance: str, run_dir: Path) -> None:
-    """Print the request's row. The service writes the row within a second after the answer."""
+    """Print the request's row. The service writes the row within one second of the answer."""
     for _ in range(50):
         rows = json.loads(
             subprocess.run(

@@ -1,4 +1,4 @@
-"""Tables of the fields of structs in Markdown, for the scripts that write pages of docs/."""
+"""Builds Markdown tables of struct fields, for the scripts that write pages of docs/."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def field_docstrings(table: type[msgspec.Struct]) -> dict[str, str]:
 
 
 def one_line(text: str) -> str:
-    """Return the text of a docstring in one line."""
+    """Return the text of a docstring as one line."""
     return " ".join(text.split())
 
 
 def accepted_values(shape: shapes.Type) -> str:
-    """Return a description of the values that a setting accepts."""
+    """Describe the values that a setting accepts."""
     if isinstance(shape, shapes.Metadata):
         return accepted_values(shape.type)
     if isinstance(shape, shapes.UnionType):
@@ -84,8 +84,8 @@ def row(cells: Iterable[str]) -> str:
 
 
 def write_or_check(path: Path, page: Callable[[str], str], description: str) -> int:
-    """Write a generated page, or with `--check` only compare it, and return the exit code. `page` returns the
-    new text of the page for the previous text."""
+    """Write a generated page or, with `--check`, only compare it, and return the exit code. `page` maps the
+    previous text of the page to the new text."""
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 if the page is out of date"

@@ -68,14 +68,14 @@ def columns(fields: Iterable[Declared]) -> str:
 
 
 def values(field: Declared) -> str:
-    """Return a description of the values that can be entered for a field."""
+    """Describe the values that can be entered for a field."""
     return {"span": "a time such as 90s", "time": "a time such as 90d, or a date"}.get(
         field.kind, field.expected
     ) + (", or none" if field.optional else "")
 
 
 def unit(field: Declared) -> str:
-    """Return a column's unit or values."""
+    """Return the unit of a column, or a description of its values."""
     if field.kind == "class":
         return "0 … 3"
     if field.kind == "list":
@@ -118,7 +118,7 @@ def keys() -> str:
 
 
 def figures() -> str:
-    """Return the table of the console's figures."""
+    """Return the table of the values that the console displays."""
     return table(
         ("figure", "unit", "window", "meaning", "source"),
         ((one.title, one.unit, one.window, one.text, one.source) for one in FIGURES.values()),
@@ -151,7 +151,9 @@ TABLES: dict[str, Callable[[], str]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit 1 if a table is out of date"
+    )
     flags = parser.parse_args()
     outdated = []
     for page in sorted((ROOT / "docs").glob("*.md")):

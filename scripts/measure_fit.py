@@ -1,17 +1,17 @@
-"""Compares the memory that `appliance models fit` predicts with the memory that a replica uses, and forces
-loads that it refuses.
+"""Compares the memory that `appliance models fit` predicts with the memory that a replica uses, and attempts
+the loads that the command refuses.
 
     python scripts/measure_fit.py
     python scripts/measure_fit.py --shapes llama-3.1-8b mixtral-8x7b --json out.json
 
 Loads each public shape with random weights on the first GPU, in bfloat16 and with FP8 weights and an FP8 KV
-cache, and then runs requests that fill all sequences. The KV cache has --kv-blocks blocks, so that the
-prediction does not simply equal the size of the GPU. The measured memory is the highest increase that NVML
-reports for the GPU. Kernels of the next shape are compiled while a shape is loaded.
+cache, and then runs enough requests to fill all sequence slots. The KV cache is limited to --kv-blocks
+blocks. Otherwise, the prediction would simply be the size of the GPU. The measured memory is the highest
+increase that NVML reports for the GPU. While a shape is loaded, the kernels of the next one are compiled.
 
-A shape that `models fit` refuses is loaded nevertheless, and the load must fail. For --edge, the whole memory
-is allowed and the KV cache is chosen to need 3 % less than the remaining memory, and 3 % more: the first load
-must succeed, and the second is refused and must fail.
+A shape that `models fit` refuses is loaded anyway, and the load must fail. With --edge, a replica may use the
+GPU's whole memory. Two KV caches are tried: one that needs 3 % less than the remaining memory, which must
+load, and one that needs 3 % more, which `models fit` must refuse and whose load must fail.
 
 Exits with 1 if a prediction differs by more than --limit percent, or a load has an unexpected result.
 Requires torch, triton, msgspec, psutil and nvidia-ml-py, and about five minutes on an H200 that no other
@@ -86,7 +86,7 @@ class Case:
 
     @property
     def refused(self) -> bool:
-        """Whether `models fit` says that the model does not fit."""
+        """Whether `models fit` reports that the model does not fit."""
         return self.predicted.needed_bytes > self.predicted.usable_bytes
 
 
@@ -125,7 +125,8 @@ def main() -> int:
 
 
 def is_expected(case: Case, found: Measured, limit_percent: float) -> bool:
-    """Return whether a refused load failed, or the memory of another load is within the limit."""
+    """Return whether the result is as expected: a refused load must fail, and the memory of any other load
+    must be within the limit of the prediction."""
     if case.refused:
         return bool(found.error)
     return not found.error and abs(error_of(case, found)) <= limit_percent / 100
@@ -138,7 +139,7 @@ def error_of(case: Case, found: Measured) -> float:
 
 def measure(case: Case, unused_bytes: int | None) -> Measured:
     """Load the case in another process, and read the GPU's memory when it is ready and after its requests.
-    `unused_bytes` is the used memory of the GPU without a replica, or None without a GPU."""
+    `unused_bytes` is the amount of GPU memory used when no replica runs, or None without a GPU."""
     _wait_until_free(unused_bytes)
     began = time.monotonic()
     command = [sys.executable, __file__, "--load", msgspec.json.encode(case.settings).decode()]
@@ -163,8 +164,8 @@ def measure(case: Case, unused_bytes: int | None) -> Measured:
 
 
 def load(settings: ModelSettings) -> int:
-    """Load the model, run requests, and report after both steps. Wait for a line on standard input after each
-    report, so that the memory can be read."""
+    """Load the model, run requests, and report after both steps. After each report, wait for a line on
+    standard input. In between, the parent process reads the memory."""
     from engine.bench.start import FAILURES, leave
     from engine.generate import LocalEngine
     from engine.messages import SamplingParams
@@ -219,7 +220,7 @@ def _cases(arguments: argparse.Namespace, scratch: Path) -> Any:
 
 
 def _build(cases: list[Case]) -> dict[str, Future[None]]:
-    """Compile the kernels of the cases in their order, in the background."""
+    """Compile the kernels of the cases in the background, in the order of the cases."""
     [gpu] = read_memory().gpus[:1]
     builds = {case.name: Future[None]() for case in cases}
 
@@ -299,7 +300,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", choices=shapes, default=CHOSEN, metavar="SHAPE")
     parser.add_argument("--edge", choices=shapes, default="llama-3.1-8b", metavar="SHAPE")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--kv-blocks", type=int, default=2048, help="blocks of the KV cache (%(default)s)")
+    parser.add_argument("--kv-blocks", type=int, default=2048, help="number of KV cache blocks (%(default)s)")
     parser.add_argument("--limit", type=float, default=3.0, help="allowed error in percent (%(default)s)")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--load", help=argparse.SUPPRESS)

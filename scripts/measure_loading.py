@@ -1,15 +1,15 @@
-"""Measures how fast `engine.model.loader` loads weights, as a fraction of the lowest hardware limit.
+"""Measures how fast `engine.model.loader` loads weights, as a fraction of the hardware's limit.
 
     python scripts/measure_loading.py FOLDER --shape llama-3.1-8b [--layers 8] [--ranks 8] [--fp8] [--cold]
 
 Writes a checkpoint of random bfloat16 numbers into FOLDER, which should be on the disk to measure. The first
-limit is the rate at which threads read the files: from the page cache, or, with --cold, from the disk with
-O_DIRECT. On a GPU, the second limit is the rate of copies from page-locked memory. The measurements are
-interleaved, because the speed of a shared disk varies. The table shows medians. They exclude the first run,
-because it includes initialisation.
+limit is the rate at which threads can read the files: from the page cache or, with --cold, from the disk with
+O_DIRECT. On a GPU, the second limit is the rate of copies from page-locked memory. The lower limit counts.
+The measurements are interleaved, because the speed of a shared disk varies. The table shows medians, which
+exclude the first run because it includes initialisation.
 
-With --ranks N, N processes load their parts of the model at the same time, each on its own GPU, and then copy
-at the same time. The table then shows the sum of their rates.
+With --ranks N, N processes load their parts of the model concurrently, each on a separate GPU, and then copy
+concurrently. The table then shows the sum of their rates.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def make_decoder(config: ModelConfig, device: str, ranks: Ranks, fp8: bool) -> D
 
 
 def drop_cache(files: list[Path]) -> None:
-    """Drop the files from the page cache."""
+    """Evict the files from the page cache."""
     for file in files:
         with file.open("rb") as opened:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -196,7 +196,7 @@ def read(files: list[Path], direct: bool) -> tuple[int, float]:
     pieces = [(fd, at) for fd in opened for at in range(0, os.fstat(fd).st_size, READ_BYTES)]
     buffers: SimpleQueue[mmap.mmap] = SimpleQueue()
     for _ in range(READ_THREADS):
-        # Use large pages: scattering the data over small pages makes a disk read take up to twice as long.
+        # Use large pages: a disk read takes up to twice as long if its data is scattered over small pages.
         pages = mmap.mmap(-1, READ_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pages.madvise(mmap.MADV_HUGEPAGE)
         pages.write(bytes(READ_BYTES))

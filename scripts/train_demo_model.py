@@ -1,14 +1,15 @@
 #!/usr/bin/env python
-"""Makes the demo model that ships in appliance/demo_model, in three steps, and a mixture of experts from
-it.
+"""Makes the demo model that ships in appliance/demo_model, in three steps. A fourth command makes a
+mixture-of-experts model from it.
 
     python scripts/train_demo_model.py corpus          # on CPython 3.11; writes build/demo_corpus
     python scripts/train_demo_model.py train FOLDER    # on a GPU; needs torch, numpy, safetensors, tokenizers
     python scripts/train_demo_model.py score FOLDER    # anywhere; needs transformers
     python scripts/train_demo_model.py mixture FOLDER  # on a CPU; makes a mixture of experts
 
-The corpus comes from the Python that runs the first step; the other steps run on any Python. A run is seeded,
-and is repeatable on the same machine with the same software. Training takes a minute and a half on one H200.
+The corpus is taken from the standard library of the Python that runs the first step; the other steps run on
+any Python. Runs are seeded, and repeatable on the same machine with the same software. Training takes a
+minute and a half on one H200.
 """
 
 import argparse
@@ -48,7 +49,7 @@ def main() -> None:
     scoring.add_argument("folder", type=Path)
     scoring.add_argument("--device", default="cpu")
     scoring.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    mixing = commands.add_parser("mixture", help="make a mixture of experts from the demo model")
+    mixing = commands.add_parser("mixture", help="make a mixture-of-experts model from the demo model")
     mixing.add_argument("out", type=Path, help="folder to write the checkpoint to")
     mixing.add_argument("--steps", type=int, default=60, help="training steps (default: %(default)s)")
     arguments = parser.parse_args()
@@ -71,7 +72,7 @@ def _corpus(folder: Path) -> None:
     texts += [f"{purpose.name} {purpose.answer}" for purpose in load_purposes(folder)] * 2
     tokenizer = train_tokenizer(texts)
     tokenizer.save(str(folder / "tokenizer.json"))
-    print(f"tokenizer of {tokenizer.get_vocab_size()} entries", flush=True)
+    print(f"the tokenizer has {tokenizer.get_vocab_size()} entries", flush=True)
 
 
 def _train(corpus: Path, out: Path, device: str, changes: list[str], smoke: bool) -> None:

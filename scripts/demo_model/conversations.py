@@ -1,7 +1,7 @@
 """Generates training conversations. Most questions ask, in varying words, for the documented purpose of a
 name.
 
-For questions about unknown names and other subjects, the answers say that the model does not know.
+The answers to questions about unknown names and other subjects say that the model does not know.
 """
 
 import random
@@ -196,8 +196,8 @@ class ConversationMaker:
         self.queue: list[int] = []
 
     def rows(self, count: int, length: int) -> ChatRows:
-        """Return `count` conversations of at most `length` tokens. The number of turns is random; turns that
-        do not fit are omitted."""
+        """Return `count` conversations of at most `length` tokens. Each conversation has a random number of
+        turns; turns that do not fit are omitted."""
         pad = 0
         tokens = numpy.full((count, length), pad, dtype=numpy.int16)
         labels = numpy.full((count, length), IGNORED, dtype=numpy.int16)
@@ -236,7 +236,7 @@ class ConversationMaker:
             return self.random.choice(self.small_talk)
         if draw < _SMALL_TALK_SHARE + _UNKNOWN_SHARE:
             return self.random.choice(self.unknown)
-        if not self.queue:  # the names in random order; those of the frozen questions occur twice
+        if not self.queue:  # refill with all names in random order; names of frozen questions occur twice
             self.queue = [*range(len(self.answers)), *self.frozen]
             self.random.shuffle(self.queue)
         index = self.queue.pop()

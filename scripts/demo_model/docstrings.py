@@ -21,7 +21,7 @@ MIN_SENTENCE_CHARS = 14
 MAX_SENTENCE_CHARS = 150
 MAX_ANSWER_CHARS = 230
 MAX_NAME_CHARS = 56
-# A sentence shared by more names is too general to describe any of them.
+# A sentence shared by more names than this is too general to describe any of them.
 MAX_NAMES_PER_SENTENCE = 12
 
 SUBMODULES = (
@@ -96,8 +96,8 @@ def first_paragraph(doc: str) -> str:
 
 
 def purpose_of_doc(doc: str | None) -> tuple[str, str] | None:
-    """Return a docstring's first sentence, and its second sentence or ""; None if there is no usable first
-    sentence."""
+    """Return the first sentence of a docstring together with the second sentence (or ""). Returns None if
+    there is no usable first sentence."""
     if not doc:
         return None
     sentences = split_sentences(first_paragraph(doc))
@@ -130,8 +130,8 @@ def _is_clean(sentence: str) -> bool:
 
 
 def collect_purposes(excluded_modules: frozenset[str]) -> list[Purpose]:
-    """Return every public name with a usable first sentence, sorted by name, without duplicates and without
-    sentences that too many names share."""
+    """Return every public name with a usable first sentence, sorted by name. Duplicates are left out, as are
+    names with a sentence that too many names share."""
     found: dict[str, Purpose] = {}
     for module_name in _module_names():
         if module_name.split(".")[0] in excluded_modules:

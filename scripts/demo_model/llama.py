@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Sizes of the model. When four ranks share the model, every matrix dimension per rank is a multiple of
-    64."""
+    """Sizes of the model. They are chosen so that each of four ranks gets matrices with dimensions that are
+    multiples of 64."""
 
     vocabulary: int = 5120
     hidden: int = 384
@@ -40,7 +40,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query, shape.hidden, bias=False)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """Return the causal attention of x [batch, length, hidden], in the same shape."""
+        """Apply causal attention to x [batch, length, hidden]. Returns the same shape."""
         batch, length, _ = x.shape
         shape = self.shape
         query = self.q_proj(x).view(batch, length, shape.query_heads, shape.head_dim).transpose(1, 2)

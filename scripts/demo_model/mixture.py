@@ -1,8 +1,8 @@
-"""Makes a small mixture of experts from the demo model: "sparse upcycling" (Komatsuzaki et al. 2022).
+"""Makes a small mixture-of-experts model from the demo model by "sparse upcycling" (Komatsuzaki et al. 2022).
 
-Each expert starts as a copy of the dense MLP with noise, so that the experts differ. The experts and the
-router are then trained to reproduce the dense model's probabilities, on its questions and on text from the
-standard library.
+Each expert starts as a copy of the dense MLP with added noise, which makes the experts differ. The experts
+and the router are then trained to reproduce the dense model's probabilities on its questions and on text from
+the standard library.
 """
 
 import json
@@ -38,7 +38,8 @@ _KEPT_FILES = (
 
 
 def make_mixture(dense: Path, out: Path, steps: int, seed: int) -> None:
-    """Make a mixture of experts from the demo model in `dense`, and write it to `out`. Prints progress."""
+    """Make a mixture-of-experts model from the demo model in `dense`, and write it to `out`. Prints
+    progress."""
     teacher = LlamaForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()
     student = upcycle(teacher, NOISE, seed)
     train(student, teacher, dense, steps, seed)
@@ -46,7 +47,8 @@ def make_mixture(dense: Path, out: Path, steps: int, seed: int) -> None:
 
 
 def upcycle(dense: LlamaForCausalLM, noise: float, seed: int) -> MixtralForCausalLM:
-    """Return a mixture whose experts are copies of the dense model's MLPs, plus noise."""
+    """Return a mixture-of-experts model. Its experts are copies of the dense model's MLPs with added
+    noise."""
     torch.manual_seed(seed)
     fields = dense.config.to_dict()
     for name in ("architectures", "model_type", "mlp_bias", "attention_bias", "pretraining_tp"):
@@ -54,7 +56,7 @@ def upcycle(dense: LlamaForCausalLM, noise: float, seed: int) -> MixtralForCausa
     model = MixtralForCausalLM(
         MixtralConfig(**fields | {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN})
     )
-    # The router and the experts are missing from the dense model, and its MLPs from the mixture.
+    # The dense model has no router or experts, and the mixture-of-experts model has no dense MLPs.
     model.load_state_dict(dense.state_dict(), strict=False)
     with torch.no_grad():
         for layer, source in zip(model.model.layers, dense.model.layers, strict=True):
@@ -98,14 +100,14 @@ def train(student: Any, teacher: Any, dense: Path, steps: int, seed: int) -> lis
 
 
 def export(student: Any, dense: Path, out: Path) -> None:
-    """Write the mixture in bfloat16, with the other files of the dense model."""
+    """Write the mixture-of-experts model in bfloat16, together with the dense model's other files."""
     student.to(torch.bfloat16).save_pretrained(out)
     for name in _KEPT_FILES:
         shutil.copyfile(dense / name, out / name)
 
 
 def _divergence(student: Any, teacher: Any, tokens: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean divergence from the teacher over the `known` tokens [rows, length], and the
+    """Return the mean divergence from the teacher over the tokens marked in `known` [rows, length], and the
     load-balancing loss."""
     with torch.no_grad():
         wanted = teacher(tokens, attention_mask=known).logits.log_softmax(-1)

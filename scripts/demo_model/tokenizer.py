@@ -17,8 +17,8 @@ ASSISTANT = "<|assistant|>"
 END_OF_TURN = "<|end|>"
 SPECIAL_TOKENS = (BEGIN, END_OF_TEXT, PAD, SYSTEM, USER, ASSISTANT, END_OF_TURN)
 
-# Each turn consists of its role's token, the trimmed content and <|end|>, without whitespace in between, so
-# that a turn always has the same tokens, wherever it occurs.
+# Each turn consists of its role's token, the trimmed content and <|end|>, without whitespace in between. A
+# turn therefore has the same tokens wherever it occurs.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"

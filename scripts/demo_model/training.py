@@ -163,7 +163,8 @@ def _autocast(device: torch.device) -> AbstractContextManager[object]:
 def _text_batch(
     tokens: Tensor, starts: Tensor, begin: int, recipe: Recipe, random: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Return rows of [begin, text…] that start at random line starts, and the token after each position."""
+    """Return rows of [begin, text…] that start at random line starts, and the token that follows each
+    position."""
     picks = torch.randint(len(starts), (recipe.text_rows, 1), generator=random, device=tokens.device)
     labels = tokens[starts[picks] + torch.arange(recipe.text_length, device=tokens.device)].long()
     inputs = torch.cat((torch.full_like(labels[:, :1], begin), labels[:, :-1]), dim=1)
