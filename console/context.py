@@ -24,7 +24,7 @@ class Compared(NamedTuple):
 
     @property
     def at(self) -> float:
-        """Its time in unix seconds."""
+        """Time of the snapshot, in unix seconds."""
         return self.snapshot.at
 
 

@@ -46,7 +46,7 @@ def width_of(spans: Iterable[Span]) -> int:
 
 
 def cells(text: str) -> int:
-    """Return the number of terminal columns that a text occupies."""
+    """Return the number of terminal columns that `text` occupies."""
     return len(text) if text.isascii() else cell_len(text)
 
 

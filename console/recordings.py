@@ -33,7 +33,7 @@ class PastTimeline(NamedTuple):
     since: float
     until: float
     values: list[tuple[float, float | None]]
-    """Times and output tokens per second."""
+    """Pairs of a time and the output tokens per second at that time."""
     marks: list[Mark]
     """Events, oldest first."""
     note: str = ""
@@ -65,7 +65,7 @@ class RecordedPast(Protocol):
         ...
 
     async def export(self, since: float, until: float, path: Path) -> str:
-        """Write a slice to an incident file, and return a text that describes the file."""
+        """Write a slice to an incident file, and return a description of the file."""
         ...
 
     async def close(self) -> None:

@@ -45,7 +45,7 @@ class View:
 
     @property
     def hints(self) -> tuple[tuple[str, str], ...]:
-        """Commands from the key table that the footer shows on this screen, with short texts."""
+        """Commands from the key table that the footer shows on this screen, each with a short label."""
         return ()
 
     def lists(self) -> tuple[ListName, ...]:

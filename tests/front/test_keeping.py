@@ -38,7 +38,7 @@ def keeps(front: Harness, log_policy: str) -> None:
 
 
 def kept(front: Harness, count: int = 1) -> list[KeptText]:
-    """Return the kept texts of the only request."""
+    """Return the texts kept for the only request."""
     front.wait_for(lambda: len(front.kept) == count)
     return front.kept[front.settled(1)[-1].request_id]
 

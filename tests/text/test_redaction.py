@@ -1,4 +1,4 @@
-"""Tests that secrets are removed from stored texts."""
+"""Tests that secrets are removed from stored text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECRETS = [
     ("postgres://me:s3cret-pw@db/x", "s3cret-pw", "postgres://me:[password redacted]@db/x"),
     (f"see\n{PRIVATE}\nend", "MIIEow", "see\n[private key redacted]\nend"),
     ("-----BEGIN PRIVATE KEY-----\nMIIEow", "MIIEow", "[private key redacted]"),
-    # JSON inside a text
+    # JSON inside other text
     (rf'{{"log": "line\n{KEY}"}}', KEY, r'{"log": "line\n[key redacted]"}'),
     (r"a\nBearer abcDEF123456", "abcDEF", r"a\nBearer [token redacted]"),
     (r"{\"password\": \"hunter2hunter2\"}", "hunter2", r"{\"password\": \"[password redacted]\"}"),
