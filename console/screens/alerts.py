@@ -15,7 +15,7 @@ _ORDER = {"critical": 0, "warning": 1, "info": 2}
 
 
 class AlertsView(TableView[Alert]):
-    """All alerts."""
+    """The screen with all alerts."""
 
     name = "alerts"
     key = "8"

@@ -42,7 +42,7 @@ def shares(batch: Batch) -> tuple[float, float, float] | None:
 
 
 class BatchesView(View):
-    """The steps of all replicas."""
+    """The screen with the steps of all replicas."""
 
     name = "batches"
     key = "2"

@@ -47,7 +47,7 @@ def differences(first: Snapshot, second: Snapshot, *, every: bool) -> list[Diffe
 
 
 class CompareView(TableView[Difference]):
-    """The comparison of two times."""
+    """The screen that compares two times."""
 
     name = "compare"
     key = "c"

@@ -53,7 +53,7 @@ def _parts(row: NamedRequest) -> list[Part]:
 
 
 class FinishedView(TableView[NamedRequest]):
-    """The finished requests."""
+    """The screen with the finished requests."""
 
     name = "finished"
     key = "4"

@@ -56,7 +56,7 @@ def _link(gpu: Gpu) -> float | None:
 
 
 class GpusView(TableView[Gpu]):
-    """All GPUs."""
+    """The screen with all GPUs."""
 
     name = "gpus"
     key = "5"

@@ -21,7 +21,7 @@ _AGE_ROLES = ("used", "used", "s1", "s1", "s5", "s5", "cached", "cached")
 
 
 class KvView(View):
-    """The map of KV blocks."""
+    """The screen with the map of KV blocks."""
 
     name = "kv"
     key = "3"

@@ -51,7 +51,7 @@ def _role(row: ModelRow) -> str:
 
 
 class ModelsView(TableView[ModelRow]):
-    """All models."""
+    """The screen with all models."""
 
     name = "models"
     key = "6"

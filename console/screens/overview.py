@@ -13,7 +13,7 @@ _GAP = 3
 
 
 class OverviewView(View):
-    """The first screen."""
+    """The screen that is shown first."""
 
     name = "overview"
     key = "1"

@@ -43,7 +43,7 @@ def tokens_per_s(row: UnfinishedRequest) -> float | None:
 
 
 class RequestsView(TableView[UnfinishedRequest]):
-    """The unfinished requests."""
+    """The screen with the unfinished requests."""
 
     name = "requests"
     key = "4"

@@ -52,7 +52,7 @@ class ListView(TableView[ListRow]):
 
 
 class AuditView(ListView):
-    """The audit trail of operators' actions."""
+    """The screen with the audit trail of operators' actions."""
 
     name = "audit"
     key = "9"
@@ -90,7 +90,7 @@ class AuditView(ListView):
 
 
 class LogsView(ListView):
-    """The log, the settings with their sources, and doctor's findings."""
+    """The screen with the log, the settings and their sources, and the findings of `appliance doctor`."""
 
     name = "logs"
     key = "0"

@@ -36,7 +36,7 @@ def _fullest_role(row: TenantUse) -> str:
 
 
 class TenantsView(TableView[TenantUse]):
-    """All tenants."""
+    """The screen with all tenants."""
 
     name = "tenants"
     key = "7"

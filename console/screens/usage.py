@@ -21,7 +21,7 @@ def _cost(value: float | None) -> str:
 
 
 class UsageView(TableView[UsageRow]):
-    """The usage."""
+    """The screen with the usage."""
 
     name = "usage"
     key = "7"
