@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -297,6 +298,16 @@ def test_few_tokens_get_the_sum_of_their_experts_by_gemv(case: tuple, dtype: tor
 def test_few_tokens_get_the_sum_of_their_experts_by_dot(case: tuple, dtype: torch.dtype) -> None:
     *shape, kind = case
     Case(*shape, dtype, kind).check_few(DOT, DOT)
+
+
+@pytest.mark.parametrize("rows", [8, 16])
+def test_tiles_may_have_more_or_fewer_rows_than_an_expert_has_tokens(rows: int) -> None:
+    *shape, kind = FEW[3]
+    plan = replace(DOT, rows=rows)
+    Case(*shape, torch.float32, kind).check_few(plan, plan)
+    *shape, kind = LATE[0]
+    up, down = replace(GROUPED, rows=rows), replace(GROUPED, rows=24 - rows)
+    Case(*shape, torch.float32, kind).check_many(up, down, programs=2)
 
 
 @pytest.mark.parametrize("plan", [GEMV, DOT], ids=lambda plan: plan.form)
