@@ -1,22 +1,43 @@
 """Scheduling levels, and the rule that protects higher levels from lower ones when slots are scarce. The
 core's credits and the scheduler both use this module, so they agree on the slots that each level may take.
 
-A level combines a priority class, from 0 (real-time) to 3 (background), and an urgency within the class.
+A level combines a priority class, from 0 (real-time) to 3 (background), and an urgency within classes 0 and
+1. Urgent submissions with short prompts have higher urgencies than those with long prompts.
 """
 
 from __future__ import annotations
 
 CLASSES = 4
 """Number of priority classes: `Submit.priority` is 0 to 3."""
-URGENCIES = 3
-"""Number of urgencies within a priority class: `Submit.urgency` is 0 to 2."""
-LEVELS = CLASSES * URGENCIES
-"""Number of scheduling levels, one for each pair of class and urgency: `Submit.level` is 0 to 11."""
+_URGENT_CLASSES = 2
+"""Number of classes that have urgencies: 0 and 1."""
+URGENCIES = 9
+"""Number of urgencies of a class that has urgencies: `Submit.urgency` is 0 to 8."""
+LEVELS = _URGENT_CLASSES * URGENCIES + CLASSES - _URGENT_CLASSES
+"""Number of scheduling levels: `Submit.level` is 0 to 19."""
+FITS_STEP = 2
+"""Lowest urgency of submissions whose request's prompts together fit into one step."""
+
+
+def urgency_of(prompt_tokens: int, step_tokens: int) -> int:
+    """Return the urgency of an urgent request: 1 if its prompts have more tokens than one step, 2 if they
+    fill more than half of a step, 3 if they fill more than a quarter, and so on."""
+    return min(1 + (step_tokens // max(1, prompt_tokens)).bit_length(), URGENCIES - 1)
 
 
 def level_of(priority: int, urgency: int) -> int:
-    """Return the scheduling level of a priority class and an urgency, from 0 (served first) to LEVELS - 1."""
-    return URGENCIES * priority + URGENCIES - 1 - urgency
+    """Return the scheduling level of a priority class and an urgency, from 0 (served first) to LEVELS - 1. In
+    classes 2 and 3, the urgency has no effect."""
+    if priority < _URGENT_CLASSES:
+        return URGENCIES * (priority + 1) - 1 - urgency
+    return _URGENT_CLASSES * (URGENCIES - 1) + priority
+
+
+def split_level(level: int) -> tuple[int, int]:
+    """Return the priority class and the urgency of a scheduling level."""
+    if level < _URGENT_CLASSES * URGENCIES:
+        return level // URGENCIES, URGENCIES - 1 - level % URGENCIES
+    return level - _URGENT_CLASSES * (URGENCIES - 1), 0
 
 
 ORDINARY = level_of(1, 0)
@@ -24,7 +45,7 @@ ORDINARY = level_of(1, 0)
 
 
 def _tier(level: int) -> int:
-    return 2 if level > ORDINARY else int(level in (level_of(0, 0), ORDINARY))
+    return 2 if level > ORDINARY else int(split_level(level)[1] == 0)
 
 
 TIERS = [_tier(level) for level in range(LEVELS)]
@@ -32,22 +53,18 @@ TIERS = [_tier(level) for level in range(LEVELS)]
 classes 0 and 1; 2 for classes 2 and 3."""
 
 
-FIRST_VICTIMS = [max(level_of(level // URGENCIES + 1, URGENCIES - 1), ORDINARY) for level in range(LEVELS)]
+def _first_victim(level: int) -> int:
+    priority, _ = split_level(level)
+    return max(level_of(priority + 1, URGENCIES - 1), ORDINARY) if TIERS[level] else level_of(priority, 0)
+
+
+FIRST_VICTIMS = [_first_victim(level) for level in range(LEVELS)]
 """For each level, the highest-priority level whose sequences are preempted if a sequence of this level lacks
-a slot, or LEVELS if there is none. The victims belong to lower-priority classes and are not urgent."""
+a slot, or LEVELS if there is none. An urgent sequence preempts all lower classes, and sequences of its own
+class that are not urgent. Other sequences preempt sequences of lower classes that are not urgent."""
 
 
 def kept_free(tier: int, reserved: int) -> int:
     """Return the number of slots that a sequence of this tier must leave free. `reserved` slots are reserved
     for urgent sequences. Sequences of classes 2 and 3 leave one more slot free, for class 1."""
     return (0, reserved, reserved + min(1, reserved))[tier]
-
-
-def reclaimable(level: int, reserved: int, running: list[int]) -> int:
-    """Return the number of slots that an urgent level may take from all lower levels that are not urgent,
-    because fewer urgent sequences run than slots are reserved. This matters after the number of reserved
-    slots has grown. `running` is the number of running sequences of each level."""
-    if TIERS[level]:
-        return 0
-    urgent = sum(count for tier, count in zip(TIERS, running, strict=True) if tier == 0)
-    return max(0, reserved - urgent)

@@ -228,8 +228,8 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defau
     """Priority class, from 0 (real-time) to 3 (background). Sequences of the class with the highest number
     are preempted first."""
     urgency: int = 0
-    """Urgency within the priority class. 2: urgent, and all prompts of the request fit into one step. 1:
-    urgent, with longer prompts. 0: not urgent."""
+    """Urgency within priority classes 0 and 1: 0 if the submission is not urgent, otherwise the result of
+    `urgency_of`, which is higher for shorter prompts."""
     reserved_slots: int = 0
     """Number of slots that are reserved for urgent submissions. It applies to all submissions, including
     earlier ones, until a submission arrives with a different number."""

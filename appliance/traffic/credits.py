@@ -3,6 +3,7 @@ credits spent on dispatched requests."""
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import NamedTuple
 
 from appliance.traffic.prefixes import ComputedPrefixes
@@ -17,12 +18,14 @@ _FEW_SLOTS = 8
 _MANY_SLOTS = 64
 """Replicas with at least this many slots always reserve at least one, so that a tenant that has sent no
 requests for a while can start immediately."""
+_ENDS = {*FIRST_VICTIMS, LEVELS}
 
 
 class _Availability(NamedTuple):
-    """Cached results of `free_slots` (one per level), `slot_levels` and `open_levels`."""
+    """Cached results of `free_slots` (one per level), `free_levels`, `slot_levels` and `open_levels`."""
 
     free: list[int]
+    free_levels: int
     slot_levels: int
     open_levels: int
 
@@ -92,6 +95,11 @@ class CreditAccount:
         positive if a request of this level must preempt sequences."""
         return self._availability(share).free[level]
 
+    def free_levels(self, share: float) -> int:
+        """Return the levels for which a slot is free if the fraction `share` of all slots is reserved. Bit
+        `l` is set for level `l`."""
+        return self._availability(share).free_levels
+
     def slot_levels(self, share: float) -> int:
         """Return the levels for which a slot is free, or would be after preempting lower-priority sequences,
         if the fraction `share` of all slots is reserved. Bit `l` is set for level `l`."""
@@ -110,7 +118,8 @@ class CreditAccount:
             for level in range(LEVELS):
                 tokens -= self._spent_tokens[level] - self._returned_tokens[level]
                 token_levels |= (tokens > 0) << level
-            known = _Availability(free, slot_levels, slot_levels & token_levels)
+            free_levels = sum((slots > 0) << level for level, slots in enumerate(free))
+            known = _Availability(free, free_levels, slot_levels, slot_levels & token_levels)
             self._available[share] = known
         return known
 
@@ -124,27 +133,32 @@ class CreditAccount:
         running = [
             spent - returned for spent, returned in zip(self._spent_seqs, self._returned_seqs, strict=True)
         ]
-        in_tiers = [0, 0, 0]
-        for tier, count in zip(TIERS, running, strict=True):
-            in_tiers[tier] += count
         spare = [kept_free(tier, reserved) for tier in range(3)]
-        lower = min(in_tiers[2], self.slots - spare[2])
-        in_worse_tiers = (min(lower + in_tiers[1], self.slots - spare[1]), lower, 0)
-        in_other_tiers = (in_tiers[0], in_tiers[0] + in_tiers[1], sum(in_tiers))
-        free: list[int] = []
-        occupied = sum(running) - sum(self._waiting_seqs)
-        for level, waiting in enumerate(self._waiting_seqs):
+        before = [0, *accumulate(running)]
+        waiting_before = [0, *accumulate(self._waiting_seqs)]
+        occupied_at_most = {end: self._occupied_at_most(running[:end], spare) for end in _ENDS}
+
+        def free(level: int, end: int) -> int:
+            """Return the number of slots that are free for a level if all levels from `end` on are
+            preempted."""
+            occupied = before[end] - (waiting_before[end] - waiting_before[min(level + 1, end)])
             tier = TIERS[level]
-            occupied += waiting
-            at_most = min(occupied, in_worse_tiers[tier] + in_other_tiers[tier])
-            free.append(self.slots - at_most - spare[tier])
-        # If no slot is free, sequences of lower-priority classes are preempted.
-        victims = [max(0, count - left) for count, left in zip(running, self._waiting_seqs, strict=True)]
+            return self.slots - spare[tier] - min(occupied, occupied_at_most[end][tier])
+
         levels = 0
-        for level, (slots, victim) in enumerate(zip(free, FIRST_VICTIMS, strict=True)):
-            most = self.slots - spare[TIERS[victim]] if victim < LEVELS else 0
-            levels |= (slots + min(most, sum(victims[victim:])) > 0) << level
-        return free, levels
+        for level, victim in enumerate(FIRST_VICTIMS):
+            levels |= (free(level, victim) > 0) << level
+        return [free(level, LEVELS) for level in range(LEVELS)], levels
+
+    def _occupied_at_most(self, running: list[int], spare: list[int]) -> tuple[int, int, int]:
+        """For a sequence of each tier, return the maximum number of slots that these running sequences, which
+        are counted by level, can occupy before it."""
+        in_tiers = [0, 0, 0]
+        for tier, count in zip(TIERS, running, strict=False):
+            in_tiers[tier] += count
+        lower = min(in_tiers[2], self.slots - spare[2])
+        middle = min(lower + in_tiers[1], self.slots - spare[1])
+        return middle + in_tiers[0], lower + in_tiers[0] + in_tiers[1], sum(in_tiers)
 
     def learn(self, report: Report) -> None:
         """Update the account from the replica's report: the totals granted since the replica started, and its

@@ -6,8 +6,8 @@ The algorithm is the virtual token counter of Sheng et al., "Fairness in Serving
 the lowest counter is next. A prompt is charged when its request starts, and output is charged while it is
 generated.
 
-A tenant that returns after an idle period starts at the counter of the tenant that was served last. This
-counter is the lowest of the active tenants, so a tenant earns no credit while it is idle.
+A tenant that returns after an idle period starts at the lowest counter of the tenants that were waiting when
+a request was served last, so a tenant earns no credit while it is idle.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from appliance.traffic.timeline import Timeline
-from engine.levels import URGENCIES
+from engine.levels import URGENCIES, urgency_of
 
 Item = TypeVar("Item")
 
@@ -113,7 +113,7 @@ class FairQueue(Generic[Item]):
         self.tenants = 0
         """The number of tenants in the order."""
         self.floor = 0.0
-        """Virtual token counter of the tenant served last."""
+        """Lowest virtual token counter of the waiting tenants when a request was served last."""
         self._lines: dict[str, _Line[Item]] = {}
         self._orders: list[list[_Entry[Item]]] = [[] for _ in range(URGENCIES)]
         """For each urgency, a heap of the tenants whose first request is at least that urgent, ordered by
@@ -122,7 +122,7 @@ class FairQueue(Generic[Item]):
         self._max_samples = 1
         """Maximum number of samples of an urgent request."""
         self._max_prompt_tokens = 0
-        """Maximum number of prompt tokens of a request of the highest urgency."""
+        """Number of prompt tokens that fit into one step."""
 
     def push(self, ticket: Ticket[Item], weight: float, light: bool) -> None:
         """Queue a request from a tenant with this weight."""
@@ -172,11 +172,11 @@ class FairQueue(Generic[Item]):
         """Return the urgency of a waiting request (`Submit.urgency`)."""
         if not self._lines[ticket.tenant].light or ticket.num_seqs > self._max_samples:
             return 0
-        return 2 if ticket.prompt_tokens <= self._max_prompt_tokens else 1
+        return urgency_of(ticket.prompt_tokens, self._max_prompt_tokens)
 
     def set_urgent(self, max_samples: int, max_prompt_tokens: int) -> None:
         """Set the limits for urgent requests of light tenants. Urgent requests have at most `max_samples`
-        samples; requests of the highest urgency also have at most `max_prompt_tokens` prompt tokens."""
+        samples, and their urgency depends on the number of prompt tokens that fit into one step."""
         if (max_samples, max_prompt_tokens) != (self._max_samples, self._max_prompt_tokens):
             self._max_samples, self._max_prompt_tokens = max_samples, max_prompt_tokens
             for line in self._lines.values():
@@ -185,7 +185,9 @@ class FairQueue(Generic[Item]):
     def take(self, ticket: Ticket[Item]) -> None:
         """Remove a request that is starting, and charge its tenant for the prompt."""
         line = self._lines[ticket.tenant]
-        self.floor = max(self.floor, line.counter)
+        # An urgent request may have overtaken the tenant with the lowest counter.
+        least = _first(self._orders[0])
+        self.floor = max(self.floor, line.counter if least is None else min(line.counter, least.counter))
         line.counter += ticket.prompt_tokens / line.weight
         self.remove(ticket)
         if line.entry:
@@ -256,18 +258,21 @@ class FairQueue(Generic[Item]):
 
     # ── the work ahead of a request ──
 
-    def ahead(self, tenant: str, weight: float, due: float) -> tuple[float, float]:
+    def ahead(self, tenant: str, weight: float, due: float, *, urgent: bool = False) -> tuple[float, float]:
         """Return the numbers of prompt tokens and output tokens that are served before a request of this
         tenant with the due time `due`.
 
         These tokens belong to the tenant's own earlier requests and, in proportion to the weights, to
-        requests of other tenants. They never exceed the total of all waiting requests.
+        requests of other tenants. They never exceed the total of all waiting requests. An `urgent` request
+        overtakes the requests of other tenants.
         """
         total = self.backlog
         line = self._lines.get(tenant)
         if not total.tickets:
             return 0.0, 0.0
         own = line.tickets.before(due) if line is not None else (0.0, 0.0)
+        if urgent:
+            return own
         joins = line is None or not line.entry
         shares = (self.weight + (weight if joins else 0.0)) / weight
         # The counters of waiting tenants differ by at most about one request.

@@ -138,9 +138,11 @@ class RequestLifecycle:
         self._checks.push(request, self.rules.timeout_s, now)
 
     def _count_waiting(self, request: Request, sign: int) -> None:
-        self._state.waiting_tokens += sign * request.admit.prompt_tokens
+        # The samples of a resumed request are separate submissions, but they share their prompt.
+        prompt_tokens = request.first.prompt_tokens
+        self._state.waiting_tokens += sign * prompt_tokens
         for use in self._state.tenants.of(request.tenant).uses(request.key_id):
-            use.queue(request.admit.prompt_tokens, sign)
+            use.queue(prompt_tokens, sign)
 
     # ── running ──
 

@@ -19,13 +19,13 @@ from appliance.traffic.remaining import Outstanding
 from appliance.traffic.request import OnReplica, Request
 from appliance.traffic.rules import QueueRules
 from appliance.traffic.tenants import Tenants, TenantTraffic
-from engine.levels import URGENCIES, level_of
+from engine.levels import level_of, split_level, urgency_of
 from engine.messages import BLOCK_TOKENS
 from store.policies import CLASSES, INTERACTIVE
 
-_LIGHT_PART = 2
-"""A tenant is light if it occupies no slots, or fewer slots than the number of reserved slots divided by
-this. Urgent requests have at most that many samples."""
+_LIGHT_PART, _MIN_LIGHT_SLOTS = 32, 2
+"""A tenant is light if it occupies fewer slots than the number of slots divided by `_LIGHT_PART`, or than
+`_MIN_LIGHT_SLOTS`. Urgent requests have at most that many samples."""
 _NEARLY_EQUAL_PART = 8
 """The free slots of two replicas count as nearly equal if they differ by at most a replica's slots divided by
 this."""
@@ -65,12 +65,12 @@ class Turn(NamedTuple):
     @property
     def priority(self) -> int:
         """The value for `Submit.priority`."""
-        return self.level // URGENCIES
+        return split_level(self.level)[0]
 
     @property
     def urgency(self) -> int:
         """The value for `Submit.urgency`."""
-        return URGENCIES - 1 - self.level % URGENCIES
+        return split_level(self.level)[1]
 
 
 class ModelTraffic:
@@ -194,8 +194,16 @@ class ModelTraffic:
             levels |= account.open_levels(share)
         return levels
 
+    def _free_levels(self) -> int:
+        """Return the levels for which at least one replica has a free slot. Bit `l` is set for level `l`."""
+        share, levels = self._reserved_share(), 0
+        for account in self.accounts:
+            levels |= account.free_levels(share)
+        return levels
+
     def _slot_levels(self) -> int:
-        """Return the levels for which at least one replica has a slot. Bit `l` is set for level `l`."""
+        """Return the levels for which at least one replica has a slot, or would have one after preempting
+        sequences. Bit `l` is set for level `l`."""
         share, levels = self._reserved_share(), 0
         for account in self.accounts:
             levels |= account.slot_levels(share)
@@ -210,12 +218,10 @@ class ModelTraffic:
         levels = self.open_levels()
         if not levels:
             return None
-        for request in self.resumed.values():
-            level = self.level_of(request, self._tenants.of(request.tenant))
-            if levels >> level & 1 and (account := self._account_for(level, request)) is not None:
-                return Turn(request, account, level)
-        promises_from, slot_levels = self.promises_from(now), self._slot_levels()
-        while (found := self.queue.next(levels, now, promises_from, slot_levels)) is not None:
+        if (resumed := self._next_resumed(levels)) is not None:
+            return resumed
+        promises_from, slots, free = self.promises_from(now), self._slot_levels(), self._free_levels()
+        while (found := self.queue.next(levels, now, promises_from, slots, free)) is not None:
             ticket, level = found
             request, fair = ticket.item, self.queue.classes[ticket.request_class]
             tenant = self._tenants.of(ticket.tenant)
@@ -230,48 +236,53 @@ class ModelTraffic:
                 return None if account is None else Turn(request, account, level)
         return None
 
+    def _next_resumed(self, levels: int) -> Turn | None:
+        """Return the next resumed request whose level is open on a replica, or None if there is none."""
+        for request in self.resumed.values():
+            level = self.level_of(request, self._tenants.of(request.tenant))
+            if levels >> level & 1 and (account := self._account_for(level, request)) is not None:
+                return Turn(request, account, level)
+        return None
+
     def level_of(self, request: Request, tenant: TenantTraffic) -> int:
         """Return the level of a request, which depends on its class and its urgency.
 
-        P0 requests and light tenants' P1 requests are urgent unless they have many samples. Urgent requests
-        whose prompts fit into one step have the highest urgency.
+        P0 requests and light tenants' P1 requests are urgent unless they have many samples. The shorter their
+        prompts, the higher the urgency.
         """
         number, admit = request.request_class, request.admit
-        if not self._may_be_urgent(number, tenant) or admit.num_seqs > self._max_urgent_samples():
+        own = request.running_seqs if request.keeps_place else 0
+        if not self._may_be_urgent(number, tenant, own) or admit.num_seqs > self._max_samples:
             return level_of(number, 0)
-        return level_of(number, 2 if admit.prompt_tokens <= self._max_step_prompt_tokens else 1)
+        return level_of(number, urgency_of(admit.prompt_tokens, self._max_step_prompt_tokens))
 
-    def is_light(self, tenant: TenantTraffic) -> bool:
-        """Return whether the tenant has few sequences running."""
-        return tenant.use.seqs.get(self.name, 0) < self._light_slots
+    def is_light(self, tenant: TenantTraffic, resumed_seqs: int = 0) -> bool:
+        """Return whether the tenant has few sequences running, without those of a resumed request."""
+        return tenant.use.seqs.get(self.name, 0) - resumed_seqs < self._light_slots
 
-    def _may_be_urgent(self, request_class: int, tenant: TenantTraffic) -> bool:
-        return request_class == REAL_TIME or (request_class == INTERACTIVE and self.is_light(tenant))
-
-    def _max_urgent_samples(self) -> int:
-        """Return the maximum number of samples of an urgent request."""
-        return self._max_samples[self._reserved_share()]
+    def _may_be_urgent(self, request_class: int, tenant: TenantTraffic, resumed_seqs: int = 0) -> bool:
+        light = request_class == INTERACTIVE and self.is_light(tenant, resumed_seqs)
+        return light or request_class == REAL_TIME
 
     def _set_limits(self) -> None:
-        """Set the limits for urgent requests. They depend on the rules, and on the slots and step sizes of
-        the replicas."""
-        accounts, share = self.accounts, self.rules.reserved_slots
-        self._light_slots = max(1, sum(one.reserved_slots(share) for one in accounts) // _LIGHT_PART)
+        """Set the limits for urgent requests. They depend on the slots and step sizes of the replicas."""
+        accounts = self.accounts
+        self._light_slots = max(_MIN_LIGHT_SLOTS, sum(one.slots for one in accounts) // _LIGHT_PART)
         """A tenant is light while it occupies fewer than this number of slots."""
-        self._max_samples = {
-            part: max(1, min((one.reserved_slots(part) for one in accounts), default=0) // _LIGHT_PART)
-            for part in (0.0, share)
-        }
-        """Maximum number of samples of an urgent request, by the fraction of slots that is reserved."""
+        slots = min((one.slots for one in accounts), default=0)
+        self._max_samples = max(_MIN_LIGHT_SLOTS, slots // _LIGHT_PART)
+        """Maximum number of samples of an urgent request."""
         self._max_step_prompt_tokens = min((one.tokens for one in accounts), default=0)
         """Number of prompt tokens that fit into one step on every replica."""
 
     def starts_at_once(self, request: Request, tenant: TenantTraffic, now: float) -> bool:
         """Return whether a new request would be dispatched immediately."""
         levels = self.open_levels()
-        if self.resumed or not levels >> self.level_of(request, tenant) & 1:
+        if not levels >> self.level_of(request, tenant) & 1 or self._next_resumed(levels) is not None:
             return False
-        first = self.queue.next(levels, now, self.promises_from(now), self._slot_levels())
+        first = self.queue.next(
+            levels, now, self.promises_from(now), self._slot_levels(), self._free_levels()
+        )
         if first is not None and first.ticket.request_class <= request.request_class:
             return False
         return self._may_run(tenant, request, key=False) and self._may_run(tenant, request, key=True)
@@ -357,7 +368,7 @@ class ModelTraffic:
             self.accounts, self._tokens_per_seq, self._begun.prompt_tokens, self._prompts_per_output()
         )
         for fair in self.queue.classes:
-            fair.set_urgent(self._max_urgent_samples(), self._max_step_prompt_tokens)
+            fair.set_urgent(self._max_samples, self._max_step_prompt_tokens)
 
     def tick(self, now: float) -> None:
         """Update the load and everything derived from it. Call this a few times per second."""
@@ -472,9 +483,10 @@ class ModelTraffic:
     def wait_s(self, request: Request, tenant: TenantTraffic, now: float) -> float:
         """Return the predicted waiting time of a new request in seconds. Like all predictions, it is valid
         only while `predictable` is true."""
-        number = request.request_class
-        ahead = self.queue.classes[number].ahead(tenant.name, tenant.weight, request.due)
-        return self.first_credit_s(self.level_of(request, tenant), now) + self._served_s(number, *ahead)
+        number, level = request.request_class, self.level_of(request, tenant)
+        urgent = level < level_of(number, 0)
+        ahead = self.queue.classes[number].ahead(tenant.name, tenant.weight, request.due, urgent=urgent)
+        return self.first_credit_s(level, now) + self._served_s(number, *ahead)
 
     def waits_s(self, now: float) -> list[float | None]:
         """For each class, return the predicted waiting time, in seconds, of a request at the end of the

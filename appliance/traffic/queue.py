@@ -83,11 +83,17 @@ class RequestQueue(Generic[Item]):
         self._forget(ticket)
 
     def next(
-        self, open_levels: int, now: float, promises_from: float, slot_levels: int = -1
+        self,
+        open_levels: int,
+        now: float,
+        promises_from: float,
+        slot_levels: int = -1,
+        free_levels: int = 0,
     ) -> Next[Item] | None:
         """Return the next request of the open levels, or None if there is none. Bit `l` of `open_levels` is
-        set if level `l` is open, and bit `l` of `slot_levels` if it has a slot. `promises_from` is the
-        earliest time at which promised requests can be served."""
+        set if level `l` is open, bit `l` of `slot_levels` if it has a slot, and bit `l` of `free_levels` if
+        it has a slot without a preemption. `promises_from` is the earliest time at which promised requests
+        can be served."""
         if not open_levels >> self._best_level():
             return None
         for ticket in (self._promised(promises_from), self._lifted(now)):
@@ -96,8 +102,9 @@ class RequestQueue(Generic[Item]):
         for number, fair in enumerate(self.classes):
             for urgency in range(URGENCIES):
                 # A slot that may be used by a request may also be used by more urgent requests of its class.
-                if open_levels >> level_of(number, urgency) & 1:
-                    only_reserved = not slot_levels >> level_of(number, 0) & 1
+                if open_levels >> (level := level_of(number, urgency)) & 1:
+                    free = bool(free_levels >> level & 1)
+                    only_reserved = free and not slot_levels >> level_of(number, 0) & 1
                     if (ticket := fair.next(urgency, only_reserved=only_reserved)) is not None:
                         return Next(ticket, level_of(number, fair.urgency(ticket)))
                     break

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.levels import FIRST_VICTIMS, LEVELS, URGENCIES, level_of, reclaimable
+from engine.levels import FIRST_VICTIMS, FITS_STEP, LEVELS, level_of
 from engine.messages import BLOCK_TOKENS
 from engine.plan import StepPlan
 from engine.scheduling.accounting import Totals
@@ -104,31 +104,35 @@ class Admission:
         return True
 
     def preempt_for_better(self) -> None:
-        """Preempt running sequences if the first waiting sequence lacks blocks, or if sequences of its level
-        lack slots.
-
-        To free blocks, sequences of lower-priority classes are preempted. If the waiting sequence's prompts
-        fit into one step, lower-priority levels of the same class are preempted too. `engine.levels`
-        determines which sequences are preempted to free slots.
-        """
+        """Preempt running sequences if the first waiting sequence lacks a slot or blocks."""
         head = self._waiting.peek()
-        if head is None or head.in_flight:
+        if head is not None and not head.in_flight:
+            self._preempt_for_slots(head.level)
+            if self._running.free_for(head.level) > 0:
+                self._preempt_for_blocks(head)
+
+    def _preempt_for_slots(self, level: int) -> None:
+        """Free slots for all waiting sequences that preempt the same sequences (`engine.levels`) as those of
+        this level."""
+        victim = FIRST_VICTIMS[level]
+        if self._running.worst_level < victim:
             return
-        running, level = self._running, head.level
-        fits_step = head.submission.submit.urgency == URGENCIES - 1
-        worse_for_blocks = level if fits_step else level_of(head.priority, 0)
-        free, victim = running.free_for(level), FIRST_VICTIMS[level]
-        lacking = self._waiting.length(level) - free
-        reclaimed = reclaimable(level, running.reserved_slots, running.by_level)
-        frees_slots = lacking > 0 and running.worst_level >= (
-            level_of(head.priority, 0) if reclaimed else victim
+        waiting = sum(
+            self._waiting.length(other) for other in range(level, victim) if FIRST_VICTIMS[other] == victim
         )
-        if not frees_slots and (free <= 0 or running.worst_level <= worse_for_blocks):
-            return
-        _, needed, available = self._demand(head)
-        self._preemption.preempt_worse(lacking, victim, needed - available, worse_for_blocks + 1)
-        lacking = min(reclaimed, self._waiting.length(level) - running.free_for(level))
-        self._preemption.reclaim(lacking, level)
+        lacking = waiting - self._running.free_for(level)
+        if lacking > 0:
+            self._preemption.free_slots(lacking, victim)
+
+    def _preempt_for_blocks(self, sequence: Sequence) -> None:
+        """Free blocks for a sequence. Sequences of lower-priority classes are preempted. Lower levels of the
+        same class are preempted too, unless the sequence is urgent and its prompts do not fit into a step."""
+        long = 0 < sequence.submission.submit.urgency < FITS_STEP
+        worse_than = level_of(sequence.priority, 0) if long else sequence.level
+        if self._running.worst_level > worse_than:
+            _, needed, available = self._demand(sequence)
+            if needed > available:
+                self._preemption.free_blocks(needed - available, worse_than + 1)
 
     def note_batch_size(self, plan: StepPlan) -> None:
         """Record the step's batch size (number of sequences) in each sequence that starts with this step."""

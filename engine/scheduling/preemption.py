@@ -3,11 +3,10 @@ later."""
 
 from __future__ import annotations
 
-from engine.levels import TIERS
 from engine.scheduling.accounting import Totals
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.block_tables import BlockTables
-from engine.scheduling.running import RunningSequences
+from engine.scheduling.running import RunningSequences, service_order
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.waiting import WaitingQueue
 
@@ -34,6 +33,8 @@ class Preemption:
         """Move a running sequence and its forks back to the waiting queue."""
         sequence.submission.preemptions += 1
         self._totals.preemptions += 1
+        if sequence.leader is not None:
+            sequence.leader.forks.remove(sequence)
         for member in (sequence, *sequence.forks):
             self._running.release_slot(member)
             self._tables.release(member)
@@ -41,37 +42,29 @@ class Preemption:
             self._waiting.push(member)
         sequence.forks = []
 
-    def reclaim(self, slots: int, level: int) -> None:
-        """Preempt sequences of lower-priority levels than `level` that are not urgent, until `slots` slots
-        have been freed."""
-        if slots <= 0:
-            return
-        victims = [one for one in self._running.scheduled() if one.level > level and TIERS[one.level]]
-        while victims and slots > 0:
-            victim = victims.pop()
-            slots -= 1 + len(victim.forks)
+    def free_slots(self, slots: int, first_victim: int) -> None:
+        """Preempt sequences from level `first_victim` on until `slots` slots have been freed. A fork is
+        preempted without its leader, so that the leader's prefill continues."""
+        running = self._running
+        victims = running.scheduled()
+        victims = [
+            member
+            for sequence in victims
+            if sequence.level >= first_victim
+            for member in (sequence, *sequence.forks)
+        ]
+        victims.sort(key=service_order)
+        for victim in reversed(victims[max(0, len(victims) - slots) :]):
             self.preempt(victim)
 
-    def preempt_worse(self, slots: int, first_for_slots: int, blocks: int, first_for_blocks: int) -> None:
-        """Preempt low-priority sequences to free slots and blocks.
-
-        Sequences from level `first_for_slots` on are preempted until `slots` slots have been freed. Sequences
-        from level `first_for_blocks` on are preempted until `blocks` blocks have been freed, but only if
-        preempting all of them would free enough blocks.
-        """
-        if slots <= 0 and blocks <= 0:
+    def free_blocks(self, blocks: int, first_victim: int) -> None:
+        """Preempt sequences from level `first_victim` on until `blocks` blocks have been freed, but only if
+        preempting all of them would free enough blocks."""
+        victims = [one for one in self._running.scheduled() if one.level >= first_victim]
+        shared = {victim.shared for victim in victims if victim.shared is not None}
+        if blocks > sum(len(one.table) for one in victims) + sum(len(one.blocks) for one in shared):
             return
-        victims = self._running.scheduled()
-        worse = [victim for victim in victims if victim.level >= first_for_blocks]
-        shared = {victim.shared for victim in worse if victim.shared is not None}
-        if blocks > sum(len(holder.table) for holder in worse) + sum(len(one.blocks) for one in shared):
-            blocks = 0
-        while victims and (
-            (slots > 0 and victims[-1].level >= first_for_slots)
-            or (blocks > 0 and victims[-1].level >= first_for_blocks)
-        ):
-            victim = victims.pop()
-            slots -= 1 + len(victim.forks)
+        while victims and blocks > 0:
             available = self._pool.available
-            self.preempt(victim)
+            self.preempt(victims.pop())
             blocks -= self._pool.available - available

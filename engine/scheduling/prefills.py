@@ -16,9 +16,9 @@ class PrefillScheduler:
     """Adds prefill chunks to a step's plan.
 
     If a step contains a chunk, it skips the prompts of lower-priority levels, because the chunk's submission
-    waits for the whole step. To prevent starvation, a step does not skip prompts if the previous step did so
-    in favour of the same level or a higher-priority level. Therefore, the number of consecutive steps that
-    skip a prompt is at most the number of higher-priority levels.
+    waits for the whole step. To prevent starvation, a step does not skip prompts if two conditions are met:
+    the previous step did so in favour of the same level or a higher-priority level, and a step has already
+    done so in favour of the same level since the last step that skipped no prompt.
     """
 
     def __init__(self, running: RunningSequences, tables: BlockTables, accounting: RequestAccounting) -> None:
@@ -33,17 +33,25 @@ class PrefillScheduler:
         self._left_out_for = LEVELS
         """Highest-priority level among the chunks of the previous step if that step skipped a prompt,
         otherwise LEVELS."""
+        self._left_out_for_since = 0
+        """The levels for which prompts were skipped since the last step that skipped no prompt. Bit `l` is
+        set for level `l`."""
 
     def begin_step(self) -> None:
         self._best, self._left_out = LEVELS, False
 
     def end_step(self) -> None:
-        self._left_out_for = self._best if self._left_out else LEVELS
+        if self._left_out:
+            self._left_out_for = self._best
+            self._left_out_for_since |= 1 << self._best
+        else:
+            self._left_out_for, self._left_out_for_since = LEVELS, 0
 
     def leaves_out(self, sequence: Sequence) -> bool:
         """Return whether the step skips this sequence's prompt, because the step contains a prompt of a
         higher-priority level."""
-        if sequence.level <= self._best or self._left_out_for <= self._best:
+        again = self._left_out_for <= self._best and self._left_out_for_since >> self._best & 1
+        if sequence.level <= self._best or again:
             return False
         self._left_out = True
         return True

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from appliance.traffic.credits import CreditAccount
-from engine.levels import LEVELS, ORDINARY, URGENCIES
+from engine.levels import LEVELS, TIERS, split_level
 from engine.messages import Report, Submit
 from tests.engine.scheduling.simulated_engine import SimulatedEngine
 from tests.prompts import prompt_of
@@ -35,13 +35,14 @@ class Pair:
         self.account.learn(Report(**gauges, finished=[], decode_steps=0, step_ms=0.0, mixed_steps=0))
 
     def submit(self, level: int, n: int, max_tokens: int) -> Submit:
+        priority, urgency = split_level(level)
         self.account.spend(level, n, PROMPT)
         return self.engine.submit(
             PROMPT,
             n=n,
             max_tokens=max_tokens,
-            priority=level // URGENCIES,
-            urgency=URGENCIES - 1 - level % URGENCIES,
+            priority=priority,
+            urgency=urgency,
             reserved_slots=self.account.reserved_slots(self.share),
         )
 
@@ -62,8 +63,7 @@ def test_a_request_for_which_the_credits_name_a_slot_starts_in_the_next_step(see
         waiting = pair.engine.scheduler.waiting_by_level
         if pair.account.slot_levels(pair.share) >> level & 1 and not any(waiting[: level + 1]):
             tried += 1
-            urgent = level < ORDINARY and level != URGENCIES - 1
-            samples = 1 if urgent else draw.choice((1, 1, 3, 40))
+            samples = draw.choice((1, 1, 3, 40)) if TIERS[level] else 1
             submit = pair.submit(level, samples, draw.choice((2, 20, 100)))
             before = len(pair.engine.runner.plans)
             pair.step()

@@ -128,7 +128,8 @@ def test_urgent_requests_have_their_turn_where_no_level_is_open_to_others() -> N
     queue, serial = RequestQueue[str](RULES), Serial()
     for fair in queue.classes:
         fair.set_urgent(2, 1000)
-    short, long = levels((1, 2)), levels((1, 2), (1, 1))
+    # The light tenant's prompts of 100 tokens fill more than a sixteenth of the 1,000 tokens of a step.
+    short, long = levels((1, 5)), levels((1, 5), (1, 4), (1, 3), (1, 2), (1, 1))
     queue.push(serial.ticket("heavy", 1), 1.0, light=False)
     assert queue.next(long, 0.0, 0.0) is None
     wide = serial.ticket("wide", 1, num_seqs=3)
@@ -141,18 +142,19 @@ def test_urgent_requests_have_their_turn_where_no_level_is_open_to_others() -> N
     light = serial.ticket("light", 1)
     queue.push(light, 1.0, light=True)
     queue.classes[1].charge("light", 1000.0)
-    assert queue.next(short, 0.0, 0.0) == (light, level_of(1, 2)), (
+    assert queue.next(short, 0.0, 0.0) == (light, level_of(1, 5)), (
         "a tenant may exceed its share by a step's tokens"
     )
     queue.classes[1].charge("light", 1.0)
     assert queue.next(short, 0.0, 0.0) is None
-    assert queue.next(short, 0.0, 0.0, slot_levels=short) == (light, level_of(1, 2)), (
+    assert queue.next(short, 0.0, 0.0, slot_levels=short) is None, "a sequence would have to be preempted"
+    assert queue.next(short, 0.0, 0.0, slot_levels=short, free_levels=short) == (light, level_of(1, 5)), (
         "other tenants cannot use reserved slots"
     )
     queue.classes[1].charge("light", -1.0)
     real_time = serial.ticket("rt", 0)
     queue.push(real_time, 1.0, light=True)
-    assert queue.next(levels((0, 2)), 0.0, 0.0) == (real_time, level_of(0, 2))
+    assert queue.next(levels((0, 5)), 0.0, 0.0) == (real_time, level_of(0, 5))
     assert queue.next(0, 0.0, 0.0) is None
 
 
@@ -236,6 +238,21 @@ def test_idleness_is_not_saved_up() -> None:
         fair.take(ticket)
         turns.append(ticket.tenant)
     assert turns.count("late") in (5, 6)
+
+
+def test_a_returning_tenant_starts_at_the_lowest_counter_though_an_urgent_request_overtook_it() -> None:
+    serial, fair = Serial(), FairQueue[str]()
+    fair.set_urgent(1, 1000)
+    fair.push(serial.ticket("waits"), 1.0, light=False)
+    fair.push(serial.ticket("light"), 1.0, light=True)
+    fair.charge("light", 900.0)
+    overtaking = fair.next(1)
+    assert overtaking is not None and overtaking.tenant == "light"
+    fair.take(overtaking)
+    fair.push(serial.ticket("returns"), 1.0, light=False)
+    fair.charge("waits", 1.0)
+    first = fair.next()
+    assert first is not None and first.tenant == "returns"
 
 
 def test_inside_a_tenant_the_earliest_deadline_goes_first() -> None:

@@ -161,13 +161,22 @@ def test_real_time_preempts_the_youngest_background_sequences_for_slots(overlap:
 @both_overlaps
 @pytest.mark.parametrize(
     ("better", "worse"),
-    [((0, 0), (1, 0)), ((0, 2), (3, 0)), ((1, 0), (2, 0)), ((1, 2), (3, 0)), ((2, 0), (3, 0))],
+    [
+        ((0, 0), (1, 0)),
+        ((0, 2), (3, 0)),
+        ((0, 2), (0, 0)),
+        ((0, 2), (1, 3)),
+        ((1, 0), (2, 0)),
+        ((1, 2), (3, 0)),
+        ((1, 2), (1, 0)),
+        ((2, 0), (3, 0)),
+    ],
 )
-def test_a_better_class_preempts_samples_of_a_worse_one_for_slots(
+def test_a_better_class_or_an_urgent_submission_preempts_samples_for_slots(
     better: tuple[int, int], worse: tuple[int, int], overlap: bool
 ) -> None:
     engine = SimulatedEngine(max_num_seqs=4, overlap=overlap)
-    wide = engine.submit(20, max_tokens=60, n=9, priority=worse[0])
+    wide = engine.submit(20, max_tokens=60, n=9, priority=worse[0], urgency=worse[1])
     while len(engine.outputs) < 8:
         engine.step()
     crowd = [engine.submit(10, max_tokens=4, priority=better[0], urgency=better[1]) for _ in range(3)]
@@ -182,9 +191,16 @@ def test_a_better_class_preempts_samples_of_a_worse_one_for_slots(
 
 @pytest.mark.parametrize(
     ("better", "worse"),
-    [((0, 2), (1, 2)), ((0, 2), (0, 0)), ((1, 2), (1, 0)), ((2, 0), (2, 0)), ((3, 0), (3, 0))],
+    [
+        ((0, 0), (1, 2)),
+        ((0, 3), (0, 2)),
+        ((1, 2), (1, 1)),
+        ((1, 0), (1, 0)),
+        ((2, 0), (2, 0)),
+        ((3, 0), (3, 0)),
+    ],
 )
-def test_urgent_sequences_and_those_of_the_same_class_are_not_preempted_for_slots(
+def test_urgent_sequences_of_the_same_class_and_equals_are_not_preempted_for_slots(
     better: tuple[int, int], worse: tuple[int, int]
 ) -> None:
     engine = SimulatedEngine(max_num_seqs=2)
@@ -210,18 +226,21 @@ def test_waiting_samples_leave_the_slots_free_that_later_submissions_reserve() -
     engine.drain()
 
 
-@both_overlaps
-def test_urgent_submissions_reclaim_slots_that_became_reserved_and_no_more(overlap: bool) -> None:
-    engine = SimulatedEngine(max_num_seqs=4, overlap=overlap)
-    wide = engine.submit(20, max_tokens=60, n=4)
-    while len(engine.outputs) < 8:
-        engine.step()
-    crowd = [engine.submit(10, max_tokens=4, urgency=2, reserved_slots=2) for _ in range(3)]
-    before = len(engine.runner.plans)
+def test_preempted_forks_do_not_interrupt_their_leaders_prefill() -> None:
+    engine = SimulatedEngine(max_num_seqs=4, max_num_batched_tokens=64, overlap=False)
+    wide = engine.submit(300, max_tokens=10, n=4)
     engine.step()
-    assert len(engine.runner.plans[before].setups) == 2, "two slots are reserved"
+    crowd = [engine.submit(10, max_tokens=4, urgency=2) for _ in range(3)]
+    plan = engine.step()
+    assert plan is not None and len(plan.setups) == 3, "all three start in the next step"
+    while not engine.outputs or engine.outputs[-1].handle != wide.handle:
+        engine.step()
+    starts = [
+        c.start for plan in engine.runner.plans for c in plan.chunks if len(c.token_ids) > 10 or c.start
+    ]
+    assert starts[:5] == sorted(set(starts[:5])), "no part of the prompt is computed again"
     engine.drain()
-    assert engine.finished[-1].preemptions == 2
+    assert engine.finished[-1].preemptions == 3
     for submit in (wide, *crowd):
         engine.expect_alone(submit)
 
