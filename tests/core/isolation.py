@@ -6,8 +6,10 @@ than guaranteed."""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 from appliance.traffic.rules import QueueRules
 from store.policies import TenantRecord
@@ -34,14 +36,16 @@ def full_step_s(slots: int) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """A large request on a server with one replica, and the short requests that arrive behind it."""
+    """Large requests on a server with one replica, and the short requests that arrive behind them."""
 
     asked_class: str
     prompt: int = 50
-    output: int = 20
+    answer: int = 20
     samples: int = 1
     prompts: int = 1
     deadline_s: float | None = None
+    tenants: int = 1
+    """Number of tenants that send the large request at the same time."""
     resumed: bool = False
     """Whether the replica that ran the large request has died, so that another replica resumes it."""
     after_s: float = 0.2
@@ -51,6 +55,10 @@ class Case:
     """Class of the short requests."""
     crowd: int = 1
     """Number of short requests, which arrive at the same time."""
+    crowd_tenants: int = 1
+    """Number of tenants that send the short requests."""
+    output: int = 5
+    """Length of the short requests' answers."""
 
 
 CASES: dict[str, Case] = {
@@ -74,7 +82,25 @@ CASES: dict[str, Case] = {
     "20 P1 at once behind n = 1,024 of P3, 256 slots": Case(
         "P3", 50, 1000, samples=1024, behind="P1", crowd=20
     ),
-    "2 P1 at once behind n = 32 of P1, 32 slots": Case("P1", 50, 1000, samples=32, slots=32, behind="P1"),
+    "2 P1 at once behind n = 32 of P1, 32 slots": Case(
+        "P1", 50, 1000, samples=32, slots=32, behind="P1", crowd=2
+    ),
+    "P0 behind P0 prompts of 8,000 by 5 tenants": Case("P0", 8000, tenants=5, after_s=0.01),
+    "light P1 behind P1 prompts of 8,000 by 5 tenants": Case(
+        "P1", 8000, tenants=5, after_s=0.01, behind="P1"
+    ),
+    "2 P0 at once behind n = 64 of P0, 64 slots": Case(
+        "P0", 50, 1000, samples=64, slots=64, crowd=2, output=500
+    ),
+    "2 light P1 by one tenant at once behind n = 128 of P1, 64 slots": Case(
+        "P1", 1000, 1000, samples=128, slots=64, behind="P1", crowd=2, output=500
+    ),
+    "60 light P1 by 30 tenants at once behind n = 128 of P1, 64 slots": Case(
+        "P1", 1000, 1000, samples=128, slots=64, behind="P1", crowd=60, crowd_tenants=30, output=500
+    ),
+    "40 P0 at once behind 60 light P1 by 30 tenants, 64 slots": Case(
+        "P1", 50, 1000, prompts=2, tenants=30, slots=64, crowd=40
+    ),
 }
 
 
@@ -89,27 +115,31 @@ def figures() -> dict[str, float]:
 
 def _ttft_ms(case: Case | None) -> float:
     slots = case.slots if case else 256
-    server = SimulatedServer(tenants=[_tenant("front"), _tenant("behind")])
+    fronts = [f"front-{number}" for number in range(case.tenants if case else 0)]
+    tenants = [f"behind-{number}" for number in range(case.crowd_tenants if case else 1)]
+    server = SimulatedServer(tenants=[_tenant(name) for name in (*fronts, *tenants)])
     server.add_replica(slots=slots)
     server.run(1.0)
     if case is not None:
-        shape = Shape(case.prompt, case.output, case.output)
-        front = server.ask(
-            "front",
-            shape,
-            asked_class=case.asked_class,
-            prompts=case.prompts,
-            samples=case.samples,
-            deadline_s=case.deadline_s,
-        )
+        for front in fronts:
+            server.ask(
+                front,
+                Shape(case.prompt, case.answer, case.answer),
+                asked_class=case.asked_class,
+                prompts=case.prompts,
+                samples=case.samples,
+                deadline_s=case.deadline_s,
+            )
         if case.resumed:
             server.run(1.02)
-            assert front.replica is not None
-            server.kill_replica(front.replica)
+            server.kill_replica(server.replicas[0])
             server.add_replica(slots=slots)
     server.run(1.0 + (case.after_s if case else 0.0))
-    asked_class, crowd = (case.behind, case.crowd) if case else ("P0", 1)
-    behind = [server.ask("behind", Shape(50, 5, 5), asked_class=asked_class) for _ in range(crowd)]
+    asked_class, crowd, output = (case.behind, case.crowd, case.output) if case else ("P0", 1, 5)
+    behind = [
+        server.ask(tenants[number % len(tenants)], Shape(50, output, output), asked_class=asked_class)
+        for number in range(crowd)
+    ]
     while any(one.first_token_at is None for one in behind) and server.now < 100.0:
         server.run(server.now + 1.0)
     return round(1e3 * max(one.ttft_s for one in behind), 1)
@@ -124,81 +154,138 @@ def _tenant(name: str) -> TenantRecord:
 
 @dataclass(frozen=True)
 class Load:
-    """A large request, which has either many tokens or many samples, or a request with a deadline."""
+    """A request that is heavier than the probes: a long prompt, several prompts, many samples, or a request
+    with a deadline."""
 
     at: float
     tenant: str
     asked_class: str
     shape: Shape
-    prompts: int
+    prompts: int = 1
+    samples: int = 1
+    deadline_s: float | None = None
+
+
+class Probes(NamedTuple):
+    """The requests whose times to first token are measured."""
+
+    kind: str
+    """Short P0 requests ("P0"), or P1 requests from light tenants ("light") or from a busy tenant
+    ("busy")."""
+    shape: Shape
     samples: int
-    deadline_s: float | None
+    crowd: int
+    """Number of probes that are sent at the same time."""
+    every_s: float
+    """Time between two crowds."""
 
 
-def random_load(draw: random.Random, classes: Sequence[str], seconds: float) -> list[Load]:
-    """Return requests of random kinds: long prompts, several prompts, many samples, or (except in P1) short
-    prompts. Requests in P1 either exceed one step or have many samples, because smaller ones would count as
-    light, like the probes."""
+def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float) -> list[Load]:
+    """Return requests of random kinds that must not delay these probes, or only by their own prompts: those
+    of P0 in front of a busy tenant's P1. Urgent requests of the probes' class have prompts that are at least
+    twice as long."""
+    classes = {"P0": ("P0", "P1", "P2", "P3"), "light": ("P1", "P1", "P2", "P3"), "busy": ("P2", "P3")}
     loads = []
     for _ in range(draw.randint(1, 12)):
-        asked_class = draw.choice(classes)
-        kinds = ("long", "long", "several", "wide", "wide") + (("short",) if asked_class != "P1" else ())
-        kind = draw.choice(kinds)
-        prompt = round(2 ** draw.uniform(13.2, 17)) - 1001 if kind == "long" else draw.randint(600, 3000)
+        asked_class = draw.choice(classes[probes.kind])
+        kind = draw.choice(("long", "long", "several", "wide", "wide", "long and wide", "several and wide"))
+        prompt = draw.randint(600, 3000)
+        if kind in ("long", "long and wide") or (kind == "several" and draw.random() < 0.5):
+            prompt = round(2 ** draw.uniform(13.2, 17)) - 1001
+        samples = draw.choice((8, 60, 64, 128, 257, 1024)) if "wide" in kind else 1
         output = draw.choice((1, 20, 200, 1000))
+        prompts = draw.randint(2, 20) if "several" in kind else 1
+        if prompts * samples <= slots // 32 and asked_class == {"P0": "P0", "light": "P1"}.get(probes.kind):
+            prompt = max(prompt, 2 * probes.shape.prompt)
         # A promise lets a request overtake higher-priority classes shortly before it must begin.
-        has_deadline = kind != "wide" and draw.random() < 0.4
+        has_deadline = samples == 1 and asked_class != "P0" and draw.random() < 0.4
         loads.append(
             Load(
                 at=draw.uniform(0.0, seconds / 2),
                 tenant=f"heavy-{draw.randint(0, 2)}",
                 asked_class=asked_class,
                 shape=Shape(prompt, output, output),
-                prompts=draw.randint(14, 20) if kind == "several" else 1,
-                samples=draw.choice((60, 64, 128, 257, 1024)) if kind == "wide" else 1,
+                prompts=prompts,
+                samples=samples,
                 deadline_s=0.03 * output + draw.uniform(1.0, 20.0) if has_deadline else None,
             )
         )
+    # Urgent requests of other tenants, which arrive at the same time.
+    asked_class = {"P0": "P0", "light": "P1", "busy": "P0"}[probes.kind]
+    for _ in range(draw.choice((0, 1, 3))):
+        at, output = draw.uniform(0.0, seconds), draw.choice((1, 20, 200))
+        prompt = round(2 * max(probes.shape.prompt, 250) * 2 ** draw.uniform(0.0, 4.0))
+        loads += [
+            Load(at, f"urgent-{number}", asked_class, Shape(prompt, output, output))
+            for number in range(draw.randint(1, 6))
+        ]
     return loads
+
+
+def random_probes(draw: random.Random, slots: int) -> Probes:
+    """Return probes that never delay each other by more than a short step: all of them together fit into a
+    step and into the slots."""
+    kind = draw.choice(("P0", "light", "busy"))
+    # A light tenant occupies less than 1/32 of the slots.
+    most = {"P0": 8, "light": slots // 32, "busy": 20}[kind]
+    made = draw.choice(("short", "short", "short", "long answer", "full step", "samples"))
+    if made == "long answer":
+        return Probes(kind, Shape(100, 400, 400), 1, 1, 0.23)
+    if made == "full step":
+        return Probes(kind, Shape(BUDGET - draw.randint(0, 500), 5, 5), 1, 1, 1.5)
+    if made == "samples" and kind != "busy":
+        return Probes(kind, Shape(200, 5, 5), 2, 1, 0.23)
+    return Probes(kind, Shape(draw.choice((20, 200)), 5, 5), 1, draw.choice((1, most)), 0.23)
+
+
+class Event(NamedTuple):
+    """A disturbance at a time of the run: the "death" of a replica, which is replaced after a second; the
+    "drain" of a replica; or a "pause" of admissions, which ends after half a second."""
+
+    at: float
+    kind: str
+
+
+PAUSE_S = 0.5
 
 
 @dataclass(frozen=True)
 class Mix:
-    """The server, the event during the run, and the requests of one scenario."""
+    """The server, the events during the run, and the requests of one scenario."""
 
     slots: int
     blocks: int
+    prefix_cache: bool
     replicas: int
-    event: str
-    """What happens to one of the two replicas halfway through the run: "" (nothing), "death" or "drain"."""
+    events: tuple[Event, ...]
     seconds: float
-    probes: str
-    """Kind of requests to measure (probes): short P0 requests ("P0"), or P1 requests from a light tenant
-    ("light") or from a busy tenant ("busy")."""
-    crowd: int
-    """Number of probes that are sent at the same time."""
+    probes: Probes
     rules: QueueRules
     loads: tuple[Load, ...]
 
 
 def random_mix(seed: int, seconds: float = 5.0) -> Mix:
     draw = random.Random(seed)
-    replicas, probes = draw.choice((1, 2)), draw.choice(("P0", "light", "busy"))
-    slots = draw.choice((64, 256))
-    classes = ("P2", "P3") if probes == "busy" else ("P1", "P1", "P2", "P3")
-    # At most as many light requests are sent at once as slots are reserved.
-    most = {"P0": 8, "busy": 20, "light": 1 if slots == 64 else 3}[probes]
+    slots, replicas = draw.choice((64, 256)), draw.choice((1, 2))
+    probes = random_probes(draw, slots)
+    kinds: tuple[tuple[str, ...], ...] = ((), ("pause",))
+    if replicas > 1:
+        kinds = ((), ("death",), ("death", "death"), ("drain",), ("pause",))
     strict = QueueRules(background_share=0.0, lifted_share=0.0)
     return Mix(
         slots=slots,
         blocks=draw.choice((20_000, 4_000)),
+        prefix_cache=draw.random() < 0.5,
         replicas=replicas,
-        event=draw.choice(("", "death", "drain")) if replicas > 1 else "",
+        # A second replica dies only after the first one has been replaced.
+        events=tuple(
+            Event(seconds * (draw.uniform(0.1, 0.4) + 0.5 * number), kind)
+            for number, kind in enumerate(draw.choice(kinds))
+        ),
         seconds=seconds,
         probes=probes,
-        crowd=draw.choice((1, most)),
         rules=draw.choice((strict, QueueRules())),
-        loads=tuple(random_load(draw, classes, seconds)),
+        loads=tuple(random_loads(draw, probes, slots, seconds)),
     )
 
 
@@ -206,18 +293,22 @@ def broken_promises(mix: Mix) -> list[str]:
     """Run a mix. Return a description of each probe whose time to first token exceeds the time without load
     by more than two full steps.
 
-    A probe whose replica died has this time twice: until the death, and from its resubmission on. A probe of
-    a busy tenant also has the time of the requests that were dispatched before higher-priority classes.
+    A probe whose replica died has this time once more for each death, from its resubmission on. A probe of a
+    busy tenant also has the time of the better-class prompts in front of it: those of P0, and those of
+    requests that were dispatched before higher-priority classes.
     """
-    alone, _ = _run(mix, ())
-    beside, overtaking = _run(mix, mix.loads)
-    alone_s = max(probe.ttft_s for probe in alone if not probe.attempt)
+    alone, _ = _run(mix, (), ())
+    beside, better = _run(mix, mix.loads, mix.events)
+    alone_s = max(probe.ttft_s for probe in alone)
     bound_s = alone_s + 2 * full_step_s(mix.slots) + MARGIN_S
     broken = []
     for after in beside:
         most_s = bound_s + after.attempt * (bound_s + RESUBMIT_S)
-        if mix.probes == "busy":
-            most_s += sum(_prompts_s(one) for one in overtaking if _may_delay(one, after))
+        if mix.probes.kind == "busy":
+            most_s += sum(_prompts_s(one) for one in better if _may_delay(one, after))
+        for event in mix.events:
+            if event.kind == "pause" and event.at <= after.arrived_at <= event.at + PAUSE_S:
+                most_s += event.at + PAUSE_S - after.arrived_at
         waited_s = (after.first_token_at or mix.seconds + AFTER_S) - after.arrived_at
         if waited_s > most_s:
             took = f"{after.ttft_s:.3f}" if after.first_token_at is not None else f"never: {after.refused}"
@@ -241,58 +332,76 @@ def _may_delay(asked: Asked, probe: Asked) -> bool:
     return begins_before and (asked.first_token_at is None or asked.first_token_at >= probe.arrived_at)
 
 
-def _run(mix: Mix, loads: Sequence[Load]) -> tuple[list[Asked], list[Asked]]:
-    """Run a mix with these loads. Return its probes, and the requests that were dispatched before
-    higher-priority classes."""
-    names = ("probe", *(f"heavy-{number}" for number in range(3)))
-    server = SimulatedServer(tenants=[_tenant(name) for name in names], rules=mix.rules)
+def _ask(server: SimulatedServer, load: Load) -> None:
+    server.ask(
+        load.tenant,
+        load.shape,
+        asked_class=load.asked_class,
+        prompts=load.prompts,
+        samples=load.samples,
+        deadline_s=load.deadline_s,
+    )
+
+
+def _run(mix: Mix, loads: Sequence[Load], events: Sequence[Event]) -> tuple[list[Asked], list[Asked]]:
+    """Run a mix with these loads and events. Return its probes, and the requests of better classes than P1 or
+    that were dispatched before higher-priority classes."""
+    measured = mix.probes
+    names = {"probe-0", "probe-1", "probe-2", *(load.tenant for load in loads)}
+    server = SimulatedServer(tenants=[_tenant(name) for name in sorted(names)], rules=mix.rules)
+
+    def add_replica() -> None:
+        server.add_replica(slots=mix.slots, blocks=mix.blocks, prefix_cache=mix.prefix_cache)
+
     for _ in range(mix.replicas):
-        server.add_replica(slots=mix.slots, blocks=mix.blocks)
+        add_replica()
     server.run(0.5)
-    if mix.probes == "busy":
-        for _ in range(8):
-            server.ask("probe", Shape(50, 1500, 1500), asked_class="P1")
-    if mix.probes == "light" and loads and mix.slots == 64:
-        # Make the other tenants busy: only one slot is reserved for light requests, so light requests of
-        # other tenants would compete for it.
-        for name in names[1:]:
-            server.ask(name, Shape(50, 3000, 3000), asked_class="P1", samples=2)
+    tenants = 1
+    if measured.kind == "busy":
+        for _ in range(mix.replicas * mix.slots // 16):
+            server.ask("probe-0", Shape(50, 3000, 3000), asked_class="P1")
+    else:
+        tenants = 3
     server.run(1.0)
     start = server.now
     for load in loads:
-        server.at(
-            start + load.at,
-            lambda load=load: server.ask(  # type: ignore[misc]
-                load.tenant,
-                load.shape,
-                asked_class=load.asked_class,
-                prompts=load.prompts,
-                samples=load.samples,
-                deadline_s=load.deadline_s,
-            ),
-        )
-    if mix.event == "death":
-        server.at(start + mix.seconds / 2, lambda: server.kill_replica(server.replicas[0]))
-    elif mix.event == "drain":
-        server.at(start + mix.seconds / 2, lambda: server.requests.retire_replica(server.replicas[0].account))
+        server.at(start + load.at, partial(_ask, server, load))
+
+    def kill() -> None:
+        server.kill_replica(server.replicas[0])
+        server.after(1.0, add_replica)
+
+    def pause() -> None:
+        server.requests.pause_admission(None, "a test", hold=True)
+        server.after(PAUSE_S, lambda: server.requests.resume_admission(None))
+
+    happen: dict[str, Callable[[], None]] = {
+        "death": kill,
+        "drain": lambda: server.requests.retire_replica(server.replicas[0].account),
+        "pause": pause,
+    }
+    for event in events:
+        server.at(start + event.at, happen[event.kind])
     probes: list[Asked] = []
 
     def ask_crowd() -> None:
-        asked_class = "P0" if mix.probes == "P0" else "P1"
-        # In P1, the tenant waits for its answers. Otherwise, a light tenant would have more running requests
-        # than slots are reserved, and the requests of a busy tenant would delay each other.
-        if asked_class == "P0" or all(one.ended_at is not None for one in probes):
+        asked_class = "P0" if measured.kind == "P0" else "P1"
+        # In P1, each tenant waits for its answers. Otherwise, a light tenant would become a busy one, and the
+        # requests of a busy tenant would delay each other.
+        tenant = f"probe-{len(probes) // measured.crowd % tenants}"
+        if asked_class == "P0" or all(one.ended_at is not None for one in probes if one.tenant == tenant):
             probes.extend(
-                server.ask("probe", Shape(200, 5, 5), asked_class=asked_class) for _ in range(mix.crowd)
+                server.ask(tenant, measured.shape, asked_class=asked_class, samples=measured.samples)
+                for _ in range(measured.crowd)
             )
-        if server.now < start + mix.seconds:
-            server.after(0.23, ask_crowd)
+        if server.now + measured.every_s < start + mix.seconds:
+            server.after(measured.every_s, ask_crowd)
 
-    server.after(0.23, ask_crowd)
+    server.after(measured.every_s, ask_crowd)
     server.run(start + mix.seconds + AFTER_S)
-    overtaking = [asked for asked in server.asked if asked.overtook]
-    for asked in (*probes, *overtaking):
+    better = [asked for asked in server.asked if asked.overtook or asked.asked_class == "P0"]
+    for asked in {*probes, *better}:
         asked.arrived_at -= start
         asked.first_token_at = None if asked.first_token_at is None else asked.first_token_at - start
         asked.admitted_at = None if asked.admitted_at is None else asked.admitted_at - start
-    return probes, overtaking
+    return probes, better

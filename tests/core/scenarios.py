@@ -248,7 +248,7 @@ def main() -> int:
     figures: Figures = {"shares": [], "quiet": [], "deadlines": [], "deadlines_in_all": {}}
     figures["isolation_ttft_ms"] = isolation.figures()
     print(f"isolation {json.dumps(figures['isolation_ttft_ms'])}", flush=True)
-    figures["isolation_mixes"] = 300 * options.seeds
+    figures["isolation_mixes"] = 600 * options.seeds
     for seed in range(figures["isolation_mixes"]):
         broken += [f"mix {seed}: {probe}" for probe in isolation.broken_promises(isolation.random_mix(seed))]
     print(f"{len(broken)} short requests waited too long in {figures['isolation_mixes']} mixes", flush=True)

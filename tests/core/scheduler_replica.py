@@ -101,6 +101,7 @@ class SchedulerReplica:
         max_num_batched_tokens: int,
         max_mixed_tokens: int | None,
         blocks: int,
+        prefix_cache: bool,
         speed: Speed,
     ) -> None:
         self.server = server
@@ -113,7 +114,7 @@ class SchedulerReplica:
             max_model_len=131_072,
             vocab_size=10,
             blocks=blocks,
-            prefix_cache=False,
+            prefix_cache=prefix_cache,
         )
         self.core = EngineCore(self.scheduler, self.device)
         self._inbox: list[Submit] = []

@@ -157,6 +157,7 @@ class SimulatedServer:
         max_num_batched_tokens: int = 8192,
         max_mixed_tokens: int | None = None,
         blocks: int = 20_000,
+        prefix_cache: bool = False,
         speed: Speed = Speed(),  # noqa: B008
         predicted: bool = True,
     ) -> SchedulerReplica:
@@ -171,6 +172,7 @@ class SimulatedServer:
             max_num_batched_tokens=max_num_batched_tokens,
             max_mixed_tokens=max_mixed_tokens,
             blocks=blocks,
+            prefix_cache=prefix_cache,
             speed=speed,
         )
         if predicted:
@@ -298,6 +300,8 @@ class SimulatedServer:
                     prompt=pack_tokens(prompt),
                     output_token_ids=_PROMPT[: asked.tokens_of[first]] if asked.attempt else [],
                     n=1 if asked.attempt else asked.samples,
+                    # All simulated prompts begin with the same tokens, so each request has its own salt.
+                    cache_salt=asked.request_id,
                     sampling=SamplingParams(max_tokens=asked.shape.output, ignore_eos=True),
                     **_order_of(message),
                 )

@@ -8,6 +8,7 @@ import pytest
 from appliance.traffic.rules import QueueRules
 from store.policies import TenantRecord
 from tests.core.isolation import CASES, broken_promises, figures, full_step_s, random_mix
+from tests.core.simulated_clients import backlogged, fixed
 from tests.core.simulated_server import Shape, SimulatedServer
 
 
@@ -19,7 +20,7 @@ def test_no_single_request_delays_a_short_one_by_more_than_two_full_steps() -> N
     assert not late, bounds
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(60))
 def test_no_mix_of_requests_delays_a_short_one_by_more_than_two_full_steps_property(seed: int) -> None:
     mix = random_mix(seed)
     assert not broken_promises(mix), mix
@@ -43,3 +44,72 @@ def test_a_wide_request_does_not_make_the_predicted_wait_of_long_prompts_far_too
     server.run(261.0)
     assert [prompt.refused for prompt in prompts] == [None] * 8
     assert max(prompt.ttft_s for prompt in prompts) < 120.0
+
+
+@pytest.mark.parametrize(("samples", "prompt"), [(64, 100_000), (128, 66_000)])
+def test_resumed_requests_that_wait_do_not_close_the_queue_to_real_time_requests(
+    samples: int, prompt: int
+) -> None:
+    server = _server("a", "b", "c")
+    for _ in range(2):
+        server.add_replica()
+    server.run(1.0)
+    wide = server.ask("a", Shape(prompt, 1000, 1000), asked_class="P3", samples=samples)
+    for _ in range(2):
+        server.ask("b", Shape(120_000, 100, 100), asked_class="P3")
+    server.run(1.5)
+    assert wide.replica is not None
+    server.kill_replica(wide.replica)
+    probes = []
+    for _ in range(20):
+        server.run(server.now + 0.25)
+        probes.append(server.ask("c", Shape(50, 5, 5), asked_class="P0"))
+    server.run(server.now + 1.0)
+    assert [probe.refused for probe in probes] == [None] * 20
+
+
+def test_a_light_request_is_not_refused_because_of_work_that_it_overtakes() -> None:
+    light = ("light-0", "light-1", "light-2")
+    server = _server("a", "b", "c", *light)
+    server.add_replica(slots=64)
+    server.run(1.0)
+    server.ask("c", Shape(100_000, 1, 1), asked_class="P3")
+    server.ask("a", Shape(100_000, 1, 1), asked_class="P1")
+    server.ask("a", Shape(100_000, 1, 1), asked_class="P1", prompts=3)
+    server.run(1.3)
+    for _ in range(2):
+        server.ask("b", Shape(1200, 1000, 1000), asked_class="P1", samples=1024)
+    probes = []
+    for _ in range(6):
+        server.run(server.now + 1.0)
+        # The first two requests use up the token credit, so the third one must wait in the queue.
+        probes += [server.ask(name, Shape(7000, 1, 1), asked_class="P1") for name in light]
+    server.run(server.now + 5.0)
+    assert [probe.refused for probe in probes] == [None] * 18
+
+
+@pytest.mark.parametrize("promised", [True, False])
+def test_a_request_that_goes_before_better_classes_is_not_overtaken_by_them_in_the_engine(
+    promised: bool,
+) -> None:
+    """A promised deadline, and the share of the background class, are kept although prompts of P1 fill every
+    step."""
+    server = _server("batch", "busy-0", "busy-1")
+    server.add_replica()
+    server.run(1.0)
+    for name in ("busy-0", "busy-1"):
+        backlogged(server, name, 60, fixed(4000, 30))
+    server.run(2.0)
+    batch = server.ask("batch", Shape(4000, 1, 1), asked_class="P3", deadline_s=20.0 if promised else None)
+    while batch.first_token_at is None and server.now < 30.0:
+        server.run(server.now + 1.0)
+    assert batch.refused is None
+    assert batch.admitted_at is not None and batch.first_token_at is not None
+    if promised:
+        assert batch.met
+    # Two steps of prompts that were dispatched earlier, and the step of the request's own prompt.
+    assert batch.first_token_at - batch.admitted_at <= 4 * full_step_s(256)
+
+
+def _server(*tenants: str) -> SimulatedServer:
+    return SimulatedServer(tenants=[TenantRecord(name=name, created_at=0.0) for name in tenants])
