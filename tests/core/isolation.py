@@ -294,8 +294,8 @@ def broken_promises(mix: Mix) -> list[str]:
     by more than two full steps.
 
     A probe whose replica died has this time once more for each death, from its resubmission on. A probe of a
-    busy tenant also has the time of the better-class prompts in front of it: those of P0, and those of
-    requests that were dispatched before higher-priority classes.
+    busy tenant also has the time of the prompts in front of it: those of P0, of requests that were dispatched
+    before higher-priority classes, and of resumed P1 requests.
     """
     alone, _ = _run(mix, (), ())
     beside, better = _run(mix, mix.loads, mix.events)
@@ -320,8 +320,10 @@ def broken_promises(mix: Mix) -> list[str]:
 
 
 def _prompts_s(asked: Asked) -> float:
-    """Return the time that a request's prompts take, in steps with decodes."""
-    return 1.2 * asked.admit.prompt_tokens * SPEED.prompt_token_s
+    """Return the time that a request's prompts, and the tokens of a resumed request, take in steps with
+    decodes."""
+    recomputed = asked.tokens if asked.attempt else 0
+    return 1.2 * (asked.admit.prompt_tokens + recomputed) * SPEED.prompt_token_s
 
 
 def _may_delay(asked: Asked, probe: Asked) -> bool:
@@ -329,7 +331,8 @@ def _may_delay(asked: Asked, probe: Asked) -> bool:
     if asked.admitted_at is None:
         return False
     begins_before = probe.first_token_at is None or asked.admitted_at <= probe.first_token_at
-    return begins_before and (asked.first_token_at is None or asked.first_token_at >= probe.arrived_at)
+    computed_at = asked.ended_at if asked.attempt else asked.first_token_at
+    return begins_before and (computed_at is None or computed_at >= probe.arrived_at)
 
 
 def _ask(server: SimulatedServer, load: Load) -> None:
@@ -344,8 +347,8 @@ def _ask(server: SimulatedServer, load: Load) -> None:
 
 
 def _run(mix: Mix, loads: Sequence[Load], events: Sequence[Event]) -> tuple[list[Asked], list[Asked]]:
-    """Run a mix with these loads and events. Return its probes, and the requests of better classes than P1 or
-    that were dispatched before higher-priority classes."""
+    """Run a mix with these loads and events. Return its probes, and the requests that may be served before an
+    ordinary P1 request."""
     measured = mix.probes
     names = {"probe-0", "probe-1", "probe-2", *(load.tenant for load in loads)}
     server = SimulatedServer(tenants=[_tenant(name) for name in sorted(names)], rules=mix.rules)
@@ -399,9 +402,14 @@ def _run(mix: Mix, loads: Sequence[Load], events: Sequence[Event]) -> tuple[list
 
     server.after(measured.every_s, ask_crowd)
     server.run(start + mix.seconds + AFTER_S)
-    better = [asked for asked in server.asked if asked.overtook or asked.asked_class == "P0"]
+    better = [
+        asked
+        for asked in server.asked
+        if asked.overtook or asked.asked_class == "P0" or (asked.attempt and asked.asked_class == "P1")
+    ]
     for asked in {*probes, *better}:
         asked.arrived_at -= start
         asked.first_token_at = None if asked.first_token_at is None else asked.first_token_at - start
         asked.admitted_at = None if asked.admitted_at is None else asked.admitted_at - start
+        asked.ended_at = None if asked.ended_at is None else asked.ended_at - start
     return probes, better

@@ -66,10 +66,10 @@ def test_token_credit_lets_one_request_through_whatever_its_size_and_then_waits(
 ) -> None:
     front = service.new_front()
     service.new_replica()
-    service.ask(front, tokens=10 * TOKENS)
-    service.ask(front, tokens=1)
+    for tokens in (10 * TOKENS, 1, 10 * TOKENS):
+        service.ask(front, tokens=tokens)
     read_all(service)
-    assert [turn.request_id for turn in answers(front)] == ["r0"]
+    assert [turn.request_id for turn in answers(front)] == ["r0", "r1"], "a shorter prompt has its own credit"
 
 
 def test_of_two_replicas_the_one_with_more_credit_takes_the_request(service: SimulatedService) -> None:

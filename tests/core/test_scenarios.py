@@ -20,7 +20,12 @@ def test_a_flood_of_short_requests_hardly_delays_the_first_token_of_a_tenant_wit
     assert delay_ms <= figures["longest_step_ms"], figures
 
 
-LEAST_MET = {("exact", "cold"): 0.95, ("exact", "death"): 0.91, ("long", "cold"): 0.93}
+LEAST_MET = {
+    ("exact", "cold"): 0.95,
+    ("exact", "death"): 0.91,
+    ("exact", "mix"): 0.96,
+    ("long", "cold"): 0.93,
+}
 """Bounds that are lower than the usual 0.97. A short run consists mostly of the first seconds after its
 event. In that time, deadlines are still promised based on the rates before the event."""
 
