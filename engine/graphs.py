@@ -53,9 +53,10 @@ class DecodeGraphs:
 
     def capture(self, progress: ProgressCallback) -> None:
         """Capture the graphs of all batch sizes. The largest size is captured first, so that the smaller
-        sizes reuse its memory. Each forward pass runs once before its capture, to compile its kernels and
-        allocate its workspaces. The sampling kernels are the same for all sizes.
+        sizes reuse its memory. Before each capture, a pass of a few layers loads the kernels and allocates
+        their workspaces. The sampling kernels are the same for all sizes.
         """
+        few = self._decoder.representative(self._kv)
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -64,10 +65,10 @@ class DecodeGraphs:
                 self._sample(self.sizes[-1], variant)
             for done, size in enumerate(reversed(self.sizes)):
                 progress(Progress("warm up", done, len(self.sizes), "graphs", "decode steps"))
-                self._forward(size)
+                self._forward(size, *few)
                 self._passes[size] = torch.cuda.CUDAGraph()
                 self._passes[size].capture_begin(pool=pool)
-                self._forward(size)
+                self._forward(size, self._decoder, self._kv)
                 self._passes[size].capture_end()
                 for variant in Variant:
                     graph = torch.cuda.CUDAGraph()
@@ -80,7 +81,7 @@ class DecodeGraphs:
     def launch(self) -> None:
         """Launch every kernel of the captured graphs once, without capturing."""
         for size in self.sizes:
-            self._forward(size)
+            self._forward(size, self._decoder, self._kv)
             for variant in Variant:
                 self._sample(size, variant)
 
@@ -130,7 +131,7 @@ class DecodeGraphs:
 
     # ── captured code ─────────────────────────────────────────────────────────────────────────
 
-    def _forward(self, size: int) -> None:
+    def _forward(self, size: int, decoder: Decoder, kv: list[KvPool]) -> None:
         tables, slots, decodes = self._tables, self._slots[:size], self._decodes.first(size)
         place(slots, tables.last_tokens, tables.lengths, tables.block_table, decodes)
         table = tables.block_table
@@ -140,7 +141,7 @@ class DecodeGraphs:
             kv_slots=decodes.kv_slots,
             attention=AttentionInput(table, decodes.slots, decodes.lens, table.shape[1], []),
         )
-        self._decoder.logits(self._decoder.forward(inputs, self._kv), out=self._logits[:size])
+        decoder.logits(decoder.forward(inputs, kv), out=self._logits[:size])
 
     def _sample(self, size: int, variant: Variant) -> torch.Tensor:
         tables, slots, positions = self._tables, self._slots[:size], self._decodes.lens[:size]

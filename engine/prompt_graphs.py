@@ -66,7 +66,9 @@ class PromptGraphs:
         self._logits = torch.empty((self._max_chunks, shard.vocab), dtype=decoder.dtype, device=tables.device)
 
     def capture(self, progress: ProgressCallback) -> None:
-        """Capture the graphs of all sizes, the largest first."""
+        """Capture the graphs of all sizes, the largest first. Before each capture, a pass of a few layers
+        loads the kernels and allocates their workspaces."""
+        few = self._decoder.representative(self._kv)
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -74,17 +76,17 @@ class PromptGraphs:
             for done, size in enumerate(reversed(self.sizes)):
                 progress(Progress("warm up", done, len(self.sizes), "graphs", "prompt passes"))
                 self._send([], size)
-                self._run(size)
+                self._run(size, *few)
                 self._graphs[size] = torch.cuda.CUDAGraph()
                 self._graphs[size].capture_begin(pool=pool)
-                self._run(size)
+                self._run(size, self._decoder, self._kv)
                 self._graphs[size].capture_end()
         torch.cuda.current_stream().wait_stream(stream)
 
     def launch(self) -> None:
         """Launch every kernel of the captured graphs once, without capturing."""
         for size in self.sizes:
-            self._run(size)
+            self._run(size, self._decoder, self._kv)
 
     def fits(self, plan: StepPlan) -> bool:
         """Return whether a plan can be replayed from a graph. The plan must contain no decodes and only a few
@@ -140,7 +142,7 @@ class PromptGraphs:
 
     # ── captured code ─────────────────────────────────────────────────────────────────────────
 
-    def _run(self, size: int) -> None:
+    def _run(self, size: int, decoder: Decoder, kv: list[KvPool]) -> None:
         most = self._max_tokens
         queries, slots, lens = self._inputs[self._logits_at :].view(3, self._max_chunks).unbind()
         table = self._tables.block_table
@@ -151,7 +153,7 @@ class PromptGraphs:
             attention=self._attention(size),
             logits_attention=AttentionInput(table, slots, lens, table.shape[1], [], queries=queries),
         )
-        self._decoder.logits(self._decoder.forward(inputs, self._kv), out=self._logits)
+        decoder.logits(decoder.forward(inputs, kv), out=self._logits)
 
     def _attention(self, size: int) -> AttentionInput:
         tiles = self._max_tiles(size)

@@ -80,9 +80,7 @@ class _PaddedPasses:
     """Runs passes whose tokens are all padding, so that nothing is written to the KV cache."""
 
     def __init__(self, steps: StepExecutor) -> None:
-        layers = steps.decoder.config.representative_layers()
-        self._decoder = steps.decoder.with_layers(layers)
-        self._kv = [steps.kv[layer] for layer in layers]
+        self._decoder, self._kv = steps.decoder.representative(steps.kv)
         self._table = steps.tables.block_table
         self._rows, self._columns = self._table.shape
 

@@ -99,6 +99,12 @@ class Decoder:
         part.halves_graphs = part.layer_graphs = None
         return part
 
+    def representative(self, kv: list[KvPool]) -> tuple[Decoder, list[KvPool]]:
+        """Return a decoder with a few layers that launch every kernel of this decoder, and the KV pools of
+        these layers."""
+        layers = self.config.representative_layers()
+        return self.with_layers(layers), [kv[layer] for layer in layers]
+
     # ── computation ──────────────────────────────────────────────────────────────────────────────
 
     def forward(self, inputs: ForwardInput, kv: list[KvPool]) -> torch.Tensor:

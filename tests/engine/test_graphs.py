@@ -43,7 +43,7 @@ class EagerGraphs(DecodeGraphs):
         self.replayed: list[Variant] = []
 
     def forward(self) -> torch.Tensor:
-        self._forward(len(self._current))
+        self._forward(len(self._current), self._decoder, self._kv)
         return self._logits[: len(self._current)]
 
     def sample(self, variant: Variant) -> torch.Tensor:
@@ -128,7 +128,7 @@ class EagerPromptGraphs(PromptGraphs):
 
     def _replay(self, size: int) -> None:
         self.replayed.append(size)
-        self._run(size)
+        self._run(size, self._decoder, self._kv)
 
     def _attention(self, size: int) -> AttentionInput:
         captured = super()._attention(size)
