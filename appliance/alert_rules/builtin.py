@@ -6,14 +6,14 @@ from appliance.alert_rules.fields import AlertRule
 
 
 class BuiltInRule(AlertRule, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """A rule of the product."""
+    """A rule that ships with the product."""
 
     reason: str
-    """Why the rule exists and has its threshold."""
+    """The reason for the rule and for its threshold."""
 
 
 _DEAD = ["replica-crash-loop", "replica-failed", "replica-down"]
-"""Rules whose alerts explain that requests wait or fail."""
+"""Rules on dead replicas. Their alerts explain why requests wait or fail."""
 _BUSY = [*_DEAD, "model-failed", "front-down", "gpu-xid"]
 
 BUILT_IN: tuple[BuiltInRule, ...] = (

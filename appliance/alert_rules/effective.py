@@ -17,8 +17,8 @@ def effective_rules(configured: Sequence[AlertRule], disabled: Iterable[str]) ->
 
 
 def cycle(rules: Iterable[AlertRule]) -> list[str]:
-    """Return the names of rules that explain each other in a cycle, so that none of them would be shown;
-    empty if there is no cycle."""
+    """Return the names of rules that form a cycle of `downstream_of`. Alerts in a cycle would all be hidden,
+    because each would be explained by another. Empty if there is no cycle."""
     try:
         TopologicalSorter({rule.name: rule.downstream_of for rule in rules}).prepare()
     except CycleError as error:

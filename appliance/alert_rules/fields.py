@@ -21,7 +21,8 @@ RuleName = Annotated[
 
 
 class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """A condition on a figure of the service. A rule with the name of a built-in rule replaces that rule."""
+    """A condition on a figure, which is a value in the service's snapshot. A rule with the name of a built-in
+    rule replaces that rule."""
 
     name: RuleName
     """Name of the rule."""
@@ -32,12 +33,12 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     """How urgent the alert is."""
     per: str = ""
     """Name of a second figure by which the figure is divided, such as "blocks_total" for "blocks_used". A
-    name without a dot is looked up beside the figure."""
+    name without a dot is looked up in the object that contains the figure."""
     measure: Measure = "value"
     """What is compared with the threshold. "value": the figure. "rate": its increase per second over
     `window_s`. "change": the difference between its maximum and minimum within `window_s`. "deviation": its
     distance from its mean over `window_s`, in standard deviations. "time_to": the number of seconds until it
-    reaches `target`, by its trend over `window_s`."""
+    reaches `target` if its trend over `window_s` continues."""
     window_s: Window = 300.0
     """Time span of the measure, in seconds."""
     target: Number = 0.0
@@ -62,16 +63,16 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     clear_for_s: Seconds = 30.0
     """Number of seconds for which the condition must be over before the alert ends."""
     downstream_of: list[str] = []
-    """Names of rules whose alerts show the cause of this alert. While one of them is active for the same
-    model, replica or GPU, and for one minute afterwards, this alert is not shown, but is counted in the other
-    alert."""
+    """Names of rules that detect possible causes of this alert. While an alert of one of these rules is
+    active for the same model, replica or GPU, and for one minute afterwards, this alert is not shown, but is
+    counted in the other alert."""
     what: str = ""
-    """Text of the alert. {where}, {value}, {threshold} and {text} are replaced."""
+    """Text of the alert. {where}, {value}, {threshold} and {text} are placeholders."""
     remedy: str = ""
-    """The operator's next step. {remedy} is replaced by the field `remedy` of the object that has the
+    """The operator's next step. {remedy} is replaced with the field `remedy` of the object that contains the
     figure."""
     unit: Literal["", "s", "ms", "%", "bytes", "°C", "/s", "requests", "tokens"] = ""
-    """Unit of the measure. With "%", the measure is a fraction that is shown in percent."""
+    """Unit of the measure. With "%", the measure is a fraction that is shown as a percentage."""
 
 
 class AlertSink(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -95,7 +96,7 @@ SEVERITIES: tuple[Severity, ...] = ("info", "warning", "critical")
 
 
 class RuleFault(NamedTuple):
-    """A fault of a rule or receiver that the types of its fields do not rule out."""
+    """A fault of a rule or receiver that type checks of its fields do not detect."""
 
     field: str
     what: str

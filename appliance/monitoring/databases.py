@@ -1,5 +1,5 @@
-"""Checks the databases. They are opened read-only and only briefly, because an open reader prevents a
-stopping service from leaving WAL mode."""
+"""Checks the databases. They are opened read-only and only briefly, because an open reader prevents the
+service from leaving WAL mode when it stops."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ _RECENT_S = 3600.0
 
 
 def examine(run_dir: Path, state_dir: Path, settings: Settings | SettingsError) -> Examination:
-    """Return all findings about the service in `run_dir`. `settings` contains the settings, or the faults
-    that make them unusable."""
+    """Return all findings about the service in `run_dir`. `settings` is a SettingsError if the settings are
+    unusable."""
     now = time.time()
     findings: list[Finding] = []
     report = find_gpus()
@@ -84,8 +84,8 @@ def _ask(run_dir: Path) -> tuple[Status | None, str, bool, str]:
 
     - the status, or None if it is not available,
     - the reason why it is not available,
-    - whether it is not available because this user lacks access,
-    - the reason why the process on the socket is not trusted."""
+    - whether the reason is that this user lacks access,
+    - the reason why the process that listens on the socket is not trusted."""
     with AdminClient(run_dir, timeout_s=5.0) as client:
         try:
             return client.status(), "", False, ""

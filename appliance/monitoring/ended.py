@@ -14,11 +14,11 @@ from store.requests import RequestRow
 
 WINDOW_S = 60.0
 MAX_KEPT = 4096
-"""Maximum number of requests whose latencies are kept. At more than 68 requests per second, the percentiles
-cover less than `WINDOW_S`; their `window_s` gives the actual period."""
+"""Maximum number of latencies that are kept. Above 68 requests per second, the percentiles cover less time
+than `WINDOW_S`; their `window_s` states the actual period."""
 _SHARES = (0.5, 0.9, 0.99)
 _REUSED_S = 0.9
-"""Time for which computed percentiles are reused, because sorting is the most expensive part of a
+"""Time in seconds for which computed percentiles are reused, because sorting is the most expensive part of a
 snapshot."""
 
 
@@ -49,11 +49,11 @@ class _Ended(NamedTuple):
 
 
 class EndedRequests:
-    """Passes rows to the request log, and counts the rows of ended requests. Must be used on the event loop's
+    """Passes rows on to the request log, and counts ended requests. Must be used on the event loop's
     thread."""
 
     def __init__(self, rows: RowSink, is_tenant: Callable[[str], bool]) -> None:
-        """`is_tenant` returns whether a tenant exists. Requests from unknown tenants are counted only in the
+        """`is_tenant` returns whether a tenant exists. Requests of unknown tenants are counted only in the
         totals."""
         self.failed = self.cancelled = self.billed_tokens = 0
         self.tenants: dict[str, TenantCounts] = {}
@@ -74,7 +74,7 @@ class EndedRequests:
         self.billed_tokens += row.billed_tokens
         if tenant in self.tenants or self._is_tenant(tenant):
             self.tenants.setdefault(tenant, TenantCounts()).add(row)
-        # A joined or repeated answer comes from another request's run, so its timings do not belong to this
+        # A joined or repeated answer comes from another request's run, so the timings are not those of this
         # request.
         if row.retry not in ("joined", "repeated"):
             e2e_ms = row.e2e_ms if how == "ok" else None
@@ -82,7 +82,7 @@ class EndedRequests:
         return self._rows.end(row)
 
     def forget_deleted(self) -> None:
-        """Forget the tenants that were deleted."""
+        """Discard the counts of deleted tenants."""
         self.tenants = {name: one for name, one in self.tenants.items() if self._is_tenant(name)}
 
     def latency(self) -> Latency:

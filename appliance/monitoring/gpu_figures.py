@@ -1,4 +1,4 @@
-"""Reads the figures of GPUs through NVML, which creates no CUDA context. A figure that a GPU or its driver
+"""Reads measurements of GPUs through NVML, which creates no CUDA context. A value that a GPU or its driver
 does not report is None."""
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from appliance.snapshot import Gpu, GpuProcess
 Figure = TypeVar("Figure")
 
 _RETRY_S = 30.0
-"""Delay before the GPUs are read again after the driver could not be used. Loading NVML is slow."""
+"""Seconds until the next attempt to read the GPUs after the driver could not be used. The delay is long
+because loading NVML is slow."""
 _THROTTLE_REASONS = (
     ("nvmlClocksThrottleReasonSwPowerCap", "power cap"),
     ("nvmlClocksThrottleReasonHwSlowdown", "hardware slowdown"),
@@ -27,7 +28,8 @@ _THROTTLE_REASONS = (
 _ALL_LINKS = 0xFFFFFFFF
 """Scope of a field that covers all NVLink links of a GPU."""
 _MAX_EVENTS = 100
-"""Maximum number of events that are read at once, so that a stream of events cannot hold the reader."""
+"""Maximum number of events per read. Without a limit, a continuous stream of events could keep the reader
+from returning."""
 
 
 class _LinkBytes(NamedTuple):
@@ -52,7 +54,7 @@ class GpuReader:
         self._events: Any = None
         """NVML's set of events, in which Xid errors arrive."""
         self._xids: dict[int, int] = {}
-        """The newest Xid error of each GPU that reports them; 0 without any."""
+        """The newest Xid error of each GPU that reports Xid errors; 0 if there was none."""
         self._links: dict[int, _LinkBytes] = {}
         self.error = ""
         """Reason why the GPUs could not be read. Empty on a machine without an NVIDIA driver."""
@@ -147,13 +149,13 @@ class GpuReader:
             self._xids.setdefault(number, 0)
 
     def _read_events(self) -> None:
-        """Read the Xid errors that have arrived, without waiting for others."""
+        """Read the Xid errors that have already arrived."""
         nvml = self._nvml
         if self._events is None:
             return
         for _ in range(_MAX_EVENTS):
             event = self._known(nvml.nvmlEventSetWait_v2, self._events, 0)
-            if event is None:  # no further event has arrived
+            if event is None:  # no more events have arrived
                 return
             number = self._known(nvml.nvmlDeviceGetIndex, event.device)
             if number is not None and event.eventType & nvml.nvmlEventTypeXidCriticalError:
@@ -162,7 +164,7 @@ class GpuReader:
     # ── NVLink ──
 
     def _link_rates(self, number: int, handle: Any) -> tuple[float | None, float | None]:
-        """Return the bytes per second that a GPU has sent and received over all links since the previous
+        """Return how many bytes per second a GPU has sent and received over all links since the previous
         read."""
         before, now = self._links.get(number), self._link_bytes(handle)
         if now is None:

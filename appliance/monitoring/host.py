@@ -44,7 +44,8 @@ class HostReader:
             disk = shutil.disk_usage(self._state_dir)
         except OSError:
             disk = None
-        # The first interval began with this object, a moment ago, so its value would mean nothing.
+        # The first interval began only a moment ago, when this object was created, so its value would mean
+        # nothing.
         cpu_percent = psutil.cpu_percent()
         cpu_percent, self._is_first = None if self._is_first else cpu_percent, False
         pids = {process.pid for process in processes}
@@ -67,7 +68,8 @@ class HostReader:
         try:
             known = self._known.get(process.pid)
             if known is None:
-                # The first call begins the interval of the next one, and returns no meaningful value.
+                # The first call returns no meaningful value; it only starts the interval that the next call
+                # measures.
                 known = self._known[process.pid] = self._psutil.Process(process.pid)
                 known.cpu_percent()
             else:

@@ -1,4 +1,4 @@
-"""Reads the load of the machine and its GPUs for all snapshots, in a thread."""
+"""Reads the load of the machine and its GPUs in a separate thread, for all snapshots."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class MachineFigures(NamedTuple):
 
 
 class MachineReader:
-    """Keeps the newest figures. A disk or a driver may not respond, so nothing waits for them. Must be used
-    on the event loop's thread."""
+    """Keeps the newest measurements. No caller waits for a disk or driver, because these may not respond.
+    Must be used on the event loop's thread."""
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         self._threads = threads
@@ -36,7 +36,7 @@ class MachineReader:
         self._gpus: GpuReader | None = None
 
     def figures(self, state_dir: str, processes: list[ServiceProcess]) -> MachineFigures:
-        """Return the newest figures. If they are old, start reading new ones."""
+        """Return the newest measurements. If they are old, start to read new ones."""
         if self._reading is not None and self._reading.done():
             if self._reading.exception() is None:
                 self._figures = self._reading.result()
@@ -49,7 +49,8 @@ class MachineReader:
         return self._figures
 
     def _look(self, state_dir: str, processes: list[ServiceProcess]) -> MachineFigures:
-        # These objects are used by one thread at a time, because a new read begins after the last has ended.
+        # Only one thread uses these objects at a time, because a new read begins only after the previous one
+        # has ended.
         self._host = self._host or HostReader(state_dir)
         self._gpus = self._gpus or GpuReader()
         gpus = self._gpus.read()

@@ -1,5 +1,5 @@
-"""Checks whether the models can run: configured models before they are loaded, and running models by their
-status."""
+"""Checks whether the models can run: configured models before they are loaded, and models of a running
+service based on its status."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def running_models(models: list[ModelStatus]) -> Iterator[Finding]:
 
 
 def _is_removed(folder: Path) -> bool:
-    """Return whether the folder was removed. The check uses this user's permissions. The service's user may
-    be able to read more."""
+    """Return whether the folder was removed. The check uses the permissions of the current user, although the
+    service's user may be able to read more folders."""
     try:
         return not folder.is_dir()
     except PermissionError:

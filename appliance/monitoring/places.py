@@ -18,8 +18,7 @@ from appliance.ownership import UntrustedError
 from appliance.quantities import of_bytes
 
 MAX_SOCKET_PATH_BYTES = 107
-"""Maximum length of a socket path. On Linux, `sun_path` holds 108 bytes, one of which is the terminating
-zero."""
+"""Maximum length of a socket path. On Linux, `sun_path` holds 108 bytes, including the terminating zero."""
 _LITTLE_DISK_BYTES = 1 << 30
 _NO_DISK_BYTES = 64 << 20
 _SOCKETS = ("api.sock", "admin.sock")
@@ -69,7 +68,7 @@ def api_state(socket: Path) -> SocketState:
 
 
 def _reason(body: bytes) -> str:
-    """Return the reason given in a health response; for any other response, return its text."""
+    """Return the reason given in a health response, or the text of any other response."""
     text = body.decode("utf-8", "replace")
     try:
         document = json.loads(text)
@@ -140,8 +139,8 @@ def leftovers(run_dir: Path, state_dir: Path, running: bool) -> Iterator[Finding
 
 
 def lock_holder(path: Path) -> int | None:
-    """Return the process that holds the flock on `path`; None if there is none. This function does not take
-    the lock, because a service starting at the same moment would then fail."""
+    """Return the id of the process that holds the flock on `path`; None if there is none. Does not try to
+    take the lock, because a service that starts at the same moment would then fail."""
     try:
         wanted = path.stat()
         lines = Path("/proc/locks").read_text().splitlines()

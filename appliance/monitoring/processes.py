@@ -12,16 +12,15 @@ _CHILDREN = ("engine.replica", "appliance.front")
 
 
 def orphans(service_pid: int | None) -> Iterator[Finding]:
-    """Check for ranks and fronts whose parent has exited. Normally, they exit with their parent because the
-    kernel kills them or their channels are closed."""
+    """Check for ranks and front processes that still run although their parent has exited. Normally, they
+    exit with their parent, because the kernel kills them or their channels are closed."""
     import psutil
 
     found = []
     for process in psutil.process_iter(["pid", "ppid", "cmdline"]):
         words = process.info["cmdline"] or []
         ours = any(first == "-m" and second in _CHILDREN for first, second in pairwise(words))
-        # If the service is process 1 of a container, its own children also have parent 1, so they are not
-        # orphans.
+        # If the service is process 1 of a container, its children also have parent 1 but are not orphans.
         if ours and process.info["ppid"] == 1 and service_pid != 1 and not _service_is_init():
             found.append((process.info["pid"], " ".join(words[1:3])))
     for pid, what in found:

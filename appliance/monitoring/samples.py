@@ -1,5 +1,5 @@
-"""Samples the counters of the service once a second, so that snapshots contain totals that outlive replicas,
-and rates over a short window."""
+"""Samples the counters of the service once a second. From the samples, snapshots get totals that include
+replicas that have exited, and rates over a short window."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class CounterSample(NamedTuple):
     """Time of the sample, on the monotonic clock."""
     totals: ServiceTotals
     service: Mapping[str, float]
-    """Weighted tokens computed for each tenant that has ended requests."""
+    """Weighted number of tokens computed for each tenant that has ended requests."""
     tokens: Mapping[str, int]
-    """Prompt and output tokens of each tenant's ended requests."""
+    """Number of prompt and output tokens of each tenant's ended requests."""
     prefix: Mapping[str, tuple[int, int]]
-    """Prompt tokens and cached tokens of each replica."""
+    """Numbers of prompt tokens and of cached prompt tokens of each replica."""
 
 
 class CounterSampler:
@@ -49,7 +49,7 @@ class CounterSampler:
         self._ended = ended
         self._counted = dict.fromkeys(_ENGINE_COUNTERS, 0)
         self._last: dict[str, tuple[int, ReplicaStats]] = {}
-        """The incarnation and the latest report of each replica."""
+        """The incarnation and the latest statistics of each replica."""
         self._samples: deque[CounterSample] = deque(maxlen=int(HIT_WINDOW_S / _EVERY_S) + 2)
         self._timer: asyncio.TimerHandle | None = None
 
@@ -59,7 +59,7 @@ class CounterSampler:
         self._samples.append(self.sample())
 
     def stop(self) -> None:
-        """Take no more samples."""
+        """Stop taking samples."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -111,8 +111,8 @@ class CounterSampler:
         )
 
     def hit_rate(self, now: CounterSample, replica: str) -> tuple[float | None, float | None]:
-        """Return the share of a replica's prompt tokens within a window that were found in the prefix cache,
-        and the length of the window."""
+        """Return the fraction of a replica's prompt tokens that were found in the prefix cache within a
+        window, and the window's length in seconds."""
         then = self.before(now, HIT_WINDOW_S)
         if then is None or replica not in now.prefix or replica not in then.prefix:
             return None, None
@@ -137,5 +137,6 @@ class CounterSampler:
                 self._counted[name] += max(0, getattr(report, name) - base)
             latest[replica.name] = replica.incarnation, report
         kept = {name: known for name, known in self._last.items() if name not in latest}
-        # Forget removed replicas, so that the list does not grow. Their names are not reused within a minute.
+        # Forget removed replicas. Otherwise, the table would grow without bound. Names of replicas are not
+        # reused within a minute.
         self._last = latest if len(kept) > len(latest) + 64 else kept | latest

@@ -1,5 +1,5 @@
 """Settings from typed TOML files. Flags override the files, and the files override the defaults. Every fault
-is reported with its file, line, field, value and remedy.
+is reported with its file, line, setting, value and remedy.
 
     listen = "127.0.0.1:8000"
     fronts = 2
@@ -12,9 +12,9 @@ is reported with its file, line, field, value and remedy.
     uids = [1000, 1001]
 
 The main file is the first that exists of `--config`, `$APPLIANCE_CONFIG`, `/etc/appliance/appliance.toml` and
-`$XDG_CONFIG_HOME/appliance/appliance.toml`. The files `conf.d/*.toml` next to it override it, in name order.
-Tables are merged, and all other values are replaced. Without any file, the defaults serve the shipped model
-on a Unix socket.
+`$XDG_CONFIG_HOME/appliance/appliance.toml`. The files `conf.d/*.toml` next to it override it, in the order of
+their names. Tables are merged; other values are replaced. Without any file, the defaults serve the shipped
+model on a Unix socket.
 """
 
 from appliance.settings.faults import Fault, Place, SettingsError, dotted

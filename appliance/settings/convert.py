@@ -132,7 +132,7 @@ def _items(value: Any, kind: Any) -> Iterator[tuple[int, Any, Any]]:
 
 
 def _expected(kind: inspect.Type) -> str:
-    """Return a description of the values that a type allows."""
+    """Describe the values that a type allows."""
     match kind:
         case inspect.Metadata(type=inner, extra_json_schema=extra):
             described = (extra or {}).get("description")

@@ -12,7 +12,7 @@ Path = tuple[str, ...]
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a setting was given."""
+    """The place where a setting was given."""
 
     source: str
     """A file, "--listen" (a flag), or "default"."""
@@ -38,7 +38,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SettingsError(Exception):
-    """Raised if the settings cannot be used. Each fault has its location, the problem and a remedy."""
+    """Raised if the settings cannot be used. Each fault states its location, the problem and a remedy."""
 
     def __init__(self, *faults: Fault) -> None:
         super().__init__("\n".join(map(str, faults)))
@@ -46,7 +46,8 @@ class SettingsError(Exception):
 
 
 def dotted(path: Path) -> str:
-    """Format a path as in TOML: names that contain anything but letters, digits, _ and - are quoted."""
+    """Format a path as a dotted TOML key: names that contain anything but letters, digits, _ and - are
+    quoted."""
     return ".".join(
         name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
         for name in path

@@ -18,7 +18,7 @@ from appliance.protocol import LogLevel
 from appliance.traffic.rules import QueueRules
 from engine.messages import Device, DType, LoadFormat, Quantization, ReplicaSpec
 
-# Every number has an upper bound, so that a mistyped number is refused when the file is read.
+# Every number has an upper bound, which catches many mistyped numbers when the file is read.
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
 Processes = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -39,31 +39,32 @@ DEMO_MODEL = "demo"
 
 
 class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A served model. NAME is the name that clients use. Without any `[models.NAME]` table, the shipped model
-    is served as "demo"."""
+    """A served model. NAME is the name that clients use. If there is no `[models.NAME]` table, the shipped
+    model is served as "demo"."""
 
     folder: str
-    """Folder of a Hugging Face checkpoint. A relative path in a settings file is relative to that file; on
-    the command line, to the current directory."""
+    """Folder of a Hugging Face checkpoint. A relative path is relative to the settings file that contains it
+    or, on the command line, to the current directory."""
     replicas: Processes = 1
     """Number of replicas, or the number at the start if `max_replicas` is set."""
     max_replicas: Processes | None = None
-    """Maximum number of replicas. If it is set, replicas are added and removed as the load requires
+    """Maximum number of replicas. If it is set, replicas are added and removed according to the load
     ([models.md](models.md#replicas-by-load)). Default: the number of replicas is fixed."""
     min_replicas: Processes | None = None
     """Minimum number of replicas if `max_replicas` is set. Default: `replicas`."""
     ttft_target_s: PositiveSeconds = 2.0
-    """Time to the first token in seconds that requests should not exceed. A model with `max_replicas` gets
-    another replica when requests approach it."""
+    """Target for the time to first token, in seconds. A model with `max_replicas` gets another replica when
+    requests come close to this target."""
     required: bool = True
-    """Whether the service is ready only if this model is ready. The startup of the service, including
-    `systemctl start`, waits for required models, and they always stay loaded. A model that is not required is
-    loaded at startup if it fits, otherwise at its first request ([models.md](models.md))."""
+    """Whether the service needs this model to be ready. The startup of the service, including `systemctl
+    start`, waits for required models, which then stay loaded. A model that is not required is loaded at
+    startup if it fits, otherwise at its first request ([models.md](models.md))."""
     pinned: bool = False
-    """Whether the model always stays loaded once it is loaded."""
+    """Whether the model, once loaded, always stays loaded."""
     idle_unload_s: Seconds = 0.0
     """Time to live: a model that has had no requests for this long is unloaded until its next request. With
-    0, it is never unloaded for this reason. `keep_alive` in a request takes precedence for its tenant."""
+    0, models are never unloaded for being idle. `keep_alive` in a request takes precedence for the tenant
+    that sent it."""
     device: Device = "auto"
     """Device that runs the model. "auto" selects CUDA if a GPU is available, otherwise the CPU."""
     dtype: DType = "auto"
@@ -78,12 +79,12 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tensor_parallel_size: Processes = 1
     """Number of ranks per replica. Each rank uses one GPU."""
     expert_parallel: bool = False
-    """Whether each rank has a subset of complete experts of a mixture of experts. Otherwise, each rank has a
-    slice of every expert."""
+    """Whether each rank of a mixture-of-experts model holds a subset of the experts in full. Otherwise, each
+    rank holds a slice of every expert."""
     max_model_len: Positive | None = None
     """Maximum length of a sequence in tokens, prompt and output together. Default: the checkpoint's limit."""
     max_num_seqs: Positive = 64
-    """Maximum number of sequences that run at the same time in a replica."""
+    """Maximum number of sequences that a replica runs at the same time."""
     max_num_batched_tokens: Positive = 2048
     """Maximum number of tokens that a step computes."""
     max_mixed_tokens: Positive | None = None
@@ -95,8 +96,8 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     gpu_memory_utilization: Fraction = 0.95
     """Fraction of the device's memory that a rank may use."""
     load_format: LoadFormat = "safetensors"
-    """"safetensors" loads the checkpoint's weights. "dummy" creates random weights, so that speed can be
-    measured without a complete checkpoint."""
+    """"safetensors" loads the checkpoint's weights. "dummy" creates random weights, which allows speed
+    measurements without a complete checkpoint."""
     prefix_cache: bool = True
     """Whether prompts with a common prefix share cached KV blocks."""
     threads: Processes | None = None
@@ -109,14 +110,15 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Maximum host memory of a replica in GB (1,000,000,000 bytes). It needs a delegated cgroup, as
     `cpu_limit` does. Default: no limit."""
     cpu_fallback: bool = False
-    """Whether a replica runs on the CPU if it cannot run on a GPU because the GPU or its memory is missing.
-    The model is then slower, and `status` shows the reason."""
+    """Whether a replica runs on the CPU if there is no GPU or not enough GPU memory. The model is then
+    slower, and `status` shows the reason."""
     chat_template: str | None = None
     """File with a chat template (Jinja) that replaces the templates in the folder. A relative path is
     resolved like that of `folder`. The file is read when the model is loaded or its settings change."""
     fallback: str | None = None
     """Name of another model that answers requests while this one is overloaded or has failed, for keys with
-    `--fallback allowed`. The answer's field `model` names it. Default: none."""
+    `--fallback allowed`. The field `model` of the answer then contains the other model's name. Default:
+    none."""
     sampling: SamplingDefaults = SamplingDefaults()
     """Default sampling parameters, in a separate table."""
 
@@ -129,8 +131,8 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def text(self) -> tuple[str, str | None, SamplingDefaults]:
-        """The settings that fronts use. If they change, fronts are told, and no replica is replaced unless
-        the folder changes."""
+        """The settings that fronts use. When they change, the front processes get the new values, and
+        replicas are replaced only if the folder changed."""
         return self.folder, self.chat_template, self.sampling
 
     def spec(self, replica: str) -> ReplicaSpec:
@@ -143,25 +145,25 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class GroupSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """A group of models that must not, or must, be loaded together. NAME is any name. See
-    [models.md](models.md)."""
+    """A group of models that must never be loaded at the same time, or must always be loaded together. NAME
+    is any name. See [models.md](models.md)."""
 
     models: list[str]
-    """Names of the models, as applications use them. A name stands for all versions of the model."""
+    """Names of the models, as used by applications. A name stands for all versions of the model."""
     load: Literal["one", "all"]
     """"one": at most one model of the group is loaded at a time. "all": the models are loaded and unloaded
     together."""
 
 
 class OnDemandSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """Loading of models at their first request, and unloading of models whose memory is needed."""
+    """Loads models at their first request, and unloads other models to make room for them."""
 
     memory_gb: PositiveGigabytes | None = None
-    """Host memory in GB (10^9 bytes) that models on the CPU may use together, as `appliance models fit`
-    predicts it. Default: the memory that is available. On GPUs, `gpu_memory_utilization` is the limit."""
+    """Total host memory in GB (10^9 bytes) that models on the CPU may use, according to the prediction of
+    `appliance models fit`. Default: the available memory. On GPUs, `gpu_memory_utilization` is the limit."""
     min_residence_s: Seconds = 10.0
-    """Minimum time for which a model keeps its memory after its load began. A model with requests also keeps
-    it until requests for another model have waited this long."""
+    """Minimum time in seconds for which a model keeps its memory after its load has begun. A model that has
+    requests also keeps its memory until requests for another model have waited this long."""
 
 
 class UnixSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -175,12 +177,12 @@ class UnixSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, fro
     """Octal file mode of `api.sock`. If systemd creates the socket, its mode comes from `SocketMode=` in the
     unit instead."""
     admin_mode: SocketMode = "0660"
-    """Octal file mode of `admin.sock`. A mode that admits other users gives them no access: only operators,
-    and clients with a key of scope `admin` or `read`, can use `admin.sock`."""
+    """Octal file mode of `admin.sock`. A mode that lets other users connect gives them no access by itself:
+    only operators, and clients with a key of scope `admin` or `read`, can use `admin.sock`."""
 
 
 class AdminSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """Users who are operators, in addition to the service's user and root. Operators have full access to
+    """Users who are operators in addition to the service's user and root. Operators have full access to
     `admin.sock`."""
 
     uids: list[UserId] = []
@@ -216,8 +218,8 @@ class LogSettings(KeepRules, forbid_unknown_fields=True, frozen=True, kw_only=Tr
 
 class ModelPrices(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """Prices of the model NAME, from which `appliance usage` computes costs. All prices are per million
-    tokens, in any currency. A change applies to the costs of all days. Prices of a model that is no longer
-    served are allowed."""
+    tokens, in any currency. A change of a price applies to the costs of all days, including past ones. Models
+    that are no longer served can still have prices."""
 
     prompt: Price = 0.0
     """Price of a million prompt tokens that were not found in the prefix cache."""
@@ -234,10 +236,11 @@ class MetricsSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
     """Address (HOST:PORT) on which metrics are served without a key, such as "127.0.0.1:9464". Default:
     none."""
     public: bool = False
-    """Whether `listen` may be a non-loopback address. Metrics contain the names of tenants and models."""
+    """Whether `listen` may be an address other than a loopback address. Metrics contain the names of tenants
+    and models."""
     tenants: Positive = 200
     """Maximum number of tenants with separate metrics. These are the first tenants that send requests after a
-    start; the metrics of all other tenants are summed."""
+    start of the service; the metrics of all other tenants are summed."""
 
     def address(self) -> tuple[str, int] | None:
         """Return `listen` as host and port; None if it is not set."""
@@ -245,36 +248,37 @@ class MetricsSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
 
 
 class TelemetrySettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """The recorded history of the service's figures, which the console and the tests of alert rules read."""
+    """The recorded history of the service's measurements, which the console displays and back-tests of alert
+    rules evaluate."""
 
     days: TelemetryDays = 30.0
-    """Number of days after which one-minute values are removed. Values per second are kept for an hour, and
-    values per 10 seconds for a day, but not longer than this."""
+    """Number of days after which one-minute values are removed. One-second values are kept for an hour, and
+    ten-second values for a day, but neither longer than this."""
 
 
 class RestartSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Restarts of replicas that have exited. The delay between restarts grows from 0.1 s to 5 s. A replica
-    that exits repeatedly is given up for a while: see [models.md](models.md#replicas)."""
+    """Restarts of replicas that have exited. The delay between restarts grows from 0.1 s to 5 s. After
+    repeated exits, a replica is not restarted for a while: see [models.md](models.md#replicas)."""
 
     max_deaths: Positive = 5
     """Number of exits within `window_s` after which a replica is not restarted until `retry_s` have passed,
     its files have changed, or an operator has run `appliance models retry`."""
     window_s: PositiveSeconds = 60.0
-    """Time in seconds for which an exit is counted. Only time in which the replica serves is counted, so a
-    replica that exits while it loads is also given up if loading takes long."""
+    """Time in seconds for which an exit counts. Only time in which the replica serves counts towards this, so
+    a replica that repeatedly exits during loading is also given up, however long loading takes."""
     retry_s: PositiveSeconds = 300.0
     """Delay in seconds before a replica that was given up is started once more. If it exits again before it
     has served for `window_s`, it is given up again."""
 
 
 class AutoscalingSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Changes of the number of replicas of models with `max_replicas`."""
+    """Changes the number of replicas of models with `max_replicas`."""
 
     cooldown_s: Seconds = 30.0
-    """Time in seconds after a change in which no replica is removed, and none is added because of late
+    """Time in seconds after a change during which no replica is removed, and none is added because of late
     requests."""
     idle_s: Seconds = 300.0
-    """Time in seconds for which the load must have been low before a replica is removed."""
+    """Time in seconds for which the load must be low before a replica is removed."""
 
 
 class AlertSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -290,7 +294,7 @@ class AlertSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_
 
 
 class LimitSettings(Limits, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Limits on the connections and requests that a front accepts."""
+    """Limits on the connections and requests that a front process accepts."""
 
 
 class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -304,7 +308,7 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Address (HOST:PORT) for TCP clients, which need a bearer key. HOST is an IP address or localhost.
     Default: only the Unix socket and the sockets that systemd passes to the service."""
     fronts: Processes = 1
-    """Number of front processes. More fronts can stream more tokens per second."""
+    """Number of front processes. More front processes can stream more tokens per second."""
     run_dir: str = ""
     """Directory of the sockets. Default: `$RUNTIME_DIRECTORY`, `$XDG_RUNTIME_DIR/appliance` or
     `/tmp/appliance-UID`."""
@@ -312,16 +316,18 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Directory of the databases. Default: `$STATE_DIRECTORY` or `$XDG_STATE_HOME/appliance`
     (`~/.local/state`)."""
     drain_grace_s: Seconds = 10.0
-    """Time for which running requests may continue after SIGTERM."""
+    """Time in seconds for which running requests may continue after SIGTERM."""
     drain_notice_s: Seconds = 0.2
-    """Delay before a drain begins to refuse requests. From the start of this delay, `/health/ready` reports
-    "not ready". Set it higher than the interval of a load balancer's health checks."""
+    """Delay in seconds between the start of a drain and the first refused request. During the delay,
+    `/health/ready` already reports "not ready". Set it higher than the interval of a load balancer's health
+    checks."""
     hang_timeout_s: PositiveSeconds = 20.0
-    """A ready replica or front that does not report for this long is killed. Unless it was already stopping,
-    it is then restarted. If a replica has announced a long step, the limit is ten times the step's predicted
-    time if that is longer."""
+    """Time in seconds after which a ready replica or front process that does not report is killed. Unless it
+    was already stopping, it is then restarted. If a replica has announced a long step, it gets ten times the
+    step's predicted duration if that is longer."""
     load_timeout_s: PositiveSeconds = 600.0
-    """A starting replica or front that reports no progress for this long is killed and restarted."""
+    """Time in seconds after which a starting replica or front process that reports no progress is killed and
+    restarted."""
     log_level: LogLevel = "info"
     """Minimum level of log messages."""
     unix: UnixSettings = UnixSettings()

@@ -1,5 +1,5 @@
 """Reads the main settings file and the files in the `conf.d` directory next to it. The files in `conf.d`
-override the main file in name order."""
+override the main file, in the order of their names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Tables(NamedTuple):
 
     values: dict[str, Any]
     places: dict[faults.Path, Place]
-    """File and line that last set each setting and table."""
+    """For each setting and table, the last file and line that set it."""
     files: list[Path]
 
 
@@ -56,7 +56,7 @@ def find_config(flag: str | None, environ: Mapping[str, str] = os.environ) -> Pa
 
 
 def drop_ins(path: Path) -> list[Path]:
-    """Return the files that override the main file at `path`, in name order."""
+    """Return the files that override the main file at `path`, in the order of their names."""
     return sorted(found for found in (path.parent / DROP_INS).glob("*.toml") if _is_file(found))
 
 
@@ -100,7 +100,7 @@ def field_lines(text: str) -> dict[faults.Path, int]:
         try:
             table = tomllib.loads(statement)
         except tomllib.TOMLDecodeError:
-            continue  # a value that continues on the next line
+            continue  # the value continues on the next line
         if statement.lstrip().startswith("["):
             header = max(_paths(table), key=len)
             found.setdefault(header, begin + 1)

@@ -45,7 +45,7 @@ class Loaded(NamedTuple):
 
 
 def load_settings(flags: Flags | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
-    """Return the settings of `read_settings` without their sources."""
+    """Do the same as `read_settings`, but return the settings without their sources."""
     return read_settings(flags, environ).settings
 
 

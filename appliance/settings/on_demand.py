@@ -7,7 +7,7 @@ from appliance.settings.fields import Settings
 
 
 def check_on_demand(settings: Settings, converter: Converter) -> None:
-    """Add the faults of the models' times to live and the groups."""
+    """Check the models' `idle_unload_s` and the groups, and add their faults."""
     for name, model in settings.models.items():
         if model.required and model.idle_unload_s:
             converter.add(

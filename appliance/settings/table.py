@@ -1,4 +1,4 @@
-"""Settings as plain tables, for display and comparison."""
+"""Converts settings to plain tables, for display and comparison."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from appliance.settings.load import Loaded
 
 
 class SettingChange(NamedTuple):
-    """A setting whose value differs."""
+    """A setting that has different values before and after a change."""
 
     path: Path
     before: Any
@@ -39,7 +39,7 @@ def as_table(loaded: Loaded) -> Configuration:
 
 def differences(before: Settings, after: Settings) -> Iterator[SettingChange]:
     """Yield the settings that differ. If a setting exists on only one side, its value on the other side is
-    None. If a model exists on only one side, only its folder is compared."""
+    None. For a model that exists on only one side, only its folder is listed."""
     old, new = dict(_leaves(_table(before))), dict(_leaves(_table(after)))
     lone = before.models.keys() ^ after.models.keys()
     for path in sorted(old.keys() | new.keys()):

@@ -1,1 +1,2 @@
-"""Alerts: evaluates rules on the recorded figures, groups alerts by their cause, and notifies operators."""
+"""Alerts: evaluates rules on the recorded measurements, groups alerts by their cause, and notifies
+operators."""

@@ -22,7 +22,7 @@ class BackTest(NamedTuple):
     samples: int
     transitions: list[Transition]
     lasting: int
-    """Number of shown alerts that are still active at the end of the history."""
+    """Number of shown alerts that are still active at the end of the tested period."""
 
 
 def back_test(path: Path, rules: Sequence[AlertRule], since: float, until: float) -> BackTest:

@@ -15,18 +15,18 @@ from appliance.monitoring.alerts.figures import Scope, related, subject
 from store.samples import TelemetryLayout, TelemetrySample
 
 WINDOW_S = 300.0
-"""Changes within this many seconds before an alert are considered as its cause."""
+"""Changes within this many seconds before an alert are considered possible causes."""
 _KEEP_EVERY_S = 10.0
 _LOAD = (
     ("rates.requests_per_s", "requests per second"),
     ("rates.prompt_tokens_per_s", "prompt tokens per second"),
     ("queue.running", "running requests"),
 )
-"""Figures that measure load, with their names for alert texts."""
+"""Figures that measure load, each with its name in alert texts."""
 _LOAD_FACTOR = 2.0
-"""A load that has grown by this factor is a likely cause."""
+"""A load that has grown by at least this factor is a likely cause."""
 _TENANT_SHARE = 0.5
-"""A tenant with more than this share of the running and waiting requests is named."""
+"""A tenant with more than this share of the running and waiting requests is named in the text."""
 _STATE = re.compile(r"(?:models\[[^\]]*\]\.replicas|fronts)\[([^\]]*)\]\.(state|last_error)")
 _THROTTLE = re.compile(r"gpus\[([^\]]*)\]\.throttle_reasons\[\d+\]")
 _DRAIN = re.compile(r"drains\[([^\]]*)\]\.state")
@@ -34,7 +34,7 @@ _XID = re.compile(r"gpus\[([^\]]*)\]\.last_xid")
 
 
 class _Change(NamedTuple):
-    """A change that can be the cause of alerts."""
+    """A change that may have caused alerts."""
 
     at: float
     rank: int
@@ -49,7 +49,7 @@ class CauseFinder:
     def __init__(self) -> None:
         self._changes: deque[_Change] = deque()
         self._samples: deque[TelemetrySample] = deque()
-        """Samples of the window, about `_KEEP_EVERY_S` apart."""
+        """Samples of the window, about `_KEEP_EVERY_S` seconds apart."""
         self._latest: TelemetrySample | None = None
 
     def observe(self, sample: TelemetrySample) -> None:
@@ -104,7 +104,7 @@ def _changes(before: TelemetrySample, after: TelemetrySample) -> Iterator[_Chang
 
 
 def _watched(layout: TelemetryLayout) -> dict[str, int]:
-    """Return the positions of the numbers whose changes are events."""
+    """Return the positions of the numbers that count as events when they change."""
     names = ["audit_rows", *(f"gpus[{number}].last_xid" for number in range(16))]
     return {name: layout.figures[name] for name in names if name in layout.figures}
 

@@ -27,18 +27,19 @@ class Condition:
     """When the condition began."""
     raised_at: float = 0.0
     clear_since: float | None = None
-    """Time since which the condition no longer holds, or None. The alert may still be active."""
+    """Time when the condition stopped holding; None while it holds. The alert may still be active."""
     seen_at: float = 0.0
     """Time of the latest sample that contains the figure."""
     value: float | None = None
     text: str = ""
     remedy: str = ""
     armed: bool = False
-    """Whether one of the rule's clear texts has been seen."""
+    """Whether one of the rule's `clear_texts` has been seen."""
     window: Window | None = field(default=None)
 
     def update(self, at: float, value: float | None, text: str, remedy: str) -> bool | None:
-        """Apply a sample. Returns True if the alert is raised now, False if it ends now, otherwise None."""
+        """Apply a sample. Returns True if this raises the alert, False if it ends the alert, otherwise
+        None."""
         self.seen_at = at
         crossed, cleared = self._text(text) if self.rule.texts else self._number(at, value)
         if self.phase == "firing":
@@ -57,8 +58,8 @@ class Condition:
         return True
 
     def miss(self, at: float) -> bool | None:
-        """Apply a sample without the figure. If a figure disappears, its alert ends as if the figure had
-        returned to normal. Returns False if the alert ends now, otherwise None."""
+        """Apply a sample that does not contain the figure. When a figure disappears, its alert ends as if the
+        figure had returned to normal. Returns False if this ends the alert, otherwise None."""
         if self.phase != "firing":
             self.phase = "ok"
             return None

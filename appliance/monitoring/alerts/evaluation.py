@@ -17,10 +17,10 @@ from appliance.monitoring.alerts.texts import filled
 from store.samples import TelemetryLayout, TelemetrySample
 
 SETTLE_S = 60.0
-"""For this many seconds after an alert ends, it can still be named as the cause of other alerts."""
+"""An ended alert can still be the cause of other alerts for this many seconds."""
 GROUP_S = 30.0
-"""Alerts of one rule are grouped under the first of them if they are raised within this many seconds after
-it."""
+"""Alerts of a rule that are raised within this many seconds after another alert of the rule are grouped under
+that first alert."""
 
 Event = Literal["raised", "ended", "suppressed"]
 
@@ -43,18 +43,18 @@ class Raised(msgspec.Struct, kw_only=True):
     scope: Scope = frozenset()
     ended_at: float | None = None
     suppressed_by: str = ""
-    """Id of the alert that is the cause of this alert. Empty if this alert is shown."""
+    """Id of the alert that caused this alert. Empty if this alert is shown."""
     explains: list[str] = []
-    """Subjects of the alerts whose cause is this alert."""
+    """Subjects of the alerts that this alert caused."""
     announced: bool = False
     """Whether the alert is shown."""
     known: bool = False
-    """Whether a transition has been returned for the alert."""
+    """Whether a transition of the alert has been returned."""
 
 
 class Transition(msgspec.Struct, frozen=True):
-    """A change of an alert's state. An alert whose cause is another alert is not "raised". If it was raised
-    before the other alert, it becomes "suppressed"."""
+    """A change of an alert's state. An alert that was caused by another alert is not reported as "raised"; if
+    it was raised before the other alert, it becomes "suppressed"."""
 
     at: float
     event: Event
@@ -120,8 +120,8 @@ class Evaluator:
                 if condition is None:
                     condition = self._conditions[key] = Condition(rule, figure.where, figure.scope)
                 elif condition.seen_at == at:
-                    # If two texts of one subject match, such as two reasons for throttling, raise only one
-                    # alert.
+                    # If several texts of one subject match, such as two reasons for throttling, raise only
+                    # one alert.
                     continue
                 value = None
                 if figure.position >= 0:
@@ -180,7 +180,7 @@ class Evaluator:
             yield Transition(at, "ended", alert)
 
     def _suppress(self) -> None:
-        """Find the alert, if any, that is the cause of each alert."""
+        """For each active alert, find the alert that caused it, if any."""
         for alert in self.alerts.values():
             alert.explains = []
         for alert in self._of.values():
@@ -211,7 +211,7 @@ class Evaluator:
                     alert.announced = False
                     yield Transition(at, "suppressed", alert)
             elif not alert.announced and self._conditions[alert.rule, alert.where].clear_since is None:
-                # This excludes alerts that are no longer suppressed but are about to end.
+                # Alerts that are no longer suppressed but are about to end do not reach this point.
                 alert.announced = alert.known = True
                 yield Transition(at, "raised", alert)
 
@@ -222,7 +222,8 @@ class Evaluator:
 
 
 def _is_head(other: Raised, alert: Raised) -> bool:
-    """Return whether `alert` is grouped under `other`, which must be active and have been raised first."""
+    """Return whether `alert` is grouped under `other`. This requires that `other` is active and was raised
+    first."""
     if other.rule != alert.rule or other.ended_at is not None or other.suppressed_by:
         return False
     first = (other.raised_at, other.id) < (alert.raised_at, alert.id)

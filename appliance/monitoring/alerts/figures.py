@@ -1,4 +1,4 @@
-"""Finds the figures that a rule's pattern selects, and the objects to which the figures belong."""
+"""Finds the figures that match a rule's pattern, and the objects to which the figures belong."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from store.samples import TelemetryLayout
 
 Scope = frozenset[tuple[str, str]]
-"""The models, replicas, GPUs and tenants that an alert concerns, each as its kind and name."""
+"""The models, replicas, GPUs and tenants that an alert concerns, each as a pair of kind and name."""
 
 _KINDS = {
     "models": "model",
@@ -25,9 +25,10 @@ _KINDS = {
     "drains": "drain",
     "current_problems": "problem",
 }
-"""The lists whose entries can be subjects of alerts, each with the kind of its entries."""
+"""The lists with entries that can be subjects of alerts, and the kind of entry in each list."""
 _PLAIN = ("replica", "front", "process", "problem")
-"""Kinds that are left out of the description of a subject, because the subject's name implies its kind."""
+"""Kinds that are left out of the description of a subject, because the subject's name already implies the
+kind."""
 _ENTRY = re.compile(r"([A-Za-z_0-9]+)\[([^\]]*)\]")
 
 
@@ -41,7 +42,7 @@ class Selected(NamedTuple):
     position: int
     """Position among the sample's numbers; -1 for a text."""
     per: int
-    """Position of the figure by which this figure is divided; -1 if it is not divided."""
+    """Position of the number by which this figure is divided; -1 if it is not divided."""
     text: str
     """Value of a text."""
     remedy: str
@@ -102,8 +103,8 @@ def _related(layout: TelemetryLayout, kind: str, key: str, entry: str) -> Iterat
 
 
 def related(one: Scope, other: Scope) -> bool:
-    """Return whether two alerts can have the same cause: for each kind of object that both scopes contain,
-    they have an object in common."""
+    """Return whether alerts with these scopes can have the same cause. This is the case if the scopes have an
+    object in common for each kind of object that both contain."""
     kinds = {kind for kind, _ in one} & {kind for kind, _ in other}
     return all(any(kind == shared for shared, _ in one & other) for kind in kinds)
 

@@ -57,7 +57,7 @@ class AlertManager:
         """Number of alerts suppressed by each alert, as written to the database."""
 
     def restore(self, alerts: Sequence[AlertRow], silences: Sequence[Silence]) -> None:
-        """Restore the alerts and silences of the previous run. Suppressed alerts are ended; they are raised
+        """Restore the alerts and silences of the previous run. Suppressed alerts are ended, and are raised
         again if their conditions still hold."""
         lasting = []
         for row in alerts:

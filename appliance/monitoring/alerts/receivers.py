@@ -1,5 +1,5 @@
-"""Passes alerts to commands and webhooks, on a thread with a bounded queue, so that an unresponsive receiver
-never delays the service."""
+"""Passes alerts to commands and webhooks, on a separate thread with a bounded queue. An unresponsive receiver
+therefore never delays the service."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FIRST_DELAY_S = 1.0
 
 
 class Notification(msgspec.Struct, kw_only=True):
-    """The data that a receiver gets, as JSON."""
+    """The data that a receiver gets as JSON."""
 
     event: str
     """"raised" or "ended"."""
@@ -65,7 +65,7 @@ class AlertReceivers:
     def stop(self) -> None:
         """Stop delivering. Waiting deliveries are dropped."""
         self._stopped.set()
-        # If the queue is full, the thread notices this after its current delivery.
+        # If the queue is full, the thread notices the stop after its current delivery.
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
 
@@ -127,7 +127,7 @@ def deliver(sink: AlertSink, body: bytes) -> None:
 
 
 def name_of(sink: AlertSink) -> str:
-    """Return a name of the receiver for messages, without secrets that the URL may contain."""
+    """Return a name for the receiver, for use in messages. It leaves out secrets that the URL may contain."""
     if sink.command:
         return f"command {sink.command[0]}"
     parts = urlsplit(sink.webhook)

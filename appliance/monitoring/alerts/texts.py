@@ -1,4 +1,4 @@
-"""The texts of alerts."""
+"""Formats the texts of alerts."""
 
 from __future__ import annotations
 

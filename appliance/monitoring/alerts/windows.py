@@ -1,4 +1,5 @@
-"""The recent values of one figure, in a bounded number of buckets: rate, change, deviation and trend."""
+"""Keeps the recent values of one figure in a bounded number of buckets, and computes their rate, change,
+deviation and trend."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ _BUCKETS = 60
 _MIN_BUCKETS = 10
 """Minimum number of buckets for a trend or a deviation."""
 _MIN_RELATIVE_DEVIATION = 0.05
-"""Minimum standard deviation, as a fraction of the mean, so that the first small change of a constant figure
-does not count as a deviation."""
+"""Minimum standard deviation, as a fraction of the mean. Without it, the first small change of a constant
+figure would count as a large deviation."""
 _MIN_FIT = 0.5
 """Minimum coefficient of determination of a trend. Below it, the figure has no clear trend."""
 
@@ -60,7 +61,8 @@ class Window:
         return max(one.high for one in self._buckets) - min(one.low for one in self._buckets)
 
     def rate(self) -> float | None:
-        """Return the increase per second, or None within the first seconds or after a counter was reset."""
+        """Return the increase per second. Returns None if the values cover too little time, or if the counter
+        was reset."""
         first, last = self._buckets[0], self._buckets[-1]
         span_s = self._at - first.begin
         if span_s < min(self._window_s / 2, 30.0) or last.last < first.low:
@@ -79,8 +81,8 @@ class Window:
         return (value - mean) / max(math.sqrt(variance), least)
 
     def time_to(self, target: float) -> float | None:
-        """Return the number of seconds until the figure reaches `target` if its trend continues; infinity if
-        it does not approach the target. None if there are not enough values.
+        """Return the number of seconds until the figure reaches `target` if its trend continues. Returns
+        infinity if it does not approach the target, and None if there are not enough values.
 
         The trend is the least-squares line through the means of the buckets.
         """

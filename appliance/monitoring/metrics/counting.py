@@ -1,4 +1,5 @@
-"""Counts requests when their log rows are closed, so that the counters and the request log agree."""
+"""Counts requests when their log rows are closed, which keeps the counters consistent with the request
+log."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from store.requests import RequestRow
 
 
 class CountedRows:
-    """Passes rows to the request log, and counts the finished requests."""
+    """Passes rows on to the request log, and counts finished requests."""
 
     def __init__(self, rows: RowSink, tenants: ShownTenants) -> None:
         self.families = Families()
@@ -34,7 +35,7 @@ class CountedRows:
         if row.fallback_of:
             families.fallbacks.count(row, row.fallback_of)
         families.tenant_rows.count(row, self.tenants.label(row.tenant or ""))
-        # A joined or repeated answer comes from another request's run, so its times are not counted.
+        # A joined or repeated answer comes from another request's run, so the times are not counted.
         if row.retry not in ("joined", "repeated"):
             families.times.count(row, model, row.request_class)
             if row.unit and row.unit != row.model:

@@ -3,7 +3,7 @@
 A scrape blocks the core's event loop and may take at most 5 ms. For the 3,600 samples of 200 tenants, the
 library prometheus-client takes 15 ms with its counters or 10 ms with a custom collector
 (docs/performance.md), because each scrape sorts, copies and escapes every sample's labels. Here, each series
-keeps its name and labels as text, and a scrape only adds the value, which takes 0.9 ms
+keeps its name and labels as text, and a scrape only appends the value, which takes 0.9 ms in total
 (`scripts/bench_metrics`). The tests parse the result with prometheus-client.
 """
 
@@ -52,7 +52,7 @@ class MetricFamily(Generic[Series]):
         self._series.clear()
 
     def keep(self, label: str, values: Iterable[str]) -> None:
-        """Remove the series whose value of `label` is not in `values`."""
+        """Keep only the series in which the value of `label` is in `values`."""
         at, kept = self.labels.index(label), frozenset(values)
         for key in [key for key in self._series if key[at] not in kept]:
             del self._series[key]
@@ -95,8 +95,8 @@ class Numbers(MetricFamily[Value]):
 
 
 class Distribution:
-    """One histogram: the number of observations up to each bound, the total number of observations, and their
-    sum."""
+    """One histogram: the number of observations up to each bound, and the number and sum of all
+    observations."""
 
     __slots__ = ("_bounds", "_counts", "_heads", "_sum", "_tails")
 

@@ -1,5 +1,5 @@
 """The table of all metrics: name, meaning, unit, labels and the function that reads the value.
-`docs/metrics.md` is derived from it.
+`docs/metrics.md` is generated from it.
 
 Metrics with the same source form a group. The group's labels identify the source; a metric with additional
 labels reads a mapping from label values to numbers."""
@@ -50,7 +50,7 @@ class ServiceSource(NamedTuple):
     held: int
     """Number of held requests."""
     connections: Mapping[str, int]
-    """Number of accepted connections by listener."""
+    """Number of accepted connections, by listener."""
     version: str
     started_at: float
 
@@ -74,7 +74,7 @@ class GatewaySource(NamedTuple):
         return sum(status.blocks_total for status in self.ready)
 
     def kv_usage(self) -> float:
-        """Return the used fraction of the KV blocks. Without a ready replica, this is 1."""
+        """Return the fraction of KV blocks in use, or 1 if no replica is ready."""
         blocks = self.blocks()
         return sum(status.blocks_used for status in self.ready) / blocks if blocks else 1.0
 
@@ -119,7 +119,7 @@ def outcome(row: RequestRow) -> str:
     """Return the outcome of a request: "ok", "cancelled", "refused", "rejected" or "failed"."""
     status = row.status or 500
     if status < 400:
-        # A stream's status code is sent before the stream can fail.
+        # A stream can fail after its status code has been sent.
         return "failed" if row.error else "ok"
     if status == 499:
         return "cancelled"

@@ -20,8 +20,8 @@ class Metric(NamedTuple):
     help: str
     read: Callable[[Any], Any]
     """Reads the value from the group's source: a number, or the count and sum of a summary; None if there is
-    no value. If `labels` is not empty, it returns a mapping from a label value, or a tuple of label values,
-    to the value."""
+    no value. If `labels` is not empty, returns a mapping from each label value, or tuple of label values, to
+    the value."""
     labels: tuple[str, ...] = ()
     """Labels in addition to the group's labels."""
     bounds: tuple[float, ...] = ()
@@ -59,7 +59,7 @@ class Group(Generic[Source]):
                 set_to(found, *labels)
 
     def count(self, source: Source, *labels: str) -> None:
-        """Add the values of this source to counters and histograms."""
+        """Add this source's values to the counters and histograms."""
         for read, labelled, add in self._counters:
             found = read(source)
             if labelled:

@@ -1,6 +1,6 @@
 """Answers scrapes with the counters and the current values of the gauges. The cost depends only on the number
-of series: a scrape reads no requests and sends nothing to fronts or replicas. The values of a busy replica
-come from its latest report, which is at most 100 ms or one step old."""
+of series: a scrape reads no requests and sends nothing to front processes or replicas. The values of a busy
+replica come from its latest report, which is at most 100 ms or one step old."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Scraper:
         shadows: ShadowResults,
     ) -> None:
         """Store the sources of the values. `service` returns the source of service-wide metrics. `names`
-        returns the names of all models, versions and aliases, whose series are kept."""
+        returns the names of all models, versions and aliases; series with other names are removed."""
         self._families = counted.families
         self._tenants = counted.tenants
         self._service = service
@@ -60,8 +60,8 @@ class Scraper:
         self._text, self._made_at = b"", -math.inf
 
     def __call__(self) -> bytes:
-        """Return every metric in Prometheus' text format. A result is reused for up to 50 ms, so that
-        frequent scrapes do not load the core."""
+        """Return every metric in Prometheus' text format. A result is reused for up to 50 ms, to keep the
+        cost of frequent scrapes low."""
         now = time.monotonic()
         if now >= self._made_at + _KEPT_S:
             self._text, self._made_at = self.make(), now
@@ -138,7 +138,7 @@ class Scraper:
         families = self._families
         families.fronts.clear()
         for front in self._fronts.fronts:
-            # The label is the front's number, because the process name changes with each restart.
+            # The label is the number of the front process, because its name changes with each restart.
             status, name = front.status(), f"front-{front.number}"
             families.fronts.set(status, name)
             families.logs.set(status.log_dropped_lines, name)

@@ -1,8 +1,8 @@
 """Serves the metrics on a separate TCP address, without a key, to every client that can connect.
 
-This listener runs inside the core, so its clients must not slow down the core. It accepts few connections
-with short time limits, and closes the oldest connection to accept a new one. Each connection handles one
-request at a time, and requests that arrive at about the same time share a scrape.
+This listener runs inside the core, so its clients must not slow down the core. It accepts few connections,
+with short time limits, and closes the oldest one to accept a new one. Each connection handles one request at
+a time, and requests that arrive at about the same time share a scrape.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ log = logging.getLogger(__name__)
 
 _LIMITS = Limits(max_body_bytes=1024, max_unauthenticated_connections=16)
 SHARED_S = 0.1
-"""Requests that arrive within this time of a scrape share its result. Gateways treat metrics older than 0.2 s
-as stale."""
+"""Requests that arrive within this many seconds after a scrape share its result. Gateways treat metrics older
+than 0.2 s as stale."""
 _STOP_S = 1.0
 
 
 class SharedScrape:
-    """Scrapes at most once per `SHARED_S`."""
+    """Scrapes at most once every `SHARED_S` seconds."""
 
     def __init__(self, scrape: Callable[[], bytes]) -> None:
         self._scrape = scrape
@@ -50,7 +50,7 @@ class SharedScrape:
 
 
 def metrics_app(scrape: Callable[[], bytes]) -> Starlette:
-    """Return the application, which has one route."""
+    """Return the ASGI application, which has one route."""
 
     async def metrics(request: Request) -> Response:
         return Response(scrape(), headers={"content-type": CONTENT_TYPE})
@@ -71,8 +71,8 @@ class MetricsServer:
         self._background = Background()
 
     def prepare(self, settings: Settings) -> socket.socket | None:
-        """If the address in `settings` has changed, open a socket on it and return the socket, to be passed
-        to `change`. If ListenError is raised, nothing has changed."""
+        """If the address in `settings` has changed, open a socket on the new address and return it. Pass the
+        result to `change`. Raises ListenError, in which case nothing has changed."""
         wanted = settings.metrics.address()
         if wanted is None or (self._server is not None and listens_on(self._address, wanted)):
             return None

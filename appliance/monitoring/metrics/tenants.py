@@ -1,12 +1,12 @@
-"""Limits the number of tenants that have their own metrics, so that the number of series is bounded."""
+"""Limits the number of tenants with separate metrics, which bounds the number of series."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 
 OTHERS = "_other"
-"""Label value that represents all tenants without their own metrics, and all unknown models. No tenant or
-model can have this name."""
+"""Label value for all tenants without separate metrics, and for all unknown models. No tenant or model can
+have this name."""
 
 
 class ShownTenants:
@@ -18,14 +18,14 @@ class ShownTenants:
         self.most = most
         self._known = known
         self._shown: dict[str, None] = {}
-        """The tenants with their own metrics, in order of arrival."""
+        """The tenants with separate metrics, in order of arrival."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shown)
 
     def label(self, tenant: str) -> str:
-        """Return the tenant's label value. A new tenant gets its own value while fewer than `most` tenants
-        have one."""
+        """Return the label value for a tenant. A new tenant gets a separate value while fewer than `most`
+        tenants have one."""
         if tenant in self._shown:
             return tenant
         if len(self._shown) >= self.most or tenant not in self._known():
