@@ -18,7 +18,7 @@ clients keep every CPU busy."""
 
 
 def main() -> int:
-    """Run a front until it stops, and return the exit status."""
+    """Run a front process until it stops, and return its exit status."""
     parent = os.getppid()
     parser = argparse.ArgumentParser(prog="python -m appliance.front", description=__doc__)
     parser.add_argument(

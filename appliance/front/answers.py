@@ -1,4 +1,4 @@
-"""Builds complete (not streamed) answers, and the fields that complete and streamed answers share."""
+"""Builds non-streamed answers, and the fields that streamed and non-streamed answers share."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def _choice(
 
 
 def _prompt_fields(task: GenerationTask, prompt: Prompt) -> Generator[None, None, bytes]:
-    """Return the JSON fields that describe a prompt. They are encoded once and used for all choices of the
-    prompt."""
+    """Return the JSON fields that describe a prompt. They are encoded once and shared by all of the prompt's
+    choices."""
     fields = b""
     if task.prompt_logprobs is not None:
         logprobs = yield from prompt_logprobs_steps(task.model.tokenizer, prompt, task.prompt_logprobs)

@@ -70,7 +70,7 @@ def _refuse(state: AppState, request: Request, error: Exception) -> Response:
         # The HTTP server logs the traceback and then releases the stack frames.
         refusal = ApiError(
             500,
-            "the server failed to process the request; see the log of this front for the cause",
+            "the server failed to process the request; see the log of this front process for the cause",
             code="internal",
         )
     if isinstance(error, ApiError | ClientDisconnected):

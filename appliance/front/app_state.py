@@ -1,4 +1,4 @@
-"""The shared state of a front."""
+"""The shared state of a front process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Running(Protocol):
 
 
 class AppState:
-    """The state of one front. It may be used only on the event loop's thread."""
+    """The state of one front process. Use it only on the event loop's thread."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class AppState:
         self.ready = False
         self.not_ready_reason = "this front has not received its configuration yet; retry in a moment"
         self.silent_models: dict[str, str] = {}
-        """Models that cannot answer, each with the reason."""
+        """Models that cannot answer requests, with the reason for each."""
         self.refused_prompts = 0
         self.requests = 0
         self.tokens = 0
@@ -101,7 +101,7 @@ class AppState:
         )
 
     def charge(self, context: RequestContext, tokens: int) -> None:
-        """Charge tokens to the caller's token limits if they were encoded or decoded outside a generation
+        """Charge the caller's token limits for tokens that were encoded or decoded outside a generation
         request."""
         if tokens > 0:
             self.to_core(Worked(context.identity, tokens))

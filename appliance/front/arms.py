@@ -1,4 +1,4 @@
-"""Chooses which arm of a split answers a caller."""
+"""Chooses the arm of a traffic split that answers a caller's requests."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def choose_arm(name: str, arms: Sequence[Arm], caller: str) -> Arm:
 
     The choice is weighted rendezvous hashing (Thaler and Ravishankar 1998; weights as in Schindelhauer and
     Schomaker 2005): each arm draws a score from a hash of the name, the caller and the arm's target, and the
-    highest score wins. The same caller therefore always gets the same arm, in every front. A changed weight
-    moves callers only to or from the arm whose weight has changed relative to the others.
+    highest score wins. Every front process therefore gives a caller the same arm. Changing one arm's weight
+    moves callers only to or from that arm.
     """
     return max(arms, key=lambda arm: _score(name, arm, caller))
 

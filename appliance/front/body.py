@@ -15,10 +15,10 @@ from appliance.front.validation import Body, FieldError, parse_struct
 _BYTES_PER_VALUE = 8
 _BYTES_PER_NAME = 32
 _BYTES_PER_CONTAINER = 128
-"""Limits on a body's numbers of JSON values, of names in objects, and of lists and objects: one value per 8
-bytes, one name per 32 bytes, and one list or object per 128 bytes of the maximum body size. For a maximum of
-2 MiB, these are 262,144 values, 65,536 names and 16,384 lists or objects. Parsing runs on the event loop and
-takes about 0.1 µs per value, 0.2 µs per name and 1 µs per list or object.
+"""Limits on the contents of a body. For every 8 bytes of the maximum body size, it may have one JSON value;
+for every 32 bytes, one name in an object; and for every 128 bytes, one list or object. A maximum of 2 MiB
+allows 262,144 values, 65,536 names and 16,384 lists or objects. Parsing runs on the event loop and takes
+about 0.1 µs per value, 0.2 µs per name and 1 µs per list or object.
 
 A list of token ids stays within the limit, because each id takes 6 to 8 bytes. Commas, colons and brackets
 inside strings are counted too, but a string that reaches a limit would exceed the context length of most
@@ -28,7 +28,7 @@ models: text with one comma per 8 bytes or one colon per 32 bytes has more than 
 _FREE_BYTES = 64 << 10
 """Refused bodies of up to this size are not charged against the caller's token limits."""
 _BYTES_PER_TOKEN = 8
-"""A larger refused body is charged as one token per this many bytes above `_FREE_BYTES`."""
+"""Larger refused bodies are charged one token per this many bytes above `_FREE_BYTES`."""
 
 
 class ClientDisconnected(Exception):

@@ -1,5 +1,5 @@
-"""Writes comments into streams that have been silent for a while, because proxies close connections that
-carry no data."""
+"""Writes comments into event streams that have been idle for a while, because proxies close idle
+connections."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from appliance.http import Connection
 
 HEAD_DELAY_S = 0.5
-"""Maximum time in seconds for which a stream's headers wait for the first token. A request that is refused
+"""How long a stream's response head may wait for the first token, in seconds. A request that is refused
 within this time gets the HTTP status of its error."""
 COMMENT = b": waiting\n\n"
 

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 MAX_RESUBMISSIONS = 3
 _RESUBMIT_DELAY_S = 0.02
-"""Delay before the first resubmission. It doubles before each later one, so that the core has time to detect
+"""Delay before the first resubmission. Each later delay is twice as long, to give the core time to detect
 that the replica is lost."""
 
 _MAX_BACKLOG_BYTES = 1 << 20
@@ -42,9 +42,10 @@ Submission = tuple[Submit, Callable[[Output], None]]
 class Generation:
     """A request that is waiting for admission or running.
 
-    It is driven by the core's messages, the replica's outputs and the client's disconnection. It is finished
-    when `ended` is set: then every sample has a `finish_reason`, or `failure` holds an error, or `left` is
-    set because the client disconnected. The response calls `settle` once the answer has been written.
+    The core's messages, the replica's outputs and the client's disconnection drive it. The request is
+    finished when `ended` is set. By then, every sample has a `finish_reason`, or `failure` holds an error, or
+    `left` is set because the client disconnected. The response calls `settle` once the answer has been
+    written.
     """
 
     def __init__(self, state: AppState, context: RequestContext, task: GenerationTask) -> None:
@@ -67,7 +68,8 @@ class Generation:
         """Called when the client disconnects. If it is None, the request is ended instead."""
         self.on_end: Callable[[], None] | None = None
         self.on_fallback: Callable[[], None] | None = None
-        """Called when another model has taken over, before the first output. `task` and `samples` are new."""
+        """Called when the fallback model has taken over, before the first output. `task` and `samples` have
+        been replaced."""
         self.headers: dict[str, str] = {}
         """Response headers that report the caller's rate limits."""
         self.prompt_tokens = task.prompt_tokens
@@ -86,7 +88,8 @@ class Generation:
         self._open = len(self.samples)
         self._attempt = 0
         self._preempted: set[int] = set()
-        """Attempts whose replica was stopped for another model. They do not count as losses."""
+        """Attempts that ended because the replica was stopped to make room for another model. They do not
+        count as losses."""
         self._submitted = False
         self._settled = False
         self._link: ReplicaClient | None = None
@@ -115,7 +118,7 @@ class Generation:
         self.state.charge(self.context, unpaid)
 
     def client_disconnected(self) -> None:
-        """End the request, because no client is waiting for it."""
+        """End the request, because its client has disconnected."""
         self.left = True
         self._drop()
         self._end()
@@ -161,8 +164,8 @@ class Generation:
 
     def refused(self, message: Refused) -> None:
         """End the request after the core has refused it. If this was the first attempt, the core has already
-        closed the request's row in the log. If it was a later attempt, the client may have received part of
-        the answer, so the core waits for `settle`."""
+        closed the request's row in the log. On a later attempt, the client may have received part of the
+        answer, so the core waits for `settle`."""
         if message.attempt != self._attempt or self._settled:
             return
         if message.falls_back:
@@ -175,8 +178,8 @@ class Generation:
         self._fail(_refusal_error(message))
 
     async def _fall_back(self, refusal: ApiError) -> None:
-        """Prepare the request for the fallback of its model, and request admission again. If the fallback
-        cannot take it either, the client gets the original model's refusal."""
+        """Prepare the request for its model's fallback, and request admission again. If the fallback cannot
+        take the request either, the client gets the original model's refusal."""
         prepare, self.task.fall_back = self.task.fall_back, None
         try:
             if prepare is None:
@@ -204,7 +207,7 @@ class Generation:
         self._fail(ApiError(503, message, code="aborted", retry_after_s=1.0))
 
     def preempted(self) -> None:
-        """Note that the replica is about to be stopped so that another model can be loaded."""
+        """Record that the replica is about to be stopped so that another model can be loaded."""
         self._preempted.add(self._attempt)
 
     def progress(self) -> RequestProgress:
@@ -240,7 +243,8 @@ class Generation:
             self._fail(
                 ApiError(
                     500,
-                    "the server failed to process the request; see the log of this front for the cause",
+                    "the server failed to process the request; see the log of this front process for the "
+                    "cause",
                     code="internal",
                 )
             )
@@ -324,8 +328,8 @@ class Generation:
 
     async def _submit_in_turns(self, link: ReplicaClient, submissions: Iterator[Submission]) -> None:
         """Send a resubmission no faster than the replica reads it, because it contains the whole prompt once
-        per sample. The core has counted all submissions, so all of them are sent. If the request is already
-        finished, they are cancelled immediately afterwards."""
+        per sample. The core has already counted every submission, so all of them are sent even if the request
+        has finished; in that case, they are cancelled right afterwards."""
         attempt = self._attempt
         for submit, sink in submissions:
             if link.closed:

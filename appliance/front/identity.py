@@ -43,8 +43,8 @@ class IdentityTable:
 
         On every socket, a valid key takes precedence. On a Unix socket, the peer's uid is sufficient, and
         keys without `KEY_PREFIX` are ignored: OpenAI's clients always send a key, so users without a key
-        configure a placeholder. A key with the prefix that is invalid (revoked or mistyped) is refused even
-        on a Unix socket, so that the request is not billed to the uid's tenant by mistake.
+        configure a placeholder. If a key has the prefix but is invalid (revoked or mistyped), the request is
+        refused even on a Unix socket. Otherwise it would be billed to the uid's tenant by mistake.
         """
         scheme, key = _credentials(headers)
         if scheme and scheme != b"bearer":
@@ -86,7 +86,7 @@ class IdentityTable:
         return identity.tenant
 
     def knows(self, peer: Peer) -> bool:
-        """Return whether the peer is a local user known to the service, who needs no key."""
+        """Return whether the peer is a local user that the service knows. Known local users need no key."""
         return peer.kind == "unix" and self._of_peer(peer) is not None
 
     def _of_peer(self, peer: Peer) -> Identity | None:

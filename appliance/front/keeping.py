@@ -1,7 +1,7 @@
 """Prepares the prompts and answers that log policies keep: hashes them, redacts secrets, and sends them to
 the core.
 
-This takes 0.2 ms per thousand characters of kept text. It therefore runs after the answer has been sent, on a
+Because this takes 0.2 ms per thousand characters of kept text, it runs after the answer has been sent, on a
 separate thread that pauses often. The texts are sent in a memfd, so the core's event loop only has to pass on
 a descriptor.
 """
@@ -29,11 +29,9 @@ from store.structs import KeptText
 log = logging.getLogger(__name__)
 
 MAX_WAITING_CHARS = 32 << 20
-"""Maximum number of characters that may wait to be processed by the thread. Additional texts are dropped and
-counted."""
+"""Maximum number of characters that may be waiting for the thread. Further texts are dropped and counted."""
 MAX_REQUEST_CHARS = 4 << 20
-"""Maximum number of characters kept for one request. Of the text beyond this limit, only the length is
-kept."""
+"""Maximum number of characters kept for one request. Only the length of any further text is kept."""
 
 _BEYOND_CHARS = 1024
 """Number of characters beyond the kept part that are also searched for secrets, because a secret may extend

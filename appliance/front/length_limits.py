@@ -87,8 +87,8 @@ def truncated(
     answer: AnswerLimit,
     keeps_first: bool = False,
 ) -> list[int]:
-    """Apply `truncate_prompt_tokens`: return only the last tokens of the prompt. If `keeps_first`, the
-    prompt's first token precedes them."""
+    """Apply `truncate_prompt_tokens`: return only the last tokens of the prompt. If `keeps_first` is true,
+    the prompt's first token is kept as well."""
     count: int | None = body.truncate_prompt_tokens
     if count == -1:
         reserved = 1 if answer.requested is None else answer.requested

@@ -102,8 +102,8 @@ class Catalog:
 
     @property
     def template_problems(self) -> dict[str, tuple[int, str]]:
-        """For each model whose chat templates have exceeded a limit, how often this happened and the most
-        recently exceeded limit."""
+        """Chat template problems by model: how often the model's templates exceeded a limit, and the limit
+        exceeded most recently."""
         return {
             name: (model.template.bounds_exceeded, model.template.problem)
             for name, model in self._models.items()
@@ -117,7 +117,7 @@ class Catalog:
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        """The names for which requests wait until their models are loaded or woken on demand."""
+        """Names with requests that are waiting for a model to be loaded or woken on demand."""
         return tuple(name for name in self._held if self._waits(name) and self._is_on_demand(name))
 
     @property
@@ -178,7 +178,7 @@ class Catalog:
 
     def prepare(self, model: LoadedModel) -> Callable[[], None]:
         """Count a request that is being prepared for the model. The core keeps the model loaded until the
-        returned function is called, which may be called more than once."""
+        returned function is called. The function may be called more than once."""
         unit, counts = model.unit, self._preparing
         counts[unit] += 1
         left = [unit]
@@ -195,12 +195,12 @@ class Catalog:
     async def find(
         self, name: str, identity: Identity, lost: Callable[[], bool], caller: str = ""
     ) -> LoadedModel:
-        """Return the model for this name, as `get` does. If the name is waiting for a model, wait too, until
-        `lost` returns true because the client has disconnected. Raises a 503 if that takes too long or too
-        many requests are waiting."""
+        """Return the model for this name, as `get` does. If the name is waiting for a model, this method
+        waits too, unless `lost` returns true because the client has disconnected. Raises a 503 if the wait
+        takes too long or if too many requests are waiting."""
         if allows(identity, name) and self._waits(name):
             if (held := self._held.total()) >= self.max_held:
-                raise _still_loading(name, f"{held} requests are already waiting for it")
+                raise _still_loading(name, f"{held} requests are already waiting for models")
             with self._holding(name):
                 await self._until_routed(name, lost)
         return self.get(name, identity, caller)

@@ -19,7 +19,7 @@ MAX_SENT_BIASES = 65_536
 """Maximum product of the number of prompts and the number of `logit_bias` entries. Each prompt is sent to the
 replica with its own copy of the biases."""
 MAX_ECHOED = 131_072
-"""With `echo`, the maximum of answers × prompt tokens × (1 + `logprobs`) in one response."""
+"""Maximum value of answers × prompt tokens × (1 + `logprobs`) in one response with `echo`."""
 
 
 async def completion_task(

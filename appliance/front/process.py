@@ -42,14 +42,14 @@ log = logging.getLogger(__name__)
 _REPORT_EVERY_S = 0.5
 _TRIM_EVERY_S = 10.0
 _MEND_EVERY_S = 5.0
-"""Interval between attempts to read a tokenizer whose files could not be read. Its folder may have become
-available in the meantime."""
+"""Interval between attempts to read a tokenizer whose files could not be read. Its folder may become
+available later."""
 _ERROR_EVENT_GRACE_S = 1.0
-"""After the grace period, time for sending error events to the requests that are still unfinished."""
+"""Time allowed after the grace period for sending error events to unfinished requests."""
 
 
 class FrontProcess:
-    """Runs one front on the current event loop, from its first message until `ended` is set."""
+    """Runs one front process on the current event loop, from its first message until `ended` is set."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._channel: Channel[CoreToFront] = Channel(sock, CoreToFront)
@@ -105,8 +105,7 @@ class FrontProcess:
             try:
                 self._state.replicas.attach(message.replica, self._take_socket())
             except LookupError:
-                # Without this channel, the front cannot work. It therefore exits, and the core starts another
-                # front.
+                # The front cannot work without this channel, so it exits, and the core starts another front.
                 log.error(
                     "too many open files to open the channel to replica %s: raise the limit of open files "
                     "(ulimit -n)",
@@ -115,8 +114,8 @@ class FrontProcess:
                 os._exit(1)
         elif isinstance(message, Configure):
             self._configurations.put_nowait(message)
-            # Apply this part immediately: a drain must refuse the next requests, and loading the models may
-            # take a long time.
+            # Apply this part immediately: during a drain, the very next request must be refused, and loading
+            # the models may take a long time.
             self._state.silent_models = self._state.silent_models | message.silent
             if not message.ready:
                 self._state.ready, self._state.not_ready_reason = False, message.reason
@@ -178,7 +177,7 @@ class FrontProcess:
             )
 
     async def _mend(self) -> None:
-        """At intervals, apply the last configuration again if any models could not be loaded."""
+        """Periodically apply the last configuration again if any models could not be loaded."""
         while True:
             await asyncio.sleep(_MEND_EVERY_S)
             if self._state.catalog.problems and self._latest is not None and self._configurations.empty():
@@ -254,8 +253,8 @@ def _core_gone() -> None:
 
 
 async def _return_memory() -> None:
-    """Return freed memory to the operating system at intervals. The C library does not do this for memory
-    that lies below a small block that is still in use."""
+    """Periodically return freed memory to the operating system. The C library does not return memory that
+    lies below a small block still in use."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     while trim is not None:
         await asyncio.sleep(_TRIM_EVERY_S)

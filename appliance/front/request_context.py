@@ -63,7 +63,8 @@ class RequestContext:
 
     @property
     def caller(self) -> str:
-        """Identifies the caller for splits: the key, or the local user without one, and the `user` field."""
+        """Identifies the caller for traffic splits: the key (or, without a key, the local user) and the
+        `user` field."""
         return f"{self.identity.key_id or self.peer}\0{self.user}"
 
     def logged_fields(self) -> dict[str, Any]:

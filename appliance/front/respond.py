@@ -39,7 +39,7 @@ class GenerationResponse(Response):
             # The request has been prepared, so its body can be released.
             self._context.body.release()
         generation = self.generation
-        error = "the server failed to process the request; see the log of this front for the cause"
+        error = "the server failed to process the request; see the log of this front process for the cause"
         try:
             if self._task.stream:
                 failure = await self._stream(generation, scope, receive, send)

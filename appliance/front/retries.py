@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from appliance.front.respond import GenerationResponse
 
 _NOT_REPEATED = (b"x-ratelimit-", b"content-length")
-"""Prefixes of headers that are omitted from the stored response: they do not apply to a retry, or a retry's
-response gets its own."""
+"""Prefixes of headers that are omitted from the stored response, because they do not apply to a retry or
+because a retry's response gets its own."""
 _RUN_BYTES = 1024
-"""Memory in bytes that a run takes in addition to its answer."""
+"""Memory that a run uses in addition to its answer, in bytes."""
 
 
 class KeyedRun:
@@ -52,10 +52,10 @@ class KeyedRun:
         self.is_kept = True
         """Whether retries can find the run. If so, its response must be stored."""
         self.held_bytes = _RUN_BYTES
-        """Memory in bytes that counts against `RetryRules.max_bytes`."""
+        """Memory that counts against `RetryRules.max_bytes`, in bytes."""
         self.timer = Timer()
-        """Timer for the grace period after the last client has disconnected, or for the time for which the
-        answer is kept."""
+        """Timer for the grace period after the last client has disconnected, or for the period during which
+        the answer is kept."""
         self.generation: Generation | None = None
         """The generation while it is running. It continues after its client has disconnected."""
         self._retries = retries

@@ -1,5 +1,5 @@
-"""Builds server-sent events from prepared strings instead of a JSON encoder, because this code accounts for
-most of the front's CPU time per token.
+"""Builds server-sent events from prepared strings instead of using a JSON encoder, because this code accounts
+for most of the front's CPU time per token.
 
 Each token costs one list append when it arrives, and a share of one chunk when its stream is flushed. Streams
 are flushed each time the event loop has processed the messages in the replica's channel. While the client's
@@ -29,8 +29,8 @@ MAX_HELD_LOGPROB_OUTPUTS = 4_096
 """Maximum number of held outputs with log probabilities. Each of these outputs may take a kilobyte."""
 
 _MAX_COST = 2048
-"""Maximum cost of one flush, where each event, each log probability and every 512 characters of echoed text
-cost 1. A flush of this cost takes about 10 ms."""
+"""Maximum cost of one flush, which takes about 10 ms. Each event, each log probability, and every 512
+characters of echoed text cost 1."""
 _CHARACTERS_PER_COST = 512
 
 _encode = msgspec.json.Encoder().encode
