@@ -1,1 +1,1 @@
-"""The core's view of the front processes: starts them, configures them and gives them connections."""
+"""The core's view of the front processes: starts them, configures them and hands connections to them."""

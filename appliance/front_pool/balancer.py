@@ -1,4 +1,4 @@
-"""Chooses the front that gets a new connection."""
+"""Chooses the front process that gets a new connection."""
 
 from __future__ import annotations
 

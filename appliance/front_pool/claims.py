@@ -1,4 +1,4 @@
-"""Records which front is running each request with an `Idempotency-Key`, or keeps its answer.
+"""Records which front process runs each request with an `Idempotency-Key`, or holds its answer.
 
 Fronts keep the answers in memory. When a front's process exits, its answers are lost, so its claims are
 removed.
@@ -9,8 +9,8 @@ from __future__ import annotations
 from appliance.messages import Claim, Claimed, Release
 
 MAX_DROPPED_RUNS = 10_000
-"""Maximum number of runs remembered after their answers were dropped, so that the log can show that a retry
-ran the request again."""
+"""Maximum number of runs that are remembered after their answers have been dropped. The log uses them to show
+that a retry ran the request again."""
 
 
 class Claims:
@@ -18,8 +18,7 @@ class Claims:
 
     def __init__(self) -> None:
         self._owners: dict[bytes, tuple[str, str]] = {}
-        """For each claimed scope, the front and the id of the request that the front is running or has
-        run."""
+        """For each claimed scope, the front and the id of the request that it is running or has run."""
         self._dropped: dict[bytes, str] = {}
         """Request ids of runs whose answers were dropped, by scope. The oldest comes first."""
 

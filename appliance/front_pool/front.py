@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 _MAX_UNREAD_BYTES = 64 << 10
 """A front gets no more connections while its control channel has more unread bytes than this."""
 _MAX_UNTAKEN = 24
-"""A front gets no more connections while it has not yet taken this many connections that were sent to it.
+"""A front gets no more connections while this many of the connections sent to it have not been taken.
 
 The number is lower than the number of descriptors that a front keeps free (`RESERVED_DESCRIPTORS`). It is
 also at most an eighth of this process's descriptor limit: this process keeps a duplicate of each connection's
@@ -98,8 +98,8 @@ class FrontEvents(Protocol):
         connections again."""
 
     def name_wanted(self, name: str) -> None:
-        """Handle requests that wait in a front for a name whose model is loaded or woken on demand. Called
-        for every report for as long as the requests wait."""
+        """Handle requests that are waiting in a front for a name whose model is loaded or woken on demand.
+        Called for every report while requests are waiting."""
 
     def request_message(self, front: Front, message: AboutRequest) -> None:
         """Handle a message about a request."""
@@ -223,7 +223,7 @@ class Front:
 
     @property
     def operator_state(self) -> FrontState:
-        """State for operators. A ready front can be "silent"."""
+        """The state shown to operators. A ready front that has stopped reporting is "silent"."""
         return "silent" if self.state == "ready" and self._silent_s > _QUIET_S else self.state
 
     @property
@@ -232,7 +232,7 @@ class Front:
 
     @property
     def _starting_s(self) -> float:
-        """Time in seconds for which the front has been starting, or 0 if it is not starting."""
+        """How long the front has been starting, in seconds, or 0 if it is not starting."""
         return time.monotonic() - self._started_at if self.state == "starting" else 0.0
 
     # ── start and stop ──

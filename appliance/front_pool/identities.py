@@ -38,7 +38,7 @@ class IdentityRegistry:
 
     def of(self, identity: Identity) -> Identity:
         """Return the current rights of a caller that a front has identified. If the caller's tenant or key
-        has been deleted in the meantime, return the rights of a tenant without a policy."""
+        has since been deleted, return the rights of a tenant without a policy."""
         policies = self._policies()
         if (tenant := policies.tenants.get(identity.tenant)) is not None:
             if not identity.key_id:

@@ -1,8 +1,8 @@
 """The API's listening sockets. The core accepts connections on them and gives each connection to a front.
 
-A listener is read only while a front accepts connections. At other times, new connections wait in the
-listener's backlog and are not refused. Sockets opened by the service manager outlive the service: a client
-that connects while the service is down is served after the next startup.
+The core accepts connections on a listener only while a front takes them. At other times, new connections are
+not refused but wait in the listener's backlog. Sockets opened by the service manager outlive the service: a
+client that connects while the service is down is served after the next startup.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ from appliance.settings import Settings
 log = logging.getLogger(__name__)
 
 _CONFIGURED_WITHIN_S = 2.0
-"""Maximum time to wait for fronts to apply a configuration. After that, the caller continues without them."""
+"""Maximum time to wait for fronts to apply a configuration. After that, the caller continues without waiting
+for the rest."""
 _ROUTED_WITHIN_S = 20.0
 """Time limit for a front to confirm new routes. Confirming them takes milliseconds."""
 _CLOSE_S = 1.0
@@ -184,7 +185,7 @@ class FrontPool:
         self._leaving.discard(front)
 
     def set_timeouts(self) -> None:
-        """Read from the settings the time limits after which processes are killed."""
+        """Update, from the settings, the time limits after which processes are killed."""
         for front in self.fronts:
             front.hang_timeout_s = self._settings().hang_timeout_s
             front.load_timeout_s = self._settings().load_timeout_s
@@ -349,8 +350,7 @@ class FrontPool:
         if owner is not None:
             owner.give(connection, *descriptors)
         else:
-            # The answer has been lost in the meantime, so the front that receives the connection runs the
-            # request.
+            # The answer has since been lost, so the front that receives the connection runs the request.
             self.balancer.assign(connection, *descriptors)
 
     def front_keeps(self, front: Front, message: Keep, descriptor: int) -> None:

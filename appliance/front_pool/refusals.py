@@ -41,7 +41,7 @@ _REFUSALS = {
         "the tenants (appliance requests)"
     ),
 }
-"""For each count of refused clients in `FrontReport`: what is reported when it has grown."""
+"""Text of the report when a count of refused clients has grown, by the count's field in `FrontReport`."""
 
 
 class RefusalWatch:
