@@ -44,11 +44,11 @@ class SizedBody:
 
 
 class ChunkedBody:
-    """A body sent in chunks. A separate llhttp parser decodes it; the parser first gets a fixed request head.
+    """A body sent in chunks. A separate llhttp parser decodes it, after being given a fixed request head.
 
-    The last chunk and the trailers end with an empty line, so the parser is fed up to one empty line at a
-    time. It therefore stops exactly at the end of the body, and the next request is left unparsed. Trailers
-    are dropped.
+    The last chunk and the trailers end with an empty line, so the parser is fed only up to the next empty
+    line. It therefore stops exactly at the end of the body and leaves the next request unparsed. Trailers are
+    dropped.
     """
 
     def __init__(self) -> None:

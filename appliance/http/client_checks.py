@@ -54,7 +54,7 @@ class HalfClosedCheck:
 
 
 class WriteLimit:
-    """Aborts a connection if its client reads nothing of the response for `limit_s`."""
+    """Aborts a connection if its client reads none of the response for `limit_s` seconds."""
 
     def __init__(self, transport: asyncio.Transport, limit_s: float, note: Callable[[], None]) -> None:
         """`note` is called before the connection is aborted."""

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from appliance.http.server import HttpServer
 
 LINGER_S = 2.0
-"""Maximum time for which the rest of a refused request is read and dropped before the connection closes. If
-it were closed immediately, the client would get a reset before it has read the response."""
+"""Time limit for reading and dropping the rest of a refused request before the connection is closed. If it
+were closed immediately, the client would get a reset before reading the response."""
 UNAUTHENTICATED_LINGER_BYTES = 1 << 20
-"""Maximum number of bytes that are read and dropped before a connection without a valid key closes."""
+"""Maximum number of bytes to read and drop before closing a connection without a valid key."""
 _SENT_CHECK_S = 0.01
 _PIECE_BYTES = 64 << 10
 LARGE_READ_BYTES = 16 << 10
@@ -68,7 +68,7 @@ class Connection(asyncio.BufferedProtocol):
         self._tenant = ""
         self._peer: Peer | None = None
         self._source: Source
-        """The source under which this connection waits for turns."""
+        """The source (tenant, address or user) whose turns this connection uses."""
         self.pool: Pool | None = None
         """The pool in which this connection has a place. Set by the server."""
         self._input = bytearray(request)
@@ -347,8 +347,8 @@ class Connection(asyncio.BufferedProtocol):
             exchange.keep_alive = False
 
     def skip_body(self) -> bool:
-        """Drop the part of the body that the application has not read, if the whole body has arrived. Return
-        whether it has."""
+        """If the whole body has arrived, drop the part that the application has not read. Return whether the
+        whole body has arrived."""
         body = self._body
         if body is None or body.complete or self._exchange is None:
             return True

@@ -47,8 +47,8 @@ class Exchange:
         self.complete = False
         """Whether the whole response has been written."""
         self.chunked = False
-        """Whether the response is sent in chunks. Without chunks and without a length, the end of the
-        connection marks the end of the response."""
+        """Whether the response is sent in chunks. Without chunks and without a length, closing the connection
+        marks the end of the response."""
         self.request_complete = False
         self.wants_body = False
         """Whether the application is waiting for part of the body."""

@@ -19,7 +19,7 @@ from appliance.http.errors import RequestError
 MAX_HEAD_BYTES = 64 << 10
 
 _HEADER_OBJECTS_BYTES = 128
-"""Memory in bytes of the three Python objects that hold one header, not counting the header's text."""
+"""Memory used by the three Python objects that hold one header, in bytes, not counting the header's text."""
 
 _END = b"\r\n\r\n"
 
@@ -164,9 +164,9 @@ def _split(target: bytes) -> tuple[bytes, bytes]:
 def _framing(headers: list[tuple[bytes, bytes]], version: str) -> tuple[int, bool]:
     """Return the body's length, and whether the body is sent in chunks.
 
-    The parser has already refused continued headers, and each Content-Length that is repeated, is not a
-    number or accompanies a Transfer-Encoding. It has also refused each Transfer-Encoding in which another
-    coding follows `chunked`.
+    The parser has already refused continued headers; every Content-Length that is repeated, is not a number,
+    or appears together with a Transfer-Encoding; and every Transfer-Encoding in which another coding follows
+    `chunked`.
     """
     lengths = [value for name, value in headers if name == b"content-length"]
     encodings = [value for name, value in headers if name == b"transfer-encoding"]

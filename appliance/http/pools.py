@@ -19,8 +19,8 @@ class Pool:
     """Connections that share a limit.
 
     Connections without a complete request are `waiting`, in the order in which they began to wait. If no
-    place is free for a new connection, a waiting connection is closed: of the source with the most waiting
-    connections, the connection that has waited longest.
+    place is free for a new connection, the pool picks the source with the most waiting connections and closes
+    the connection of that source that has waited longest.
 
     A connection may belong to a tenant. One tenant's connections take at most `max_per_tenant` places.
     """

@@ -30,8 +30,8 @@ C = TypeVar("C", bound=HeadHolder)
 
 
 def of_largest_owner(sizes: Mapping[C, int]) -> list[C]:
-    """Return the connections of the owner whose connections hold the most memory in total, in the order of
-    `sizes`."""
+    """Find the owner whose connections hold the most memory in total, and return those connections in the
+    order of `sizes`."""
     totals: Counter[tuple[bool, str]] = Counter()
     for connection, size in sizes.items():
         totals[connection.owner] += size

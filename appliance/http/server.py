@@ -18,7 +18,7 @@ from appliance.http.turns import Turns
 from appliance.messages import Limits
 
 WRITE_TIMEOUT_S = 60.0
-"""Time after which a connection is closed if its client has read nothing of the response."""
+"""Time after which a connection is closed if its client has read none of the response."""
 MAX_UNSENT_BYTES = 64 << 20
 """Maximum total number of unsent response bytes over all connections. If it is exceeded, the server selects
 the tenant with the most unsent bytes and closes that tenant's connection that has been congested longest."""

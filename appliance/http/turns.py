@@ -14,8 +14,8 @@ from appliance.background import TimeBudgets
 from appliance.http.peers import Peer
 
 TURN_S = 0.002
-"""If an iteration of the event loop took longer than this, the next one may take several turns: one per
-interval of this length. A turn usually takes less time."""
+"""The next iteration of the event loop may take one turn for every interval of this length in the last
+iteration. A single turn usually takes less time."""
 MAX_TURNS_PER_PASS = 8
 MAX_SHARE = 1 / 3
 """Maximum share of the event loop's time that the turns of one budget take in the long run."""
@@ -127,8 +127,7 @@ class Turns:
             self._pause(now)
 
     def _rest_s(self, source: Source, now: float) -> float:
-        """Return the time in seconds for which the source must pause; 0 if it may take its turn
-        immediately."""
+        """Return how long the source must pause, in seconds, or 0 if it may take its turn immediately."""
         rest_s = self._budgets.rest_s(source.budget, now)
         return max(rest_s, _MIN_REST_S) if rest_s else 0.0
 
