@@ -1,4 +1,4 @@
-"""The registry of operator actions. Each action is declared only here.
+"""The registry of operator actions. Each action is declared once, in this module.
 
 CLI commands, key bindings, confirmation dialogs and audit rows are derived from these entries. An action is
 called with `POST /actions/NAME` on the admin socket, with its parameters as JSON. `appliance.admin.handlers`
@@ -20,11 +20,11 @@ from store.fields import Declared
 from store.structs import Silence
 
 Danger = Literal["none", "confirm", "typed"]
-"""Required confirmation: none, yes or no, or typing the target's name."""
+"""How an operator must confirm the action: not at all, by answering yes or no, or by typing the target's
+name."""
 TargetKind = Literal["service", "model", "tenant", "key", "peer", "request", "alert"]
 Visibility = Literal["shown", "internal"]
-"""Whether operators can choose the action. An internal action is performed only by a command, as one of its
-steps."""
+"""Whether operators can choose the action. An internal action is only performed as a step of a command."""
 
 
 class Action(NamedTuple):
@@ -44,7 +44,8 @@ class Action(NamedTuple):
     """Parameter that names the target, or empty if there is only one possible target."""
     visibility: Visibility = "shown"
     is_long: bool = False
-    """Whether the service may take minutes to respond. The service bounds the time itself."""
+    """Whether the service may take minutes to respond. Clients need no time limit, because the service limits
+    the time."""
 
     @property
     def description(self) -> str:

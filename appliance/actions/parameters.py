@@ -1,4 +1,4 @@
-"""The parameters of operator actions. Each parameter is declared only here, with its description."""
+"""The parameters of operator actions. Each parameter is declared and described only in this module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_SILENCE_S = 30 * 86400.0
 """Maximum length of a silence: 30 days."""
 
 
-# Values of `Meta.extra`: the name that the command line's help shows for a parameter's value, and the
+# Keys of `Meta.extra`: the placeholder for a parameter's value in the command line's help, and the
 # parameter's short option.
 NAME = {"metavar": "NAME"}
 
@@ -98,8 +98,8 @@ def _changes(record: type[msgspec.Struct]) -> Any:
 
 
 def _parameter(field: Declared) -> Any:
-    """Return the type of an optional field, which documents the allowed values in the schema. `store.rules`
-    validates the values, because its error messages say how to fix the problem."""
+    """Return the type of an optional field. In the schema, the type documents the allowed values.
+    `store.rules` validates them, because its error messages say how to fix the problem."""
     plain: dict[str, Any] = {"choice": str, "list": tuple[str, ...]}
     kind = plain.get(field.kind, field.type)
     if field.optional:
@@ -131,7 +131,7 @@ class CreateTenant(_TenantChanges):
 
 
 class SetTenant(_TenantChanges):
-    """Change a tenant, effective immediately. Omitted fields keep their values."""
+    """Change a tenant. The change takes effect immediately. Omitted fields keep their values."""
 
     name: TenantName
 
@@ -156,15 +156,15 @@ class DeleteTenant(_Parameters):
 
 
 class CreateKey(_KeyChanges):
-    """Create a bearer key. The key is shown only once. Its limits apply in addition to its tenant's
-    limits."""
+    """Create a bearer key. The key is shown only once. Its limits apply in addition to the limits of its
+    tenant."""
 
     name: Annotated[str, Meta(description="The purpose or user of the key.", extra=NAME)]
     tenant: BilledTenant = "default"
 
 
 class SetKey(_KeyChanges):
-    """Change a key, effective immediately. Omitted fields keep their values."""
+    """Change a key. The change takes effect immediately. Omitted fields keep their values."""
 
     id: KeyId
 
@@ -339,7 +339,7 @@ class UnloadModel(_Parameters):
 
 class RetryModel(_Parameters):
     """Immediately restart a model's replicas that have failed or are waiting for their next start. Their
-    earlier exits are forgotten."""
+    earlier exits no longer count."""
 
     model: Annotated[
         str,
@@ -352,7 +352,7 @@ class RetryModel(_Parameters):
 
 class SleepModel(_Parameters):
     """Release the memory of a loaded version after its requests have finished. On GPUs, its weights are
-    copied to host memory, so that waking takes about a second. The next request wakes the version."""
+    copied to host memory, from which waking takes about a second. The next request wakes the version."""
 
     model: ModelVersion
     wait: Annotated[
@@ -370,7 +370,7 @@ class SleepModel(_Parameters):
 
 
 class WakeModel(_Parameters):
-    """Restore the memory of a sleeping version, so that it answers requests again."""
+    """Restore the memory of a sleeping version, which then answers requests again."""
 
     model: ModelVersion
     wait: Annotated[
@@ -379,23 +379,23 @@ class WakeModel(_Parameters):
 
 
 class PinModel(_Parameters):
-    """Keep a version of a model loaded: once loaded, it is removed from memory only by a command. This action
-    does not load it."""
+    """Pin a version of a model: once loaded, it is removed from memory only by a command. This action does
+    not load it."""
 
     model: ModelVersion
 
 
 class UnpinModel(_Parameters):
-    """Allow a pinned version of a model to be removed from memory when it is idle or another model needs the
-    memory."""
+    """Unpin a version of a model. It may then be removed from memory when it is idle or another model needs
+    the memory."""
 
     model: ModelVersion
 
 
 class SetDefaultModel(_Parameters):
-    """Make a version the default of its model, and end a split of the model. If the model is loaded, the
-    version is loaded first. After the response, every new request gets the new version. The previous version
-    finishes its requests and is then unloaded."""
+    """Make a version the default of its model, and end any split of the model. If the model is loaded, the
+    version is loaded first. After the response, the new version answers all new requests. The previous
+    version finishes its requests and is then unloaded."""
 
     model: Annotated[
         str,
@@ -412,8 +412,8 @@ class RollbackModel(_Parameters):
 
 
 class SetAlias(_Parameters):
-    """Set an additional name for a model or for one of its versions. After the response, every new request
-    for the alias gets the new target."""
+    """Set an additional name for a model or for one of its versions. After the response, the new target
+    answers all new requests for the alias."""
 
     name: Annotated[str, Meta(description="The alias.")]
     target: Annotated[
@@ -423,8 +423,8 @@ class SetAlias(_Parameters):
 
 class SplitModel(_Parameters):
     """Distribute the requests for a name over several loaded models or versions. Requests with the same key
-    and `user` go to the same target as long as the weights do not change. After the response, every new
-    request is distributed by the new weights."""
+    and `user` go to the same target as long as the weights do not change. After the response, the new weights
+    apply to all new requests."""
 
     name: Annotated[str, Meta(description="A model of the registry, or an alias.")]
     weights: Annotated[
@@ -459,7 +459,7 @@ class RemoveModel(_Parameters):
 
 
 class PruneModels(_Parameters):
-    """Remove unused versions from the registry: versions that are not loaded, are neither the default of
-    their model nor the version to which a rollback returns, and have no alias. The files are kept."""
+    """Remove unused versions from the registry. A version is unused if it is not loaded, has no alias, and is
+    neither the default of its model nor the version to which a rollback returns. The files are kept."""
 
     dry_run: Annotated[bool, Meta(description="Only list the versions, without removing them.")] = False

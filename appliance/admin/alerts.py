@@ -50,7 +50,7 @@ class AlertAdmin:
 
 
 def alert_routes(manager: AlertManager) -> list[ScopedRoute]:
-    """Return the routes of the alerts and silences."""
+    """Return the routes for alerts and silences."""
     return [
         _route(
             "/alerts", manager.list, list[Alert], "List active alerts and those that ended in the last hour"

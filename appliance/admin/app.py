@@ -49,7 +49,7 @@ class Backend(NamedTuple):
     configuration: Callable[[], Configuration]
     metrics: Callable[[], bytes]
     routes: Sequence[ScopedRoute]
-    """Additional routes, which read more than the state in memory."""
+    """Additional routes, which also read databases."""
     act: Callable[[Actor, msgspec.Struct], Awaitable[msgspec.Struct]]
     """Performs the action that the parameters belong to. Raises ActionError."""
     record_denied: Callable[[Actor, Action, str], None]
@@ -60,14 +60,14 @@ class Backend(NamedTuple):
 
 
 def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette, App]:
-    """Return two applications. The first contains the routes, and tests inspect its route table. The second
-    is the one to serve: it authenticates each caller and then calls the first."""
+    """Return two applications. The first contains the routes; tests inspect its route table. The second is
+    the application to serve: it authenticates each caller and then calls the first."""
 
     denials = CountedLog("requests on admin.sock were denied", functools.partial(backend.note, "admin"))
 
     @functools.cache
     def description() -> bytes:
-        # Building the document blocks the event loop for 15 to 40 ms.
+        # Building the document would block the event loop for 15 to 40 ms.
         return msgspec.json.encode(openapi_document("Appliance admin API", check_routes(app)))
 
     async def openapi(request: Request) -> Response:

@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 _MAX_AUDIT_WAIT_S = 3.0
 _MAX_DENIALS_PER_MINUTE = 10
-"""Maximum number of denied actions that are audited per caller and minute. There is a limit because each
-audit row is a disk write. The log contains every denial."""
+"""Maximum number of denied actions per minute that are audited for each caller. The number is limited because
+each audit row is a disk write. The log contains every denial."""
 _STATUSES: Mapping[type[Exception], int] = {
     ValueError: 400,
     SettingsError: 400,
@@ -47,7 +47,7 @@ _STATUSES: Mapping[type[Exception], int] = {
     UnknownRecordError: 404,
     LookupError: 404,
 }
-"""HTTP status code for each type of error that refuses an action."""
+"""HTTP status code for each error type with which handlers refuse an action."""
 
 
 class ActionError(AdminRequestError):
@@ -55,8 +55,8 @@ class ActionError(AdminRequestError):
 
 
 class AuditedActions:
-    """Performs the registry's actions. Each action has two rows in the audit chain, even if the action is
-    refused: one for the intent, written before anything is done, and one for the result."""
+    """Performs the registry's actions. Every action, even a refused one, has two rows in the audit chain: the
+    intent, which is written before anything is done, and the result."""
 
     def __init__(self, control: ControlStore, handlers: Mapping[type[msgspec.Struct], Handler]) -> None:
         self._control = control
@@ -100,7 +100,7 @@ class AuditedActions:
 
     def record_denied(self, actor: Actor, action: Action, reason: str) -> None:
         """Record in the audit trail that an authenticated caller lacked the scope for an action. The action's
-        parameters are not recorded, because they have not been read."""
+        parameters are not recorded, because a denied request's body is not read."""
         minute = time.monotonic() // 60
         if minute != self._minute:
             self._denials.clear()
@@ -111,8 +111,8 @@ class AuditedActions:
 
 
 async def _recorded(future: Future[None]) -> None:
-    """Wait until an audit row is stored, but only for a few seconds, because an unresponsive disk must not
-    prevent an operator from acting. A row that takes longer still keeps its position in the chain."""
+    """Wait until an audit row is stored, but only for a few seconds, because operators must be able to act
+    even if the disk does not respond. A row that takes longer still keeps its position in the chain."""
     waiting = asyncio.wrap_future(future)
     await asyncio.wait([waiting], timeout=_MAX_AUDIT_WAIT_S)
     if not waiting.done():

@@ -1,4 +1,4 @@
-"""Creates the admin API's backend, and gives each of its components the service objects that it needs."""
+"""Creates the admin API's backend, and passes each of its components the service objects that it needs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def admin_backend(
     note: Callable[[str, str], None],
 ) -> tuple[Backend, AuditedActions]:
     """Return the backend, and the object that performs its actions. `publish` applies changed tenants and
-    keys to the queue and the fronts. `note` reports a problem."""
+    keys to the queue and the front processes. `note` reports a problem."""
     cancel = canceller.cancel_matching
     peers = PeerAdmin(control=control, unix=lambda: settings().unix, publish=publish)
     tenants = TenantAdmin(

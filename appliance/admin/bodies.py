@@ -1,4 +1,4 @@
-"""The JSON bodies of the admin API's requests and answers."""
+"""Reads and creates the JSON bodies of the admin API's requests and answers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class AdminRequestError(Exception):
 
 
 async def read_parameters(request: Request, action: str, kind: type[Parameters]) -> Parameters:
-    """Return the parameters in the request's body; an empty body is an empty object.
+    """Parse the parameters in the request's body. An empty body counts as an empty object.
 
-    Raises AdminRequestError, which names the action."""
+    Raises AdminRequestError with a message that names the action."""
     body = b""
     async for piece in request.stream():
         body += piece

@@ -1,6 +1,6 @@
 """Authenticates callers of the admin API: operators by their uid or groups, and all other callers by a key
-with the `admin` or `read` scope. If a request carries a key, only the key determines the caller's rights, so
-that an operator can test a key's permissions.
+with the `admin` or `read` scope. If a request carries a key, the key alone determines the caller's rights, so
+operators can test what a key permits.
 
 A request with the header `x-appliance-read-only: true` is limited to read access, regardless of the caller's
 rights.
@@ -67,7 +67,7 @@ class Authenticator:
         self.configure(settings)
 
     def configure(self, settings: AdminSettings) -> None:
-        """Set the operators from these settings."""
+        """Take the operators from these settings."""
         gids = operator_gids(settings)
         self.gid = gids[0] if gids else None
         self._uids = frozenset({os.geteuid(), 0, *settings.uids})
@@ -121,8 +121,8 @@ _READ = granted(("read",))
 
 
 def _is_read_only(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Return whether the session is read-only. Raises DeniedError for a value other than "true", so that a
-    mistyped value does not permit actions."""
+    """Return whether the session is read-only. Raises DeniedError for a value other than "true", because a
+    mistyped value must not permit actions."""
     name = READ_ONLY_HEADER.encode()
     values = [value for field, value in headers if field == name]
     for value in values:

@@ -15,7 +15,7 @@ from store.audit import Actor
 
 @dataclass
 class DrainAdmin:
-    """Begins, cancels and ends drains of a model or of the whole service, as operators request."""
+    """Begins, cancels and ends drains of a model or of the whole service."""
 
     drains: Drains
     status: Callable[[Drain], DrainStatus]

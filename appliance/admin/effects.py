@@ -16,9 +16,9 @@ from store.errors import OutcomeUnknownError
 T = TypeVar("T")
 
 _MAX_CHANGE_S = 15.0
-"""Time limit for a change to `control.db`. The limit is longer than the maximum waits for the writer
-(`store.trail.WITHIN_S`) and for the file lock (SQLite's busy timeout). Only an unresponsive disk can
-therefore cause a timeout."""
+"""Time limit for a change to `control.db`. It is longer than the maximum wait for the writer
+(`store.trail.WITHIN_S`) and for the file lock (SQLite's busy timeout) together, so only an unresponsive disk
+can cause a timeout."""
 
 
 class Effect(NamedTuple):
@@ -28,7 +28,7 @@ class Effect(NamedTuple):
     before: object = None
     after: object = None
     outcome: str = "ok"
-    """Result as written in the audit row."""
+    """Result that is written to the audit row."""
 
 
 Handler = Callable[[Actor, Any], Awaitable[Effect]]
@@ -41,8 +41,8 @@ def done(message: str) -> Effect:
 
 
 async def committed(change: Future[T]) -> T:
-    """Return the result of a change to `control.db`. If the change does not start in time, raises the
-    writer's error. If it starts but does not finish in time, raises OutcomeUnknownError."""
+    """Wait for a change to `control.db`, and return its result. Raises the writer's error if the change does
+    not start in time, and OutcomeUnknownError if it starts but does not finish in time."""
     waiting = asyncio.wrap_future(change)
     await asyncio.wait([waiting], timeout=_MAX_CHANGE_S)
     if not waiting.done():

@@ -1,8 +1,9 @@
-"""The event stream: snapshots of the service several times a second, as frames (`appliance.events.frames`).
+"""The event stream, which sends snapshots of the service several times a second, as frames
+(`appliance.events.frames`).
 
-All readers of one rate share the snapshots and their encoding, so an additional reader costs only the time to
-write the bytes. A reader has no queue: it gets the newest frame when its connection accepts bytes, and a full
-snapshot if it has missed frames. While there are no readers, no snapshots are read.
+All readers with the same rate share the snapshots and their encoding, so an additional reader costs only the
+time to write the bytes. Readers have no queue: a reader gets the newest frame when its connection accepts
+bytes, and a full snapshot if it has missed frames. While there are no readers, no snapshots are read.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ReadSnapshot = Callable[[], Awaitable[Snapshot]]
 
 
 class EventFeed:
-    """The frames of one rate. Must be used on the event loop's thread."""
+    """Makes the frames for all readers with the same rate. Must be used on the event loop's thread."""
 
     def __init__(self, read: ReadSnapshot, interval_s: float) -> None:
         self._read = read
@@ -54,7 +55,7 @@ class EventFeed:
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield frames as lines of JSON until the iterator is closed."""
-        # The state may be old, because it dates from the last reader.
+        # The state may be old, because no snapshots are read while there are no readers.
         idle = self._task is None or self._task.done()
         seen, last = self._seq if idle else self._seq - 1, -1
         self._readers += 1
@@ -86,7 +87,7 @@ class EventFeed:
             await asyncio.sleep(max(0.05, self._interval_s - (time.monotonic() - began)))
 
     def take(self, snapshot: Snapshot) -> None:
-        """Return the frame with the differences between the previous snapshot and this one."""
+        """Make the next frame from the differences between the previous snapshot and this one."""
         self._seq += 1
         self._at, self._requests, self._whole = snapshot.at, snapshot.requests, None
         changed = {}
@@ -117,7 +118,7 @@ class EventFeed:
         self.delta = self._encode(frame) + b"\n"
 
     def whole_line(self) -> bytes:
-        """Return a frame that contains the full latest snapshot."""
+        """Return a frame that contains the latest snapshot in full."""
         if self._whole is None:
             frame = Frame(
                 seq=self._seq,
@@ -134,7 +135,8 @@ class EventFeeds:
     """The feeds of all rates."""
 
     def __init__(self, reader: Callable[[int], ReadSnapshot], streams: Streams) -> None:
-        """`reader` returns a function that reads snapshots for a feed of a rate (frames per second)."""
+        """`reader` takes a feed's rate (frames per second), and returns a function that reads the feed's
+        snapshots."""
         self._reader = reader
         self._streams = streams
         self._feeds: dict[int, EventFeed] = {}

@@ -1,5 +1,5 @@
-"""Maps each action of the registry to its handler, and contains the handlers that are too small for their own
-module."""
+"""Maps each action of the registry to its handler, and contains the handlers that are too small for a
+separate module."""
 
 from __future__ import annotations
 
@@ -153,7 +153,8 @@ class RequestAdmin:
 
 
 class BackupAdmin:
-    """Records backups. The command `appliance backup` takes the backups itself."""
+    """Records backups in the audit trail. The backups themselves are made by the command `appliance
+    backup`."""
 
     def __init__(self, trail: AuditTrail) -> None:
         self._trail = trail

@@ -16,13 +16,13 @@ from store.policies import KeyFields, KeyRecord
 
 @dataclass(kw_only=True)
 class KeyAdmin:
-    """Lists and changes keys for operators. Changes reach the fronts before the operator receives the
-    response."""
+    """Lists and changes keys for operators. Changes reach the front processes before the operator receives
+    the response."""
 
     control: ControlStore
     usage: Usage
     publish: Callable[[], None]
-    """Applies the changes to the queue and the fronts."""
+    """Applies the changes to the queue and the front processes."""
     cancel: CancelRequests
 
     def list(self) -> list[Key]:
@@ -49,7 +49,7 @@ class KeyAdmin:
         return Effect(self._shown(change.after))
 
     async def rotate(self, actor: Actor, asked: RotateKey) -> Effect:
-        """Replace a key by a new one."""
+        """Replace a key with a new one."""
         rotated = await committed(
             self.control.rotate_key(
                 actor=actor, key_id=asked.id, overlap_s=asked.overlap_s, expires_at=asked.expires_at

@@ -1,7 +1,7 @@
 """Reads the request log, the audit trail and the usage for the admin API.
 
-SQLite is read in two threads, never on the event loop. Each page is read through its own connection and is
-bounded in rows, bytes and time, so that no caller can occupy the disk or the memory.
+SQLite is read in two threads, never on the event loop. Each page is read through a separate connection, and
+is limited in rows, bytes and time. These limits keep callers from monopolising the disk or the memory.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from store.writer import Writer
 Result = TypeVar("Result")
 
 MAX_READ_S = 2.0
-"""Time limit for reading one page."""
+"""Time limit for reading one page, in seconds."""
 MAX_PAGE_BYTES = 1 << 20
-"""A page of the request log ends after the row whose texts take the page over this size."""
+"""A page of the request log ends after the row with which its texts exceed this size."""
 _FOLLOWED_ROWS = 200
 _THREADS = 2
 
@@ -64,7 +64,7 @@ class LogReading:
         self._streams = streams
         self._requests = RequestReader(history.path, limit_s=MAX_READ_S, limit_bytes=MAX_PAGE_BYTES)
         self.threads = ThreadPoolExecutor(_THREADS, "admin-reads")
-        """The threads, which also read the machine's figures for snapshots."""
+        """Threads that read the databases and, for snapshots, the machine's load."""
 
     def close(self) -> None:
         """Stop the threads after the reads in progress have finished."""
@@ -78,7 +78,7 @@ class LogReading:
 
         def read() -> RequestPage:
             sequence = self._requests.last_sequence()
-            # One row more than wanted shows whether there is a next page.
+            # One row more than requested shows whether there is a next page.
             rows = self._requests.query(query.filter, query.limit + 1, before)[::-1]
             shown = rows[: query.limit]
             size = sum(_size(row) for row in shown)
@@ -122,8 +122,8 @@ class LogReading:
     # ── following ──
 
     def follow_requests(self, query: RequestLogQuery) -> AsyncIterator[bytes]:
-        """Return a stream of the requests that end, or that are admitted if the query selects open
-        requests."""
+        """Return a stream that yields each request when it ends or, if the query selects open requests, when
+        it is admitted."""
         wanted = msgspec.structs.replace(query.filter, state=query.state or "ended")
         after = query.after
 
@@ -132,7 +132,7 @@ class LogReading:
             if after is None:
                 after = self._requests.last_sequence()
                 return [], False
-            # Skip the rows that do not match as well, so that no row before this change is read again.
+            # Also skip the rows that do not match. Otherwise, they would be read again.
             latest = self._requests.last_sequence()
             rows = self._requests.changes(after, _FOLLOWED_ROWS, wanted)
             more = len(rows) == _FOLLOWED_ROWS or sum(map(_size, rows)) > MAX_PAGE_BYTES
@@ -142,7 +142,7 @@ class LogReading:
         return self._follow(lambda: self._history.state().committed_rows, read)
 
     def follow_audit(self, query: AuditQuery) -> AsyncIterator[bytes]:
-        """Return a stream of the actions that begin or end."""
+        """Return a stream that yields an action each time one starts or ends."""
         after = query.after
 
         def head() -> int:
@@ -162,7 +162,7 @@ class LogReading:
         return self._follow(head, read)
 
     def follow_log(self, query: LogQuery) -> AsyncIterator[bytes]:
-        """Return a stream of new log lines."""
+        """Return a stream that yields new log lines."""
         after = self._lines.number if query.after is None else query.after
 
         async def read() -> tuple[list[bytes], bool]:

@@ -1,4 +1,4 @@
-"""The admin API's routes for paginated or streamed lists. All of them require the scope `read`."""
+"""The admin API's routes that return paginated or streamed lists. All of them require the scope `read`."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _route(
 def answered(
     endpoint: Callable[[Request], Awaitable[Response]],
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Return the endpoint with its errors converted to responses."""
+    """Return an endpoint that converts the errors of the given endpoint to responses."""
 
     async def answer(request: Request) -> Response:
         try:

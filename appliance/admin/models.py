@@ -57,8 +57,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,127}")
 
 @dataclass(kw_only=True)
 class ModelAdmin:
-    """Handles the actions on models. Models that the settings declare are shown, but changed only in the
-    settings."""
+    """Handles the actions on models. Models declared in the settings are listed, but can only be changed in
+    the settings."""
 
     operations: ModelOperations
     on_demand: OnDemand
@@ -66,16 +66,17 @@ class ModelAdmin:
     routing: Routing
     fronts: FrontRoutes
     check: Check
-    """Runs all checks of a model. It blocks, so it must not run on the event loop's thread."""
+    """Runs all checks of a model. The function blocks, so do not call it on the event loop's thread."""
     settings: Callable[[], Settings]
     declared_in: Callable[[str], str]
-    """Returns the place that declares a model of the settings, or an empty string."""
+    """Returns the file or flag that declares a model, or an empty string if the settings do not declare
+    it."""
     _background: Background = field(default_factory=Background, init=False)
 
     # ── lists ──
 
     def models(self) -> list[RegisteredModel]:
-        """Return all models, first those of the settings."""
+        """Return all models. The models from the settings come first."""
         registry = self.operations.registry.current
         declared = self.settings().models
         shown = [self._declared(name, model) for name, model in declared.items()]
@@ -163,7 +164,7 @@ class ModelAdmin:
         ]
 
     def _shares(self, unit: str) -> dict[str, float]:
-        """For each split name, return the fraction of its requests that the unit gets."""
+        """For each split name, return the fraction of the name's requests that the unit gets."""
         return {
             route.name: sum(arm.weight for arm in route.arms if arm.unit == unit)
             / sum(arm.weight for arm in route.arms)
@@ -178,7 +179,7 @@ class ModelAdmin:
     # ── add and remove ──
 
     async def add(self, actor: Actor, asked: AddModel) -> Effect:
-        """Add a version. Raises ValueError, SettingsError or ManifestError for a folder or settings that
+        """Add a version. Raises ValueError, SettingsError or ManifestError if the folder or the settings
         cannot be used."""
         self._check_name(asked.name)
         if asked.name in self.operations.registry.current.aliases:
@@ -250,12 +251,13 @@ class ModelAdmin:
         )
 
     async def _withdraw(self, record: VersionRecord) -> None:
-        """Stop accepting requests for a version that is not loaded but known to the fronts."""
+        """Make the front processes refuse requests for a version that is not loaded."""
         if unit_name(record.model, record.version) in self.routing.usable:
             await self.operations.unload(record, 0.0)
 
     def _is_named(self, record: VersionRecord) -> bool:
-        """Return whether a version is in use, or could be used without naming it."""
+        """Return whether a version is in use, or can be reached by a name that does not contain its
+        number."""
         registry = self.operations.registry.current
         model, unit = registry.models[record.model], unit_name(record.model, record.version)
         return (
@@ -286,7 +288,7 @@ class ModelAdmin:
         return Effect(status, {"state": before}, {"state": status.state})
 
     async def sleep(self, actor: Actor, asked: SleepModel) -> Effect:
-        """Put a version to sleep. Raises LoadError if it is not loaded or stays awake."""
+        """Put a version to sleep. Raises LoadError if it is not loaded, or cannot be put to sleep."""
         record = self._record(asked.model, "put to sleep")
         before = self._status(record).state
         await self._perform(self.operations.sleep(record, asked.grace_s), wait=asked.wait)
@@ -294,7 +296,7 @@ class ModelAdmin:
         return Effect(status, {"state": before}, {"state": status.state})
 
     async def wake(self, actor: Actor, asked: WakeModel) -> Effect:
-        """Wake a version. Raises LoadError if it does not sleep, or stays asleep."""
+        """Wake a version. Raises LoadError if it is not asleep, or cannot be woken."""
         record = self._record(asked.model, "woken")
         before = self._status(record).state
         await self._perform(self.operations.wake(record), wait=asked.wait)
@@ -302,8 +304,9 @@ class ModelAdmin:
         return Effect(status, {"state": before}, {"state": status.state})
 
     async def _perform(self, operation: Awaitable[None], *, wait: bool) -> None:
-        """Run an operation to completion, or only start it. Raises LoadError if it is refused immediately. If
-        it fails later and was only started, the failure is shown in the list of models."""
+        """Run an operation to completion or, without `wait`, only start it. Raises LoadError if the operation
+        is refused immediately. If an operation that was only started fails later, the list of models shows
+        the failure."""
         task = asyncio.ensure_future(operation)
         await asyncio.sleep(0)
         if wait or task.done():
@@ -317,8 +320,8 @@ class ModelAdmin:
         self._background.run(finish())
 
     async def retry(self, actor: Actor, asked: RetryModel) -> Effect:
-        """Start the replicas of a model that are waiting for their next start. Raises UnknownModelError, or
-        ConflictError if none is waiting."""
+        """Immediately start the replicas of a model that are waiting for their next start. Raises
+        UnknownModelError, or ConflictError if none is waiting."""
         unit = asked.model
         if not self.manager.is_declared(unit):
             record = self._record(unit, "retried")
@@ -390,8 +393,8 @@ class ModelAdmin:
         return Effect(self._status(wanted))
 
     async def alias(self, actor: Actor, asked: SetAlias) -> Effect:
-        """Set or delete an alias. Raises ConflictError if the name is in use or if the target is not loaded
-        although the alias is in use."""
+        """Set or delete an alias. Raises ConflictError if the name is in use, or if the alias is in use but
+        the target is not loaded."""
         registry = self.operations.registry
         if asked.target is None:
             await committed(registry.delete_alias(actor=actor, name=asked.name))
@@ -427,8 +430,8 @@ class ModelAdmin:
             )
 
     def check_declared(self, name: str, changed: str) -> None:
-        """Raise ConflictError if the settings declare the model. `changed` is the participle of the change
-        that is refused, such as "loaded"."""
+        """Raise ConflictError if the settings declare the model. `changed` is a participle for the error
+        message that names the refused change, such as "loaded"."""
         if place := self.declared_in(name):
             raise ConflictError(
                 f"model {name!r} is declared in {place}, so it cannot be {changed} with this command: change "
@@ -452,8 +455,8 @@ class ModelAdmin:
         return f"available versions: {', '.join(str(one.version) for one in known)}"
 
     def _record(self, target: str, changed: str) -> VersionRecord:
-        """Return the version that NAME or NAME@VERSION names. Raises UnknownModelError, or ConflictError for
-        a model that the settings declare. `changed` is as in `check_declared`."""
+        """Return the version with this NAME or NAME@VERSION. Raises UnknownModelError, or ConflictError if
+        the settings declare the model. `changed` is the same as in `check_declared`."""
         name, version = split_target(target)
         for declared in (target, name):
             self.check_declared(declared, changed)
@@ -465,8 +468,7 @@ class ModelAdmin:
 
 
 def check_settings(name: str, folder: str, settings: Mapping[str, Any]) -> None:
-    """Check the settings of a version. Raises SettingsError for a setting that does not exist or cannot be
-    used."""
+    """Check the settings of a version. Raises SettingsError if a setting does not exist or cannot be used."""
     path = ("models", name)
     converter = Converter({path: Place("models add")}, "models add")
     if "folder" in settings:

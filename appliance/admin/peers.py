@@ -21,13 +21,13 @@ _KINDS: dict[str, PeerKind] = {"uid": "uid", "gid": "gid"}
 
 @dataclass(kw_only=True)
 class PeerAdmin:
-    """Lists and changes the local users and groups that need no key. Changes reach the fronts before the
-    operator receives the response."""
+    """Lists and changes the local users and groups that need no key. Changes reach the front processes before
+    the operator receives the response."""
 
     control: ControlStore
     unix: Callable[[], UnixSettings]
     publish: Callable[[], None]
-    """Applies the changes to the queue and the fronts."""
+    """Applies the changes to the queue and the front processes."""
 
     def list(self) -> list[PeerMapping]:
         """Return the users from the settings, followed by the mapped users and groups."""

@@ -1,4 +1,5 @@
-"""Lists the unfinished requests with their progress, from the request manager and the fronts."""
+"""Lists the unfinished requests with their progress, which the request manager and the front processes
+report."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class RunningRequests:
         return self.known(await self.progress(), time.time())
 
     async def progress(self) -> Mapping[str, RequestProgress]:
-        """Ask the fronts for the progress of their requests."""
+        """Ask the front processes for the progress of their requests."""
         return await self._progress.read() if self._traffic.running else {}
 
     def known(self, progress: Mapping[str, RequestProgress], unix: float) -> list[UnfinishedRequest]:
@@ -79,7 +80,7 @@ def _phase(one: TrackedRequest, started: bool) -> Phase:
         case "ending":
             return "ending"
         case _:
-            return "queued"  # also a request that lost its replica and waits for another
+            return "queued"  # includes requests that lost their replica and wait for another
 
 
 def _queue_s(one: TrackedRequest, now: float) -> float | None:

@@ -20,8 +20,8 @@ class AdminServer:
     """Serves the admin API on its socket between `start` and `stop`."""
 
     def __init__(self, path: Path, mode: str, given: socket.socket | None = None) -> None:
-        """`given` is the socket if the service manager created it. The service manager keeps this socket open
-        after the service has exited."""
+        """`given` is the socket, if the service manager created one. The service manager keeps that socket
+        open after the service has exited."""
         self._path = path
         self._mode = mode
         self._given = given

@@ -1,4 +1,5 @@
-"""Admin operations for shadow traffic: copying a share of a name's requests to another model or version."""
+"""The admin operation for shadow traffic, which copies a share of a name's requests to another model or
+version."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from store.errors import ConflictError, UnknownModelError
 
 @dataclass(kw_only=True)
 class ShadowAdmin:
-    """Handles the action on shadows, and shows their results."""
+    """Handles the action that sets and ends shadows, and shows their results."""
 
     models: ModelAdmin
     results: ShadowResults
 
     async def shadow(self, actor: Actor, asked: ShadowModel) -> Effect:
-        """Set or end a shadow. Raises UnknownModelError for a name or target that does not exist, and
-        ConflictError if the target is not loaded or answers the name's requests itself."""
+        """Set or end a shadow. Raises UnknownModelError if the name or target does not exist, and
+        ConflictError if the target is not loaded or already answers the name's requests."""
         name, routing = asked.name, self.models.routing
         registry = self.models.operations.registry
         target = None

@@ -26,14 +26,14 @@ from store.policies import Policies, TenantRecord
 MAX_TENANTS = 200
 """Maximum number of tenants in a snapshot. Tenants with requests are preferred."""
 _CHOOSE_EVERY_S = 30.0
-"""Time between two choices of the tenants if there are more than `MAX_TENANTS`."""
+"""Seconds between two choices of the tenants if there are more than `MAX_TENANTS`."""
 _BLOCK_TOKENS = 64
 _COUNT_KEYS_EVERY_S = 15.0
 
 
 class TenantChoice:
-    """Chooses the tenants of snapshots if there are too many. The choice changes seldom, because each change
-    begins a new layout of the recorded telemetry."""
+    """Chooses the tenants that snapshots contain if there are too many. The choice changes rarely, because
+    each change starts a new layout in the recorded telemetry."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -54,7 +54,7 @@ class TenantChoice:
 
 @dataclass(kw_only=True)
 class SnapshotParts:
-    """The components that a snapshot is read from."""
+    """The components from which snapshots are read."""
 
     status: StatusReader
     running: RunningRequests
@@ -68,8 +68,9 @@ class SnapshotParts:
 
 
 class SnapshotReader:
-    """Reads snapshots. A batch's slice covers the time since the reader's previous snapshot, so each feed has
-    its own reader. `SnapshotParts` is shared by all readers. Must be used on the event loop's thread."""
+    """Reads snapshots. The counts of a batch cover the time since the reader's previous snapshot, so each
+    feed needs a separate reader. `SnapshotParts` is shared by all readers. Must be used on the event loop's
+    thread."""
 
     def __init__(self, parts: SnapshotParts) -> None:
         self._parts = parts
@@ -80,7 +81,8 @@ class SnapshotReader:
         """Return the service's current state."""
         running = self._parts.running
         progress = await running.progress()
-        # The ages of requests must refer to the time of the snapshot, because readers compute later ages.
+        # The ages of requests must refer to the time of the snapshot, because readers compute later ages from
+        # them.
         at = time.time()
         return self._read(at, running.known(progress, at))
 
@@ -234,8 +236,8 @@ class SnapshotReader:
         return [use(tenant) for tenant in chosen]
 
     def _valid_keys(self, policies: Policies) -> Counter[str]:
-        """Return the number of valid keys by tenant. Keys are counted again when a policy changes, and at
-        intervals, because keys expire."""
+        """Return the number of valid keys by tenant. Keys are counted again when a policy changes and,
+        because keys expire, at intervals."""
         known, at, count = self._keys
         if known is not policies or time.monotonic() - at > _COUNT_KEYS_EVERY_S:
             now = time.time()
@@ -286,15 +288,15 @@ def _processes(status: Status) -> list[ServiceProcess]:
 
 
 def with_replicas(gpu: Gpu, status: Status) -> Gpu:
-    """Return the GPU with the replicas that use it, their memory, and the owners of its processes. A replica
-    uses the GPU if one of its processes does, or if the process ids are not known, by the number of its
-    devices."""
+    """Return the GPU, completed with the replicas that use it, their memory, and the owners of its processes.
+    A replica uses the GPU if one of its processes does. If the process ids are not known, the replica's
+    device numbers decide."""
     replicas = [replica for model in status.models for replica in model.replicas]
     owners = {pid: replica for replica in replicas for pid in replica.pids}
     processes = gpu.processes or []
     ranks = [owners[one.pid] for one in processes if one.pid in owners]
     if not ranks:
-        # In a container, the driver reports no processes or those of another PID namespace.
+        # In a container, the driver reports no processes, or process ids of another PID namespace.
         ranks = [one for one in replicas for device in one.devices if device == f"cuda:{gpu.number}"]
     named = [
         msgspec.structs.replace(one, replica=owners[one.pid].name if one.pid in owners else "")

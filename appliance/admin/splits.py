@@ -1,4 +1,5 @@
-"""Admin operations for traffic splits: distributing a name's requests over several models or versions."""
+"""The admin operation for traffic splits, which distribute a name's requests over several models or
+versions."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from store.errors import ConflictError, UnknownModelError
 
 @dataclass(kw_only=True)
 class SplitAdmin:
-    """Handles the action on splits."""
+    """Handles the action that sets and ends splits."""
 
     models: ModelAdmin
 
     async def split(self, actor: Actor, asked: SplitModel) -> Effect:
-        """Set or end a split. Raises UnknownModelError for a name or target that does not exist, and
+        """Set or end a split. Raises UnknownModelError if the name or a target does not exist, and
         ConflictError if the change would leave requests without a loaded model."""
         name, registry = asked.name, self.models.operations.registry
         self.models.check_declared(name, "split")
@@ -40,7 +41,8 @@ class SplitAdmin:
         return done(f"requests for {name} are split: {shown}")
 
     def _targets(self, name: str, weights: dict[str, float]) -> dict[str, float]:
-        """Return the weights by complete target: a bare version number means a version of the name."""
+        """Return the weights keyed by complete target. In `weights`, a bare number means that version of
+        `name`."""
         found: dict[str, float] = {}
         for given, weight in weights.items():
             target = complete_target(self.models, name, given)
@@ -67,7 +69,7 @@ class SplitAdmin:
 
 
 def complete_target(models: ModelAdmin, name: str, given: str) -> str:
-    """Return a target as NAME or NAME@VERSION. A bare number means a version of `name`. Raises
+    """Return a target as NAME or NAME@VERSION. A bare number means that version of `name`. Raises
     UnknownModelError."""
     is_version = given.isascii() and given.isdecimal()
     target = f"{name}@{given}" if is_version else given

@@ -198,8 +198,8 @@ class StatusReader:
                 drain.public_state,
                 f"taken out of service by an operator; put it back with: appliance resume --model {model}",
             )
-        # A model's state is the best state among its replicas, because the replica in that state serves the
-        # clients.
+        # A model's state is the best state among its replicas, because the replica with the best state can
+        # serve clients.
         best = min(replicas, key=lambda replica: _BEST_FIRST.index(replica.state), default=None)
         if best is None:
             return "loading", "the model's replica is being replaced"

@@ -1,6 +1,6 @@
 """Responses of the admin API that stay open and send lines of JSON (`application/x-ndjson`).
 
-An empty line is sent after some seconds without data, so that both sides notice a broken connection. A
+An empty line is sent after some seconds without data, which lets both sides notice a broken connection. A
 response that cannot continue ends with a line that contains only the field `error`.
 """
 
@@ -18,13 +18,13 @@ from appliance.protocol import StreamEnd
 from store.errors import StoreError
 
 MAX_STREAMS = 32
-"""Maximum number of open streams. The remaining connections of the admin socket stay free for calls."""
+"""Maximum number of open streams. The limit keeps some of the admin socket's connections free for calls."""
 HEARTBEAT_S = 5.0
 HEARTBEAT = b"\n"
 CONTENT_TYPE = "application/x-ndjson"
 _POLL_S = 0.25
 _UNREADABLE_FOR_S = 10.0
-"""Time for which a follower tolerates a database that cannot be read."""
+"""Time in seconds for which a stream tolerates a database that cannot be read."""
 
 
 class TooManyStreamsError(Exception):
@@ -39,11 +39,11 @@ class Streams:
         self.closing = False
 
     def close(self) -> None:
-        """End all streams within one interval."""
+        """End all streams within one polling interval."""
         self.closing = True
 
     def response(self, lines: AsyncIterator[bytes]) -> Response:
-        """Return a response that sends these pieces as they arrive. Raises TooManyStreamsError."""
+        """Return a response that sends these lines as they arrive. Raises TooManyStreamsError."""
         if self.open >= MAX_STREAMS or self.closing:
             raise TooManyStreamsError(
                 f"{self.open} streams are open, which is the maximum: close one, or retry later"
@@ -62,8 +62,8 @@ class Streams:
     async def follow(
         self, version: Callable[[], object], read: Callable[[], Awaitable[tuple[list[bytes], bool]]]
     ) -> AsyncIterator[bytes]:
-        """Yield what `read` returns whenever `version` has changed. `read` also returns whether more can be
-        read immediately."""
+        """Call `read` whenever `version` has changed, and yield the lines that it returns. `read` also
+        returns whether more can be read immediately."""
         seen: object = None
         sent_at = time.monotonic()
         failing_since: float | None = None
@@ -87,11 +87,11 @@ class Streams:
 
 
 def lines_of(values: Iterable[Any]) -> list[bytes]:
-    """Return values as lines of JSON."""
+    """Encode each value as a line of JSON."""
     encode = msgspec.json.Encoder().encode
     return [encode(value) + b"\n" for value in values]
 
 
 def end_of_stream(error: str) -> bytes:
-    """Return the last line of a stream that cannot continue."""
+    """Return the line that ends a stream that cannot continue."""
     return msgspec.json.encode(StreamEnd(error=error)) + b"\n"

@@ -1,5 +1,5 @@
 """The admin API's routes for the recorded history. All of them require the scope `read`. The database is read
-in threads, and each answer is bounded in rows and time."""
+in threads, and each answer is limited in rows and time."""
 
 from __future__ import annotations
 

@@ -20,23 +20,23 @@ from store.policies import Quota, TenantRecord
 from store.tenants import BUILT_IN
 
 CancelRequests = Callable[[Callable[[Identity], bool], str], int]
-"""Cancels the running and queued requests of the matching callers, sends their clients the message, and
-returns the number of cancelled requests."""
+"""Cancels the running and queued requests of matching callers, sends the message to the clients, and returns
+the number of cancelled requests."""
 Usage = Callable[[str, str], list[LimitUsage]]
-"""Returns how much of its limits a tenant or key has used up. The arguments are ("tenant", name) or ("key",
+"""Returns how much of each limit a tenant or key has used up. The arguments are ("tenant", name) or ("key",
 id)."""
 
 
 @dataclass(kw_only=True)
 class TenantAdmin:
-    """Lists and changes tenants for operators. Changes reach the fronts before the operator receives the
-    response."""
+    """Lists and changes tenants for operators. Changes reach the front processes before the operator receives
+    the response."""
 
     control: ControlStore
     usage: Usage
     peers: Callable[[], Iterable[PeerMapping]]
     publish: Callable[[], None]
-    """Applies the changes to the queue and the fronts."""
+    """Applies the changes to the queue and the front processes."""
     cancel: CancelRequests
 
     def list(self) -> list[Tenant]:
@@ -98,16 +98,16 @@ class TenantAdmin:
 
 
 def changes(asked: msgspec.Struct, record: type[msgspec.Struct]) -> dict[str, object]:
-    """Return the fields that the caller set, out of the declared fields of `record`. The quota's fields are
-    nested under "quota"."""
+    """Return the declared fields of `record` that the caller set. The quota's fields are nested under
+    "quota"."""
     given = _given(asked, record)
     limits = _given(asked, Quota)
     return given | ({"quota": limits} if limits else {})
 
 
 def requests_after(cancelled: int | None) -> str:
-    """Return a text that describes the effect on running requests. `cancelled` is the number of cancelled
-    requests, or None if running requests continue."""
+    """Describe the effect on running requests. `cancelled` is the number of cancelled requests, or None if
+    running requests continue."""
     if cancelled is None:
         return "its running requests continue"
     return f"cancelling {cancelled} request{'' if cancelled == 1 else 's'}"

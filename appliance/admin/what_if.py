@@ -1,4 +1,4 @@
-"""Forecasts the effect of other limits, by replaying the last minutes. Nothing is changed."""
+"""Forecasts the effect of other limits by replaying the requests of the last minutes. Changes nothing."""
 
 from __future__ import annotations
 

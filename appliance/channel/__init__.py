@@ -1,1 +1,1 @@
-"""Types that the core and the fronts share, apart from the messages themselves."""
+"""Types that the core and the front processes share, apart from the messages between them."""

@@ -1,4 +1,4 @@
-"""The counters and measurements of a front, which it sends to the core."""
+"""The counters and measurements that a front process sends to the core."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import msgspec
 
 
 class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters and measurements of a front. Totals are counted from the front's start."""
+    """Counters and measurements of a front process. Totals are counted from the start of the process."""
 
     connections: int = 0
     busy_connections: int = 0
-    """Number of connections of authenticated clients on which a request is being answered. Authenticated
-    clients are local users and clients with a valid key."""
+    """Number of connections of authenticated clients on which a request is being answered. Local users and
+    clients with a valid key are authenticated."""
     max_connections: int = 0
     """Maximum number of connections of authenticated clients: the configured limit, or fewer if file
     descriptors are scarce."""
@@ -20,13 +20,13 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     refused_connections: int = 0
     """Number of connections that were closed or answered with 503 because the limit was reached."""
     evicted_connections: int = 0
-    """Number of connections without a valid key that were closed to make space for new connections."""
+    """Number of connections without a valid key that were closed to make room for new connections."""
     cut_off_connections: int = 0
     """Number of connections that were closed because their clients did not read the answers."""
     refused_bodies: int = 0
-    """Number of requests refused because the bodies in progress had too many bytes."""
+    """Number of requests refused because too many bytes of request bodies were being received."""
     refused_heads: int = 0
-    """Number of requests refused because the headers in progress had too many bytes."""
+    """Number of requests refused because too many bytes of request headers were being received."""
     refused_prompts: int = 0
     """Number of requests refused because their tenant had too many prompts or conversations in progress."""
     streams: int = 0
@@ -34,7 +34,7 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0
     """Number of streamed tokens."""
     unauthenticated: int = 0
-    """Number of requests denied because they had no valid key or user."""
+    """Number of requests denied because they had no valid key and came from no permitted user."""
     cpu_seconds: float = 0.0
     kept_answers: int = 0
     """Number of runs with an `Idempotency-Key` that are in progress or kept for retries."""
@@ -44,6 +44,6 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     """Number of requests whose prompts and answers were not stored because too many were waiting to be
     stored."""
     log_dropped_lines: int = 0
-    """Number of the front's log lines that were dropped because standard error was not being read."""
+    """Number of log lines that the front process dropped because standard error was not being read."""
     problems: dict[str, str] = {}
-    """Models that the front cannot serve, each with the reason, such as an unreadable tokenizer."""
+    """Models that the front process cannot serve, each with the reason, such as an unreadable tokenizer."""

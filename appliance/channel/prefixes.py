@@ -1,5 +1,5 @@
-"""Hashes of the beginnings of a prompt, with which the core finds the replica that has probably cached the
-prompt's prefix."""
+"""Hashes of a prompt's prefixes. With them, the core finds a replica that has probably cached a prefix of the
+prompt."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from hashlib import blake2b
 from engine.messages import pack_tokens
 
 LENGTHS = (64, 256, 1024, 4096)
-"""Lengths in tokens of the beginnings that are hashed. The first is the size of a KV block. More hashes would
-cost more time for each request than a better choice of the replica saves."""
+"""Lengths, in tokens, of the prefixes that are hashed. The first is the size of a KV block. Computing more
+hashes would cost more time per request than a better choice of replica saves."""
 _HASH_BYTES = 8
-"""Size of a hash. A wrong match only sends a request to a replica that has not cached its prefix."""
+"""Size of a hash. The size is small because a wrong match only sends a request to a replica that has not
+cached its prefix."""
 
 
 def prefix_hashes(token_ids: Sequence[int]) -> tuple[bytes, ...]:

@@ -1,4 +1,4 @@
-"""Default sampling parameters of a model, and the ranges of all sampling parameters."""
+"""Default sampling parameters of a model, and the allowed ranges of all sampling parameters."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ RepetitionPenalty = Annotated[float, Meta(gt=0, le=100)]
 TopK = Annotated[int, Meta(ge=-1, le=1 << 31)]
 
 _IN_CHECKPOINTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Parameters that `generation_config.json` can contain, with the same meaning."""
+"""Parameters that `generation_config.json` can contain and that have the same meaning there."""
 
 
 class SamplingDefaults(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """Sampling parameters for requests that do not set them. They take precedence over the checkpoint's
-    `generation_config.json`. A change applies to requests that begin after it."""
+    """Default sampling parameters for requests that do not set them. They take precedence over the
+    checkpoint's `generation_config.json`. A change applies to requests that arrive after it."""
 
     temperature: Temperature | None = None
     """Sampling temperature. 0 selects greedy decoding. Default: the checkpoint's value, otherwise 1."""
     top_p: Fraction | None = None
-    """Cumulative probability of the tokens from which a token is chosen. Default: the checkpoint's value,
-    otherwise 1."""
+    """Cumulative probability of the most likely tokens, from which a token is chosen. Default: the
+    checkpoint's value, otherwise 1."""
     top_k: TopK | None = None
     """Number of most likely tokens from which a token is chosen; 0 or -1 for all tokens. Default: the
     checkpoint's value, otherwise all tokens."""
     min_p: Fraction | None = None
-    """Smallest probability of a token, as a fraction of the highest probability. Default: the checkpoint's
+    """Minimum probability of a token, as a fraction of the highest probability. Default: the checkpoint's
     value, otherwise 0."""
     presence_penalty: Penalty | None = None
     """Subtracted from the logit of each token that the answer contains. Default: 0."""
@@ -52,5 +52,5 @@ class SamplingDefaults(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
                 try:
                     found[name] = msgspec.convert(value, hints[name])
                 except msgspec.ValidationError:
-                    continue  # transformers accepts values that this engine does not
+                    continue  # transformers accepts some values that this engine does not
         return msgspec.structs.replace(self, **found)

@@ -33,10 +33,10 @@ _MAX_LINE_BYTES = 64 << 20
 
 
 class AsyncAdminClient:
-    """Calls the service of one run directory on the running event loop. Each call opens a connection, so any
-    number of calls can run at the same time. Cancelling a call closes its connection.
+    """Calls the service in one run directory, on the running event loop. Each call opens a separate
+    connection, so any number of calls can run at the same time. Cancelling a call closes its connection.
 
-    The calls raise the same errors as those of `appliance.client.AdminClient`.
+    The calls raise the same errors as the calls of `appliance.client.AdminClient`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class AsyncAdminClient:
         *,
         read_only: bool = False,
     ) -> None:
-        """`key` needs the `read` or `admin` scope. Only users who are not operators need a key. If
+        """`key` must have the `read` or `admin` scope. Only users who are not operators need a key. If
         `read_only` is true, the service refuses this client's actions."""
         self.socket = Path(run_dir) / "admin.sock"
         self._timeout_s = timeout_s
@@ -142,7 +142,7 @@ class _ResponseStream:
         self._has_head = self._is_complete = False
 
     async def read_head(self) -> None:
-        """Read until the status is known."""
+        """Read until the response's status is known."""
         while not self._has_head:
             await self._read()
         self.status = self._parser.get_status_code()

@@ -1,9 +1,9 @@
-"""The frames of the event stream, and how a reader turns them into snapshots.
+"""The frames of the event stream, and their conversion to snapshots by a reader.
 
 The first frame contains a full snapshot. Each later frame contains the fields that have changed since the
-preceding frame. Requests, of which there may be thousands, are sent individually: a request is sent in full
-when it arrives or changes its phase, and otherwise only its number of tokens is sent. Readers compute ages
-themselves.
+preceding frame. There may be thousands of requests, so their changes are sent individually: a request is sent
+in full when it arrives or changes its phase; otherwise, only its number of tokens is sent. Readers compute
+ages themselves.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class Frame(msgspec.Struct, kw_only=True, omit_defaults=True):
     seq: int
     """Number of the frame. A frame that is not `whole` applies to the state after frame `seq` - 1."""
     whole: bool = False
-    """Whether the frame contains a full snapshot. The first frame does. A reader that is too slow also gets a
-    full snapshot, in place of the frames that it has missed."""
+    """Whether the frame contains a full snapshot. This is always the case for the first frame. A reader that
+    is too slow also gets a full snapshot in place of the frames that it has missed."""
     at: float
-    """When the figures were read, in unix seconds."""
+    """Time when the values were read, in unix seconds."""
     fields: dict[str, msgspec.Raw] = {}
-    """Changed fields of the snapshot, apart from `requests`, by name."""
+    """Changed fields of the snapshot except `requests`, by name."""
     requests: list[UnfinishedRequest] = []
-    """New requests, and requests of which fields other than the tokens and times have changed."""
+    """New requests, and requests in which fields other than the tokens and times have changed."""
     ended: list[str] = []
-    """Ids of requests that are no longer unfinished."""
+    """Ids of the requests that have ended."""
     generated_tokens: dict[str, int] = {}
-    """Output tokens so far of other requests whose number has changed."""
+    """Number of output tokens so far, by request id, of other requests that have generated tokens."""
 
 
 class FrameLostError(Exception):
@@ -69,7 +69,7 @@ class SnapshotAssembler:
             )
         passed_s, self._seq, self._at = frame.at - self._at, frame.seq, frame.at
         for name, value in frame.fields.items():
-            if name in self._types:  # a newer service may send further fields
+            if name in self._types:  # a newer service may send additional fields
                 self._fields[name] = msgspec.json.decode(value, type=self._types[name])
         for name in frame.ended:
             self._requests.pop(name, None)
@@ -84,7 +84,7 @@ class SnapshotAssembler:
 
 
 def signature(one: UnfinishedRequest) -> tuple[object, ...]:
-    """Return the fields of a request that, when they change, cause the full request to be sent again."""
+    """Return the values of the fields that cause a request to be sent again in full when they change."""
     return (
         one.state,
         one.phase,

@@ -1,4 +1,5 @@
-"""The part of a snapshot that telemetry does not sample as figures: the unfinished requests and the alerts.
+"""The details of snapshots, which telemetry does not record as figures: the unfinished requests and the
+alerts.
 
 They are recorded every second as frames. A full frame lists everything. A partial frame is a delta: it
 contains the changes since the preceding frame, in a few bytes per request. An hour of frames takes megabytes.
@@ -16,11 +17,12 @@ from appliance.events.frames import let_pass, signature
 from appliance.snapshot import Alert, Snapshot, UnfinishedRequest
 
 MAX_RECORDED_REQUESTS = 1000
-"""Maximum number of unfinished requests that are recorded each second. The oldest are recorded first."""
+"""Maximum number of unfinished requests that are recorded each second. If there are more, the oldest are
+recorded."""
 DETAIL_BYTES_PER_S = 16 << 10
-"""Maximum average size of the frames. If frames are larger, some seconds are skipped."""
+"""Maximum average size of the frames, in bytes. If frames are larger, some seconds are skipped."""
 _SAVED_BYTES = 1 << 20
-"""Maximum unused bytes that can be saved up for a large frame."""
+"""Maximum number of unused bytes that can be saved up for a large frame."""
 _WHOLE_EVERY = 30
 """At least one in this many frames is a full frame, so a reader decodes at most this many frames."""
 
@@ -35,11 +37,11 @@ class RecordedDetails(NamedTuple):
 
 class _Frame(msgspec.Struct, array_like=True, frozen=True):
     number: int
-    """A partial frame applies to the state after the frame with the preceding number."""
+    """Number of the frame. A partial frame applies to the state after the frame with the preceding number."""
     whole: bool
     at: float
     requests: list[UnfinishedRequest]
-    """New requests, and requests of which fields other than the tokens and times have changed."""
+    """New requests, and requests in which fields other than the tokens and times have changed."""
     ended: list[int]
     """Positions, in the preceding list, of the requests that have ended."""
     tokens: list[int]
@@ -54,7 +56,7 @@ class _Known(NamedTuple):
 
 
 class DetailEncoder:
-    """Turns successive snapshots into frames."""
+    """Encodes the details of successive snapshots as frames."""
 
     def __init__(self) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
@@ -91,7 +93,7 @@ class DetailEncoder:
         return frame.whole, document
 
     def lose(self) -> None:
-        """Make the next frame a full frame, because the last one was not recorded."""
+        """Report that the last frame was not recorded. The next frame is then a full frame."""
         self._since_whole = _WHOLE_EVERY
 
     def _changes(self, snapshot: Snapshot, requests: dict[str, UnfinishedRequest]) -> _Frame:

@@ -1,4 +1,4 @@
-"""The forecast effect of new limits, as returned by the admin API (`POST /what-if/tenants.set`)."""
+"""The forecast of the effect of new limits, as returned by the admin API (`POST /what-if/tenants.set`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     admitted: int
     over_quota: int
-    """Requests refused with 429 because of a limit of the tenant or key."""
+    """Number of requests refused with 429 because of a limit of the tenant or key."""
     refused: int
-    """Requests refused with 503, because of overload or a deadline."""
+    """Number of requests refused with 503 because of overload or a deadline."""
     ttft_p99_ms: float | None
     e2e_p99_ms: float | None
 
@@ -22,13 +22,13 @@ class TenantForecast(msgspec.Struct, frozen=True, kw_only=True):
 
     tenant: str
     recorded: Outcome
-    """What happened."""
+    """The outcomes that actually occurred."""
     simulated: Outcome
     """Result of the replay with the current limits. Compare it with `recorded` to see how accurate the replay
     is."""
     predicted: Outcome
-    """What would have happened with the new limits: `recorded`, changed by the difference between the replays
-    with the new and the current limits."""
+    """The outcomes that would have occurred with the new limits: `recorded` plus the difference between the
+    replays with the new and the current limits."""
 
 
 class QuotaForecast(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +39,6 @@ class QuotaForecast(msgspec.Struct, frozen=True, kw_only=True):
     """The replayed period, in unix seconds."""
     requests: int
     left_out: int
-    """Requests that were not replayed, because they were invalid or their model has no ready replica whose
-    speed is known."""
+    """Number of requests that were not replayed, because they were invalid, or because no ready replica of
+    their model has a known speed."""
     tenants: list[TenantForecast]

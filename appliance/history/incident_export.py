@@ -18,10 +18,10 @@ from store.incidents import IncidentWriter
 MAX_INCIDENT_BYTES = 256 << 20
 MAX_INCIDENT_S = 86_400.0
 _EARLIER_S = 30.0
-"""Details are stored as changes relative to a full frame, which is at most this many seconds older."""
+"""Details are stored as changes relative to a full frame, which can be up to this many seconds older."""
 _RUNNING_S = 3600.0
-"""Requests that arrived at most this long before the slice are exported too, because they may have been
-unfinished."""
+"""Requests that arrived up to this many seconds before the slice are exported too, because they may still
+have been unfinished when it began."""
 _RESOLUTIONS: tuple[Seconds, ...] = (1, 10, 60)
 
 
@@ -38,7 +38,7 @@ class Incident(msgspec.Struct, kw_only=True):
     log_lines: int
     bytes: int
     notes: list[str]
-    """What could not be exported, and why."""
+    """Descriptions of data that could not be exported, with the reasons."""
 
 
 def export_incident(past: PastSource, since: float, until: float, path: Path) -> Incident:
@@ -82,8 +82,8 @@ def export_incident(past: PastSource, since: float, until: float, path: Path) ->
 def _samples(past: PastSource, writer: IncidentWriter, since: float, until: float) -> int:
     count = 0
     for resolution_s in _RESOLUTIONS:
-        # Start before the slice: the interval that covers its beginning, and the full frame of details that
-        # its first changes are relative to, are older.
+        # Start earlier than the slice, to include the interval that covers its beginning and the full frame
+        # to which its first changes of details are relative.
         query = StoredQuery(
             since=since - max(_EARLIER_S, resolution_s), until=until, resolution_s=resolution_s
         )

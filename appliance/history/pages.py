@@ -1,5 +1,5 @@
-"""The types of the admin API's routes for the recorded past: the service at one time, figures over time,
-stored samples and alerts."""
+"""Parameters and answers of the admin API's routes for the recorded history: the service at one time, figures
+over time, stored samples and alerts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from appliance.snapshot import Snapshot
 from store.alerts import AlertRow
 
 MAX_POINTS = 2000
-"""Maximum number of points in time in a response with figures."""
+"""Maximum number of points in time in a response that contains figures."""
 MAX_VALUES = 200_000
-"""Maximum number of values in a response with figures."""
+"""Maximum number of values in a response that contains figures."""
 MAX_STORED_ROWS = 200
 """Maximum number of stored samples in a page."""
 
@@ -30,13 +30,13 @@ class SnapshotQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, om
 
 
 class PastSnapshot(msgspec.Struct, kw_only=True):
-    """The state of the service at a past time. Times are in unix seconds."""
+    """The state of the service at a time in the recorded history. Times are in unix seconds."""
 
     at: float
     """Time of the sample, or start of the interval."""
     resolution_s: int
     """1: the figures of one second. Otherwise, numbers are means over an interval of this length that begins
-    at `at`, and texts are those of its end."""
+    at `at`, and texts are from the end of the interval."""
     previous: float | None
     """Time of the previous sample; null if there is none."""
     next: float | None
@@ -46,8 +46,8 @@ class PastSnapshot(msgspec.Struct, kw_only=True):
     last: float
     """Time of the newest recorded sample."""
     details: bool
-    """Whether the unfinished requests and the alerts are those that were recorded at that second. Otherwise,
-    they are derived from the request log and the alert log, and figures such as tokens so far are null."""
+    """Whether the unfinished requests and the alerts were recorded at that second. Otherwise, they are
+    derived from the request log and the alert log, and values such as the tokens so far are null."""
     snapshot: Snapshot
 
 
@@ -68,14 +68,14 @@ class TelemetryQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
 
 
 class TelemetryColumns(msgspec.Struct, kw_only=True):
-    """Figures over time, oldest first."""
+    """Values of figures over time, oldest first."""
 
     resolution_s: int
-    """1: values of seconds. Otherwise, means over intervals of this length."""
+    """1: values of single seconds. Otherwise, means over intervals of this many seconds."""
     at: list[float]
     """Times of the samples, or starts of the intervals, in unix seconds."""
     figures: dict[str, list[float | None]]
-    """One value per time, keyed by the figure's name. Unknown values are null."""
+    """For each figure, by name, one value per time. Unknown values are null."""
 
 
 class StoredQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -106,13 +106,13 @@ class StoredDetailsRow(msgspec.Struct, kw_only=True):
 
 
 class StoredPage(msgspec.Struct, kw_only=True):
-    """Stored samples, oldest first, as `store.samples` defines them. Bytes are in base64."""
+    """Stored samples, oldest first, in the format of `store.samples`. Bytes are encoded in base64."""
 
     rows: list[StoredRow]
     layouts: dict[int, bytes]
     """The layouts of the rows, keyed by id."""
     details: list[StoredDetailsRow]
-    """The details of the rows' seconds. Empty for resolutions other than 1."""
+    """The details for the seconds of the rows. Empty if the resolution is not 1."""
     next: float | None
     """Pass this as `since` to get the next page. Null on the last page."""
 

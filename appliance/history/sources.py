@@ -1,5 +1,6 @@
-"""Sources of recorded history: a running service, or `history.db` or an incident file on this machine. All
-return the same types. The methods block, so code on an event loop calls them in threads."""
+"""Sources of recorded history: a running service, or a file on this machine (`history.db` or an incident
+file). All sources return the same types. Their methods block, so code on an event loop must call them in
+threads."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ class PastSource(Protocol):
     """Reads recorded history. All methods raise PastError."""
 
     label: str
-    """Description for the header, such as the run directory or the name of the file."""
+    """Description of the source for the header, such as the run directory or the name of the file."""
 
     def snapshot(self, query: SnapshotQuery) -> PastSnapshot:
         """Return the state of the service at a given time."""
@@ -210,8 +211,8 @@ class FilePast:
         self._folder.cleanup()
 
     def _actions(self, query: AuditQuery) -> list[AuditAction]:
-        """Return at most one action more than the query's limit. The extra action shows that there
-        is another page."""
+        """Return up to one action more than the query's limit. The extra action shows that there is another
+        page."""
         if self.facts is None:
             if not self._control.exists():
                 raise PastError(

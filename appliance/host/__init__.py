@@ -1,1 +1,1 @@
-"""Uses of the operating system that several processes of the service share."""
+"""Wrappers of operating system functions that several processes of the service use."""

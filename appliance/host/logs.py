@@ -1,4 +1,4 @@
-"""The log: plain lines on standard error, one for each event.
+"""The log: plain lines on standard error, one per event.
 
 2026-11-20T23:16:01.123Z INFO    replica: demo-0 is starting (models/demo, pid 4711)
 2026-11-20T23:16:01.124Z WARNING front-0 replicas: the connection to replica demo-0 was lost
@@ -25,12 +25,12 @@ class LineFormatter(logs.UtcFormatter):
 
 
 def configure_logging(level: str, process: str = "") -> None:
-    """Configure logging to write records of at least `level` ("debug", "info", …) to standard error. A slow
-    reader of standard error never blocks logging. `process` is the process name, empty for the core."""
+    """Log records of at least `level` ("debug", "info", …) to standard error. A slow reader of standard error
+    never blocks logging. `process` is the process name, which is empty for the core."""
     logs.log_to_stderr(LineFormatter(process))
     root = logging.getLogger()
     root.setLevel(level.upper())
-    # Heads of the audit chain are logged at every level, because the copy in the journal proves that the
-    # chain is complete.
+    # Log heads of the audit chain whatever the level, because the copy in the journal proves that the chain
+    # is complete.
     logging.getLogger("store.heads").setLevel(logging.INFO)
     logging.getLogger("asyncio").setLevel(max(logging.WARNING, root.level))

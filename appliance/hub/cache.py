@@ -1,5 +1,6 @@
-"""The folder of one repository in a hub cache: `blobs/` contains each file once, under its checksum, and
-`snapshots/` contains a folder of links for each commit. All tools that use huggingface_hub can read it."""
+"""The folder of one repository in a hub cache. `blobs/` contains each file once, named by its checksum, and
+`snapshots/` contains a folder of links for each commit. All tools that use huggingface_hub can read the
+cache."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from appliance.hub.repository import HubError, RemoteFile
 from appliance.quantities import of_bytes
 
 RESERVE_BYTES = 64 << 20
-"""Disk space that a download leaves free, because the service's databases may be on the same disk."""
+"""Disk space in bytes that a download leaves free, because the service's databases may be on the same
+disk."""
 
 
 class RepositoryCache:
@@ -62,11 +64,11 @@ class RepositoryCache:
             )
 
     def complete(self, file: RemoteFile) -> None:
-        """Turn the partial file into the complete one."""
+        """Rename the partial file to the path of the complete file."""
         os.replace(self.partial(file), self.blob(file))
 
     def link(self, commit: str, files: Iterable[RemoteFile]) -> None:
-        """Make complete files available in the folder of a commit."""
+        """Create links to complete files in the folder of a commit."""
         for file in files:
             link = self.snapshot(commit) / file.path
             link.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +78,7 @@ class RepositoryCache:
                 link.symlink_to(target)
 
     def record(self, revision: str, commit: str) -> None:
-        """Record which commit a branch or a tag names."""
+        """Record the commit of a branch or tag."""
         if revision != commit:
             path = self.folder / "refs" / revision
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,12 +104,12 @@ class RepositoryCache:
 
 @contextmanager
 def as_owner(root: Path) -> Iterator[None]:
-    """Create files in `root` as its owner and for its group.
+    """Run a block that creates files in `root` with the folder's owner and group.
 
-    As root, act as the owner of the folder, so that the service's user can read the files, and so that links
-    which this user may have placed in the folder cannot redirect root's writes to other files. As another
-    user, keep files writable for the group if new files inherit the folder's group (set-group-ID), so that
-    every operator can continue a pull.
+    As root, act as the owner of the folder. The service's user can then read the files, and links that this
+    user may have placed in the folder cannot redirect root's writes to other files. As another user, keep
+    files writable for the group if new files inherit the folder's group (set-group-ID), because every
+    operator must be able to continue a pull.
     """
     found = root.stat()
     shared = bool(found.st_mode & stat.S_ISGID)

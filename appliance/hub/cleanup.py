@@ -14,7 +14,7 @@ _FOLDER = "models--"
 
 
 def in_hub_cache(folder: Path) -> bool:
-    """Return whether a folder is the folder of a commit in a hub cache."""
+    """Return whether a folder in a hub cache contains the files of a commit."""
     return folder.parent.name == "snapshots" and folder.parent.parent.name.startswith(_FOLDER)
 
 
@@ -28,7 +28,7 @@ def delete_snapshot(folder: Path) -> int:
     repository = folder.parent.parent
     cache = RepositoryCache(repository.parent, repository.name.removeprefix(_FOLDER).replace("--", "/"))
     with as_owner(cache.root), cache.lock():
-        # Copies of a repository have the same commits, so other repositories are excluded from the deletion.
+        # Copies of a repository have the same commits, so exclude other repositories from the deletion.
         scanned = scan_cache_dir(cache.root)
         own = frozenset(one for one in scanned.repos if one.repo_path.name == repository.name)
         strategy = replace(scanned, repos=own).delete_revisions(folder.name)

@@ -1,4 +1,5 @@
-"""Downloads files into a hub cache: several at a time, from where an earlier attempt stopped, with checksums.
+"""Downloads files into a hub cache. Receives several files at a time, continues where an earlier attempt
+stopped, and verifies checksums.
 
 huggingface_hub removes a partial file when a download fails, and does not verify checksums. This module
 therefore receives the files through the library's HTTP client, and writes them itself.
@@ -27,15 +28,15 @@ from appliance.hub.repository import Hub, HubError, Listing, RemoteFile, hub_err
 from appliance.quantities import of_bytes
 
 _THREADS = 8
-"""Number of files that are received at the same time, as in huggingface_hub."""
+"""Number of files that are received at the same time; the same as in huggingface_hub."""
 _CHUNK_BYTES = 1 << 20
 _MAX_FAILURES = 5
 """Number of consecutive attempts without a received byte after which a download fails."""
 _MAX_WAIT_S = 8.0
 _SHOW_EVERY_S = 0.2
 _STOP_S = 2.0
-"""Time within which threads end once the download has been stopped. A thread that still waits for the network
-then does not delay the end of the process."""
+"""Time in seconds that threads get to end once the download has been stopped. A thread that still waits for
+the network after this time does not delay the end of the process."""
 _RETRIED_STATUS = (408, 416, 429, 500, 502, 503, 504)
 _RETRIED = (httpx2.TimeoutException, httpx2.NetworkError, httpx2.RemoteProtocolError)
 
@@ -48,7 +49,7 @@ class DownloadProgress(Protocol):
 
 
 class Download:
-    """Downloads files of one repository. All of them are complete once `run` returns."""
+    """Downloads files of one repository. All files are complete once `run` returns."""
 
     def __init__(self, hub: Hub, listing: Listing, cache: RepositoryCache) -> None:
         self._hub = hub
@@ -72,7 +73,7 @@ class Download:
         self._stop = threading.Event()
         self._done = self._cache.received_bytes(missing)
         waiting: queue.SimpleQueue[RemoteFile] = queue.SimpleQueue()
-        # Start with the largest file, so that it is not the only one left at the end.
+        # Start with the largest file. Otherwise, it might be the only one left at the end.
         for file in sorted(missing, key=lambda file: -file.size):
             waiting.put(file)
         errors: list[Exception] = []
@@ -167,7 +168,7 @@ class Download:
         with get_session().stream("GET", url, headers=headers, timeout=timeout) as response:
             hf_raise_for_status(response)
             if partial.size and response.status_code != 206:
-                # The server ignores ranges and sends the whole file.
+                # The server has ignored the range and sends the whole file.
                 self._count(-partial.restart())
             for chunk in response.iter_bytes(_CHUNK_BYTES):
                 self._check()
@@ -238,7 +239,7 @@ class _Partial:
         return former
 
     def digest(self) -> str:
-        """Return the checksum of the content, of the same kind as the file's."""
+        """Return the checksum of the content, computed with the same algorithm as the file's `digest`."""
         return self._digest.hexdigest()
 
     def _new_digest(self) -> hashlib._Hash:

@@ -1,4 +1,4 @@
-"""Lists the files of a repository on a hub, and selects those that the product reads."""
+"""Lists the files of a repository on a hub, and selects the files that the product can read."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class Reference(NamedTuple):
 
 
 class Hub(NamedTuple):
-    """A hub, and the token that is sent to it."""
+    """A hub and its access token."""
 
     endpoint: str
     token: str | None
 
     def header_token(self) -> str | bool:
-        """Return the token in the form that huggingface_hub expects. False prevents the library from reading
-        the token of the user that the process currently runs as."""
+        """Return the token in the form that huggingface_hub expects. False keeps the library from using the
+        token of the user that the process currently runs as."""
         return self.token if self.token is not None else False
 
 
@@ -64,8 +64,8 @@ class RemoteFile:
     path: str
     size: int
     digest: str
-    """SHA-256 of a file in Git LFS, git's SHA-1 of any other file. A hub sends it as ETag, and a hub cache
-    uses it as the name of the blob."""
+    """SHA-256 for files in Git LFS, git's SHA-1 for all other files. Hubs send it as the ETag, and hub caches
+    use it as the name of the blob."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,8 @@ def list_files(hub: Hub, reference: Reference) -> Listing:
 
 
 def configuration_files(listing: Listing) -> list[RemoteFile]:
-    """Return the configuration and tokenizer files, including the index of the weights. Raises HubError for a
-    repository whose weights or tokenizer are in a format that the product cannot read."""
+    """Return the configuration and tokenizer files, including the index of the weights. Raises HubError if
+    the weights or the tokenizer are in a format that the product cannot read."""
     name = listing.reference.repository
     if SINGLE not in listing.files and INDEX not in listing.files:
         raise HubError(_no_safetensors(name, listing.files))
@@ -139,8 +139,8 @@ def configuration_files(listing: Listing) -> list[RemoteFile]:
 
 
 def weight_files(listing: Listing, snapshot: Path) -> list[RemoteFile]:
-    """Return the safetensors files that hold the weights: the files that the downloaded index in `snapshot`
-    names, or the only file. Raises HubError."""
+    """Return the safetensors files that hold the weights: the files named in the index, which must have been
+    downloaded to `snapshot`, or the only file if there is no index. Raises HubError."""
     if INDEX not in listing.files:
         return [_checked(listing, listing.files[SINGLE])]
     name = listing.reference.repository
