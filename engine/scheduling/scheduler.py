@@ -202,6 +202,7 @@ class Scheduler:
         collected."""
         step = ScheduledStep(StepPlan(self._step + 1, [], [], [], [], [], []), [], [])
         plan, prefills, admission = step.plan, self._prefills, self._admission
+        self._results.begin_step()
         prefills.begin_step()
         admission.begin_step()
         admission.preempt_for_better()

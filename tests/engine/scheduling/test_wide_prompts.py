@@ -106,6 +106,35 @@ def test_samples_that_are_resumed_on_another_replica_start_in_plans_of_bounded_s
         engine.expect_alone(submit)
 
 
+def test_cancelling_many_resumed_samples_releases_a_bounded_number_of_blocks_per_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = wide_engine()
+    first = engine.submit(LONG_PROMPT, max_tokens=1)
+    steps_until_done(engine)
+    resumed = [
+        engine.submit(
+            prompt_of(first), output_token_ids=first_tokens(first, 3), first_sample=0, max_tokens=1000
+        )
+        for _ in range(SAMPLES)
+    ]
+    while engine.scheduler.waiting:
+        engine.step()
+    blocks = LONG_PROMPT // BLOCK_TOKENS
+    monkeypatch.setattr("engine.scheduling.results.MAX_RELEASED", 4 * blocks)
+    ended = len(engine.finished)
+    for submit in resumed:
+        engine.scheduler.cancel_request(submit.request_id)
+    steps = 0
+    while engine.scheduler.has_work:
+        engine.step()
+        steps += 1
+        assert len(engine.finished) - ended <= 5 * (1 + steps)
+    assert steps >= SAMPLES // 5 - 1
+    assert [one.finish_reason for one in engine.finished[ended:]] == [["cancelled"]] * SAMPLES
+    engine.drain()
+
+
 def test_reading_a_long_prompt_is_much_faster_than_decoding_a_list_of_its_tokens() -> None:
     tokens = list(range(131_000))
     submit = Submit(
