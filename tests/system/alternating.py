@@ -36,7 +36,8 @@ SETTINGS = {"kv_blocks": 100, "threads": 1, "max_num_seqs": 16}
 MIN_RESIDENCE_S = 4.0
 """`on_demand.min_residence_s` in the tests, which should be short."""
 SLACK_S = 10.0
-"""Allowance for draining: a request waits at most for the minimum residence, one swap and this time."""
+"""Allowance for draining: a request waits at most as long as the minimum residence, one swap and this
+allowance together."""
 WITHIN_S = 180.0
 
 
@@ -84,8 +85,8 @@ class Alternating:
         self.answers.append(Answered(model, began, first_s, len(tokens)))
 
     def run(self, clients: dict[str, int], for_s: float) -> float:
-        """Run this many clients for each model, each of which sends one request after another. Return the
-        time in seconds until the last answer."""
+        """Run this many clients for each model. Each client sends one request after another. Return the time
+        in seconds until the last answer."""
         began = time.monotonic()
 
         def send(model: str) -> None:
@@ -145,8 +146,8 @@ class Alternating:
             return {model.name for model in client.models() if model.versions[0].replicas}
 
     def check(self, first: int = 0, models: int = 2) -> None:
-        """Check that no request has failed, and that none since the answer number `first` has waited too
-        long while this many models competed for the memory."""
+        """Check that no request has failed, and that no request from answer number `first` on waited too long
+        while this many models competed for the memory."""
         assert not self.failures, self.failures[:5]
         longest = max(answer.first_token_s for answer in self.answers[first:])
         bound_s = (models - 1) * (self.min_residence_s + self.swap_s()) + SLACK_S
@@ -172,7 +173,7 @@ def memory_gb(folder: Path, models: float) -> float:
 def alternating(
     folder: Path, room: float = 1.5, more: str = "", min_residence_s: float = MIN_RESIDENCE_S
 ) -> Iterator[Alternating]:
-    """Run a service whose models may use the memory of `room` models. `more` contains additional settings."""
+    """Run a service that may use memory for `room` models at a time. `more` contains additional settings."""
     config = folder / "appliance.toml"
     config.write_text(
         f"fronts = 2\n[models]\n[on_demand]\nmemory_gb = {memory_gb(folder, room)}\n"
@@ -196,9 +197,9 @@ def measure_alone(world: Alternating) -> dict[str, float]:
 def compared(
     world: Alternating, first: int, took_s: float, rates: dict[str, float], sent_s: float, loaded: set[str]
 ) -> str:
-    """Compare the answers since the answer number `first`, which took `took_s` seconds, with the ideal
-    order: all requests of a model together, so that each model that was not `loaded` is loaded once, in the
-    mean time of a load. The last request was sent after `sent_s`, so the ideal order does not end earlier."""
+    """Compare the answers from number `first` on, which took `took_s` seconds in total, with the ideal order.
+    The ideal order serves all requests of a model together, so each model that was not `loaded` is loaded
+    once, in the mean time of a load. It cannot end before the last request was sent, at `sent_s`."""
     names = [answer.model for answer in world.answers[first:]]
     answers_s = sum(names.count(name) / rates[name] for name in set(names))
     ideal_s = max(sent_s, answers_s + len(set(names) - loaded) * statistics.mean(world.loads_s()))

@@ -7,10 +7,11 @@ virtual machine changes over time. The resident memory (RSS from /proc) of the c
 compared with its size before the flood: at its peak, and again after a period without attackers. All traffic
 uses loopback addresses and Unix sockets, and stops by itself.
 
-A 99th percentile depends on the slowest 1% of the requests, so each situation needs about 1,000 requests.
-Its 95% confidence interval then reaches from the 17th to the 5th slowest request. One pause of half a second,
-also of the whole machine, delays five requests. The parts of the slowest request's latency, and the largest
-delay of a timer in the measuring process, show whether the service or the machine caused it.
+A 99th percentile depends on the slowest 1% of the requests, so each situation needs about 1,000 requests. Its
+95% confidence interval then extends from the 17th-slowest to the 5th-slowest request. One pause of half a
+second delays five requests, even if the whole machine paused. The breakdown of the slowest request's latency
+and the largest delay of a timer in the measuring process show whether the service or the machine caused a
+delay.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ bodies."""
 
 @dataclass(frozen=True)
 class Flood:
-    """The kind of an attack, and the socket that it targets."""
+    """A kind of attack, and the socket that it targets."""
 
     kind: str
-    """Key of `attackers.FLOODS`."""
+    """A key in `attackers.FLOODS`."""
     socket: str
     """The attacked socket: tcp, unix or metrics."""
     connections: int
@@ -107,7 +108,7 @@ class Plan:
     """Number of short requests per round. They are sent during the baseline load, and again during the
     flood."""
     rate: float = 10.0
-    """Short requests per second. On two CPU cores, 20 requests per second occupy the replica so much that the
+    """Short requests per second. On two CPU cores, 20 requests per second keep the replica so busy that the
     requests delay each other."""
     start_s: float = 3.0
     """Time, in seconds, from the start of the attackers to the first measured request."""
@@ -119,7 +120,7 @@ class Plan:
     """Maximum ratio of the 99th percentile during the flood to the 99th percentile during the baseline
     load."""
     min_bound_s: float = 0.0
-    """A 99th percentile up to this value, in seconds, is accepted whatever the baseline."""
+    """A 99th percentile of at most this many seconds is accepted, whatever the baseline is."""
     max_latency_s: float = 1.0
     max_growth_mb: float = 150.0
     max_left_mb: float = 30.0
@@ -127,8 +128,8 @@ class Plan:
 
 @dataclass
 class Row:
-    """The measurements of one flood. Times are in milliseconds. Memory is in MiB, and refers to the process
-    that grew most."""
+    """The measurements of one flood. Times are in milliseconds. Memory is in MiB, for the process that grew
+    most."""
 
     flood: str
     baseline_p50_ms: float
@@ -140,8 +141,8 @@ class Row:
     """95% confidence interval of the 99th percentile."""
     p99_interval_ms: tuple[float, float]
     slowest: dict[str, float]
-    """The parts of the slowest request's latency during the flood: the request log's durations until the
-    request left the queue, until its first token and until its end, measured in the front."""
+    """Breakdown of the slowest request's latency during the flood, from the request log: the times until the
+    request left the queue, until its first token and until its end, measured in the front process."""
     timer_delay_ms: float
     """Largest delay of a timer in the measuring process during the flood."""
     core_growth_mb: float
@@ -156,7 +157,7 @@ class Row:
 
 @dataclass
 class Latencies:
-    """Latencies of short requests, in seconds. They are measured from the time at which each request was
+    """Latencies of short requests, in seconds. Each is measured from the time at which the request was
     due."""
 
     seconds: list[float] = field(default_factory=list)
@@ -344,15 +345,15 @@ def p99_interval_ms(seconds: Sequence[float]) -> tuple[float, float]:
 
 
 def parts_of(attacked: Target, seconds: float, request_id: str) -> dict[str, float]:
-    """Return the parts of a request's latency, in milliseconds, from the client and the request log."""
+    """Return the breakdown of a request's latency, in milliseconds, from the client's times and the request
+    log."""
     rows = attacked.running.rows(request_id=request_id)
     logged = {name: row[name] for row in rows for name in ("queue_ms", "ttft_ms", "e2e_ms")}
     return {"client_ms": round(1e3 * seconds, 1), **logged}
 
 
 def failures_of(row: Row, plan: Plan) -> list[str]:
-    """Return a message for every bound that the row exceeds. Each message contains the bound and the measured
-    value."""
+    """Return a message for each bound that the row exceeds, with the bound and the measured value."""
     bound_ms = max(plan.max_ratio * row.baseline_p99_ms, 1e3 * plan.min_bound_s)
     checks = (
         ("p99 in ms", row.p99_ms, bound_ms),

@@ -1,8 +1,8 @@
 """One process of a flood: `python -I attackers.py` reads its orders, a JSON object, from standard input.
 
 It uses only the standard library, so that it starts quickly. It attacks one address for the given time, and
-then prints a report as JSON: the numbers of connections, requests and bytes, and the statuses of the answers.
-It stops early if standard input is closed, because this means that its parent has exited.
+then prints a report as JSON: how many connections, requests and bytes there were, and the statuses of the
+answers. It stops early if standard input is closed, because its parent has then exited.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Wire:
         return self.head("POST", "Content-Type: application/json", f"Content-Length: {len(data)}") + data
 
     async def send(self, data: bytes, requests: int = 1) -> None:
-        """Send all data, and count it as `requests` requests."""
+        """Send all the data, and count it as `requests` requests."""
         await self._loop.sock_sendall(self.sock, data)
         self.report.requests += requests
         self.report.sent_bytes += len(data)

@@ -24,8 +24,8 @@ class Got:
     """Whether the answer was complete. If so, `tokens` is the number of generated tokens that the answer
     reports."""
     tokens: int = 0
-    """Number of tokens received. If the answer was cut off or abandoned, only tokens that the client has
-    certainly received are counted."""
+    """Number of tokens received. If the answer was cut off or abandoned, this counts only the tokens that the
+    client certainly received."""
     left: bool = False
 
 

@@ -1,10 +1,10 @@
-"""Bursts at the limit of a quota, against a real service whose fronts and ranks are killed: `python -m
-tests.system.bursts --rounds 1000`.
+"""Bursts of requests that exceed a quota, against a real service while its fronts and ranks are killed:
+`python -m tests.system.bursts --rounds 1000`.
 
-In each round, many clients concurrently send requests of random sizes that together exceed a new quota of a
-new tenant or key. Some clients disconnect, some retry immediately after a refusal, and occasionally a front
-or a rank is killed during the burst. Afterwards, the clients' results, the request log, the quotas and the
-engine's token counts must agree, and no quota may have been exceeded.
+In each round, many clients concurrently send requests of random sizes, which together exceed the quota of a
+newly created tenant or key. Some clients disconnect, some retry immediately after a refusal, and occasionally
+a front or a rank is killed during the burst. Afterwards, the clients' results, the request log, the quotas
+and the engine's token counts must agree, and no quota may have been exceeded.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Round:
 
     number: int
     scope: str
-    """Owner of the quota: "tenant" or "key"."""
+    """What the quota belongs to: "tenant" or "key"."""
     limit: str
-    """Name of the limit that the quota sets."""
+    """Name of the limit to which the quota applies."""
     capacity: float
     per_s: float
-    """Number of tokens or requests that the quota regains per second."""
+    """Number of tokens or requests by which the quota recovers per second."""
     tenant: str
     key_id: str = ""
     secret: str = ""
@@ -74,14 +74,14 @@ class Round:
 
 @dataclass
 class Findings:
-    """Counts of errors and other counts. All counts of errors must be zero."""
+    """Counts of errors, which must all be zero, and other counts."""
 
     overshoot_tokens: int = 0
-    """Number of tokens in excess of a quota's limit that were charged, or that clients received."""
+    """Number of tokens beyond a quota's limit that were charged, or that clients received."""
     overshoot_requests: int = 0
     leaked: int = 0
-    """Number of tokens or requests that are still reserved, or counted as used, without a request that
-    accounts for them."""
+    """Number of tokens or requests that are still reserved, or counted as used, although no request accounts
+    for them."""
     ledger_is_not_engine: int = 0
     """Number of generated tokens in the request log, minus the number counted by the engine."""
     billed_is_not_delivered: int = 0
@@ -130,8 +130,8 @@ class Bursts:
     """Runs rounds against one service."""
 
     def __init__(self, running: Service, seed: int, front_every: int = 12, rank_every: int = 50) -> None:
-        """Prepare the rounds. On average, a front is killed in one of `front_every` rounds and a rank in one
-        of `rank_every`."""
+        """Prepare the rounds. On average, a front is killed once every `front_every` rounds and a rank once
+        every `rank_every` rounds."""
         self.running = running
         self.seed = seed
         self.front_every = front_every
@@ -139,8 +139,8 @@ class Bursts:
         self.admin = AdminClient(running.run_dir)
         self.rounds: list[Round] = []
         self.engine: list[tuple[list[int], int]] = []
-        """One entry for each series of rounds in which no rank died: the rounds, and the number of tokens
-        that the engine generated in them."""
+        """One entry for each series of rounds without the death of a rank: the rounds, and the number of
+        tokens that the engine generated in them."""
         self._victim: int | None = None
         """Process id of the last process that was killed."""
         self._since: list[int] = []
@@ -165,7 +165,7 @@ class Bursts:
         else:
             every = self.admin.keys()
             this.usage = next(one.usage for one in every if one.id == this.key_id)
-        this.seconds = time.monotonic() - began  # the quota regained tokens until its usage was read
+        this.seconds = time.monotonic() - began  # the quota kept recovering until its usage was read
         self.admin.act(RevokeKey(id=this.key_id))
         self.admin.act(DeleteTenant(name=this.tenant))
         self.rounds.append(this)
@@ -248,7 +248,8 @@ class Bursts:
         self.running.wait_until(lambda: not self._open_rows(), 60, "every row to end")
         rows = self.rows()
         for this in self.rounds:
-            # Some clients never received the id of their request, because their front was killed.
+            # Some clients never received the id of their request, because the front process serving them was
+            # killed.
             check_round(this, [row for row in rows.values() if row["tenant"] == this.tenant], found)
             check_rows(this, rows, found)
         by_round = {this.number: this for this in self.rounds}

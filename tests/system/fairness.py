@@ -1,5 +1,5 @@
-"""Measures how fairly a real service is shared between tenants: whether their shares match their weights, and
-how much a flood delays a quiet tenant.
+"""Measures how fairly tenants share a real service: whether their shares match their weights, and how much a
+flood delays a quiet tenant.
 
     python -m tests.system.fairness --seconds 60 --out figures.json
 """
@@ -30,7 +30,7 @@ FLAGS = ("--device", "cpu", "--max-num-seqs", str(ROWS), "--max-num-batched-toke
 
 Figures = dict[str, Any]
 Shape = Callable[[random.Random], tuple[int, int]]
-"""A function that returns the numbers of prompt and output tokens."""
+"""A function that returns the number of prompt tokens and the number of output tokens."""
 SHAPES: dict[str, Shape] = {
     "a": lambda draw: (150, 2),
     "b": lambda draw: (4, 40),
@@ -71,8 +71,8 @@ class Client:
         return first
 
     async def ask(self, prompt: int, output: int) -> float:
-        """Send a request. Returns the service that it received, in weighted tokens. If it is refused, waits
-        for the time given in the refusal and returns 0."""
+        """Send a request. Return the service that it received, in weighted tokens. If it is refused, wait for
+        the time given in the refusal and return 0."""
         answer = await self._http.post("/v1/completions", json=_body(prompt, output))
         if answer.status_code in (429, 503):
             await asyncio.sleep(float(answer.headers.get("retry-after", "1")))
@@ -84,7 +84,7 @@ class Client:
 
 
 def _body(prompt: int, output: int, *, stream: bool = False) -> dict[str, Any]:
-    # Prompts differ from the first token on, so none of them hits the prefix cache.
+    # Prompts differ from the first token on, so none hits the prefix cache.
     tokens = [random.randrange(7, 5000) for _ in range(prompt)]
     return {
         "model": "demo",
@@ -112,8 +112,8 @@ async def _keep_asking(
 def shares(
     running: Service, *, seconds: float = 0.0, least_service: float = 0.0, warm_up_service: float = 8000.0
 ) -> Figures:
-    """Measure the service that each tenant receives, divided by its weight. The tenants' requests have very
-    different sizes, and each tenant always has more requests waiting.
+    """Measure the service that each tenant receives, divided by its weight. The tenants' requests differ
+    greatly in size, and each tenant always has requests waiting.
 
     The measurement starts after a warm-up. It lasts at least the given number of seconds, and continues until
     the given number of weighted tokens has been served. A slow machine takes longer, but its results are
@@ -160,8 +160,8 @@ def shares(
 
 
 def quiet(running: Service, requests: int, outstanding: int = 4 * ROWS) -> Figures:
-    """Measure the time to first token of a tenant that sends one short request after another. Measure it
-    twice: alone, and during a flood of prompts that fill whole steps."""
+    """Measure the time to first token of a tenant that sends one short request after another, first alone and
+    then during a flood of prompts that fill whole steps."""
     calm, wild = (Client(running, key_of(running, name)) for name in ("quiet", "flood"))
     alone: list[float] = []
     beside: list[float] = []

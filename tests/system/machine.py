@@ -1,7 +1,7 @@
 """A separate machine with a real systemd: systemd-nspawn over an overlay of this machine's root file system.
 
-All files that it writes, and all its mounts, are in memory and disappear when it stops, even if the tests are
-killed. Its only network interface is loopback.
+All files that it writes, and all its mounts, are in memory. They disappear when it stops, even if the tests
+are killed. Its only network interface is loopback.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ exec setpriv --pdeathsig KILL systemd-nspawn --quiet --register=no --link-journa
 
 
 class BootError(Exception):
-    """Raised if a machine did not boot. The message contains its console output."""
+    """Raised if a machine did not boot. The message contains the machine's console output."""
 
 
 def why_not() -> str:
@@ -138,7 +138,7 @@ class Machine:
 
 @contextmanager
 def machine(folder: Path, files: dict[str, str]) -> Iterator[Machine]:
-    """Boot a machine with these files, given by absolute path. Inside it, the product's environment is in
+    """Boot a machine with these files, keyed by absolute path. Inside it, the product's environment is in
     /opt/appliance.
 
     Raises BootError.
@@ -198,8 +198,8 @@ def machine(folder: Path, files: dict[str, str]) -> Iterator[Machine]:
 
 
 def _hidden(path: Path) -> bool:
-    """Return whether this path is hidden in the machine, because it is not part of the overlay over the root
-    file system."""
+    """Return whether this path is hidden in the machine because it is outside the overlay over the root file
+    system."""
     return path.parts[1] in _ALWAYS_NEW or path.stat().st_dev != os.stat("/").st_dev
 
 

@@ -22,7 +22,7 @@ while counters.read_text() == before and len(taken) < 300:
     time.sleep(0.05)
 pathlib.Path(sys.argv[2]).write_text(sys.argv[3])
 """
-"""A program that allocates memory until the control group's counters show that a process has been killed. It
+"""A program that allocates memory until the control group's counters show that a process has been killed, and
 then lifts the limit."""
 
 
@@ -46,8 +46,8 @@ class Group:
         (self.folder / "cgroup.procs").write_text(str(pid))
 
     def kill(self, pid: int, spared: Sequence[int] = ()) -> None:
-        """Make the kernel kill this process, by allocating memory in another process. The processes in
-        `spared` are moved out of the group first, so that the kernel cannot choose them."""
+        """Make the kernel kill this process by allocating memory in another process. First move the processes
+        in `spared` out of the group, so that the kernel cannot choose them."""
         for one in spared:
             (self.folder.parent / "cgroup.procs").write_text(str(one))
         Path(f"/proc/{pid}/oom_score_adj").write_text("1000")

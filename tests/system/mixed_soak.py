@@ -4,8 +4,8 @@ No process is killed. In the second half of the run, the memory, descriptors and
 not keep growing. Afterwards, the request log must contain exactly one row for every request that the clients
 sent.
 
-A CPU replica's KV cache uses memory when a block is used for the first time, and unused blocks are allocated
-first. All blocks are therefore used once before the traffic starts.
+A CPU replica's KV cache takes up memory only when a block is first used, and blocks that were never used are
+allocated first. All blocks are therefore used once before the traffic starts.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ MEASUREMENTS: tuple[tuple[str, float, Callable[[list[float]], float]], ...] = (
     ("descriptors", 0.0, statistics.fmean),
     ("threads", 0.0, statistics.fmean),
 )
-"""For each measurement: the field of `Usage`, its maximum growth per minute, and the function that computes
-the level of a period. For memory, the level is the minimum, because large bodies from the attackers raise
-memory use for a short time at random times."""
+"""For each measurement: the field of `Usage`, its maximum growth per minute, and the function that reduces
+the values of a period to one level. For memory, this is the minimum, because large bodies from the attackers
+briefly raise memory use at random times."""
 
 
 @dataclass
@@ -89,7 +89,7 @@ def sample(attacked: Target, seconds: float, every_s: float) -> Samples:
 
 
 def trends_of(samples: Samples) -> list[Trend]:
-    """Return the slope of each measurement in the second half of the run, and whether the slope shows lasting
+    """Return the slope of each measurement in the second half of the run, and whether it shows lasting
     growth."""
     trends = []
     for name in samples.usage:

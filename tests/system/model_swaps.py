@@ -41,7 +41,7 @@ WITHIN_S = 180.0
 
 
 def is_rank(process: psutil.Process) -> bool:
-    """Return whether this process is a rank of a replica. It may have ended in the meantime."""
+    """Return whether this process is a rank of a replica. The process may already have ended."""
     try:
         return "engine.replica" in process.cmdline()
     except psutil.Error:
@@ -74,7 +74,7 @@ class Streams:
             thread.start()
 
     def change(self, act: Callable[[], Any], *versions: int) -> None:
-        """Perform an operation after which these versions answer the requests."""
+        """Perform an operation that makes these versions answer the requests."""
         self.changing, self.changes = True, self.changes + 1
         act()
         self.seen = set()
@@ -111,7 +111,7 @@ class Streams:
                     self.failures.append(f"{type(error).__name__}: {error}")
                     return
                 version = self._version(tokens)
-                # A request during which a change has begun may be answered by either version.
+                # If a change began during a request, either version may answer it.
                 if not was_changing and self.changes == changes:
                     if version not in versions:
                         self.failures.append(f"a request after change {changes} got version {version}")
@@ -140,7 +140,7 @@ class Streams:
         ]
 
     def _version(self, tokens: list[int]) -> int:
-        """Check that an answer is complete and comes from one version, and return this version."""
+        """Check that an answer is complete and comes from a single version, and return that version."""
         for version, token in TOKENS.items():
             if tokens == [token] * MAX_TOKENS:
                 return version
@@ -211,8 +211,8 @@ class Swaps:
         return clients.answers
 
     def change_split(self, rounds: int) -> int:
-        """Change the weights of two versions while streams run: each version is added to the split and
-        removed from it in turn. Afterwards, end the split and unload version 2. Return the number of
+        """Change the weights of two versions in a split while streams run: add each version to the split and
+        remove it again in turn. Afterwards, end the split and unload version 2. Return the number of
         answers."""
         self.act(LoadModel(model="chat@2", wait=True))
         clients = Streams(self.running, "chat", STREAMS)

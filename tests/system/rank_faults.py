@@ -1,4 +1,4 @@
-"""Tests of a replica's ranks that are killed or stopped while idle, in a prompt and in a decode. `python -m
+"""Kills or stops a replica's ranks while they are idle, during a prompt and during a decode. `python -m
 tests.system.rank_faults` runs every case many times, and `tests.system.test_rank_faults` runs some cases
 once.
 
@@ -32,7 +32,7 @@ SETTINGS = "[restarts]\nmax_deaths = 1000\n"
 """The circuit breaker must not open, although the faults follow each other quickly."""
 _PROMPTS = 4
 _PROMPT_TOKENS = 1200
-"""Number of tokens in each prompt. Together, the prompts take the engine several steps."""
+"""Number of tokens in each prompt. Together, the prompts need several engine steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Resource use that must not grow from one fault to the next."""
+    """Resource counts that must not grow from one fault to the next."""
 
     processes: int
     shared_memory: frozenset[str]
@@ -58,8 +58,8 @@ def decode(running: Service) -> Stream:
 
 
 def prompts(running: Service) -> list[Stream]:
-    """Start streams whose prompts together fill several steps. The prompts differ in their first token, so
-    they share no prefix."""
+    """Start streams with prompts that together fill several steps. The prompts differ in their first token,
+    so they share no prefix."""
     return [
         Stream(
             running,
@@ -90,7 +90,7 @@ def left(running: Service) -> Left:
     core = psutil.Process(running.process.pid)
 
     def settled() -> int | None:
-        """Return the number of the core's descriptors, or None if the number is still changing because
+        """Return how many descriptors the core has open, or None if the number is still changing because
         connections are being closed."""
         count = core.num_fds()
         time.sleep(0.2)

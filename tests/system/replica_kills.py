@@ -38,7 +38,8 @@ STREAMS = 4
 CONSTANT = 100
 """The token that version 2 of the model generates."""
 PROMPT = [7, *((11 * place) % 4000 + 10 for place in range(1199))]
-"""A prompt that takes the engine several steps if several requests with different first tokens have it."""
+"""A prompt that takes the engine several steps when several requests send it, each with a different first
+token."""
 VERSION = {"kv_blocks": 200, "threads": 1, "max_num_seqs": 16, "max_num_batched_tokens": 512}
 SETTINGS = f"""
 # Every kill is outside the window of the circuit breaker.
@@ -171,7 +172,7 @@ class Kills:
         self._expect_decodes(streams)
 
     def _kill_in_swap(self) -> None:
-        """Kill the replica of the new version while it loads, or that of the old one, which is serving."""
+        """Kill the replica of the new version while it loads, or the serving replica of the old version."""
         streams = self._begun_decodes()
         with self._performed(SetDefaultModel(model="chat@2")):
             pid = self._wait_for_rank("chat@2")
@@ -229,8 +230,8 @@ class Kills:
 
     @contextmanager
     def _performed(self, action: Any) -> Iterator[None]:
-        """Perform an action in another thread. At the end of the block, wait for the action, which must
-        succeed."""
+        """Perform an action in another thread. At the end of the block, wait for the action and check that it
+        succeeded."""
         errors: list[Exception] = []
 
         def perform() -> None:

@@ -29,8 +29,8 @@ APPLIANCE = str(Path(sys.executable).with_name("appliance"))
 
 
 class Service:
-    """`appliance serve` in a separate folder. The folder's path is short, because socket paths must be
-    short."""
+    """`appliance serve` in a separate folder. The folder has a short path because socket paths are limited in
+    length."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.folder = folder
@@ -167,8 +167,8 @@ def renders_templates(process: psutil.Process) -> bool:
 
 @contextmanager
 def service(*flags: str, kind: type[Service] = Service) -> Iterator[Service]:
-    """Start a service. At the end of the block, it is killed together with all processes that it started,
-    which takes less time than a stop."""
+    """Start a service. At the end of the block, kill it together with all processes that it started, which is
+    faster than stopping it."""
     folder = Path(tempfile.mkdtemp(prefix="appl-"))
     running = kind(folder, *flags)
     processes: list[psutil.Process] = []

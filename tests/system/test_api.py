@@ -121,7 +121,7 @@ def test_leaving_a_stream_gives_back_its_blocks_and_rows(client: openai.OpenAI, 
         replica = demo.replica()
         return replica["blocks_used"] == 0 and replica["credit_seqs"] == replica["max_num_seqs"]
 
-    # The step that was in flight still used the blocks, so a later report may be the first without them.
+    # The step in flight still used the blocks, so they may not disappear until a later report.
     demo.wait_until(all_returned, 60, "the blocks and slots to be free")
     row = demo.wait_until(
         lambda: next((r for r in demo.rows()[-3:] if r["finish_reason"] == "cancelled"), None), 60, "its row"
@@ -148,8 +148,8 @@ def test_twenty_of_the_frozen_questions_are_answered_as_documented(demo: Service
 
 
 def test_sixty_four_streams_are_spread_over_both_fronts(demo: Service) -> None:
-    # Fronts report every half second. The second report from now on is the first that covers all earlier
-    # work.
+    # Fronts report every half second. The second report from now is the first that is sure to cover all
+    # earlier work.
     for _ in range(2):
         seen = {front["cpu_seconds"] for front in demo.status()["fronts"]}
         demo.wait_until(

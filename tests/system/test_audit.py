@@ -70,7 +70,8 @@ def operate(running: Service) -> None:
 
 
 def let_auditors_read(running: Service) -> None:
-    """Grant read access as an administrator would: to a group that owns the files and may read the folder."""
+    """Grant read access as an administrator would: through a group that owns the files and may read the
+    folder."""
     running.folder.chmod(0o755)
     running.state_dir.chmod(0o750)
     if os.geteuid() == 0:
@@ -174,8 +175,8 @@ def rewrite(state_dir: Path, seq: int, **changes: str) -> list[AuditRow]:
 
 
 def test_a_rewrite_with_new_signed_heads_is_found_by_those_in_the_journal(copy: Path, record: Record) -> None:
-    """The forger has the same permissions as the service itself. The change is revealed only by chain heads
-    that are stored outside the machine."""
+    """The forger has the same permissions as the service itself. Only chain heads that are stored outside the
+    machine reveal the change."""
     forged = rewrite(copy, 6, after='{"name":"somebody else"}')
     key: SigningKey = read_key(copy / "audit.key")
     line = key.sign_head(audit.Head(forged[-1].seq, forged[-1].hash), forged[-1].at).line

@@ -1,5 +1,5 @@
 """Tests authentication on every route of the fronts and of the admin API, as listed in their route tables.
-Each route is requested by permitted and denied callers, on every socket and in every spelling of its path.
+Permitted and denied callers request each route, on every socket and in every spelling of its path.
 
 For a new route, `test_every_route_has_a_rule` fails until the route's permitted callers are listed here. A
 route cannot be created without a scope (`appliance.scopes`).
@@ -103,7 +103,7 @@ REQUIRED = {
     "/telemetry/stored": "?since=0&until=1",
     "/alert-log": "?since=0&until=1",
 }
-"""Parameters without which a route answers with status 400."""
+"""Required parameters: without them, a route answers with status 400."""
 METHODS = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE", "TRACE", "PROPFIND")
 NOWHERE = ("/", "/nothing", "/v1", "/v1/", "/docs", "/redoc", "/metrics", "/health", "/admin", "/status", "*")
 
@@ -147,14 +147,14 @@ def metrics_table() -> list[Route]:
 
 
 def concrete(path: str) -> str:
-    """Return a path that can be requested, and whose response ends."""
+    """Return a path that can be requested and gives a response that ends."""
     return path.replace("{model:path}", "demo").replace("/events", "/events?frames=1") + REQUIRED.get(
         path, ""
     )
 
 
 def spellings(path: str) -> list[str]:
-    """Return other spellings of a path. Some servers treat some of these as equal to the path."""
+    """Return other spellings of a path, which some servers treat as the same path."""
     first, _, rest = path[1:].partition("/")
     escaped = "/" + "".join(f"%{ord(letter):02x}" for letter in first) + ("/" + rest if rest else "")
     return [
@@ -234,8 +234,8 @@ def test_the_running_processes_have_the_routes_of_the_tables(box: Matrix) -> Non
 
 
 def test_nobody_else_serves_http() -> None:
-    """Fails if new code creates an `HttpServer` or another server. The tests in this file must then be
-    extended."""
+    """Fails if new code creates an `HttpServer` or another server. If it fails, extend the tests in this
+    file."""
     serving = set()
     for path in sorted((ROOT / "appliance").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -339,8 +339,8 @@ def expected_of_admin(route: Route, who: str, status: int) -> bool:
         return status in (401, 403)
     if who == "read" and route.wanted == "admin":
         return status == 403
-    # The requests of permitted callers lack valid action parameters. A status of 400 therefore shows that
-    # they reached the route.
+    # The permitted callers' requests lack valid action parameters, so a status of 400 shows that they reached
+    # the route.
     return status == (200 if route.method == "GET" else 400)
 
 
@@ -403,8 +403,7 @@ def test_the_admin_api_is_on_no_other_socket(box: Matrix) -> None:
 
 
 def test_what_an_operator_decides_holds_for_the_next_connection(box: Matrix) -> None:
-    """The test does not have to wait, because a front receives the change before it accepts any later
-    connection."""
+    """The test need not wait, because a front receives the change before it accepts any later connection."""
     address = box.callers["inference"][0].address
 
     def status(key: str) -> int:

@@ -29,7 +29,7 @@ max_replicas = 2
 
 TOKENS = 100
 """Length of each answer. With short answers, a busy machine would spend more time in the clients than in the
-service, which would then need only one replica."""
+service, and one replica would be enough."""
 
 
 class Clients:

@@ -55,7 +55,7 @@ def test_a_backup_is_taken_under_load_and_a_service_begins_with_it(tmp_path: Pat
         for action, report, path in zip(reported, [*done, without], digests, strict=True):
             assert action["params"]["rows"] == report["audit_rows"]
             assert action["params"]["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
-        # A failed backup is also recorded as failed.
+        # A backup that fails is recorded as failed.
         with pytest.raises(AssertionError, match="already exists"):
             running.command("backup", str(tmp_path / "second.tar.gz"))
         failed = running.command("audit", "list", "--action", "backup.end")[-1]
@@ -95,7 +95,7 @@ def test_a_backup_is_taken_under_load_and_a_service_begins_with_it(tmp_path: Pat
         assert restored.command("requests", "show", old)["texts"]
         found = examine_folder(state)
         assert found.ok and found.verdict.rows > done[1]["audit_rows"]
-    # Requests that were open at the time of the backup have been closed, and no row is incomplete.
+    # The requests that were open at the time of the backup are closed, and no row is incomplete.
     with closing(sqlite3.connect(state / "history.db")) as database:
         assert database.execute("SELECT count(*) FROM requests WHERE state = 'open'").fetchone() == (0,)
 

@@ -1,4 +1,4 @@
-"""Tests of common clients against the real service. Some clients are actually run. For the others, the tests
+"""Tests of common clients against the real service. The tests run some of the clients. For the others, they
 replay the requests that the client sends by default."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def base(demo: Service) -> str:
 
 
 class Default(NamedTuple):
-    """A client's default request. Only the URL, the key and the model are configured."""
+    """The request that a client sends when only the URL, the key and the model are configured."""
 
     client: str
     path: str

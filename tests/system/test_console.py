@@ -33,7 +33,7 @@ RECONNECT_S = 2.0
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Return a service with a model in its registry that is not loaded."""
+    """Return a service whose registry contains a model that is not loaded."""
     config = tmp_path_factory.mktemp("settings") / "appliance.toml"
     config.write_text("[models]\n")
     checkpoint = write_constant_checkpoint(tmp_path_factory.mktemp("checkpoints") / "chat", 100)
@@ -54,7 +54,7 @@ def terminal(running: Service, tmp_path: Path) -> Iterator[Tmux]:
 
 
 def perform(terminal: Tmux, command: str) -> None:
-    """Enter an action on the command line of the console and confirm its dialog."""
+    """Enter an action on the console's command line and confirm its dialog."""
     terminal.keys(":")
     terminal.wait_for("command, tab completes")
     terminal.type(command)

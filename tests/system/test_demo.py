@@ -82,7 +82,7 @@ def test_in_a_terminal_ctrl_c_is_the_chats_and_ctrl_d_ends_the_demo() -> None:
 
 
 def test_an_installation_shows_signs_of_life(tmp_path: Path) -> None:
-    """The packages are installed by a stand-in for pip that takes a while."""
+    """A stand-in for pip installs the packages and takes a while."""
     pip = "#!/bin/sh\ncase $* in *install*) sleep 3; exit $CODE;; esac\n"
     (tmp_path / "pyproject.toml").write_text("")
     (tmp_path / ".venv" / "bin").mkdir(parents=True)

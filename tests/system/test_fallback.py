@@ -1,4 +1,4 @@
-"""Tests of fallbacks: requests that are answered by another model because theirs is overloaded or has
+"""Tests of fallbacks: another model answers a request because the requested model is overloaded or has
 failed."""
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def act(running: Service, action: Any) -> None:
 
 def row(running: Service, answer: dict[str, Any]) -> dict[str, Any]:
     request_id = answer["id"].removeprefix("cmpl-")
-    # The row is closed after the answer.
+    # The row is closed after the answer has been sent.
     [found] = running.wait_until(
         lambda: running.rows(request_id=request_id, state="ended"), 60.0, "the end of the request's row"
     )
@@ -123,7 +123,7 @@ def test_a_model_whose_replica_died_is_replaced_until_it_is_back(
     psutil.Process(pid).kill()
     running.wait_until(lambda: replica()["pids"] != [pid], 60, "the death to be noticed")
     answered = ask(running, keys["allowed"])
-    if answered[1]["model"] == "small":  # otherwise, the replica has returned in the meantime
+    if answered[1]["model"] == "small":  # otherwise, the replica has already restarted
         check_fell_back(running, answered)
     running.wait_until(lambda: ask(running, keys["allowed"])[1]["model"] == "big", 120, "the model to return")
 

@@ -145,7 +145,7 @@ def test_tokens(running: Service, scope: str, limit: str) -> None:
     answer = caller.ask(10, 40)
     error = refused(answer, "tokens")
     assert f"{limit.replace('_', ' ')} of {scope}" in error["message"] and "requested 50" in error["message"]
-    # Clients would not wait for half a day.
+    # no client would wait for half a day
     assert answer.headers.get("x-should-retry") == ("false" if limit == "tokens_per_day" else None)
     too_large = caller.ask(10, 51)
     assert "request too large" in refused(too_large, "tokens")["message"]
@@ -206,7 +206,7 @@ def test_an_answer_of_no_given_length_has_its_tenants_and_never_more_than_is_lef
     answer = caller.ask(10, None)
     assert tokens(answer) == 40
     assert answer.headers["x-ratelimit-remaining-tokens"] == "0"
-    # A request that is still open would be charged to the new quota.
+    # A request that is still open would count against the new quota.
     caller.wait(lambda: caller.in_flight() == [], "the request's end in the core")
     caller.set(tokens_per_day=None)
     caller.set(tokens_per_day=45.0)
@@ -238,8 +238,8 @@ def test_what_is_used_survives_a_restart_and_the_death_of_the_core(running: Serv
         assert used.used in (118, 119, 120) and used.held == 0
         refused(caller.ask(100, 850), "tokens")
         assert tokens(caller.ask(80, 20)) == 20
-    # When the core is killed, each caller has finished requests and one that is still running. The log has
-    # rows for all of them.
+    # When the core is killed, each caller has finished requests and one running request. The log has rows for
+    # all of them.
     streams = [threading.Thread(target=stream_until_cut, args=(caller,)) for caller in callers]
     for thread in streams:
         thread.start()

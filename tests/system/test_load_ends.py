@@ -40,7 +40,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture
 def added(running: Service, tmp_path: Path) -> Iterator[Path]:
-    """Return the folder of a registered model, which has the folder's name "other"."""
+    """Return the folder of a registered model. Both the folder and the model are named "other"."""
     folder = tmp_path / "other"
     shutil.copytree(demo_model_folder(), folder)
     running.command("models", "add", str(folder), "--set", "kv_blocks=50", "--set", "threads=1")
@@ -102,7 +102,7 @@ def test_a_load_is_cancelled_by_unloading_the_model(running: Service, added: Pat
 
 
 class EveryNewRank(threading.Thread):
-    """Applies an operation to every new rank of a service, until the end of a `with` block."""
+    """Applies an operation to every new rank of a service for the duration of a `with` block."""
 
     def __init__(self, running: Service, act: Callable[[int], object]) -> None:
         super().__init__(daemon=True)
@@ -148,8 +148,8 @@ def test_a_load_whose_rank_hangs_ends_after_load_timeout_s(running: Service, add
 def test_a_load_that_finds_the_hosts_memory_full_says_so_and_spares_the_rest(
     running: Service, added: Path
 ) -> None:
-    """Each new rank may use only as much address space as the running rank and a little more, which is too
-    little for a KV cache of 3 GB."""
+    """Each new rank may use only slightly more address space than the running rank, which is too little for a
+    KV cache of 3 GB."""
     before = set(ranks(running))
     (demo,) = ranks(running).values()
     limit = demo.memory_info().vms + (200 << 20)

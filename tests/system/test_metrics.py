@@ -1,5 +1,4 @@
-"""Tests that the metrics of a real service always agree with the request log, and that they reflect the
-current state."""
+"""Tests that a real service's metrics always agree with the request log and reflect the current state."""
 
 from __future__ import annotations
 
@@ -56,8 +55,8 @@ class Box:
         self.running.wait_until(lambda: good(self.values(name)), 60, name)
 
     def logged(self, *columns: str) -> Values:
-        """Return a sum over the closed rows. The last column is the sum, and the rows are grouped by all
-        other columns."""
+        """Return sums over the closed rows. The last column is summed, and all other columns group the
+        rows."""
         *by, what = columns
         names = ", ".join(by)
         query = f"SELECT {names}, {what} FROM requests WHERE finished_at IS NOT NULL GROUP BY {names}"
@@ -128,7 +127,7 @@ def test_the_counters_agree_with_the_request_log_after_all_that_can_happen(box: 
     left = box.values("appliance_tenant_limit_left")["acme", "tokens_per_day"]
     # A daily limit of 1,000 tokens is refilled at 0.7 tokens per minute.
     assert 1000 - used <= left <= 1005 - used < 1000
-    # The engine updates its own count at each step. The count must equal the sum in the log.
+    # The engine updates its own count at each step. It must equal the sum in the log.
     generated = sum(box.logged("tenant", "sum(generated_tokens)").values())
     assert sum(box.values("appliance_engine_generated_tokens_total").values()) == generated
 

@@ -147,7 +147,7 @@ def test_a_load_that_fails_leaves_the_rest_untouched_and_says_why(
     assert served(running) == ["chat"] and states(running, "chat")[1] == "ready"
     with running.http() as http:
         assert http.get("/health/ready").status_code == 200
-    weights.write_bytes(complete)  # the load is repeated by itself
+    weights.write_bytes(complete)  # the service retries the load by itself
     running.wait_until(lambda: states(running, "broken") == {1: "ready"}, 120, "the repaired model")
     assert ask(running, "broken")[0] == 200
     models(running, "unload", "broken", "--wait", "--yes")
@@ -175,7 +175,7 @@ def test_a_version_has_its_own_sampling_defaults_and_chat_template(
         )
         chat = {"model": "own", "messages": [{"role": "user", "content": "Hello"}]}
         tokens = http.post("/tokenize", json=chat | {"return_token_strs": True}).json()["token_strs"]
-    # Without a penalty, every token is the checkpoint's token.
+    # Without a penalty, the checkpoint generates only its own token.
     assert chosen == [TOKENS[0]] * 40 and drawn.count(TOKENS[0]) < 20
     assert tokens == ["A"]
     models(running, "unload", "own", "--wait", "--yes")

@@ -1,4 +1,4 @@
-"""Tests that a prompt is sent to the replica that has cached its beginning."""
+"""Tests that a prompt goes to the replica that has cached the beginning of the prompt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def cached_tokens(running: Service) -> int:
 
 
 def test_a_repeated_prompt_always_finds_its_cached_prefix_on_two_replicas(tmp_path: Path) -> None:
-    """While one replica is busy, the other one computes the prompt. Afterwards, both are equally free."""
+    """While one replica is busy, the other one computes the prompt. Afterwards, both have the same number of
+    free slots."""
     config = tmp_path / "appliance.toml"
     config.write_text(
         f'[models.demo]\nfolder = "{demo_model_folder()}"\nreplicas = 2\nkv_blocks = 200\nthreads = 1\n'

@@ -55,7 +55,7 @@ class Box:
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
     path = tmp_path_factory.mktemp("reload") / "appliance.toml"
-    # Put top-level settings before all tables, because the tests insert tables after `fronts`.
+    # Top-level settings must precede all tables, and the tests insert tables after `fronts`.
     path.write_text(
         f'drain_grace_s = 120\nlisten = "127.0.0.1:{free_port()}"\nfronts = 2\n'
         f"[models.demo]\n{MODEL}[models.other]\n{MODEL}"

@@ -1,5 +1,5 @@
-"""Tests of the request contents that a real service stores. The tenant's log policy determines whether it
-stores nothing, hashes, or texts without their secrets, and for how long."""
+"""Tests of the request contents that a real service stores. The tenant's log policy determines whether the
+service stores nothing, hashes, or texts with secrets removed, and for how long."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def ask(client: openai.OpenAI, stream: bool = False) -> tuple[str, str]:
 
 
 def shown(running: Service, request_id: str) -> Any:
-    """Return the stored contents of a request, or None."""
+    """Return the stored contents of a request, or None if there are none."""
     with AdminClient(running.run_dir) as client:
         try:
             return msgspec.to_builtins(client.act(ShowContents(request_id=request_id)))
@@ -86,7 +86,8 @@ def test_each_policy_keeps_what_it_says_and_no_secret_ever(running: Service) -> 
     assert [text["sha256"] for text in full["texts"]] == [sha256(REDACTED), sha256(answers["full"])]
     assert [text["text"] for text in hashes["texts"]] == [None, None]
     assert [text["sha256"] for text in hashes["texts"]] == [sha256(PROMPT), sha256(answers["hashes"])]
-    # Contents of later requests have already been written, so the contents of this request were never stored.
+    # The contents of later requests have already been written. The contents of this request are therefore not
+    # merely delayed, but were never stored.
     assert shown(running, request_ids["metadata"]) is None
     running.wait_until(lambda: ended(running) >= set(request_ids.values()), 60, "the rows of the requests")
     on_disk = state_bytes(running)

@@ -104,7 +104,7 @@ def test_shadows_are_audited(running: Service) -> None:
 
 
 def test_a_copy_that_its_target_cannot_take_is_counted_as_failed(running: Service, tmp_path: Path) -> None:
-    """A target that cannot take a request, because its context is too short, does not affect the request."""
+    """If the target's context is too short for the copy, the original request is not affected."""
     checkpoint = write_constant_checkpoint(tmp_path / "short", 100)
     small = ("--set", "max_model_len=8", "--set", "kv_blocks=100", "--set", "threads=1")
     running.command("models", "add", f"short={checkpoint}", *small)

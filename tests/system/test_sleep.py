@@ -78,7 +78,7 @@ def test_rounds_of_sleep_leave_no_descriptors_or_threads_behind(sleeps: Sleeps) 
             for pid, was in before.items()
         )
 
-    # The service closes the connections of clients a moment after they have ended.
+    # The service closes clients' connections a moment after the clients have exited.
     sleeps.running.wait_until(nothing_left, 60, f"the resource use of {before}")
 
 
@@ -131,7 +131,7 @@ def detail(sleeps: Sleeps) -> str:
 def test_a_model_whose_process_is_killed_while_it_wakes_answers_afterwards(sleeps: Sleeps) -> None:
     sleeps.act(SleepModel(model="chat", wait=True))
     rank = sleeps.rank()
-    rank.suspend()  # it cannot wake before it is killed
+    rank.suspend()  # a stopped rank cannot wake the model before it is killed
     failures: list[Exception] = []
 
     def wake() -> None:

@@ -129,8 +129,8 @@ class Stream(threading.Thread):
 
 
 def shown_to_the_sandbox() -> str:
-    """Return unit settings that make this checkout and its Python visible if the sandbox would otherwise hide
-    their folders."""
+    """Return unit settings that make this checkout and its Python visible where the sandbox would otherwise
+    hide them."""
     needed = {Path(path).resolve() for path in (ROOT, sys.prefix, sys.base_prefix)}
     hidden = [path for path in sorted(needed) if path.parts[1] in ("home", "root", "tmp")]
     return "".join(
@@ -220,7 +220,7 @@ def test_start_returns_when_the_models_answer(booted: Machine) -> None:
     assert booted.run("/opt/appliance/bin/python", "-c", over_tcp).stdout.strip() == "200"
     # The processes are the core, a front, the front's chat template renderer and a rank.
     assert len(booted.processes("appliance")) == 4
-    cache = booted.root / "var/cache/appliance"  # for kernels that are compiled at run time
+    cache = booted.root / "var/cache/appliance"  # space for kernels that are compiled at run time
     assert cache.stat().st_uid == booted.processes("appliance")[0].uids().real
 
 
@@ -315,7 +315,7 @@ def test_a_core_that_hangs_is_killed_by_the_watchdog_and_started_again(box: Box)
     box.inside.run("kill", "-STOP", before["MainPID"])
     try:
         answer = box.complete()  # the request waits in the backlog until the service has restarted
-    # systemd resumes the stopped process to abort it, so it may still accept the connection.
+    # systemd resumes the stopped process to abort it, so the process may still accept the connection.
     except httpx.RemoteProtocolError:
         answer = box.complete()
     assert answer == 200

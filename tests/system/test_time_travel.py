@@ -1,5 +1,6 @@
-"""Time travel on a real service: a replica is killed under load while a console watches. Every screen of each
-second can be opened again, from the service and from an incident file on a machine without it."""
+"""Tests of time travel on a real service: a replica is killed under load while a console is open. Every
+screen can then be reproduced for each second, both from the service and from an incident file on a machine
+without the service."""
 
 from __future__ import annotations
 
@@ -33,13 +34,13 @@ pytestmark = pytest.mark.system
 SCREENS = ("overview", "batches", "kv", "requests", "gpus", "models", "tenants", "alerts")
 SIZES = ((120, 36), (80, 20))
 Frames = dict[float, dict[str, list[str]]]
-"""The bodies of all screens at both sizes, by the time of the snapshot."""
+"""The content of all screens at both sizes, by the time of the snapshot."""
 
 _AFTER_RESTART = 5
 _MAX_SECONDS = 150
 
 UNKNOWN = {"kv[].hit_rate", "kv[].hit_window_s", "batches[].mixed_step_ms", "batches[].mixed_idle_us"}
-"""Figures that are unknown while no step contains prompts."""
+"""Fields that have no value while no step contains prompts."""
 
 
 def ask_until(stop: threading.Event, running: Service) -> None:
@@ -60,7 +61,7 @@ def bodies(session: ConsoleSession) -> dict[str, list[str]]:
 
 
 async def watch(running: Service) -> tuple[Frames, list[Snapshot]]:
-    """Watch the service as a console does, once per second, until a killed replica is ready again. Return the
+    """Show the service in a console, once per second, until a killed replica is ready again. Return the
     screens and the snapshots."""
     source = LiveSource(running.run_dir, interval_s=1.0)
     session, frames, seen = ConsoleSession(source), Frames(), list[Snapshot]()
@@ -85,12 +86,12 @@ async def watch(running: Service) -> tuple[Frames, list[Snapshot]]:
 
 
 async def replay(recording: RecordedPast, times: list[float]) -> Frames:
-    """Return the content of a console that steps through the recorded samples, starting at the first of these
-    times."""
+    """Return the content of a console's screens as it steps through the recorded samples, starting at the
+    first of these times."""
     source, frames = ReplaySource(recording, times[0] + 0.0005), Frames()
     session = ConsoleSession(source)
     snapshot = await source.next()
-    # The watching console was opened at that time, so its charts began there.
+    # The live console was opened at that time, so its charts began there.
     while source.history.points[0].at < times[0] - 0.001:
         source.history.points.popleft()
     for slices in source.history.batches.values():
@@ -106,7 +107,7 @@ async def replay(recording: RecordedPast, times: list[float]) -> Frames:
 
 
 def compare(live: Frames, past: Frames) -> None:
-    """Assert that the screens are equal at every second that the live console has shown."""
+    """Assert that the screens are equal for every second that the live console showed."""
     assert set(live) <= set(past), sorted(set(live) - set(past))
     for at, screens in live.items():
         for name, rows in screens.items():
@@ -154,7 +155,7 @@ def test_the_screens_of_a_killed_replica_equal_those_that_were_live(tmp_path: Pa
         assert "samples" in printed and "log lines" in printed
         for client in clients:
             client.join(120)
-    # The service and its databases are gone.
+    # The service has stopped and its databases are deleted.
     assert not running.state_dir.exists()
     recording = file_recording(path)
     compare(live, asyncio.run(replay(recording, times)))

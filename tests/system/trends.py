@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 BLOCKS = 12
-"""Number of blocks of samples. Neighbouring samples are correlated, so the regression uses one level per
-block. A block is much longer than the cycles of the traffic."""
+"""Number of blocks into which the samples are divided. Neighbouring samples are correlated, so the regression
+uses one level per block. A block is much longer than a cycle of the traffic."""
 _T_95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
 """Two-sided 95 % quantiles of Student's t distribution for 1 to 14 degrees of freedom."""
 
@@ -31,8 +31,8 @@ def slope_of(
     values: Sequence[float],
     level: Callable[[list[float]], float] = statistics.fmean,
 ) -> Slope:
-    """Fit a line by ordinary least squares to the levels of `BLOCKS` periods of equal length. `level`
-    computes a period's level from its values. Raises ValueError if fewer than three periods have values."""
+    """Fit a line by ordinary least squares to the levels of `BLOCKS` periods of equal length. `level` reduces
+    a period's values to one level. Raises ValueError if fewer than three periods have values."""
     start, end = min(times_s), max(times_s)
     blocks: list[list[tuple[float, float]]] = [[] for _ in range(BLOCKS)]
     for time_s, value in zip(times_s, values, strict=True):

@@ -15,7 +15,8 @@ from tests.system.service import Service
 
 MEGABYTE = 1 << 20
 _PROMPT_BLOCKS = 30
-"""Length of a prompt of `fill_kv_cache`, in blocks of 64 tokens. The demo model's context has 32."""
+"""Length of each prompt that `fill_kv_cache` sends, in blocks of 64 tokens. The demo model's context has 32
+blocks."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ class PeakMemory(threading.Thread):
 
 
 def fill_kv_cache(running: Service, blocks: int, draw: random.Random) -> float:
-    """Compute random prompts that use at least this number of KV blocks. Return the replica's resident
-    memory in MiB."""
+    """Run random prompts that use at least this many KV blocks. Return the replica's resident memory in
+    MiB."""
     with running.http() as http:
         for _ in range(blocks // _PROMPT_BLOCKS + 1):
             prompt = [draw.randrange(7, 5000) for _ in range(64 * _PROMPT_BLOCKS)]

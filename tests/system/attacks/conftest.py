@@ -62,7 +62,7 @@ def target(folder: Path, limits: str = "", fronts: int = 1, flags: Sequence[str]
 
 @contextmanager
 def limited(attacked: Target, limits: str) -> Iterator[Target]:
-    """Give the service other limits during the block."""
+    """Replace the service's limits for the duration of the block."""
     path = Path(attacked.running.flags[1])
     before = path.read_text()
 
@@ -79,7 +79,7 @@ def limited(attacked: Target, limits: str) -> Iterator[Target]:
 
 @pytest.fixture(scope="session")
 def one_front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    """Start a service with one front. Modules give it their limits."""
+    """Start a service with one front. Each module sets its own limits on it."""
     with target(tmp_path_factory.mktemp("one-front")) as made:
         yield made
 

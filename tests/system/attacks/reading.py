@@ -25,8 +25,8 @@ def configured(settings: str, *flags: str) -> Iterator[Service]:
 
 
 def problem(running: Service, where: str, text: str, timeout_s: float = 60) -> dict[str, Any]:
-    """Wait until the status lists a current problem in `where` whose text contains the given text, and return
-    it."""
+    """Wait until the status lists a current problem in `where` that contains the given text, and return the
+    problem."""
 
     def look() -> Any:
         found = running.status()["current_problems"]
@@ -48,8 +48,8 @@ def no_problem(running: Service, timeout_s: float = 60) -> None:
 
 
 def doctor(running: Service, *levels: str) -> list[str]:
-    """Return the doctor's findings of the given levels, with their remedies. If no level is given, return its
-    problems."""
+    """Return the doctor's findings at the given levels, with their remedies. If no level is given, return
+    only the problems."""
     found = findings(running)
     return [f"{one.text} → {one.remedy}" for one in found if one.level in (levels or ("problem",))]
 

@@ -1,5 +1,5 @@
-"""Tests of the memory limits for heads and bodies of requests that are being received, and for answers that
-are not read. For bodies, there is a limit per connection, per tenant and per front."""
+"""Tests of the memory limits for request heads and bodies that are still being received, and for answers that
+clients do not read. Bodies are limited per connection, per tenant and per front process."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_body_in_chunks_counts_as_it_grows(bounded: Target) -> None:
         "Transfer-Encoding: chunked\r\n\r\n"
     ).encode()
     data = chunked + (b"10000\r\n" + b" " * 65536 + b"\r\n") * 127
-    # After the first body, there is enough memory for one of the other two.
+    # Once the first body has been handled, there is enough memory for one of the other two.
     with unfinished(bounded, 1, bounded.authorization), contextlib.ExitStack() as stack:
         others = [stack.enter_context(connect(bounded.tcp)) for _ in range(2)]
         for sock in others:
@@ -182,7 +182,7 @@ def test_clients_that_read_no_answers_are_cut_off_and_reported(bounded: Target) 
     assert size > MEGABYTE
     memory = Memory(bounded.running)
     with contextlib.ExitStack() as stack:
-        # The kernel's buffers take a part of each answer.
+        # The kernel's buffers hold part of each answer.
         count = 2 * MAX_UNSENT_BYTES // size
         sockets = [stack.enter_context(connect(bounded.unix)) for _ in range(count)]
         for sock in sockets:

@@ -1,5 +1,5 @@
-"""Tests that commands send and show no data if the directory in /tmp, or the process behind a socket, belongs
-to another user.
+"""Tests that commands send and show no data if the service's directory in /tmp, or the process behind a
+socket, belongs to another user.
 
 The commands run as one unprivileged user and the attacker runs as another. Only root can start both.
 """
@@ -115,8 +115,8 @@ while True:
 
 
 class Commands:
-    """Runs commands as `CALLER`, without a terminal. One process imports everything that the commands need,
-    and each call forks that process to run its commands."""
+    """Runs commands as `CALLER`, without a terminal. One process imports everything that the commands need;
+    each call forks it to run the commands."""
 
     def __init__(self) -> None:
         kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
@@ -240,8 +240,8 @@ def test_the_owner_of_a_directory_is_trusted_by_name_only(
 
 
 def test_another_users_process_behind_a_socket_of_ours_gets_nothing(commands: Commands, folder: Path) -> None:
-    """This can happen if the socket was handed over by another process, or was moved by a user who once had
-    write access to the directory."""
+    """This can happen if another process passed the socket on, or if a user who once had write access to the
+    directory moved it there."""
     run, elsewhere = folder / "run", folder / "elsewhere"
     for path, uid in ((run, CALLER), (elsewhere, ATTACKER)):
         path.mkdir()
@@ -285,8 +285,7 @@ def test_a_database_of_another_user_is_not_read(commands: Commands, folder: Path
 
 
 def test_a_directory_that_root_gave_to_the_services_user_is_trusted(commands: Commands, folder: Path) -> None:
-    """This is the case for /run/appliance under systemd, so the service and the operator are different
-    users."""
+    """Under systemd, /run/appliance is such a directory: the service and the operator are different users."""
     place = Path(tempfile.mkdtemp(prefix="appl-", dir="/run"))
     place.chmod(0o755)
     run = place / "run"

@@ -1,5 +1,5 @@
-"""Tests of clients with many connections, or with many requests on one connection. Such a client is limited,
-and other clients keep their connections."""
+"""Tests of clients with many connections, or with many requests on one connection. The service limits such a
+client, and other clients keep their connections."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_wrong_keys_leave_one_line_and_are_visible(attacked: Target) -> None:
     wait_for(lambda: denied() >= before + 400, "the report")
     for text in sockets:
         wait_for(lambda text=text: len(logged(text)) > lines[text], "the log line")  # type: ignore[misc]
-        # There are two fronts, and each front and the core write at most one line in 5 s.
+        # There are two fronts. Each front, and the core, writes at most one line every 5 s.
         assert len(logged(text)) - lines[text] <= 2 * (2 + (time.monotonic() - started) / 5)
     problems = attacked.running.status()["problems"]
     for told in ("had no valid key", "requests on admin.sock were denied: at least 100"):
@@ -190,7 +190,7 @@ def test_bad_keys_by_the_thousand_delay_and_cost_nobody_else(attacked: Target, k
 
 @pytest.fixture(scope="module")
 def small(one_front: Target) -> Iterator[Target]:
-    """Let the service accept few connections."""
+    """Limit the service to a few connections."""
     limits = "max_connections = 40\nmax_unauthenticated_connections = 10\nunauthenticated_timeout_s = 5.0"
     with limited(one_front, limits) as made:
         yield made
@@ -293,7 +293,7 @@ def test_a_local_user_gets_in_while_any_front_has_a_free_place(two_fronts: Targe
                 sock.sendall(request)
             return sockets
 
-        # The fronts get connections in turn.
+        # New connections are assigned to the fronts in turn.
         streams = [*fill(14), *fill(2, made.authorization)]
         wait_for(lambda: busy() == [8, 8], "two full fronts")
         for _ in range(4):

@@ -19,8 +19,8 @@ MAX_BLOCKED_S = 0.05
 """Maximum time for which the loop may be blocked, in seconds of CPU time. CPU time does not depend on the
 load of the machine."""
 TRIES = 5
-"""Number of attempts. Only the best one counts, because the loop may do other work in the interval that
-contains the request."""
+"""Number of attempts. Only the best one counts, because the loop may also do other work between the two
+heartbeats around a request."""
 BODY = Limits().max_body_bytes
 
 Figures = mmap.mmap
@@ -53,7 +53,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Harness,
 
 
 def raw(field: str, value: bytes) -> bytes:
-    """Return a chat request with one more field."""
+    """Return a chat request with one additional field."""
     head = b'{"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "%b": '
     return head % field.encode() + value + b"}"
 
@@ -226,5 +226,5 @@ def test_the_watch_notices_a_blocked_loop(watched: tuple[Harness, Figures]) -> N
     body = completion(prompt=[100] * 250_000)
     with httpx.Client(transport=httpx.HTTPTransport(uds=front.api_sock, verify=False), timeout=120) as client:
         client.post("http://front" + COMPLETIONS, content=body, headers={"content-type": "application/json"})
-    # Creating a quarter of a million Python objects takes the front at least this long on any machine.
+    # On any machine, the front needs at least this long to create a quarter of a million Python objects.
     assert min(FIGURES.unpack_from(figures)) > 0.002

@@ -1,5 +1,5 @@
-"""Tests that each request with unusual framing is either answered once or refused, and cannot be used to
-smuggle in another request."""
+"""Tests that each request with unusual framing is either answered once or refused, and cannot smuggle in
+another request."""
 
 from __future__ import annotations
 

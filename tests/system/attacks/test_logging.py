@@ -22,7 +22,7 @@ pytestmark = pytest.mark.system
 
 
 class Piped(Service):
-    """A service whose standard error is a pipe. This process can read the pipe or leave it unread."""
+    """A service that writes its standard error to a pipe. The test can read the pipe or leave it unread."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

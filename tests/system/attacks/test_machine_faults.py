@@ -1,6 +1,6 @@
-"""Tests of machine and user actions that may harm a service. The system clock is changed, 1,000 queued
-requests are cancelled at the same time, and a connection is passed to another user. In addition, one tenant
-tries to measure whether the prefix cache contains another tenant's prompts."""
+"""Tests of unusual events that might harm a service. The system clock is changed, 1,000 queued requests are
+cancelled at the same time, and a connection is passed to another user. In addition, one tenant tries to find
+out from response times whether the prefix cache contains another tenant's prompts."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def clock_that_can_be_set(monkeypatch: pytest.MonkeyPatch, setting: Path) -> Ite
     with monkeypatch.context() as patched:
         patched.setenv("LD_PRELOAD", str(FAKETIME))
         patched.setenv("FAKETIME_TIMESTAMP_FILE", str(setting))
-        # Without a cache, the file would be read whenever the service reads the clock, which would make the
-        # service ten times slower.
+        # Without a cache, every reading of the clock would also read the file, which would make the service
+        # ten times slower.
         patched.setenv("FAKETIME_CACHE_DURATION", "1")
         patched.setenv("FAKETIME_DONT_FAKE_MONOTONIC", "1")
         context = service()
@@ -180,8 +180,8 @@ def test_a_tenant_cannot_tell_which_prompts_another_has_in_the_prefix_cache(runn
     hits, guesses, others = [], [], []
     hit = guess = other = saved = 0.0
     with running.http() as http:
-        # The minimum of several times is least affected by other work on the machine. On a busy machine, more
-        # rounds are needed. If the cache were shared, no number of rounds would bring both times together.
+        # Other work on the machine affects the minimum of several measurements least. A busy machine needs
+        # more rounds. If the cache were shared, the two times would still differ after any number of rounds.
         for _ in range(30):
             secret, different = ([draw.randrange(7, 5000) for _ in range(900)] for _ in range(2))
             assert ask(http, victim, secret)[1].status_code == 200
@@ -197,8 +197,8 @@ def test_a_tenant_cannot_tell_which_prompts_another_has_in_the_prefix_cache(runn
 
 
 def timed(http: httpx.Client, key: str, prompt: list[int], *, cached: bool) -> float:
-    """Return the duration of a request in seconds. Checks that its prompt was found in the caller's part of
-    the cache if `cached` is true, and that it was not found otherwise."""
+    """Return the duration of a request in seconds. Check that its prompt was found in the caller's part of
+    the cache if, and only if, `cached` is true."""
     seconds, answered = ask(http, key, prompt)
     details = answered.json()["usage"].get("prompt_tokens_details") or {}
     assert bool(details.get("cached_tokens")) == cached, answered.text

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.system
 HUGE = "word " * ((Limits().max_body_bytes - 1000) // 5)
 WORD = "some words " * 10 + "x" * (Limits().max_body_bytes - 1000)
 MAX_DELAY_S = 5.0
-"""Maximum delay, in seconds, of a small request during the attack, on a busy machine. It was 64 s before
-fronts encoded the prompts of tenants in turns."""
+"""Maximum duration, in seconds, of a small request during the attack, on a busy machine. It was 64 s before
+fronts took turns among tenants when encoding prompts."""
 
 
 def small_request_s(http: httpx.Client) -> float:
@@ -42,8 +42,8 @@ def small_request_s(http: httpx.Client) -> float:
 def flood(
     caller: Caller, path: str, connections: int, refusals: list[str] | None = None, **body: Any
 ) -> Iterator[Counter[int]]:
-    """Send the body repeatedly on the given number of connections. Yields a counter of status codes. The
-    messages of 503 responses are added to `refusals`."""
+    """Send the body repeatedly on the given number of connections. Yield a counter of status codes. Add the
+    messages of 503 responses to `refusals`."""
     statuses: Counter[int] = Counter()
     over = threading.Event()
     headers = {"authorization": f"Bearer {caller.key}"}
@@ -153,7 +153,8 @@ def test_prompts_over_the_bound_on_waiting_text_are_refused_for_their_tenant_alo
     ids=["a prompt that is too long", "a body that is not valid"],
 )
 def test_refused_work_counts_against_the_senders_limits(attacked: Target, fields: dict[str, Any]) -> None:
-    # A limit of 20 requests per minute regains little between the two requests, even on a slow machine.
+    # A limit of 20 requests per minute recovers only a little between the two requests, even on a slow
+    # machine.
     tenant = Caller(attacked.running, "tenant", requests_per_minute=20, tokens_per_minute=300_000)
     headers = {"authorization": f"Bearer {tenant.key}"}
     body = {"model": "demo", **fields}

@@ -26,7 +26,7 @@ TWO_REPLICAS = f'[models.demo]\nfolder = "{demo_model_folder()}"\nreplicas = 2\n
 
 @pytest.fixture(scope="module")
 def two_replicas() -> Iterator[Service]:
-    """Start a service with two replicas. A silent one is not killed."""
+    """Start a service with two replicas. The service does not kill a replica that stops responding."""
     with configured(f"hang_timeout_s = 600\n{TWO_REPLICAS}") as running:
         running.wait_until(  # the service is ready when one replica of each model is ready
             lambda: all(one["state"] == "ready" for one in replicas(running)), 60, "both replicas to be ready"

@@ -30,7 +30,7 @@ def connect(address: Address, timeout_s: float = 60.0) -> socket.socket:
 
 
 def tcp_address(running: Service, name: str = "tcp") -> tuple[str, int]:
-    """Return the TCP address of the API ("tcp") or of the metrics."""
+    """Return the TCP address of the API (for "tcp") or of the metrics."""
     address = next(one["address"] for one in running.status()["sockets"] if one["name"] == name)
     host, _, port = address.rpartition(":")
     return host, int(port)
@@ -65,8 +65,8 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 
 def flood(address: Address, data: bytes, connections: int, seconds: float) -> list[bytes]:
-    """Send `data` on many connections at the same time, as fast as the service accepts it. Returns the data
-    that each connection received before it was closed or the time was over."""
+    """Send `data` on many connections at the same time, as fast as the service accepts it. Return the data
+    that each connection received before it was closed or the time ran out."""
     sockets = [connect(address) for _ in range(connections)]
     left = {sock: memoryview(data) for sock in sockets}
     answers = dict.fromkeys(sockets, b"")
