@@ -1,5 +1,5 @@
-"""A front without HTTP. A connection sends one line "MODEL MAX_TOKENS" and receives one line per token,
-followed by a last line with the reason why the answer ended. The fake implements the core's protocol,
+"""A front process without HTTP. A connection sends one line "MODEL MAX_TOKENS" and receives one line per
+token, followed by a line with the reason why the answer ended. The fake implements the core's protocol,
 including resubmissions. If a model's folder contains a file named `hang`, the fake hangs as soon as that
 model is configured."""
 
@@ -192,8 +192,8 @@ class FakeFront:
         os._exit(0)
 
     def problems(self) -> dict[str, str]:
-        """Return a problem for each model that this front cannot serve. The front cannot serve a model whose
-        folder contains a file named `untold`."""
+        """Return a problem for each model whose folder contains a file named `untold`. This front cannot
+        serve these models."""
         return {
             model.name: "tokenizer.json is missing"
             for model in self.models

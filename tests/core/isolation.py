@@ -1,5 +1,5 @@
 """Checks the guarantees in docs/traffic.md for urgent and light requests, on a server in virtual time.
-`figures` returns the time to first token of single requests that arrive behind one large request.
+`figures` returns the time to first token of short requests that arrive after one large request.
 `broken_promises` runs a random mix of requests, and returns the measured requests (probes) that waited longer
 than guaranteed."""
 
@@ -36,7 +36,7 @@ def full_step_s(slots: int) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """Large requests on a server with one replica, and the short requests that arrive behind them."""
+    """Large requests on a server with one replica, and the short requests that arrive after them."""
 
     asked_class: str
     prompt: int = 50
@@ -197,7 +197,8 @@ def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float
         prompts = draw.randint(2, 20) if "several" in kind else 1
         if prompts * samples <= slots // 32 and asked_class == {"P0": "P0", "light": "P1"}.get(probes.kind):
             prompt = max(prompt, 2 * probes.shape.prompt)
-        # A promise lets a request overtake higher-priority classes shortly before it must begin.
+        # Shortly before a request must begin to meet its promised deadline, it may overtake higher-priority
+        # classes.
         has_deadline = samples == 1 and asked_class != "P0" and draw.random() < 0.4
         loads.append(
             Load(
@@ -223,8 +224,8 @@ def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float
 
 
 def random_probes(draw: random.Random, slots: int) -> Probes:
-    """Return probes that never delay each other by more than a short step: all of them together fit into a
-    step and into the slots."""
+    """Return probes that never delay each other by more than a short step, because all of them together fit
+    into one step and into the slots."""
     kind = draw.choice(("P0", "light", "busy"))
     # A light tenant occupies less than 1/32 of the slots.
     most = {"P0": 8, "light": slots // 32, "busy": 20}[kind]
@@ -239,8 +240,8 @@ def random_probes(draw: random.Random, slots: int) -> Probes:
 
 
 class Event(NamedTuple):
-    """A disturbance at a time of the run: the "death" of a replica, which is replaced after a second; the
-    "drain" of a replica; or a "pause" of admissions, which ends after half a second."""
+    """A disturbance during the run: the "death" of a replica, which is replaced after a second; the "drain"
+    of a replica; or a "pause" of admissions, which ends after half a second."""
 
     at: float
     kind: str
@@ -293,9 +294,9 @@ def broken_promises(mix: Mix) -> list[str]:
     """Run a mix. Return a description of each probe whose time to first token exceeds the time without load
     by more than two full steps.
 
-    A probe whose replica died has this time once more for each death, from its resubmission on. A probe of a
-    busy tenant also has the time of the prompts in front of it: those of P0, of requests that were dispatched
-    before higher-priority classes, and of resumed P1 requests.
+    If a probe's replica dies, the allowance starts again when the probe is resubmitted. A busy tenant's probe
+    is also allowed the time of the prompts served before it: prompts of P0 requests, of requests dispatched
+    ahead of higher-priority classes, and of resumed P1 requests.
     """
     alone, _ = _run(mix, (), ())
     beside, better = _run(mix, mix.loads, mix.events)
@@ -320,7 +321,7 @@ def broken_promises(mix: Mix) -> list[str]:
 
 
 def _prompts_s(asked: Asked) -> float:
-    """Return the time that a request's prompts, and the tokens of a resumed request, take in steps with
+    """Return how long a request's prompts, and its earlier tokens if it was resumed, take in steps with
     decodes."""
     recomputed = asked.tokens if asked.attempt else 0
     return 1.2 * (asked.admit.prompt_tokens + recomputed) * SPEED.prompt_token_s
@@ -347,8 +348,8 @@ def _ask(server: SimulatedServer, load: Load) -> None:
 
 
 def _run(mix: Mix, loads: Sequence[Load], events: Sequence[Event]) -> tuple[list[Asked], list[Asked]]:
-    """Run a mix with these loads and events. Return its probes, and the requests that may be served before an
-    ordinary P1 request."""
+    """Run a mix with these loads and events. Return its probes, and the requests that may be served ahead of
+    an ordinary P1 request."""
     measured = mix.probes
     names = {"probe-0", "probe-1", "probe-2", *(load.tenant for load in loads)}
     server = SimulatedServer(tenants=[_tenant(name) for name in sorted(names)], rules=mix.rules)
@@ -389,8 +390,8 @@ def _run(mix: Mix, loads: Sequence[Load], events: Sequence[Event]) -> tuple[list
 
     def ask_crowd() -> None:
         asked_class = "P0" if measured.kind == "P0" else "P1"
-        # In P1, each tenant waits for its answers. Otherwise, a light tenant would become a busy one, and the
-        # requests of a busy tenant would delay each other.
+        # In P1, each tenant sends its next requests only after it has its answers. Otherwise, a light tenant
+        # would become a busy one, and a busy tenant's requests would delay each other.
         tenant = f"probe-{len(probes) // measured.crowd % tenants}"
         if asked_class == "P0" or all(one.ended_at is not None for one in probes if one.tenant == tenant):
             probes.extend(

@@ -27,8 +27,8 @@ from tests.core.simulated_server import Asked, Shape, SimulatedServer
 SLOTS = 256
 SPEED = Speed()
 DECIDED_S = 0.010
-"""Time limit, in seconds, for a refusal on arrival. A request that is refused later had already been
-admitted."""
+"""A refusal within this many seconds counts as a refusal on arrival. A request that is refused later was
+admitted first."""
 
 Figures = dict[str, Any]
 
@@ -43,8 +43,8 @@ WEIGHTS = {"a": 1.0, "b": 2.0, "c": 4.0}
 
 
 def shares(*, seconds: float, warm_up: float = 20.0, seed: int = 0) -> Figures:
-    """Run three tenants that always have waiting requests: one with long prompts, one with long answers, and
-    one with both."""
+    """Run three tenants that always have waiting requests: one sends long prompts, one asks for long answers,
+    and one does both."""
     server = SimulatedServer(tenants=[tenant(name, weight) for name, weight in WEIGHTS.items()], seed=seed)
     server.add_replica(slots=SLOTS)
     backlogged(server, "a", 400, fixed(2000, 20))
@@ -71,9 +71,8 @@ def quiet(*, seconds: float, flood_per_s: float, seed: int = 0) -> Figures:
     floods the server.
 
     The tenant's first token has to wait for the step that is running when its request arrives, and for the
-    step that has already been launched. The steps for its prompt also contain the flood's decodes. If the
-    time to first token without the flood is short, the time with the flood can therefore be several times as
-    long.
+    step that has already been launched. The steps for its prompt also contain the flood's decodes. The flood
+    can therefore multiply a short time to first token.
     """
     alone = _quiet(seconds, 0.0, seed)
     beside = _quiet(seconds, flood_per_s, seed)
@@ -125,13 +124,13 @@ MIXES: dict[str, tuple[int, int, Callable[[random.Random], Shape]]] = {
     "long": (3500, 225, uniform((1000, 6000), (50, 400))),
     "chat": (160, 350, uniform((20, 300), (100, 600), max_tokens=1024)),
 }
-"""For each mix: the mean number of prompt tokens, the mean number of output tokens, and a function that draws
-request sizes."""
+"""For each mix of request sizes: the mean number of prompt tokens, the mean number of output tokens, and a
+function that draws request sizes."""
 EVENTS = ("steady", "cold", "surge", "mix", "death")
 REPLICAS = 2
 MET, MET_IN_EACH_EVENT = 0.99, 0.95
-"""Minimum fractions of promised deadlines that must be met: for each mix over all events, and for each mix in
-each event."""
+"""Minimum fractions of promised deadlines that must be met: over all events of a mix, and in each single
+event of a mix."""
 
 
 def deadlines(*, mix: str, event: str, seconds: float, load: float = 3.0, seed: int = 0) -> Figures:

@@ -1,8 +1,8 @@
 """A replica in virtual time: the engine's step loop and scheduler on a simulated device (see
 `tests.core.simulated_server`).
 
-The tests compare forecasts with this replica. The replica of the forecasts
-(`appliance.traffic.simulated_replica`) has no scheduler, so the two share no code that could be wrong in
+The tests compare forecasts with this replica. The forecasts use another simulation
+(`appliance.traffic.simulated_replica`), which has no scheduler. The two share no code, so no error can affect
 both.
 """
 
@@ -40,11 +40,11 @@ class Speed(NamedTuple):
     seq_s: float = 0.020 / 1024
     prompt_token_s: float = 1 / 40_000
     first_steps: int = 0
-    """Number of steps after the start that take `first_step_s` longer."""
+    """Number of initial (warm-up) steps, which take `first_step_s` longer."""
     first_step_s: float = 0.0
 
     def of(self, plan: StepPlan) -> float:
-        """Return the duration of a step in seconds, without the additional time of the first steps."""
+        """Return the duration of a step in seconds, without the additional time of warm-up steps."""
         seqs = len(plan.decodes) + sum(len(chunk.sample_slots) for chunk in plan.chunks)
         prompts = sum(len(chunk.token_ids) for chunk in plan.chunks)
         return self.step_s + self.seq_s * seqs + self.prompt_token_s * prompts

@@ -35,7 +35,7 @@ def backlogged(
     outstanding: int,
     shape: Callable[[random.Random], Shape],
 ) -> None:
-    """Keep `outstanding` requests of a tenant in flight."""
+    """Keep `outstanding` requests from a tenant in flight."""
     draw = random.Random(f"{server.draw.random()} {tenant}")
 
     def again(asked: Asked | None = None) -> None:

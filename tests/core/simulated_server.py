@@ -32,7 +32,8 @@ RESUBMIT_S = 0.05
 """Delay between a replica's death and the resubmission by its fronts."""
 TICK_S = 0.25
 PREDICTED = 0.8
-"""Step duration predicted by the engine, divided by the actual duration. Predictions are lower bounds."""
+"""Ratio of the step duration that the engine predicts to the actual duration. Predictions are lower
+bounds."""
 _PROMPT = [1] * 131_072
 _EPOCH = 1000.0
 
@@ -63,7 +64,7 @@ class Asked:
     refused: Refused | None = None
     admitted_at: float | None = None
     overtook: bool = False
-    """Whether the request was dispatched before waiting requests of higher-priority classes."""
+    """Whether the request was dispatched ahead of waiting requests in higher-priority classes."""
     first_token_at: float | None = None
     ended_at: float | None = None
     tokens: int = 0
@@ -84,7 +85,7 @@ class Asked:
 
     @property
     def met(self) -> bool:
-        """Return whether the answer was complete by its deadline."""
+        """Return whether the answer was complete by the request's deadline."""
         assert self.deadline_s is not None
         return self.ended_at is not None and self.ended_at <= self.arrived_at + self.deadline_s
 
@@ -309,7 +310,7 @@ class SimulatedServer:
         self.after(HOP_S, lambda: [replica.submit(submit) for submit in submits])
 
     def hear(self, replica: SchedulerReplica, outputs: list[Output]) -> None:
-        """Deliver the frame of a step to the front."""
+        """Deliver a step's frame to the front."""
         served, weight = self.served, self.rules.output_weight
         for output in outputs:
             asked, attempt, index = self._handles[output.handle]

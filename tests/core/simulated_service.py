@@ -1,5 +1,5 @@
-"""A simulated service around the request manager. Its fronts and replicas follow the protocol. Each message
-is delivered only when the test requests it, so tests can create any order of events between two processes."""
+"""A simulated service around the request manager. Its fronts and replicas follow the protocol. A message is
+delivered only when the test says so. Tests can therefore create any order of events between two processes."""
 
 from __future__ import annotations
 
@@ -158,8 +158,8 @@ class SimulatedService:
     def new_replica(self) -> FakeReplica:
         replica = FakeReplica(CreditAccount(f"m-{len(self.replicas)}", "m", "cpu"))
         for front in self.fronts.values():
-            # Also attach a front that has died if the core has not noticed its death. The replica will then
-            # read the end of file.
+            # Also attach a front that has died if the core has not noticed its death yet. The replica will
+            # then read the end of file.
             if not front.buried:
                 replica.inbox[front.name] = deque() if front.alive else deque([None])
         self.replicas.append(replica)
@@ -174,7 +174,7 @@ class SimulatedService:
         return [replica for replica in self.replicas if replica.alive]
 
     def on_replicas(self) -> set[str]:
-        """Return the requests that are running on a replica or waiting in its channels."""
+        """Return the requests that are running on a replica or still in its channels."""
         return {
             submission.request_id
             for replica in self.live_replicas()

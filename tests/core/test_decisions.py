@@ -141,7 +141,7 @@ def test_a_denied_client_cannot_forge_a_line_of_the_log(service: Service) -> Non
     transport = httpx.HTTPTransport(uds=str(service.run_dir / "admin.sock"))
     with httpx.Client(transport=transport, base_url="http://box") as http:
         refused = http.post("/actions/keys.revoke", headers={"Authorization": f"Bearer {key}"}, json={})
-        # A line of the log describes the latest of the denied requests.
+        # The log line describes the latest denied request.
         wait_until(lambda: "denied POST '/actions/keys.revoke'" in service.log.read_text())
         nobody = http.get("/status%0Aforged line", headers={"Authorization": "Bearer ak-wrong"})
     assert (refused.status_code, nobody.status_code) == (403, 401)

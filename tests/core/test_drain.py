@@ -40,8 +40,8 @@ class Unfinished:
 
 
 class FakeService:
-    """Records the calls that drains make. Drains treat the configuration as applied by all fronts once
-    `fronts_know` is set."""
+    """Records the calls that drains make. Once `fronts_know` is set, it reports that all fronts have applied
+    the configuration."""
 
     def __init__(self, looks: int = 3) -> None:
         self.told: list[str] = []

@@ -1,4 +1,4 @@
-"""Tests of the request manager with requests that go to their model's fallback."""
+"""Tests of the request manager with requests that the fallback of their model answers."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def service() -> SimulatedService:
 
 
 def admit(service: SimulatedService, front: FakeFront, **changed: Any) -> Admit:
-    """Return a first attempt for model "m", for a request that may fall back."""
+    """Return the first attempt of a request for model "m" that may use the fallback."""
     service.ask(front)
     sent: Admit = front.to_core.pop()
     return msgspec.structs.replace(sent, **{"may_fall_back": True, **changed})
 
 
 def again(first: Admit, model: str = "small") -> Admit:
-    """Return the first attempt for the fallback."""
+    """Return the request's first attempt on the fallback."""
     return msgspec.structs.replace(
         first, model=model, unit=model, fallback_of=first.model, may_fall_back=False, prompt_tokens=9
     )

@@ -1,4 +1,4 @@
-"""Tests that a burst right after a replica's start is not refused because of slow first steps."""
+"""Tests that slow warm-up steps do not cause refusals in a burst right after a replica's start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.core.scheduler_replica import Speed
 from tests.core.simulated_server import Asked, Shape, SimulatedServer
 
 SLOW_FIRST = Speed(step_s=0.012, first_steps=8, first_step_s=2.0)
-"""A device whose first steps each take more than a hundred times as long as the later ones."""
+"""A device on which each initial (warm-up) step takes more than a hundred times as long as a later step."""
 SHAPE = Shape(512, 128, 128)
 
 

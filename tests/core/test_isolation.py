@@ -27,7 +27,7 @@ def test_no_mix_of_requests_delays_a_short_one_by_more_than_two_full_steps_prope
 
 
 def test_a_wide_request_does_not_make_the_predicted_wait_of_long_prompts_far_too_long() -> None:
-    """Reproduces a prediction error: a 45 s request in a higher-priority class was assumed to recur
+    """Reproduces a prediction error that assumed a 45 s request in a higher-priority class to recur
     continuously. Prompts that would have waited for at most 80 s were refused because they "would wait 719
     s"."""
     server = SimulatedServer(
@@ -92,7 +92,7 @@ def test_a_light_request_is_not_refused_because_of_work_that_it_overtakes() -> N
 def test_a_request_that_goes_before_better_classes_is_not_overtaken_by_them_in_the_engine(
     promised: bool,
 ) -> None:
-    """A promised deadline, and the share of the background class, are kept although prompts of P1 fill every
+    """A promised deadline is met, and the background class gets its share, although P1 prompts fill every
     step."""
     server = _server("batch", "busy-0", "busy-1")
     server.add_replica()
@@ -107,7 +107,7 @@ def test_a_request_that_goes_before_better_classes_is_not_overtaken_by_them_in_t
     assert batch.admitted_at is not None and batch.first_token_at is not None
     if promised:
         assert batch.met
-    # Two steps of prompts that were dispatched earlier, and the step of the request's own prompt.
+    # two steps for prompts that were dispatched earlier, and one for the request's own prompt
     assert batch.first_token_at - batch.admitted_at <= 4 * full_step_s(256)
 
 

@@ -38,7 +38,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def equal(live: Snapshot, past: Snapshot) -> None:
-    """Assert that all figures are equal within the precision of recorded seconds."""
+    """Assert that all values are equal within the precision of recorded seconds."""
 
     def compare(one: object, other: object, place: str) -> None:
         if isinstance(one, dict):
@@ -247,8 +247,8 @@ def test_a_logged_alert_has_the_state_of_the_time() -> None:
 
 
 def test_coarse_resolutions_take_requests_from_the_log(running: Service, tmp_path: Path) -> None:
-    """Without its one-second samples, a copy of the database shows the one-minute samples and the request
-    log."""
+    """The test removes the one-second samples from a copy of the database, so only the one-minute samples and
+    the request log remain."""
     import sqlite3
 
     asked = running.connect("m 100000")
@@ -261,7 +261,7 @@ def test_coarse_resolutions_take_requests_from_the_log(running: Service, tmp_pat
         copy = sqlite3.connect(target)
         source.backup(copy)
     copy.execute("DELETE FROM telemetry_1s")
-    # The request had arrived when the interval began, and those of other tests had ended.
+    # The request arrived before the interval began, and the requests of other tests had already ended.
     copy.execute("UPDATE requests SET created_at = 0 WHERE request_id = ?", (name,))
     copy.execute("UPDATE requests SET created_at = 0, finished_at = 1 WHERE request_id != ?", (name,))
     copy.commit()

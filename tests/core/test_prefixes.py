@@ -1,4 +1,4 @@
-"""Tests of the hashes of prompts' beginnings, and of what the core remembers of them."""
+"""Tests of the hashes of prompt prefixes, and of the core's record of them."""
 
 from __future__ import annotations
 

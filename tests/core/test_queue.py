@@ -24,7 +24,7 @@ ALL_LEVELS = (1 << LEVELS) - 1
 
 
 def levels(*pairs: tuple[int, int]) -> int:
-    """Return a bit set of the open levels. Each level is given as a pair of class and urgency."""
+    """Return a bit set of the open levels. Each level is a pair of class and urgency."""
     return sum(1 << level_of(*pair) for pair in pairs)
 
 
@@ -98,8 +98,8 @@ def test_under_endless_load_of_better_classes_every_request_has_its_turn_in_a_bo
         queue.push(ticket, 1.0, light=False)
     share = RULES.background_share if victim == 3 else RULES.lifted_share
     largest = max(p + RULES.output_weight * o for p, o in sizes)
-    # Once the request is late, its class gets a fixed share of the service. Each turn is as large as one of
-    # its requests.
+    # Once the request is late, its class gets a fixed share of the service, and each turn serves one of its
+    # requests.
     bound = sum(ticket.service for ticket in waiting) / share + 2 * largest
     now = 0.0 if victim == 3 else RULES.late_s(victim) + 0.001
     given_to_others, turn = 0.0, 0
@@ -319,7 +319,7 @@ def test_promises_know_when_serving_them_must_begin_property(
             promises.remove(gone[0], gone[1])
     assert promises.latest_begin() == latest(plain)
     ahead = [one for one in plain if one[0] <= time]
-    # The new promise does not affect earlier promises. Those were checked when they were added.
+    # The new promise does not affect earlier promises, which were checked when they were added.
     unaffected = latest(ahead)
     assert min(unaffected, promises.latest_begin_with(time, work)) == latest([*plain, (time, 1 << 40, work)])
 

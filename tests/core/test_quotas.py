@@ -273,8 +273,8 @@ def test_the_tightest_limit_of_each_kind_is_told(time: Time) -> None:
 def restarted(
     time: Time, of: Quotas, after_s: float, *used: Used, keys: tuple[KeyRecord, ...] = ()
 ) -> Quotas:
-    """Take a snapshot at Unix time 5000, and return the quotas that are restored by a restart `after_s`
-    seconds later."""
+    """Take a snapshot at Unix time 5000, and return the quotas as restored by a restart `after_s` seconds
+    later."""
     levels, _ = of.news(5000.0)
     again = quotas(time, *of._policies.tenants.values(), keys=tuple(of._policies.keys.values()))
     again.restore(QuotaState(levels, list(used)), 5000.0 + after_s)

@@ -1,4 +1,4 @@
-"""Property tests of quotas, for reservations, settlements and completed requests in any order. Usage in a
+"""Property tests of quotas, with reservations, settlements and completed requests in any order. Usage in a
 period never exceeds the capacity plus the period's refill, no reservation leaks, and a crash never restores
 used tokens."""
 
@@ -41,7 +41,7 @@ class Ask:
     at: float
     reservation: Reservation
     tokens: int
-    """Number of reserved tokens, and after the settlement, number of charged tokens."""
+    """Number of reserved tokens; after settlement, number of charged tokens."""
     settled: bool = False
 
     def __post_init__(self) -> None:

@@ -33,7 +33,7 @@ def at(seconds: float, requests: list[UnfinishedRequest], alerts: list[Alert] | 
 
 
 def story(seed: int, seconds: int) -> list[Snapshot]:
-    """Return the snapshots of a service whose requests arrive, change their phases, generate tokens and
+    """Return the snapshots of a service with requests that arrive, change their phases, generate tokens and
     end."""
     chance = random.Random(seed)
     requests: list[UnfinishedRequest] = []

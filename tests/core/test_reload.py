@@ -339,7 +339,7 @@ def test_a_change_that_fails_leaves_no_address_open() -> None:
 
 
 class OpeningDoor:
-    """Opens a socket at every reload."""
+    """A listener that opens a socket at every reload."""
 
     def prepare(self, settings: Settings) -> socket.socket:
         self.opened = socket.socket()
@@ -398,8 +398,7 @@ def test_a_reload_during_a_drain_does_not_change_the_drain(make_service: Make) -
     assert "503 model 'm' is draining" in read_answer(service.connect("m 1"))[-1]
     service.admin.resume(ResumeService(model="m"))
     assert read_answer(service.connect("m 1"))[-1] == "front-0 length"
-    # Removing a model ends its drain. A model that is added later under the same name is therefore not
-    # draining.
+    # Removing a model ends its drain, so a model that is later added under the same name is not draining.
     change(service, ('[models.n]\nfolder = "n"\n', ""))
     wait_until(lambda: len(service.pids()) == 2)
     assert service.admin.status().drains == []

@@ -87,7 +87,8 @@ def test_of_two_replicas_the_one_with_more_credit_takes_the_request(service: Sim
 def test_a_prompt_returns_to_the_replica_that_computed_its_beginning_unless_that_is_busier(
     service: SimulatedService, ahead: int, chosen: str
 ) -> None:
-    """With 16 slots, a replica may have two sequences more than another one."""
+    """With 16 slots, the prompt still returns to a replica that has up to two sequences more than the other
+    one."""
     front, replicas = service.new_front(), [service.new_replica(), service.new_replica()]
     read_all(service)
     for replica in replicas:
@@ -411,7 +412,7 @@ def test_a_withdrawn_second_attempt_leaves_the_first_one_to_its_replica(service:
     service.ask(front)
     read_all(service)
     service.hear(front)
-    # The front's channel broke, but the replica is alive and will report the tokens that it has generated.
+    # The front's channel broke, but the replica is alive and will report the tokens that it generated.
     service.ask_again(front, "r0")
     service.settle(front, "r0", 499)
     read_all(service)

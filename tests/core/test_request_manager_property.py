@@ -1,5 +1,6 @@
-"""Property tests of the request manager, for messages in any order and any deaths of fronts and replicas.
-Every request results in exactly one row, every credit is returned, and no quota is exceeded or leaks."""
+"""Property tests of the request manager, with messages in any order and deaths of fronts and replicas at any
+time. Every request results in exactly one row, every credit is returned, and no quota is exceeded or
+leaks."""
 
 from __future__ import annotations
 
@@ -33,8 +34,7 @@ class Steady(Forecast):
 
 
 def looked_up(service: SimulatedService, forecast: Forecast) -> Remaining:
-    """Compute the same value as `TrafficState.remaining`, but by adding up the remaining work of every
-    request."""
+    """Compute the value of `TrafficState.remaining` by adding up the remaining work of every request."""
     unfinished = list(service.requests.state.unfinished())
     queued = [request for request in unfinished if request.queued_at is not None]
     lengths = {request: request.expected_tokens / request.admit.num_seqs for request in unfinished}
@@ -196,7 +196,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.check_quota()
 
     def check_quota(self) -> None:
-        """Check that the quota's usage equals the sum over the rows, less the refill."""
+        """Check that the quota's usage equals the sum over the rows minus the refill."""
         service = self.service
         (usage,) = service.requests.state.quotas.usage("tenant", "t")
         assert [one.used for one in service.requests.state.usage("tenant", "t")] == [usage.used, 0]

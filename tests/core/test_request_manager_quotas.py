@@ -43,7 +43,7 @@ def used(service: SimulatedService) -> tuple[int, int]:
 
 
 def ask_with(service: SimulatedService, front: FakeFront, **changes: object) -> str:
-    """Send a request with the given fields of `Admit` changed."""
+    """Send a request. `fields` replace fields of `Admit`."""
     request_id = service.ask(front)
     front.asks[request_id].admit = msgspec.structs.replace(front.to_core.pop(), **changes)
     front.to_core.append(front.asks[request_id].admit)

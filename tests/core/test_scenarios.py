@@ -27,7 +27,7 @@ LEAST_MET = {
     ("long", "cold"): 0.93,
 }
 """Bounds that are lower than the usual 0.97. A short run consists mostly of the first seconds after its
-event. In that time, deadlines are still promised based on the rates before the event."""
+event, when deadlines are still promised based on the rates before the event."""
 
 
 @pytest.mark.parametrize("event", EVENTS)

@@ -1,4 +1,4 @@
-"""Tests of the links between the front pool, the model manager and the request manager, without processes."""
+"""Tests of how the front pool, the model manager and the request manager work together, without processes."""
 
 from __future__ import annotations
 

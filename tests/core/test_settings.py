@@ -45,7 +45,7 @@ def test_a_file_that_may_not_be_looked_for_is_named(
 ) -> None:
     path = tmp_path / ".config" / "appliance" / "appliance.toml"
 
-    def is_file(self: Path) -> bool:  # simulated, because the test may run as root, who can read everything
+    def is_file(self: Path) -> bool:  # simulated, because the test may run as root, which can read everything
         if self == path:
             raise PermissionError(13, "Permission denied", str(path))
         return False

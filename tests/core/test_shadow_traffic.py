@@ -1,4 +1,4 @@
-"""Tests of copied requests in the request manager, and of the sums of their results."""
+"""Tests of shadow requests (copies) in the request manager, and of the totals of their results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def started(service: SimulatedService) -> tuple[FakeFront, FakeReplica]:
 
 
 def copied(service: SimulatedService, front: FakeFront) -> Admit:
-    """Return the first attempt of a copy. Its identity must have no effect."""
+    """Return the first attempt of a copy. The identity in the copy must have no effect."""
     service.ask(front)
     sent: Admit = front.to_core.pop()
     identity = Identity(tenant="t", highest_class=0, default_class=0)

@@ -1,4 +1,4 @@
-"""Tests that a service's databases are opened together."""
+"""Tests of opening a service's databases together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that a change of policies updates only the tenants that it affects."""
+"""Tests that a change to policies updates only the tenants that it affects."""
 
 from __future__ import annotations
 

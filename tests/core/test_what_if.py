@@ -1,5 +1,5 @@
-"""Tests of the quota what-if. Its predictions are compared with the same load under the new limits, on a
-server with the real request manager and the real scheduler in virtual time."""
+"""Tests of the what-if forecast for quotas. Its predictions are compared with a run of the same load under
+the new limits, on a server with the real request manager and the real scheduler in virtual time."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def past(server: SimulatedServer, one: Asked) -> PastRequest:
 
 
 def given(server: SimulatedServer, changed: float | None) -> ReplayInput:
-    """Return a replay input built from the requests that the server has handled."""
+    """Return the forecast's input, built from the requests that the server has handled."""
     [account] = [replica.account for replica in server.replicas]
     speed = speed_of(account)
     assert speed is not None
@@ -133,7 +133,8 @@ def test_the_service_forecasts_from_its_own_traffic_and_changes_nothing(
     forecast = reader.call(calls.what_if(SetTenant(name="t", tokens_per_day=210.0)))
     [tenant] = [one for one in forecast.tenants if one.tenant == "t"]
     assert (tenant.recorded.admitted, tenant.recorded.over_quota) == (6, 0)
-    # Each request takes 104 tokens, so two of them fit into the limit, which regains no token in this time.
+    # Each request takes 104 tokens, so two of them fit into the limit. In this time, the limit recovers no
+    # token.
     assert tenant.predicted.admitted == 2 and tenant.predicted.over_quota == 4
     [unchanged] = [one for one in service.admin.tenants() if one.name == "t"]
     assert unchanged.quota.tokens_per_minute == 60000.0
