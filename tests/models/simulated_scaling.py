@@ -1,5 +1,4 @@
-"""A model whose replicas are added and removed by the autoscaler, in simulated time, under a recorded
-load."""
+"""A simulated model under a recorded load. The autoscaler adds and removes its replicas in simulated time."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ class SimulatedModel:
     """Replicas with `SLOTS` slots each, and a queue in the order of arrival."""
 
     def __init__(self, rules: ScalingRules, *, load_s: float, seed: int, scales: bool = True) -> None:
-        """With `scales` false, the number of replicas stays at `min_replicas`."""
+        """If `scales` is false, the number of replicas stays at `min_replicas`."""
         self.waits_s: list[float] = []
         self.changes: list[tuple[float, int, str]] = []
         """Time, number of replicas and reason of each change."""

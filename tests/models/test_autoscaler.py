@@ -1,4 +1,4 @@
-"""Tests of the number of replicas that the autoscaler chooses, in simulated time."""
+"""Tests of how many replicas the autoscaler chooses, in simulated time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the control groups of replicas, in a folder that replaces the cgroup file system."""
+"""Tests of the replicas' control groups, in a folder that replaces the cgroup file system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the descriptions that fronts get of a model."""
+"""Tests of the model descriptions that front processes receive."""
 
 from __future__ import annotations
 

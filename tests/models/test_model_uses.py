@@ -1,4 +1,4 @@
-"""Tests of how long a model stays loaded after use by several tenants."""
+"""Tests of how long a model stays loaded after several tenants have used it."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.models.test_operations import SimulatedFronts, SimulatedManager, Worl
 
 
 class Traffic:
-    """The requests for one unit."""
+    """The requests for one unit (a version of a model)."""
 
     def __init__(self) -> None:
         self.running = self.queued = 0
@@ -151,7 +151,7 @@ class Site:
         self.traffic(unit).uses.end(tenant, self.now)
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Advance the clock until the condition is true, for at most 1,000 simulated seconds."""
+        """Advance the clock until the condition is true, by at most 1,000 simulated seconds."""
         end = self.now + 1000
         while not condition():
             assert self.now < end, f"{what} did not happen; history: {self.manager.history}"
@@ -179,7 +179,7 @@ def play(site: Site, scenario: Callable[[], Any]) -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the loop take a step every millisecond, and shorten the time for which failures are remembered."""
+    """Make the loop run every millisecond, and shorten the time for which failures are remembered."""
     monkeypatch.setattr(on_demand, "_POLL_S", 0.001)
     monkeypatch.setattr(on_demand, "_RETRY_S", 1.0)
     monkeypatch.setattr(on_demand, "_host_bytes", lambda settings: dict.fromkeys(settings, 0))

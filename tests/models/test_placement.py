@@ -1,4 +1,4 @@
-"""Tests of the choice of GPUs by free memory, of MIG instances, and of the CPUs near GPUs."""
+"""Tests of how GPUs are chosen by free memory, of MIG instances, and of the CPUs near each GPU."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_free_memory_is_read_when_gpus_are_chosen() -> None:
 
 
 class FakeNvml:
-    """Two GPUs, of which the first is split into two MIG instances."""
+    """Two GPUs. The first is split into two MIG instances."""
 
     NVML_DEVICE_MIG_ENABLE = 1
     NVML_NVLINK_MAX_LINKS = 0

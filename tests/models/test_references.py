@@ -1,4 +1,4 @@
-"""Tests of the search for names of unknown models in the settings and in the registry."""
+"""Tests of the search in the settings and in the registry for references to unknown models."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ SLEPT = MemoryChanged(True, freed_bytes=3 << 20, host_bytes=2 << 20, seconds=0.5
 
 
 class Processes:
-    """The processes of a replica, whose answers the test determines."""
+    """The processes of a replica. The test determines their answers."""
 
     def __init__(self, on_message: Callable[[int, Any], None], on_end: Callable[[str], None]) -> None:
         self._on_message, self._on_end = on_message, on_end
@@ -189,7 +189,7 @@ def test_a_replica_that_dies_while_it_wakes_is_started_again() -> None:
 
 
 class Accounts:
-    """Records the accounts to which requests may be dispatched."""
+    """Records the replica accounts to which requests may be dispatched."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

@@ -1,4 +1,5 @@
-"""Tests of the decision about which models are in memory, with simulated models and a simulated clock."""
+"""Tests of how the service decides which models to keep in memory, with simulated models and a simulated
+clock."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ RESIDENCE_S = 10.0
 
 @dataclass
 class Model:
-    """A simulated model. A request is represented by its remaining run time."""
+    """A simulated model. A request is represented by its run time."""
 
     name: str
     bytes: int = 1
@@ -77,7 +78,7 @@ class Machine:
         self.room, self.load_s = room, load_s
         self.now = 0.0
         self.absences: list[float] = []
-        """For each load, how long requests waited for it."""
+        """For each load, how long requests had been waiting for it."""
         self.waits: list[float] = []
         """Waiting time of each request that began to run."""
         self.loads: list[tuple[float, str]] = []
@@ -85,7 +86,7 @@ class Machine:
         self.most_bytes = 0
 
     def run(self, arrivals: list[tuple[float, str, float]], for_s: float = 0.0) -> None:
-        """Run until all requests have ended, but for at least `for_s`. An arrival consists of a time, a model
+        """Run until all requests have ended, and for at least `for_s`. An arrival consists of a time, a model
         and the request's run time."""
         left, begin = deque(sorted(arrivals)), self.now
         while left or self.now < begin + for_s or any(one.waiting or one.running for one in self.all()):
@@ -158,7 +159,7 @@ class Machine:
 
 
 def longest_wait_s(load_s: float, models: int = 2) -> float:
-    """Return the bound stated in docs/models.md, plus this simulation's ticks."""
+    """Return the bound stated in docs/models.md, plus the time added by this simulation's ticks."""
     turn_s = max(RESIDENCE_S, load_s + MIN_SERVICE_S) + DRAIN_S + UNLOAD_S + load_s
     return (models - 1) * turn_s + DRAIN_S + UNLOAD_S + 10 * models * TICK_S
 

@@ -1,4 +1,4 @@
-"""Tests of the delays before restarts, the circuit breaker, and starts after changed files."""
+"""Tests of the delays before restarts, of the circuit breaker, and of starts after files have changed."""
 
 from __future__ import annotations
 

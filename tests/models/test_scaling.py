@@ -14,7 +14,7 @@ RULES = AutoscalingSettings(cooldown_s=5.0, idle_s=20.0)
 
 
 class World:
-    """Two models, of which only `m` is scaled. Replicas are ready immediately."""
+    """Two models; only `m` is scaled. Replicas are ready immediately."""
 
     def __init__(self) -> None:
         self.now = 0.0

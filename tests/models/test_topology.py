@@ -1,4 +1,5 @@
-"""Tests that GPUs are chosen by how they are linked, using the topology tables of real machines."""
+"""Tests that the choice of GPUs depends on the links between them, using the topology tables of real
+machines."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ PAIRS = topology(
     NV4 SYS SYS X
     """
 )
-"""4 × A100 PCIe, with NVLink bridges between GPUs 0 and 3 and between GPUs 1 and 2."""
+"""4 × A100 PCIe, with one NVLink bridge between GPUs 0 and 3 and another between GPUs 1 and 2."""
 
 NO_PEERS = topology(
     """

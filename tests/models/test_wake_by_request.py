@@ -1,5 +1,5 @@
-"""Tests of requests that wait in a front while the version that they name sleeps. The front's catalog and the
-core's operations are real; the test passes the messages between them."""
+"""Tests of requests that wait in a front process while the version that they name is asleep. The front's
+catalog and the core's operations are real; the test passes the messages between them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IDENTITY = Identity(tenant="acme")
 
 
 class OneFront(SimulatedFronts):
-    """One front. It gets new routes immediately, but confirms routes to a model only when `confirms` is
+    """One front. It receives new routes immediately, but confirms routes to a model only while `confirms` is
     set."""
 
     def __init__(self, site: WaitingSite) -> None:
@@ -80,7 +80,7 @@ class WaitingSite(Site):
         await self.operations.load(self.world.version(1))
 
     async def begin_sleep(self) -> asyncio.Task[None]:
-        """Begin to put version 1 to sleep, and wait until no route leads to it."""
+        """Start putting version 1 to sleep, and wait until no route leads to it."""
         sleeping = asyncio.ensure_future(self.operations.sleep(self.world.version(1), 60.0))
         await self.until(lambda: not self.routing.unit_of("chat"), "the new routes")
         return sleeping
