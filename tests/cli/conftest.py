@@ -80,8 +80,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
 
 
 def on_a_terminal(*words: str, width: int = 80, typed: str = "", **environ: str) -> str:
-    """Return the output of a command whose standard streams are a terminal of this width, on which `typed` is
-    entered."""
+    """Run a command in a terminal of this width, enter `typed`, and return the output."""
     master, slave = os.openpty()
     termios.tcsetwinsize(slave, (40, width))
     process = subprocess.Popen(
@@ -111,8 +110,8 @@ def run_unprivileged_cli(open_folder: Path) -> Run:
     the command reads must be in `open_folder`."""
 
     def run(*words: object) -> Outcome:
-        # First run a command that imports all modules: the other user may not be able to read the
-        # interpreter's own files.
+        # First run a command that imports all modules, because the other user may not be able to read the
+        # interpreter's files.
         source = (
             "import contextlib, io, os, sys; from appliance.cli import main\n"
             "with contextlib.redirect_stdout(io.StringIO()): main()\n"
@@ -179,7 +178,7 @@ def databases(tmp_path: Path) -> Path:
 
 
 def a_row(request_id: str, **fields: object) -> RequestRow:
-    """Return the row of a successful request, with the given fields changed."""
+    """Return the row of a successful request. `fields` replace its fields."""
     known: dict[str, object] = {
         "created_at": 1_790_000_000.0,
         "finished_at": 1_790_000_001.0,
@@ -198,7 +197,7 @@ def a_row(request_id: str, **fields: object) -> RequestRow:
 
 
 def a_status(run_dir: Path) -> Status:
-    """Return the status of a service with one front, one model of two ranks, and one problem."""
+    """Return the status of a service with one front, one model that has two ranks, and one problem."""
     replica = ReplicaStatus(
         name="demo-0",
         state="ready",

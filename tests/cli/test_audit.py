@@ -289,7 +289,7 @@ def test_reading_takes_no_write_rights(state: Path, open_folder: Path, run_unpri
     state = shutil.copytree(state, open_folder / "state")
     state.chmod(0o755)
     if os.geteuid() == 0:
-        # The other user is in the service's group, but only the service's own user may read the key.
+        # The other user is in the service's group, but only the service's user may read the key.
         for file in state.iterdir():
             os.chown(file, -1, 65534)
     for words in (("list",), ("verify",), ("export",)):

@@ -148,8 +148,8 @@ class Terminal:
         os.write(self.fd, text.encode())
 
     def press(self, keys: str, text: str) -> None:
-        """Send the keys repeatedly until `text` appears. One attempt is not enough: a signal that arrives
-        just before a read starts does not interrupt that read."""
+        """Send the keys repeatedly until `text` appears. One attempt is not enough, because a signal that
+        arrives just before a read starts does not interrupt the read."""
         for _ in range(10):
             self.type(keys)
             if self.appears(text, 6.0):
@@ -157,7 +157,7 @@ class Terminal:
         self.wait_for(text)
 
     def wait_for(self, text: str) -> None:
-        """Read until `text` appears. The next call searches only the output that follows `text`."""
+        """Read until `text` appears. The next call searches only the output after `text`."""
         assert self.appears(text, 60.0), f"{text!r} did not appear; the output is {self.seen!r}"
         self.seen = self.seen.partition(text)[2]
 

@@ -1,4 +1,4 @@
-"""Tests of `models fit`, which predicts a model's memory before it is loaded."""
+"""Tests of `models fit`, which predicts how much memory a model needs before it is loaded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_sum_and_the_number_of_sequences_are_told(cli: Run) -> None:
     assert code == 0 and report["fits"] and report["reason"] == ""
     assert report["needed_bytes"] == report["weight_bytes"] + report["workspace_bytes"] + report["kv_bytes"]
     assert report["kv_bytes"] == 100 * report["block_bytes"] and report["kv_tokens"] == 6400
-    # A sequence of 1,024 tokens takes 16 of the 100 blocks, and one of 2,048 tokens takes 32.
+    # A sequence of 1,024 tokens takes 16 of the 100 blocks; a sequence of 2,048 tokens takes 32.
     assert report["sequences"] == [{"tokens": 1024, "sequences": 6}, {"tokens": 2048, "sequences": 3}]
     assert report["usable_bytes"] == int(2 * GIB * 0.95) and report["device"] == "cpu"
 

@@ -1,4 +1,4 @@
-"""Tests of `--help`: the modules that it loads, and the commands and options that it shows."""
+"""Tests of `--help`: which modules it loads, and which commands and options it shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that the commands on the pages for operators exist."""
+"""Tests that the commands on the documentation pages for operators exist."""
 
 from __future__ import annotations
 

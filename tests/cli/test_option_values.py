@@ -56,7 +56,7 @@ EVERY = dict(commands())
 
 
 def required(command: Any, but: Any = None) -> list[str]:
-    """Return the required options and arguments of a command, without those of the parameter `but`."""
+    """Return the required options and arguments of a command, except those for the parameter `but`."""
     words = []
     for parameter in command.params:
         if parameter.required and parameter is not but:
