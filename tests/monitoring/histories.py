@@ -12,11 +12,11 @@ from store.samples import Splitter, TelemetrySample
 
 START = 1_800_000_000.0
 Change = Callable[[int, dict[str, Any]], None]
-"""Changes the tree for one second."""
+"""Changes the tree of measured values for one second."""
 
 
 def quiet_service(models: int = 1, replicas: int = 2) -> dict[str, Any]:
-    """Return the tree of a service that is working normally."""
+    """Return the tree of measured values of a service that is working normally."""
     names = [(f"model-{model}", f"model-{model}-{one}") for model in range(models) for one in range(replicas)]
     return {
         "at": START,

@@ -1,5 +1,5 @@
 """Snapshots of a large service, generated from a seed: 8 GPUs, 20 tenants, 4 models with two replicas each,
-and 500 unfinished requests, of which 25 end per second. `scripts/bench_telemetry` also uses them."""
+and 500 unfinished requests; 25 requests end per second. `scripts/bench_telemetry` also uses them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GPUS, TENANTS, MODELS, FRONTS, REQUESTS, ENDED_PER_S = 8, 20, 4, 4, 500, 25
 
 
 def large_service(at: float, seconds: int) -> Iterator[Snapshot]:
-    """Yield one snapshot per second, whose figures vary like those of a busy service."""
+    """Yield one snapshot per second. The values vary like those of a busy service."""
     state = _State(random.Random(0), at)
     for second in range(seconds):
         state.advance()

@@ -1,4 +1,5 @@
-"""Tests of the evaluation of alert rules: when alerts are raised, when they end, and which are shown."""
+"""Tests of the evaluation of alert rules: when alerts are raised, when they end, and which of them are
+shown."""
 
 from __future__ import annotations
 
@@ -103,7 +104,8 @@ def test_a_trend_predicts_when_the_kv_cache_is_full() -> None:
     assert filling.alert.value is not None and filling.alert.value == pytest.approx(370, abs=20)
     assert filling.alert.what == "the KV cache of model-0-0 will be full in 6 min"
     assert full.alert.rule == "kv-cache-full"
-    # Once the prediction has come true, the full cache is the cause of its alert.
+    # Once the cache is full, the alert about the full cache is the root cause and suppresses the predicted
+    # one.
     assert [one.event for one in found if one.alert.rule == "kv-cache-filling"] == ["raised", "suppressed"]
 
 

@@ -1,5 +1,5 @@
-"""Tests of the figures of GPUs, of limits and of tenants in snapshots. A fake driver takes NVML's place,
-because the machine of the tests may have no GPU."""
+"""Tests of the values for GPUs, limits and tenants in snapshots. A fake driver replaces NVML, because the
+test machine may have no GPU."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from appliance.snapshot import Gpu, GpuProcess
 
 
 class FakeDriver:
-    """The functions of NVML that the reader uses, for two GPUs of which the second reports neither Xid errors
-    nor links."""
+    """The NVML functions that the reader uses, for two GPUs. The second GPU reports neither Xid errors nor
+    links."""
 
     class NVMLError(Exception):
         value = 3

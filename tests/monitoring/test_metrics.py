@@ -1,5 +1,5 @@
-"""Tests of the metrics: their text (parsed by prometheus-client), their agreement with the request rows, and
-their documentation."""
+"""Tests of the metrics: their text (parsed by prometheus-client), their agreement with the rows of the
+request log, and their documentation."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_tenants_beyond_the_bound_are_summed_up_and_nobody_is_lost() -> None:
     assert len(billed) == 201
     assert billed[OTHERS,] == 3 * 300
     assert sum(billed.values()) == 3 * 500
-    # A tenant that already has its own label keeps the label, however busy other tenants are.
+    # A tenant that already has its own label keeps it, however busy other tenants are.
     for _ in range(50):
         metrics.end(row(tenant=names[-1]))
     assert list(metrics.tenants) == names[:200]
