@@ -67,8 +67,8 @@ class FakeServer:
 
     @property
     def capacity(self) -> float:
-        """Throughput that `at_once` permits, in completions per second, calculated from the measured time per
-        completion."""
+        """The maximum throughput with `at_once`, in completions per second, calculated from the measured time
+        per completion."""
         return self._done * (self.behaviour.at_once or 1) / self.busy_s
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:

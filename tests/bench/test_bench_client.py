@@ -1,4 +1,4 @@
-"""Tests that the records of client processes match the known response times of a server."""
+"""Tests that the records of the client processes match the known response times of a server."""
 
 from __future__ import annotations
 

@@ -106,14 +106,14 @@ def test_the_highest_sustainable_rate_is_found(cli: Run, fake: FakeServer, tmp_p
     search = json.loads((tmp_path / "j").read_text())["search"]
     assert outcome.code == 0 and "highest sustained rate" in outcome.out
     rate, arrived = search["best"]["rate"], search["best"]["requests"]
-    # The rate found here depends on the load of the machine. Stricter bounds are checked by the tests with
-    # simulated servers.
+    # The rate found here depends on how busy the machine is. The tests with simulated servers check stricter
+    # bounds.
     assert rate <= 80 * (1 + 2 / arrived**0.5 + 0.1) and fake.capacity <= 80
     assert rate > 0 and search["best"]["goodput"] > 0
     for trial in search["trials"]:
         growing = trial["backlog"]["after"] > trial["backlog"]["allowed"]
         assert growing == any("backlog" in reason for reason in trial["reasons"])
-    # If a rate was tried several times, its last trial counts.
+    # If a rate was tried several times, the last trial counts.
     reasons = {trial["rate"]: trial["reasons"] for trial in search["trials"]}
     failed = [tried for tried in reasons if reasons[tried]]
     assert rate == max(tried for tried in reasons if not reasons[tried])

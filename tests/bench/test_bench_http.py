@@ -37,8 +37,7 @@ class Transport(asyncio.Transport):
 
 
 def received(*pieces: bytes, closes: bool = False) -> tuple[Exchange, Connection]:
-    """Exchange one request whose response arrives in these pieces. Returns the exchange and its
-    connection."""
+    """Send one request, and deliver its response in these pieces. Return the exchange and its connection."""
 
     async def run() -> tuple[Exchange, Connection]:
         connection, exchange = Connection(), Exchange(streamed=True)

@@ -74,7 +74,7 @@ def test_of_an_even_number_of_runs_the_worse_of_the_middle_two_is_shown(
     times = iter(seconds)
 
     def run_load(load: Load, workers: int | None, show: Callable[[RawRun], None]) -> RawRun:
-        """Return a run with one request, whose duration is the next of the given times. No client process is
+        """Return a run with one request that takes the next of the given times. No client process is
         started."""
         return RawRun(START, 1, [record(ended_at=START + next(times))])
 

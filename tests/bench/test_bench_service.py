@@ -1,4 +1,4 @@
-"""Tests of the benchmark on the shipped model: against the real service, and against only the engine."""
+"""Tests of the benchmark on the shipped model, against the real service and against the engine alone."""
 
 from __future__ import annotations
 
