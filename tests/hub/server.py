@@ -44,19 +44,19 @@ class Faults:
     """The faults to inject. By default, there are none."""
 
     close_after_bytes: int | None = None
-    """Close the connection after this many bytes of a file, as many times as given by `times`."""
+    """Close the connection after this many bytes of a file. `times` says how often."""
     times: int = 1
     ignore_ranges: bool = False
     wrong_bytes_of: str = ""
     """The file that is sent with one corrupted byte."""
     status: int | None = None
-    """The status of responses to requests for files, as many times as given by `times`."""
+    """The status of responses to requests for files. `times` says how often."""
     before_piece: Callable[[str, int], None] = lambda path, offset: None
     """Called before each piece of a file is sent."""
 
 
 class HubServer:
-    """Serves repositories on a separate port. Git LFS files are sent from a second port, just as a hub sends
+    """Serves repositories on a separate port. Git LFS files come from a second port, just as a real hub sends
     them from its storage."""
 
     def __init__(self) -> None:
