@@ -1,5 +1,5 @@
 """A pytest plugin that distributes a file's tests over several processes. For example, `-p tests.share
---share 2/3` runs every third test, starting with the second."""
+--share 2/3` runs every third test, starting with the second one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that docs/limits.md matches the code. Each setting and constant has the value stated on the page, and
+"""Tests that docs/limits.md matches the code: each setting and constant has the value stated on the page, and
 each test named on the page exists."""
 
 from __future__ import annotations
