@@ -5,8 +5,8 @@ planned in this order:
 
 0. *Preemption for higher priorities.* If the first waiting sequence lacks blocks, running sequences of
    lower-priority levels are preempted, but only if that frees enough blocks. The youngest sequence of the
-   lowest-priority level is preempted first. If sequences of its level lack slots, sequences of
-   lower-priority classes are preempted, except urgent ones (`engine.levels`).
+   lowest-priority level is preempted first. If it lacks a slot, sequences of lower-priority classes are
+   preempted, and if it is urgent, also sequences of its class that are not urgent (`engine.levels`).
 1. *Decodes.* Every decoding sequence gets one token. If a decode lacks a block, the youngest running
    sequence of the lowest-priority level is preempted: its blocks are freed, and it is recomputed later. The
    oldest sequence of the highest-priority level is never preempted, so the engine always makes progress.
