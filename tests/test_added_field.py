@@ -59,7 +59,7 @@ def test_a_field_added_in_its_one_place_is_everywhere(tree: Path, tmp_path: Path
     service = Service(tmp_path)
     service.state_dir.mkdir(mode=0o700)
     database = service.state_dir / "control.db"
-    before = ControlStore(database)  # Let the unmodified product, without the additional field, write the database.
+    before = ControlStore(database)  # written by the unmodified product
     before.start()
     before.create_tenant(actor="uid:0", name="acme", changes={"weight": 2.0}).result(60)
     before.close()

@@ -181,9 +181,9 @@ class Probes(NamedTuple):
 
 
 def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float) -> list[Load]:
-    """Return requests of random kinds that must not delay these probes, or only by their own prompts: those
-    of P0 in front of a busy tenant's P1. Urgent requests of the probes' class have prompts that are at least
-    twice as long."""
+    """Return requests of random kinds that must not delay these probes. One exception: P0 requests may delay
+    a busy tenant's P1 probes by the time of their own prompts. Urgent requests in the probes' class have
+    prompts at least twice as long as the probes' prompts."""
     classes = {"P0": ("P0", "P1", "P2", "P3"), "light": ("P1", "P1", "P2", "P3"), "busy": ("P2", "P3")}
     loads = []
     for _ in range(draw.randint(1, 12)):

@@ -109,7 +109,7 @@ class Machine:
                     self.absences.append(self.now - model.waiting_since)
                 model.state, model.ready_at = "in", self.now
             elif model.state == "draining" and (not model.running or self.now >= model.changes_at):
-                # Requests that were not finished in time wait again.
+                # Any requests not finished in time wait again.
                 model.waiting.extend((self.now, end - self.now) for end in model.running)
                 model.running, model.state, model.changes_at = [], "unloading", self.now + UNLOAD_S
             elif model.state == "unloading" and self.now >= model.changes_at:
