@@ -1,6 +1,6 @@
-"""An HTTP client for streamed completions, based on httptools. Chunks wake no task: the protocol callback
+"""An HTTP client for streamed completions, based on httptools. Chunks do not wake a task: a protocol callback
 records their arrival times, and the task that sent the request continues only at the end of the response. A
-general-purpose HTTP client uses more CPU time per token than a fast server does."""
+general-purpose HTTP client would use more CPU time per token than a fast server does."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 class Exchange:
-    """A request and the content of its response. `done` resolves at the end of the response or at a
-    failure."""
+    """A request and the content of its response. `done` resolves when the response ends or the request
+    fails."""
 
     def __init__(self, *, streamed: bool) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -66,7 +66,7 @@ class Exchange:
             self.done.set_result(None)
 
     def retry(self) -> None:
-        """Clear a failure, so that the request can be sent again."""
+        """Clear a failure before the request is sent again."""
         self.failure = self.message = ""
         self.done = asyncio.get_running_loop().create_future()
 
@@ -80,7 +80,7 @@ class Exchange:
         now = time.monotonic()
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            # A completion event is one line of JSON after "data:".
+            # Each completion event is one line: "data:" followed by JSON.
             if line.startswith(b"data:"):
                 self._on_event(line[5:].strip(), now)
 
@@ -119,11 +119,10 @@ class Exchange:
         for choice in event.choices:
             if choice.finish_reason is not None:
                 self.ended_at = now
-                # The last chunk contains no token.
+                # A chunk with a finish_reason but no text contains no token.
                 if not choice.text:
                     continue
-            # An empty text without a finish_reason stands for a token whose last character is still
-            # incomplete.
+            # An empty text without a finish_reason stands for a token that ends within a character.
             self.chunks += 1
             if self.first_at is None:
                 self.first_at = now
@@ -141,7 +140,7 @@ class Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self.is_open = False
         self.has_response = False
-        """Whether at least one byte of the response to the last request has arrived."""
+        """Whether any byte of the response to the last request has arrived."""
         self._exchange: Exchange | None = None
         self._has_length = self._ends_at_close = False
 
@@ -193,7 +192,7 @@ class Connection(asyncio.Protocol):
             self._exchange.on_body(self._parser.get_status_code(), data)
 
     def on_message_complete(self) -> None:
-        if self._parser.get_status_code() >= 200:  # interim responses (1xx) are followed by a final one
+        if self._parser.get_status_code() >= 200:  # a final response follows each interim response (1xx)
             self.is_open = self.is_open and self._parser.should_keep_alive()
             self._end()
 
@@ -295,12 +294,13 @@ class Client:
                         )
                     return connection
                 except BlockingIOError:
-                    # The backlog of the Unix socket is full. Try again soon.
+                    # The backlog of the Unix socket is full, so try again soon.
                     await asyncio.sleep(_CONNECT_AGAIN_S)
 
 
 def _check_peer(connection: Connection, uids: frozenset[int]) -> None:
-    """Raise PermissionError, before any data is sent, if another user's process owns the socket."""
+    """Raise PermissionError if an untrusted user's process owns the socket. Called before any data is
+    sent."""
     if not uids:
         return
     try:

@@ -1,5 +1,5 @@
-"""Defines the requests that a client process sends, and the records that it reports. All times are seconds of
-`time.monotonic`, a clock that all processes on a machine share."""
+"""Defines the requests that a client process sends, and the records that it reports. All times are in seconds
+of `time.monotonic`, which is the same clock in all processes on a machine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import random
 import msgspec
 
 STOPPED = "stopped"
-"""Failure kind of requests that were still open when the run reached `Load.stop_after_s`."""
+"""Kind of failure for requests that were still open when the run reached `Load.stop_after_s`."""
 
 
 class Target(msgspec.Struct, frozen=True):
-    """The server that requests are sent to: an address or a Unix socket."""
+    """The server that receives the requests: an address or a Unix socket."""
 
     host: str = ""
     port: int = 0
@@ -50,8 +50,8 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """The requests of one run. With `arrivals`, request i is sent `arrivals[i]` seconds after the start
-    (open loop); otherwise `concurrency` streams send one request after another (closed loop)."""
+    """The requests of one run. With `arrivals`, request i is sent `arrivals[i]` seconds after the start (open
+    loop). Otherwise, `concurrency` streams each send one request after another (closed loop)."""
 
     target: Target
     model: str
@@ -68,7 +68,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 600.0
     """Time limit for each request."""
     stop_after_s: float = math.inf
-    """Time limit for the run, from its start. Requests that are still open at that time are closed and
+    """Time limit for the run, measured from its start. Requests that are still open then are closed and
     counted as stopped."""
 
     @property
@@ -82,8 +82,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return [number for number in range(self.requests) if number % self.streams % workers == worker]
 
     def body(self, number: int) -> bytes:
-        """Return a completion request as bytes. Its prompt is determined by the seed and `number`. No two
-        prompts share a prefix that is long enough for a prefix cache."""
+        """Return a completion request as bytes. The seed and `number` determine its prompt. No two prompts
+        share a prefix that is long enough for a prefix cache."""
         draw = random.Random(f"{self.seed}/{number}")
         body: dict[str, object] = {
             "model": self.model,
@@ -104,7 +104,7 @@ class Record(msgspec.Struct):
     """The measurements of one completed request."""
 
     began_at: float
-    """Time when the request was sent. In open loop, its due time, even if it was sent later."""
+    """Time when the request was sent or, in open loop, was due, even if it was sent later."""
     late_s: float
     """Delay between the time when the request was due and the time when it was sent."""
     ended_at: float
@@ -122,7 +122,7 @@ class Record(msgspec.Struct):
 
     @property
     def chunks(self) -> int:
-        """The number of chunks with tokens."""
+        """Number of chunks that contained tokens."""
         return 0 if self.first_at is None else 1 + len(self.gaps_s)
 
     @property
@@ -139,7 +139,7 @@ class BenchProgress(msgspec.Struct):
     """Requests that have finished since the last report."""
     running: int
     chunks: int
-    """Chunks received since the start."""
+    """Number of chunks received since the start."""
     cpu_share: float
     """CPU time of the client process divided by elapsed time."""
     is_done: bool

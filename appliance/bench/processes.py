@@ -14,8 +14,8 @@ from appliance.bench.load import BenchProgress, Load, Record
 from engine.client import module_command, module_environment
 
 START_DELAY_S = 0.05
-"""Delay between the announcement of the start and the start itself, so that all client processes start at the
-same time."""
+"""Time in seconds between the announcement of the start time and the start, which lets all client processes
+start together."""
 
 
 class BenchError(Exception):
@@ -24,7 +24,7 @@ class BenchError(Exception):
 
 @dataclass(slots=True)
 class RawRun:
-    """The records of a run, both while it is in progress and afterwards."""
+    """The records of a run, which may still be in progress."""
 
     started_at: float
     workers: int

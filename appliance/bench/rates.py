@@ -1,10 +1,11 @@
-"""Open-loop runs: requests that arrive at a given rate, the test of whether a server sustains that rate, and
-the search for the highest sustained rate.
+"""Open-loop runs, in which requests arrive at a given rate. Decides whether a server sustains a rate, and
+searches for the highest sustained rate.
 
 Arrivals form a Poisson process, like requests from many independent users. They do not depend on whether the
-server keeps up, and a request's times are measured from the time when it was due. A rate is sustainable if
-response times do not keep growing (Karimov et al., "Benchmarking Distributed Stream Data Processing Systems",
-ICDE 2018). The percentiles of a short trial are not enough, because they can be low while the backlog grows.
+server keeps up, and all times of a request are measured from the time when it was due. A rate is sustainable
+if response times do not keep growing (Karimov et al., "Benchmarking Distributed Stream Data Processing
+Systems", ICDE 2018). The percentiles of a short trial are not sufficient, because they can be low although
+the backlog grows.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from appliance.bench.load import STOPPED
 from appliance.bench.results import Backlog, RequestTimes, Run, Slo, percentile
 
 SATURATED = 0.8
-"""CPU share of the busiest client process above which the client may be the bottleneck."""
+"""If the busiest client process has a higher CPU share than this, the client may be the bottleneck."""
 LATE_MS = 20.0
 """Maximum delay between the time when a request was due and the time when it was sent. In a run with longer
 delays, the client may be the bottleneck."""
 MAX_REQUESTS = 2_000_000
-"""Maximum number of requests in one run. It is limited because all records of a run are kept in memory."""
+"""Maximum number of requests in one run. The number is limited because all records of a run are kept in
+memory."""
 RESPONSE_SHARE = 0.5
 """Maximum response time, as a fraction of a trial's duration. With longer response times, a trial ends before
 it reaches a steady state."""
@@ -46,7 +48,7 @@ class Search(msgspec.Struct, kw_only=True):
     """The trial with the highest sustained rate."""
     trials: list[Run]
     note: str
-    """The reason why the search ended before the exact rate was found; empty otherwise."""
+    """The reason why the search ended before it found the exact rate; empty if it found the rate."""
 
 
 class UnsettledError(Exception):
@@ -55,29 +57,29 @@ class UnsettledError(Exception):
 
 
 def requests_at(rate: float, duration_s: float) -> int:
-    """Return the mean number of requests that arrive within `duration_s`, at least one."""
+    """Return the mean number of requests that arrive within `duration_s`, but at least one."""
     return max(1, round(rate * duration_s))
 
 
 def poisson_arrivals(requests: int, duration_s: float, seed: str) -> tuple[float, ...]:
     """Return the times of `requests` Poisson arrivals within `duration_s`, sorted.
 
-    For a fixed number of requests, Poisson arrivals are independent and uniformly distributed. A random
-    number of requests would change the rate: by 10 % (one standard deviation) for 100 requests.
+    For a fixed number of requests, Poisson arrivals are independent and uniformly distributed. If the number
+    of requests were random too, the rate would vary: for 100 requests, its standard deviation would be 10 %.
     """
     draw = random.Random(f"{seed}/arrivals")
     return tuple(sorted(draw.uniform(0.0, duration_s) for _ in range(requests)))
 
 
 def backlog(requests: Sequence[RequestTimes], duration_s: float) -> Backlog:
-    """Return the backlog of a run whose requests arrived over `duration_s`.
+    """Return the backlog of a run in which requests arrived over `duration_s`.
 
-    A server that keeps up finishes each request about one response time after it arrived. Requests that stay
-    open longer form the backlog. If a server can handle a fraction 1 − d of the load, the backlog grows to
-    about a fraction d of all requests.
+    A server that keeps up finishes each request about one response time after its arrival. Requests that stay
+    open longer form the backlog. If a server can handle only a fraction 1 − d of the load, the backlog grows
+    to about a fraction d of all requests.
 
-    The number of Poisson arrivals has a standard deviation equal to the square root of its mean. A backlog of
-    up to half that value is allowed; servers at up to 90 % of their capacity rarely reach it.
+    The number of Poisson arrivals has a standard deviation of the square root of its mean. A backlog of up to
+    half that value is allowed; servers that run at up to 90 % of their capacity rarely reach it.
 
     The response time is measured in the first quarter of the run, before a backlog can affect it. It is the
     90th percentile, or the fastest response if the percentile exceeds RESPONSE_SHARE of the duration.
@@ -115,7 +117,7 @@ def judge(run: Run, slo: Slo, duration_s: float) -> list[str]:
     if run.succeeded and run.ttft_ms is None:
         reasons.append("no answer contained a token")
     elif (limit := slo.ttft_p99_ms) is not None:
-        # A stopped request may have received its first token. A failed request counts as infinitely late.
+        # A stopped request may have received its first token. Count a failed request as infinitely late.
         waits = sorted(
             math.inf if one.ttft_ms is None or (one.failure and one.failure != STOPPED) else one.ttft_ms
             for one in run.per_request
@@ -141,21 +143,21 @@ def is_client_limited(run: Run) -> bool:
 
 
 def resolution(run: Run, duration_s: float) -> float:
-    """Return the fraction by which a rate may exceed the server's capacity and still be counted as sustained.
-    It is above 0 because arrivals are random (0.2 for 100 requests, 0.05 for 1,600) and response times
-    vary."""
+    """Return the fraction by which a rate may exceed the server's capacity and still count as sustained. It
+    is above 0 because arrivals are random (which contributes 0.2 for 100 requests and 0.05 for 1,600
+    requests) and because response times vary."""
     spread = run.e2e_ms
     uneven_s = 0.0 if spread is None else (spread.p90 - spread.p50) / 1000
     return 2 / math.sqrt(run.requests) + uneven_s / duration_s
 
 
 def find_rate(attempt: Callable[[int], Run], first: int) -> Search:
-    """Search for the highest sustained number of requests per trial. Starting at `first`, the number is
-    doubled (or halved) until the result lies between two numbers. The interval between them is then bisected.
-    A trial that failed without being stopped is repeated once, so that a short disturbance on the machine
-    does not decide the result.
+    """Search for the highest sustained number of requests per trial. Starting at `first`, double (or halve)
+    the number until the result lies between two numbers, and then bisect the interval between them. A trial
+    that fails without being stopped is repeated once, because a short disturbance on the machine must not
+    decide the result.
 
-    `attempt` runs a trial, and raises UnsettledError if further trials are pointless.
+    `attempt` runs a trial. It raises UnsettledError if further trials would be pointless.
     """
     trials: list[Run] = []
     best: Run | None = None

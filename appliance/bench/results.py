@@ -1,4 +1,4 @@
-"""The statistics of a run, in one structure that is printed, evaluated and written as JSON."""
+"""The statistics of a run, in one structure that can be printed, evaluated and written as JSON."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Slo(msgspec.Struct, frozen=True):
         return self.ttft_p99_ms is not None or self.itl_p99_ms is not None
 
     def allows(self, record: Record) -> bool:
-        """Return whether a request succeeded within the limits. The ITL limit applies to the request's mean
-        time between chunks, because a single request has too few chunks for a 99th percentile."""
+        """Return whether a request succeeded within the limits. The ITL limit applies to the mean time
+        between a request's chunks, because a single request has too few chunks for a 99th percentile."""
         if record.failure or record.first_at is None:
             return False
         if self.ttft_p99_ms is not None and 1000 * (record.first_at - record.began_at) > self.ttft_p99_ms:
@@ -63,11 +63,11 @@ class RequestTimes(msgspec.Struct):
 
 
 class Backlog(msgspec.Struct):
-    """Requests that were open for longer than a typical response takes, counted at two points in an open-loop
-    run."""
+    """The number of requests that were open for longer than a typical response takes, counted at two points
+    of an open-loop run."""
 
     response_s: float
-    """Typical response time; infinite if responses take too long for the run to show a backlog."""
+    """Typical response time; infinite if responses take so long that the run cannot show a backlog."""
     before: int
     """Number of requests in the backlog halfway through the arrivals."""
     after: int
@@ -89,22 +89,22 @@ class Backlog(msgspec.Struct):
 
 class Run(msgspec.Struct, kw_only=True):
     """The statistics of one run. Percentiles are None if nothing was measured. The TTFT, ITL, TPOT and E2E
-    percentiles and the numbers of tokens and chunks cover only requests that succeeded."""
+    percentiles and the token and chunk counts cover only requests that succeeded."""
 
     requests: int
     seconds: float
-    """Time from the start until the last request finished. In open loop, this is at least the duration of the
-    arrivals."""
+    """Time from the start of the run until the last request finished. In open loop, it is at least the
+    duration of the arrivals."""
     rate: float | None
-    """In open loop, the number of requests that arrive per second."""
+    """Number of requests that arrive per second; None in closed loop."""
     succeeded: int
     unfinished: int
-    """Requests that were open when the run was stopped."""
+    """Number of requests that were still open when the run was stopped."""
     failures: dict[str, Failures]
     output_tokens: int
     prompt_tokens: int
     tokens_counted_by_client: bool
-    """Whether some responses had no usage field, so that each of their chunks was counted as one token."""
+    """Whether some responses had no usage field. In that case, each of their chunks counts as one token."""
     chunks: int
     short_answers: int
     """Number of requests that succeeded with fewer tokens than requested."""
@@ -112,7 +112,7 @@ class Run(msgspec.Struct, kw_only=True):
     prompt_tok_s: float
     requests_s: float
     goodput: float | None
-    """Number of requests per second that met the limits; None without limits."""
+    """Number of requests per second that met the limits; None if there are no limits."""
     ttft_ms: Percentiles | None
     itl_ms: Percentiles | None
     """Times between consecutive chunks."""
@@ -130,7 +130,7 @@ class Run(msgspec.Struct, kw_only=True):
     per_request: list[RequestTimes] = []
 
     def metric(self, name: str) -> float | None:
-        """Return the value of a workload's metric; None if nothing was measured."""
+        """Return the value of a metric by its name in `Workload.metric`; None if nothing was measured."""
         if name in ("p99_ms", "ms"):
             if self.e2e_ms is None:
                 return None
@@ -152,7 +152,8 @@ def percentiles(values: Sequence[float]) -> Percentiles | None:
 
 
 def summarize(raw: RawRun, load: Load, slo: Slo, duration_s: float = 0.0) -> Run:
-    """Return the statistics of a run. In open loop, the requests arrived over `duration_s`."""
+    """Return the statistics of a run. In open loop, `duration_s` is the time over which the requests
+    arrived."""
     records = sorted(raw.records, key=lambda record: record.began_at)
     good = [record for record in records if not record.failure]
     failures: dict[str, Failures] = {}

@@ -1,4 +1,4 @@
-"""Checks made before a run: the server's address, model, token ids and response."""
+"""Checks the server before a run: its address, model, valid token ids and response."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from appliance.bench.workloads import Shape
 
 _ANSWER_S = 30.0
 _SAFE_VOCAB_SIZE = 1000
-"""Vocabulary size that is assumed if the server reports none. Every model in common use has at least this
+"""Vocabulary size that is assumed if it cannot be determined. Every model in common use has at least this
 many tokens."""
 _SAMPLE = "".join(chr(code) for code in (*range(32, 127), *range(0xA1, 0x17F), *range(0x391, 0x3CA))) + (
     " The quick brown fox jumps over the lazy dog; international organisations nevertheless reconsidered "
@@ -26,7 +26,7 @@ _SAMPLE = "".join(chr(code) for code in (*range(32, 127), *range(0xA1, 0x17F), *
 
 
 class Server(msgspec.Struct, frozen=True):
-    """A server that has answered the checks, and its properties."""
+    """A server that has passed the checks, and its properties."""
 
     target: Target
     model: str
@@ -48,8 +48,8 @@ class Server(msgspec.Struct, frozen=True):
 
 
 def parse_url(base_url: str, api_key: str | None) -> Target:
-    """Return the target for a URL as given to the `openai` client (`/v1` is added if it has no path). Raises
-    BenchError."""
+    """Return the target for a base URL in the form that the `openai` client takes. `/v1` is added if the URL
+    has no path. Raises BenchError."""
     url = urlsplit(base_url)
     try:
         port = url.port
@@ -74,7 +74,7 @@ def socket_target(
     path: str, api_key: str | None = None, trusted_uids: frozenset[int] = frozenset()
 ) -> Target:
     """Return the target for a Unix socket. Raises BenchError."""
-    # The path is kept as given, because a relative path may fit into the length limit when the absolute path
+    # Keep the path as given, because a relative path may fit into the length limit even if the absolute path
     # does not.
     if len(path.encode()) > 107:
         raise BenchError(f"--socket {path!r} is too long: a socket path can have at most 107 bytes")
@@ -164,8 +164,8 @@ async def _vocab_size(client: Client, document: dict[str, Any], model: str) -> t
 
 
 async def _try(client: Client, server: Server) -> None:
-    """Send one request with the same shape as the run's requests, so that a problem is reported once, before
-    the run starts."""
+    """Send one request with the same shape as the run's requests. A problem is then reported once, before the
+    run starts."""
     load = Load(
         target=server.target,
         model=server.model,

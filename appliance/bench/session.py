@@ -27,18 +27,18 @@ from appliance.bench.workloads import Shape, Workload
 REQUEST_TIMEOUT_S = 600.0
 _MAX_WARM_UP = 8
 _SETTLE_S = 60.0
-"""After a failed trial, the server must answer a test request within this time, or within a trial's duration
-if that is longer. Otherwise the search is given up."""
+"""After a failed trial, the server must answer a test request within this many seconds, or within a trial's
+duration if that is longer. Otherwise, the search is given up."""
 
 
 class Show(Protocol):
-    """Shows the progress of a run. Called with None when the run ends."""
+    """Displays the progress of a run. Called with None when the run ends."""
 
     def __call__(self, title: str, load: Load, raw: RawRun | None) -> None: ...
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """A workload or a rate, with the results of all its runs."""
+    """The results of all runs of a workload or rate."""
 
     name: str
     description: str
@@ -51,8 +51,8 @@ class Result(msgspec.Struct, kw_only=True):
 
     @property
     def typical(self) -> Run:
-        """The run with the median metric. For an even number of runs, this is the worse of the two middle
-        runs."""
+        """The run with the median value of the metric. For an even number of runs, this is the worse of the
+        two middle runs."""
         measured = [run for run in self.runs if run.metric(self.metric) is not None]
         if not measured:
             return self.runs[0]
@@ -105,8 +105,8 @@ class Session:
         )
 
     def open(self, shape: Shape, rate: float, duration_s: float, runs: int = 1) -> Result:
-        """Send requests at `rate` per second for `duration_s` and wait for all responses. This is done `runs`
-        times, after a warm-up. Raises BenchError."""
+        """After a warm-up, run `runs` times: send requests at `rate` per second for `duration_s`, and wait
+        for all responses. Raises BenchError."""
         requests = requests_at(rate, duration_s)
         self._warm_up(shape, requests)
         measured = [
@@ -143,8 +143,8 @@ class Session:
         return found, _open_result("find-rate", shape, found.best.rate, duration_s, [found.best])
 
     def _settle(self, shape: Shape, duration_s: float) -> None:
-        """Wait until a request is answered, so that requests from the last trial do not slow down the next
-        one."""
+        """Wait until the server answers a test request. Otherwise, requests left from the last trial would
+        slow down the next one."""
         limit_s = max(_SETTLE_S, duration_s)
         run = self._run("settling", shape, 1, concurrency=1, timeout_s=limit_s)
         if "timeout" in run.failures:
@@ -155,7 +155,7 @@ class Session:
             )
 
     def _warm_up(self, shape: Shape, streams: int) -> None:
-        """Send a few requests that are not measured, so that the first run does not include compilation."""
+        """Send a few requests that are not measured. Otherwise, the first run might include compilation."""
         if self._warms_up:
             few = min(streams, _MAX_WARM_UP)
             self._run("warm-up", shape, few, concurrency=few)
@@ -173,7 +173,7 @@ class Session:
     ) -> Run:
         self._server.check_length(shape)
         self._runs += 1
-        seed = f"{self._seed}/{self._runs}"  # a new seed for each run, so that no prompt is in a prefix cache
+        seed = f"{self._seed}/{self._runs}"  # a new seed for each run avoids hits in a prefix cache
         load = Load(
             target=self._server.target,
             model=self._server.model,

@@ -1,5 +1,5 @@
 """A client process, started as `python -m appliance.bench.worker FD`. It receives a load over the pipe FD,
-reports when it is ready, receives the start time, sends its share of the requests and reports the results."""
+reports that it is ready, receives the start time, sends its share of the requests and reports the results."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from appliance.bench.load import STOPPED, BenchProgress, Load, Record
 PROGRESS_S = 0.2
 _MAX_PREPARED = 4096
 _MAX_PREPARED_TOKENS = 16 << 20
-"""Maximum number of tokens in the requests that are encoded before the start (about six bytes per token).
-Later requests are encoded just before they are sent."""
+"""Maximum number of tokens in requests that are encoded before the start (about six bytes per token). The
+remaining requests are encoded just before they are sent."""
 
 
 class Sender:
@@ -79,7 +79,7 @@ class Sender:
         async with asyncio.TaskGroup() as streams:
             for number in self._numbers:
                 body, due_at = self._body(number), start + self._load.arrivals[number]
-                await asyncio.sleep(0)  # let the event loop read received chunks even if the client is late
+                await asyncio.sleep(0)  # let the event loop read received chunks even if sending is late
                 while (wait := due_at - time.monotonic()) > 0:
                     await asyncio.sleep(wait)
                 streams.create_task(self._send(client, body, due_at))
@@ -89,7 +89,7 @@ class Sender:
         self._running.add(exchange)
         try:
             record = await client.complete(body, exchange, due_at)
-            # `self._records` is read after the await, because `report` may have replaced the list
+            # read `self._records` after the await, because `report` may have replaced the list
             self._records.append(record)
         except asyncio.CancelledError:
             self._records.append(Record(due_at, 0.0, time.monotonic(), exchange.first_at, failure=STOPPED))

@@ -1,5 +1,5 @@
 """The named workloads. Workloads that also exist in `engine.bench` have the same names, numbers and metrics
-here. They are repeated because this package does not import the engine's benchmark; a test compares them.
+here. They are repeated because this package must not import the engine's benchmark; a test compares them.
 Workloads with `http` in their name exist only here."""
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A request with `prompt_tokens` random tokens that generates exactly `output_tokens` tokens."""
+    """A request with a prompt of `prompt_tokens` random tokens, for which exactly `output_tokens` tokens are
+    generated."""
 
     prompt_tokens: int
     output_tokens: int
@@ -23,14 +24,14 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A total of `requests` requests with one shape, of which at most `concurrency` run at the same time."""
+    """Sends `requests` requests of one shape, at most `concurrency` of them at the same time."""
 
     requests: int
     concurrency: int
     shape: Shape
     metric: str = "output_tok_s"
-    """One of "output_tok_s" and "prompt_tok_s" (tokens divided by total time), "p99_ms" (99th percentile of
-    the end-to-end time) and "ms" (its median)."""
+    """"output_tok_s" or "prompt_tok_s" (tokens divided by total time), "p99_ms" (99th percentile of the
+    end-to-end time), or "ms" (median of the end-to-end time)."""
 
     @property
     def unit(self) -> str:

@@ -1,6 +1,6 @@
 """Renders chat messages to a prompt with the model's own Jinja2 template, in a sandbox.
 
-The sandbox limits neither time nor memory, so a front renders templates in a separate process
+The sandbox limits neither time nor memory, so a front process renders templates in a separate child process
 (`appliance.text.template_process`).
 """
 
@@ -45,7 +45,7 @@ class ChatTemplate:
         - `sources`: template texts by name. Empty for a model without templates.
         - `special_tokens`: texts by name, as templates use them (`bos_token`).
 
-        Raises `ChatTemplateError` for a template that does not compile.
+        Raises `ChatTemplateError` if a template does not compile.
         """
         self._special_tokens = dict(special_tokens)
         self._max_characters = max_characters
@@ -55,7 +55,7 @@ class ChatTemplate:
             try:
                 self._templates[name] = environment.from_string(source)
             except Exception as error:
-                # For a hostile source, Jinja2 and Python's compiler can raise any exception.
+                # If the source is hostile, Jinja2 and Python's compiler can raise any exception.
                 reason = _for_client(f"{type(error).__name__}: {error}")
                 raise ChatTemplateError(f"chat template {name!r} is not valid Jinja2 ({reason})") from error
 
@@ -72,8 +72,8 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt's text. The template writes BOS, so encode the text without special tokens.
 
-        `messages` and `variables` (additional template variables) are plain JSON values. The template reads
-        them as data, never as template text. Raises `NoChatTemplateError`. Raises `ChatTemplateError` if the
+        `messages` and `variables` (additional template variables) are plain JSON values. The template treats
+        them as data, never as template text. Raises `NoChatTemplateError`, and `ChatTemplateError` if the
         template rejects the messages, fails on them, or exceeds the limits.
         """
         template = self._default()
@@ -100,8 +100,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ChatTemplateError(_for_client(str(error) or type(error).__name__)) from error
         except Exception as error:
-            # An error in the template must cause only this request to be refused; the front must keep
-            # working.
+            # If the template fails, refuse only this request; the front process must keep working.
             raise ChatTemplateError(
                 _for_client(
                     f"the chat template cannot render these messages: {type(error).__name__}: {error}"
@@ -124,8 +123,8 @@ class ChatTemplate:
 
 
 def _for_client(message: str) -> str:
-    """Shorten an error message, which may quote a text of any length, and replace characters that cannot be
-    encoded."""
+    """Shorten an error message, because it may quote a text of any length, and replace characters that cannot
+    be encoded."""
     return message[:_MAX_ERROR_CHARACTERS].encode("utf-8", "replace").decode()
 
 
@@ -143,8 +142,8 @@ def _environment(max_characters: int) -> ImmutableSandboxedEnvironment:
 
 
 class _BoundedSandbox(ImmutableSandboxedEnvironment):
-    """Limits the operators that can produce large results from small operands. `render` limits the size of
-    the output."""
+    """Limits operators that can produce large results from small operands. `render` limits the size of the
+    output."""
 
     intercepted_binops = frozenset(["*", "**"])
     max_characters = MAX_RENDERED_CHARACTERS
@@ -165,7 +164,7 @@ class _BoundedSandbox(ImmutableSandboxedEnvironment):
 
 
 class _PlainNamespace(jinja2.utils.Namespace):
-    """The `namespace(…)` function of templates, which refuses attributes that have a special meaning in
+    """The `namespace(…)` function of templates, without access to attributes that have a special meaning in
     Python."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -207,8 +206,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Encode a value as JSON without escaping HTML. Jinja2's own `tojson` filter escapes HTML, and models
-    were not trained on escaped text."""
+    """Encode a value as JSON without escaping HTML. Jinja2's `tojson` filter escapes HTML, but models were
+    not trained on escaped text."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,21 +1,22 @@
 """Keeps control tokens out of client text: in a conversation, only the template can produce control tokens.
 
-In a chat template, `<|end|>` ends a message. If the same characters occur inside a message, they are user
-text and must not end it. In the rendered string, the two cases cannot be distinguished. Therefore:
+In a chat template, `<|end|>` ends a message. If the same characters occur in a message, they are user text
+and must not end the message. In the rendered string, the two cases cannot be distinguished. Conversations are
+therefore encoded in three steps:
 
 1. Before rendering, a `Shield` replaces each special token's text in the client's texts with a placeholder.
    Placeholders are random digits, drawn for each request, because no template filter changes digits.
 2. After rendering, all special tokens in the text come from the template. They are replaced with secret
-   names, and the placeholders are replaced with the client's text.
+   names, and the placeholders are replaced with the client's original text.
 3. The text is encoded in one pass with a copy of the tokenizer, in which the special tokens have these secret
-   names. All other text is therefore encoded as by the original tokenizer, whatever its normalizer and
-   pre-tokenizer.
+   names. The copy encodes all other text in the same way as the original tokenizer, whatever its normalizer
+   and pre-tokenizer.
 
 A conversation that does not contain the text of a special token skips these steps and is encoded as in
 transformers.
 
-Two cases are not covered. First, a template may split a message, or join it to its own text, so that the
-parts form a special token. Second, the copy cannot be made if a vocabulary's merges combine ordinary tokens
+Two cases are not covered. First, a template may split a message or join it to other text, and the resulting
+text may form a special token. Second, no copy can be made if a vocabulary's merges combine ordinary tokens
 into a special token. Special tokens in messages then act as control tokens, as in transformers, and a warning
 is logged once.
 """
@@ -40,7 +41,7 @@ _STEP_CHARACTERS = 16 * _WINDOW_CHARACTERS
 _NONCE_DIGITS = 20
 _INDEX_DIGITS = 5
 _NAME_EDGE = "\U00100000"
-"""A private-use character. Normalizers do not change it, and pre-tokenizers split the text at it."""
+"""A private-use character, which normalizers do not change and at which pre-tokenizers split the text."""
 
 
 class ControlTokens:
@@ -54,7 +55,7 @@ class ControlTokens:
         self._longest = max(map(len, self._texts), default=0)
         self._beginnings = sorted({text[:2] for text in self._texts})
         self._copy: _RenamedCopy | None = None
-        # The copy is made in advance, because reading a large vocabulary holds the GIL for a second.
+        # Make the copy in advance, because reading a large vocabulary holds the GIL for a second.
         try:
             self._copy = _RenamedCopy(backend, self._texts)
         except Exception as error:  # The Rust extension raises plain `Exception`.
@@ -69,7 +70,7 @@ class ControlTokens:
 
     def occurs_in(self, text: str) -> Generator[None, None, bool]:
         """Return whether a special token's text occurs in `text`. Yields between steps."""
-        # Searching for two characters is fast and rules out nearly all texts.
+        # Searching for two characters is fast, and nearly all texts contain neither.
         if not any(beginning in text for beginning in self._beginnings):
             return False
         for begin in range(0, len(text), _WINDOW_CHARACTERS):
@@ -80,8 +81,8 @@ class ControlTokens:
         return False
 
     def replace_in(self, text: str, names: Mapping[str, str]) -> Generator[None, None, str]:
-        """Replace each special token's text in `text` with its entry in `names`, incrementally, yielding
-        between steps."""
+        """Replace each special token's text in `text` with its entry in `names`. Works in steps and yields
+        between them."""
         pieces: list[str] = []
         begin = window = 0
         while window < len(text):
@@ -114,8 +115,8 @@ class ControlTokens:
         max_tokens: int | None = None,
         longest_token_bytes: int | None = None,
     ) -> Steps:
-        """Encode a rendered text and return its token ids. Special tokens that the shield has hidden are
-        encoded as plain text."""
+        """Encode a rendered text and return its token ids. Special tokens hidden by the shield are encoded as
+        plain text."""
         encoder = self._encoder
         if self._copy is not None:
             text = yield from self.replace_in(text, self._copy.names)
@@ -139,7 +140,7 @@ class Shield:
 
     @property
     def used(self) -> bool:
-        """Whether anything was hidden."""
+        """Whether anything has been hidden."""
         return bool(self._placeholders)
 
     def hide(self, value: Any) -> Generator[None, None, Any]:
@@ -173,7 +174,7 @@ class Shield:
         return (yield from self._control.replace_in(text, self._placeholders))
 
     def restore(self, text: str) -> str:
-        """Return `text` with each placeholder replaced by the text that it hides."""
+        """Return `text` with each placeholder replaced with the text that it hides."""
         if self._pattern is None:
             return text
         texts = self._control.texts

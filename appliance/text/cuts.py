@@ -1,5 +1,5 @@
-"""Splits texts at positions where encoding the pieces gives the same token ids as encoding the whole text.
-Also determines the maximum length of a token.
+"""Splits texts at positions (cuts) where encoding the pieces gives the same token ids as encoding the whole
+text. Also determines the maximum length of a token.
 
 Both are derived from a tokenizer's components: added tokens, normalizer and pre-tokenizer. If no such
 positions can be derived, texts are encoded without splitting.
@@ -22,7 +22,7 @@ tokenizer)."""
 _WINDOW_CHARACTERS = 16_384
 _SAFE_LETTER = "A-Za-z0-9一-龥ぁ-ゖァ-ヺ가-힣"
 _CUT = re.compile(rf"\w |[{_SAFE_LETTER}][\n.,;!?、。，；！？]")
-"""Matches two characters between which a text can be cut."""
+"""Matches pairs of characters between which a text can be cut."""
 
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -41,11 +41,11 @@ _SAFE_ALTERNATIVES = frozenset(
         *(r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+"),
     ]
 )
-r"""The alternatives in the regular expressions of GPT-2, Llama 3, Qwen 2, o200k and Tekken. C represents a
-contraction.
+r"""The alternatives in the pre-tokenizer regular expressions of GPT-2, Llama 3, Qwen 2, o200k and Tekken. C
+represents a contraction.
 
-For all of them, a match begins at every cut, and the matches on one side of a cut do not depend on the other
-side. The reasons are:
+With all of them, a match begins at every cut, and the matches on one side of a cut do not depend on the text
+on the other side. The reasons are:
 
 - No match contains a non-space character followed by a space, or a letter or digit followed by one of the
   other characters in `_CUT`.
@@ -90,8 +90,8 @@ def last_cut(text: str) -> int:
 
 
 def longest_token_bytes(backend: tokenizers.Tokenizer, table: TokenTable | None) -> int | None:
-    """Return the maximum number of bytes of text that one token can represent, or None if that is not
-    known."""
+    """Return the maximum number of bytes of text that one token can represent, or None if the number is
+    unknown."""
     added = backend.get_added_tokens_decoder().values()
     if table is None or any(token.lstrip or token.rstrip for token in added):
         return None
@@ -108,7 +108,7 @@ def longest_token_bytes(backend: tokenizers.Tokenizer, table: TokenTable | None)
             and len({data for data in table.raw if len(data) == 1}) == 256
         )
     if not complete:
-        # The tokenizer may drop characters, or map any number of them to one unknown token.
+        # The tokenizer may drop characters, or map any number of characters to one unknown token.
         return None
     shrinking = 1
     for step in component_steps(backend.normalizer, "normalizers"):

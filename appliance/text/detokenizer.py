@@ -1,5 +1,5 @@
-"""Converts a stream of token ids to text and emits only complete characters. This code determines most of the
-front's CPU time per token."""
+"""Converts a stream of token ids to text and emits only complete characters. A front process spends most of
+its CPU time per token in this code."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from appliance.text.token_table import TokenTable
 REPLACEMENT = "\ufffd"
 
 # Maximum number of tokens held back while a stream ends in U+FFFD. No character has more than a few tokens,
-# so after more tokens the character is invalid rather than incomplete. It is then emitted, so that memory and
-# time per token stay bounded.
+# so after this many tokens, the character is invalid rather than incomplete. It is then emitted, which keeps
+# the memory and the time per token bounded.
 _MAX_HELD_TOKENS = 32
 
 
@@ -24,7 +24,7 @@ class Detokenizer(Protocol):
     `tokenizers`."""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Return the text that these tokens complete, or "" while a character is incomplete."""
+        """Return the text that these tokens complete; "" while a character is incomplete."""
 
     def finish(self) -> str:
         """Return U+FFFD for a character that is still incomplete at the end of the stream, otherwise "". Call
@@ -32,8 +32,8 @@ class Detokenizer(Protocol):
 
 
 class TableDetokenizer:
-    """Detokenizes by table lookup, and uses an incremental UTF-8 decoder only where tokens split a
-    character."""
+    """Detokenizes by table lookup. Uses an incremental UTF-8 decoder only where a character is split over
+    several tokens."""
 
     __slots__ = ("_bad_byte_each", "_entries", "_leading_strip", "_pending")
 
@@ -93,7 +93,7 @@ class TableDetokenizer:
 
     def _strip(self, text: str) -> str:
         spaces = min(self._leading_strip, len(text) - len(text.lstrip(" ")))
-        # If the stream has produced only spaces so far, also drop leading spaces of the next text.
+        # If the stream has produced only spaces so far, also drop the leading spaces of the next text.
         self._leading_strip = self._leading_strip - spaces if spaces == len(text) else 0
         return text[spaces:]
 
@@ -101,9 +101,9 @@ class TableDetokenizer:
 class WindowDetokenizer:
     """Detokenizes with any decoder: decodes a short window twice and emits the difference.
 
-    This is exact for every decoder whose output for a token depends only on neighbouring tokens, which is
-    true of all decoders in `tokenizers`. Nothing is emitted while the window ends in U+FFFD.
-    text-generation-inference and vLLM use the same algorithm.
+    This is exact if the decoder's output for a token depends only on neighbouring tokens, as in all decoders
+    of `tokenizers`. Nothing is emitted while the window ends in U+FFFD. text-generation-inference and vLLM
+    use the same algorithm.
     """
 
     __slots__ = ("_backend", "_emitted", "_emitted_tokens", "_hidden", "_ids", "_skip")
@@ -133,8 +133,8 @@ class WindowDetokenizer:
         new = self._after_emitted(text)
         if new:
             # The text that was just emitted becomes the context of the next window. A window always begins
-            # with visible text; otherwise the decoder would treat its first token as the beginning of the
-            # whole text.
+            # with visible text. Otherwise, the decoder would treat the window's first token as the beginning
+            # of the whole text.
             del ids[: self._emitted_tokens]
             self._emitted_tokens = len(ids)
             self._emitted = self._decode(ids)

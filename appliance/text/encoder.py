@@ -14,7 +14,7 @@ advance it."""
 
 
 class LoneSurrogateError(ValueError):
-    """Raised for a text with a lone surrogate, which UTF-8 cannot encode, at index `position`."""
+    """Raised for a text that has a lone surrogate, which UTF-8 cannot encode, at index `position`."""
 
     def __init__(self, text: str, position: int) -> None:
         super().__init__(
@@ -25,7 +25,7 @@ class LoneSurrogateError(ValueError):
 
 
 class TooManyTokensError(ValueError):
-    """Raised for a text with more tokens than allowed. Encoding stopped when the limit was exceeded."""
+    """Raised for a text with more tokens than allowed. Encoding stops as soon as the limit is exceeded."""
 
     def __init__(self, index: int, tokens: int | None, encoded_tokens: int) -> None:
         super().__init__(f"text {index} has too many tokens")
@@ -39,13 +39,13 @@ class TooManyTokensError(ValueError):
 
 MAX_UNCUT_BYTES = 512 << 10
 """Maximum size, in bytes of UTF-8, of a piece that cannot be cut. Such a piece is encoded in one step, which
-takes at most 0.25 s, measured with the demo model's tokenizer and random letters. A context of 131,072 tokens
-has this size at 4 bytes per token."""
+takes at most 0.25 s, measured with the demo model's tokenizer and random letters. This is the size of a
+context of 131,072 tokens at 4 bytes per token."""
 MAX_CACHED_WORDS = 500
-"""Number of words whose tokens the tokenizers library caches in each encoding thread. The longest of these
-words have 256 characters and take 9 KB each.
+"""Number of words for which the tokenizers library caches the tokens, in each encoding thread. The longest
+words that it caches have 256 characters and take 9 KB each.
 
-The library's default of 10,000 words takes up to 89 MB per thread, which is not freed when the tokenizer is
+The library's default of 10,000 words takes up to 89 MB per thread, which are not freed when the tokenizer is
 deleted. With this limit, encoding ordinary text takes about 10% longer (tokenizers 0.23, demo model).
 """
 _SHOWN_CHARACTERS = 20
@@ -53,7 +53,8 @@ _MAX_CHARACTER_BYTES = 4
 
 
 class UncuttableTextError(ValueError):
-    """Raised for a text with a piece that cannot be cut and is too long to be encoded in one step."""
+    """Raised for a text that contains a piece that cannot be cut and is too long to be encoded in one
+    step."""
 
     def __init__(self, index: int, piece: str, position: int, can_cut: bool, encoded_tokens: int) -> None:
         if can_cut:
@@ -93,8 +94,8 @@ class Encoder:
         longest_token_bytes: int | None = None,
     ) -> Steps:
         """Encode `texts`. Raises `LoneSurrogateError` and `UncuttableTextError`. Raises `TooManyTokensError`
-        as soon as a text has more than `max_tokens` tokens. If its size in bytes proves that it has too many,
-        it is not encoded at all."""
+        as soon as a text has more than `max_tokens` tokens. A text that must have too many tokens according
+        to its size in bytes is not encoded at all."""
         for index, text in enumerate(texts):
             size = _utf8_bytes(text)
             if max_tokens is not None and longest_token_bytes and size > max_tokens * longest_token_bytes:
@@ -134,7 +135,7 @@ class Encoder:
         return ids + suffix
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        # `encode` would hold the GIL.
+        # Unlike `encode_batch_fast`, `encode` holds the GIL.
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in encodings]
 
@@ -146,8 +147,7 @@ def _bound_cache(backend: tokenizers.Tokenizer) -> None:
 
 
 def _groups(texts: Sequence[str]) -> Generator[tuple[int, Sequence[str]], None, None]:
-    """Yield groups of texts, each of which is encoded in one step, with the index of the group's first
-    text."""
+    """Yield groups of texts to be encoded in one step each, with the index of each group's first text."""
     first = characters = 0
     for index, text in enumerate(texts):
         if index > first and characters + len(text) > PIECE_CHARACTERS:
@@ -159,8 +159,8 @@ def _groups(texts: Sequence[str]) -> Generator[tuple[int, Sequence[str]], None, 
 
 
 def _affixes(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:
-    """Return the special tokens that encoding adds before and after a text. Return None if encoding adds
-    tokens elsewhere too."""
+    """Return the special tokens that encoding adds before and after a text, or None if encoding also adds
+    tokens elsewhere."""
     affixes = None
     for text in ("a", "1 b"):
         plain = backend.encode(text, add_special_tokens=False).ids

@@ -1,5 +1,5 @@
-"""Processes client texts in threads. Shares the threads fairly between tenants, and limits memory and
-time."""
+"""Processes client texts in threads. The threads are shared fairly between tenants, and memory and time are
+limited."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _MIN_BYTES = 4096
-"""Number of bytes added to a text's size, to account for the other memory that its request uses."""
+"""Number of bytes added to a text's size, to account for the rest of the request's memory."""
 
 MAX_SHARE = 1 / 3
 """Maximum long-term share of a thread's time that one tenant can use."""
 BURST_S = 2.0
-"""A tenant that has been idle may use this much of a thread's time without a pause. This is enough for a text
-of 2 MiB."""
+"""Thread time in seconds that a tenant may use without a pause after it has been idle. This is enough for a
+text of 2 MiB."""
 NICENESS = 10
-"""Nice value of the encoding threads. The event loop has a higher priority, because it must react quickly."""
+"""Nice value of the encoding threads, which gives the event loop a higher priority."""
 
 
 class TooMuchWorkError(Exception):
@@ -57,7 +57,8 @@ class TenantQueue(Generic[Item]):
         return self._waiting.keys()
 
     def take(self, may_take: Callable[[str], bool] = lambda tenant: True) -> Item | None:
-        """Return the next item of the first tenant for which `may_take` is true, or None if there is none."""
+        """Return the next item of the first tenant that `may_take` accepts, or None if there is no such
+        tenant."""
         tenant = next(filter(may_take, self._waiting), None)
         if tenant is None:
             return None
@@ -71,8 +72,8 @@ class TenantQueue(Generic[Item]):
 class TextMemory:
     """Limits the number of bytes of text in progress. Each tenant gets an equal share of the limit.
 
-    A tenant is refused only because of its own texts: it can always use its share. The total can therefore
-    exceed the limit if other tenants began when the shares were larger.
+    A tenant is refused only because of its own texts, because it can always use its share. The total can
+    therefore exceed the limit if other tenants began when the shares were larger.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -115,12 +116,12 @@ def _lower_priority() -> None:
 
 class _Lane:
     """One thread, which advances each tenant's work in turn by one step. A tenant that has used its share of
-    the thread's time pauses, so that the CPU is free for requests of other tenants."""
+    the thread's time must pause, which leaves the CPU to requests of other tenants."""
 
     def __init__(self, name: str) -> None:
         self._budgets = TimeBudgets(MAX_SHARE, BURST_S)
         self._wakes = False
-        """Whether all work is pausing and the next step is scheduled for the end of a pause."""
+        """Whether all tenants' work is pausing, and the next step is scheduled for the end of a pause."""
         self._queue: TenantQueue[_Job] = TenantQueue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_lower_priority)
         self._busy = False
@@ -176,7 +177,8 @@ class _Lane:
 
 
 class WorkPool:
-    """Runs work on texts in two threads, one for short work and one for long work. Belongs to one event loop.
+    """Runs work on texts in two threads, one for short work and one for long work. Must be used on one event
+    loop.
 
     Each piece of work is a generator that yields after each step and returns its result. The steps of
     different tenants alternate. Short work therefore waits for at most one short step of each tenant,
@@ -188,8 +190,8 @@ class WorkPool:
         self._short, self._long = _Lane("short-texts"), _Lane("long-texts")
 
     async def run(self, tenant: str, steps: Generator[None, None, Result], is_long: bool) -> Result:
-        """Return the result of `steps`, or raise the error that they raise. Raises `TooMuchWorkError` after
-        `max_wait_s`."""
+        """Run `steps`, and return their result or raise their error. Raises `TooMuchWorkError` after
+        `max_wait_s` seconds."""
         job = _Job(tenant, steps, asyncio.get_running_loop().create_future())
         (self._long if is_long else self._short).add(job)
         try:

@@ -1,4 +1,4 @@
-"""Redacts secrets in texts that a log policy keeps.
+"""Redacts secrets in texts that are stored according to a log policy.
 
 The time is proportional to the length of the text, regardless of its content: each pattern begins at a rare
 sequence (`@` or `://`) or at a long word with a known prefix, and reads a limited number of characters around
@@ -26,8 +26,8 @@ _PIECE_CHARS = 4 << 10
 _WORD = re.compile(r"(?:\\[nrt])?[A-Za-z0-9_.~+-]{16,}")
 _SHORTER_WORD = re.compile(r"(?:\\[nrt])?[A-Za-z0-9_.~+-]{8,}")
 _MARKS = "_.~+-"
-"""Punctuation that may follow a secret in the same word without being part of it, such as a full stop or an
-emphasis mark."""
+"""Punctuation that may directly follow a secret without being part of it, such as a full stop or an emphasis
+mark."""
 _BEARER = re.compile(r"(?:\b|(?<=\\[nrt]))(bearer|basic)([ \t]{1,4})([A-Za-z0-9._~+/=-]{8,})", re.IGNORECASE)
 _URL_PASSWORD = re.compile(r"(://[^\s/@:]{0,128}:)([^\s/]{1,256})@")
 _ASSIGNED = re.compile(
@@ -79,7 +79,7 @@ class Redactor:
 
     def pieces(self, text: str) -> Iterator[Redacted]:
         """Replace each secret in the text with its kind in brackets. Yields the result in pieces of a few
-        thousand characters, so that the caller can pause between them."""
+        thousand characters; the caller can pause between them."""
         if self._across_lines:
             text, count = _without_private_keys(text)
             yield Redacted("", count)
@@ -92,8 +92,8 @@ class Redactor:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield the text in parts that end at a line break. Only private keys span several lines. Other threads
-    can run between the parts."""
+    """Yield the text in parts that end at a line break, because no secrets except private keys span several
+    lines. Other threads can run between the parts."""
     begin = 0
     while begin < len(text):
         end = text.find("\n", begin + _PIECE_CHARS) + 1 or len(text)
@@ -140,7 +140,7 @@ def _without_emails(text: str) -> tuple[str, int]:
     count = taken = 0
     at = text.find("@")
     while at >= 0:
-        # Search backwards from the @, so that each character is read only once.
+        # Search backwards from the @, to read each character only once.
         before = _BEFORE_AT.match(text[max(taken, at - 64) : at][::-1])
         after = _AFTER_AT.match(text, at + 1)
         if before is not None and after is not None:

@@ -1,4 +1,4 @@
-"""Finds stop strings in text that arrives in pieces. Holds text back only while it may still become part of a
+"""Finds stop strings in text that arrives in pieces. Text is held back only while it may be part of a
 match."""
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ class StopSet:
 
 
 class StopMatcher:
-    """Searches one stream for its stop strings. The first match to be completed ends the text. If several
-    matches end at the same character, the longest one is used. The result therefore does not depend on how
-    the text is split into pieces."""
+    """Searches one stream for its stop strings. The match that is completed first ends the text. If several
+    matches end at the same character, the longest one counts. The result therefore does not depend on how the
+    text is split into pieces."""
 
     __slots__ = ("_held", "_include_stop", "_set", "_state", "stopped")
 
     def __init__(self, stops: StopSet, include_stop: bool = False) -> None:
-        """`include_stop` means that the stop string is part of the emitted text."""
+        """If `include_stop` is true, the emitted text includes the stop string."""
         self._set = stops
         self._include_stop = include_stop
         self._state = 0
@@ -103,7 +103,7 @@ class StopMatcher:
         self.stopped: str | None = None
 
     def push(self, text: str, may_stop: bool = True) -> tuple[str, str | None]:
-        """Return the text to emit, and the stop string that was found, or None. After a match, nothing more
+        """Return the text to emit, and the stop string that was found (or None). After a match, nothing more
         is emitted. If `may_stop` is false, stop strings that end within `text` are ignored."""
         if self.stopped is not None:
             return "", self.stopped

@@ -1,5 +1,5 @@
-"""Converts a sequence's token ids to the text for its client: first the detokenizer, then the stop
-strings."""
+"""Converts a sequence's token ids to the text for its client. The detokenizer comes first, then the search
+for stop strings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from appliance.text.stop import StopMatcher
 
 
 class TextDelta(msgspec.Struct, frozen=True, gc=False):
-    """The result of one push.
+    """The result of one `push`.
 
     - `text` may be empty while an incomplete character or a possible stop string is held back.
     - `stopped` is the stop string that ended the stream.
@@ -29,8 +29,8 @@ class TextStream:
     """A stream created by `Tokenizer.stream`.
 
     `tokens_delivered` and `characters_decoded` are totals since the stream's start. `characters_decoded` also
-    counts text that is cut off at a stop string or held back for one. If tokens are pushed one at a time, its
-    value before a push is the pushed token's `text_offset`.
+    counts text that is cut off at a stop string, or held back because it may become one. If tokens are pushed
+    one at a time, its value before a push is the `text_offset` of the pushed token.
     """
 
     __slots__ = ("_detokenizer", "_matcher", "_min_tokens", "characters_decoded", "tokens_delivered")
@@ -50,7 +50,7 @@ class TextStream:
         return self._matcher.stopped if self._matcher is not None else None
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
-        """Process the sequence's next tokens. Tokens after a stop string are not delivered."""
+        """Convert the sequence's next tokens. Tokens after a stop string are not delivered."""
         matcher = self._matcher
         if matcher is None:
             text = self._detokenizer.push(token_ids)
@@ -75,8 +75,8 @@ class TextStream:
         return TextDelta(emitted, stopped, delivered)
 
     def finish(self) -> TextDelta:
-        """Return the text that was held back. Call this once, after the sequence has ended. After a stop
-        string, the text is empty."""
+        """Return the text that was held back; empty after a stop string. Call this once, after the sequence
+        has ended."""
         matcher = self._matcher
         if matcher is None:
             text = self._detokenizer.finish()

@@ -1,7 +1,8 @@
-"""Messages between a front and the process that renders a model's chat templates.
+"""Messages between a front process and the process that renders a model's chat templates.
 
-They have their own module so that the front does not load Jinja2 and the process does not load asyncio. A
-frame consists of a 4-byte little-endian length and one struct as msgpack, as in `engine.wire`.
+They are in a separate module because the front process must not load Jinja2 and the rendering process must
+not load asyncio. A frame consists of a 4-byte little-endian length and one struct as msgpack, as in
+`engine.wire`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class TemplateBoundError(ChatTemplateError):
 
 
 class Compile(msgspec.Struct, tag="compile", frozen=True):
-    """The first message to the process: compile these templates. The reply is an empty `Rendered`, or
-    `Failed`."""
+    """The first message to the rendering process: compile these templates. The reply is an empty `Rendered`,
+    or `Failed`."""
 
     sources: dict[str, str]
     """Template texts by name."""

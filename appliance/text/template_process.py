@@ -43,11 +43,11 @@ Python."""
 MAX_TEMPLATE_MEMORY_BYTES = 256 << 20
 """Memory limit for templates, in addition to the process's own 30 MB."""
 MAX_WAIT_S = 30.0
-"""A conversation that has waited this long for its turn is refused."""
+"""Maximum time that a conversation waits for its turn before it is refused."""
 
 _ALARM_GRACE_S = 5.0
-"""How long after the parent's time limit the child's own alarm goes off. The alarm kills a child whose parent
-has exited."""
+"""Time from the parent's time limit until the child's alarm goes off. The alarm kills a child that is still
+running after its parent has exited."""
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG", "TZ")
 _KINDS: dict[str, type[ChatTemplateError]] = {
     "messages": ChatTemplateError,
@@ -63,10 +63,11 @@ class _Job:
 
 
 class TemplateProcess:
-    """One model's chat templates: `default`, and additional templates by name. Belongs to one event loop.
+    """One model's chat templates: `default`, and additional templates by name. Must be used on one event
+    loop.
 
-    The process renders one conversation at a time and serves the tenants in turn. It is started by `compile`
-    or by the first conversation, and it is restarted after it has been killed.
+    The process renders one conversation at a time and serves the tenants in turn. `compile` or the first
+    conversation starts it; after it has been killed, it is started again.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class TemplateProcess:
         self.bounds_exceeded = 0
         """Number of conversations that were not rendered because a limit was exceeded."""
         self.problem = ""
-        """The limit that was exceeded last."""
+        """The limit that was most recently exceeded."""
         self._queue: TenantQueue[_Job] = TenantQueue()
         self._child: _Child | None = None
         self._background = Background()
@@ -97,8 +98,8 @@ class TemplateProcess:
     def load(
         cls, folder: Path | str, special_tokens: Mapping[str, str], replacement: str | None = None
     ) -> TemplateProcess:
-        """Read the templates in a model folder, or the file `replacement` instead. A folder may have no
-        templates. Raises `TokenizerFilesError`."""
+        """Read the templates from a model folder or, if given, from the file `replacement`. A folder may have
+        no templates. Raises `TokenizerFilesError`."""
         return cls(read_template_sources(Path(folder), replacement), special_tokens)
 
     @property
@@ -135,7 +136,7 @@ class TemplateProcess:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt's text. The template writes BOS, so encode the text without special tokens. The
-        template reads `messages` and `variables` (additional template variables) as data, never as template
+        template treats `messages` and `variables` (additional template variables) as data, never as template
         text.
 
         Raises `ChatTemplateError` with the template's own message if the template rejects the messages or

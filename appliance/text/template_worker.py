@@ -1,8 +1,10 @@
-"""`python -m appliance.text.template_worker --channel FD`: renders one model's chat templates for a front.
+"""`python -m appliance.text.template_worker --channel FD`: renders one model's chat templates for a front
+process.
 
-A template is a program that comes with a checkpoint, so the kernel limits this process: its memory by
-RLIMIT_AS, and its time by an alarm that no Python code handles. (The front usually kills the process before
-the alarm.) The process cannot write files or start processes, and it exits when its channel is closed.
+A template is a program that comes with a checkpoint, so this process runs it under limits that the kernel
+enforces: RLIMIT_AS for memory, and an alarm that no Python code handles for time. (The front process usually
+kills this process before the alarm goes off.) The process cannot write files or start processes, and it exits
+when its channel is closed.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from appliance.text.template_messages import (
 
 _HEADER = 4
 _MAX_FILES = 16
-"""Maximum number of open files. It allows Python to import a module that a template needs, such as an
-encoding."""
+"""Maximum number of open files. It is above the number in use because Python may have to import a module for
+a template, such as an encoding."""
 _DECODER = msgspec.msgpack.Decoder(ToWorker)
 
 
@@ -50,7 +52,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     for end in (signal.SIGINT, signal.SIGTERM):
-        # Only the front stops this process, by closing the channel.
+        # Ignore the signal: only the front process stops this process, by closing the channel.
         signal.signal(end, signal.SIG_IGN)
     channel = socket.socket(fileno=arguments.channel)
     channel.setblocking(True)
@@ -73,8 +75,7 @@ def main() -> int:
                 reply = Rendered(text)
             data = msgspec.msgpack.encode(reply)
         except Exception as error:
-            # This also catches MemoryError and every other exception that a hostile template can make Python
-            # raise.
+            # A hostile template can make Python raise MemoryError and any other exception.
             data = msgspec.msgpack.encode(_failure(error))
         del frame
         signal.setitimer(signal.ITIMER_REAL, 0)

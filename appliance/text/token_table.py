@@ -1,4 +1,4 @@
-"""The table that maps token ids to bytes, so that detokenizing takes one list lookup per token."""
+"""The table that maps token ids to bytes. With it, detokenizing takes one list lookup per token."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class TokenTable:
     """The text of each token, for decoders that do not depend on neighbouring tokens.
 
-    - `raw[id]` is the token's bytes (empty if the vocabulary has a gap there).
+    - `raw[id]` contains the token's bytes (empty if the vocabulary has a gap there).
     - `shown` and `shown_with_special` contain the text that a detokenizer emits: a `str` if the bytes are
       complete characters, otherwise the `bytes`. Special tokens are "" in `shown`.
     - `leading_strip` is the number of spaces dropped at the beginning of a text.
     - `bad_byte_each` is true if each invalid byte becomes one U+FFFD (as in ByteFallback), and false if each
       maximal ill-formed subsequence becomes one.
 
-    All streams of a tokenizer share the table, which is never changed.
+    All streams of a tokenizer share the table, which never changes.
     """
 
     raw: list[bytes]
@@ -34,8 +34,8 @@ class TokenTable:
 
 
 def id_to_token(backend: tokenizers.Tokenizer) -> list[str | None]:
-    """Return token texts in id order, as written in the vocabulary, with None where the vocabulary has a
-    gap."""
+    """Return the token texts in the order of their ids, as written in the vocabulary. Gaps in the vocabulary
+    become None."""
     vocabulary = backend.get_vocab(with_added_tokens=False)
     added = backend.get_added_tokens_decoder()
     tokens: list[str | None] = [None] * (max([-1, *vocabulary.values(), *added]) + 1)
@@ -49,8 +49,8 @@ def id_to_token(backend: tokenizers.Tokenizer) -> list[str | None]:
 def build_token_table(backend: tokenizers.Tokenizer, tokens: list[str | None]) -> TokenTable | None:
     """Return the table for `backend`, or None if its decoder is not one of the two common kinds.
 
-    In byte-level decoders (GPT-2, Llama 3, Qwen), a character represents a byte. In ByteFallback decoders
-    (Llama 2, Mistral, Gemma), "▁" represents a space, <0xNN> represents a byte, and the rest is text.
+    In byte-level decoders (GPT-2, Llama 3, Qwen), each character represents a byte. In ByteFallback decoders
+    (Llama 2, Mistral, Gemma), "▁" represents a space, <0xNN> represents a byte, and everything else is text.
     `tokens` comes from `id_to_token`.
     """
     steps = component_steps(backend.decoder, "decoders")
@@ -89,8 +89,8 @@ def component_steps(component: Any, name: str) -> list[dict[str, Any]]:
             [each for inner in step[name] for each in flat(inner)] if step["type"] == "Sequence" else [step]
         )
 
-    # Pickle the component instead of serializing the whole tokenizer, which would include the vocabulary. A
-    # component's pickled state is its JSON.
+    # Read the component's pickled state, which is its JSON. Serializing the whole tokenizer would include the
+    # vocabulary.
     return [] if component is None else flat(json.loads(component.__getstate__()))
 
 
@@ -105,7 +105,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 def _byte_level_bytes(token: str, byte_of: dict[str, int]) -> bytes:
     try:
         return bytes([byte_of[character] for character in token])
-    except KeyError:  # An added token that contains characters outside the alphabet represents its own text.
+    except KeyError:  # An added token that contains characters outside the alphabet represents itself.
         return token.encode()
 
 

@@ -1,4 +1,4 @@
-"""A model's tokenizer: encodes text in bounded steps, and decodes token ids by table lookup."""
+"""A model's tokenizer, which encodes text in short steps and decodes token ids by table lookup."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ class TokenIdError(ValueError):
 class Tokenizer:
     """One model's tokenizer, read from its folder by `Tokenizer.load`. Safe to use from any thread.
 
-    - `vocabulary_size` is the highest id plus one. The model's own vocabulary may be larger because of
-      padding.
-    - `special_tokens` maps names such as `bos_token` to texts, as chat templates expect them.
+    - `vocabulary_size` is the highest id plus one. The model's embedding may be larger because of padding.
+    - `special_tokens` maps names such as `bos_token` to texts, in the form that chat templates expect.
     - `eos_ids` are the ids that end a sequence.
     - `adds_bos` is true if `add_special_tokens` prepends `bos_id`.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
-        """Take ownership of `backend`. Use `Tokenizer.load` instead."""
+        """Take ownership of `backend`. Callers should use `Tokenizer.load` instead."""
         self._backend = backend
         self._encoder = Encoder(backend)
         self._tokens = id_to_token(backend)
@@ -50,17 +49,17 @@ class Tokenizer:
         self.eos_ids = tuple(dict.fromkeys([*([] if eos_id is None else [eos_id]), *files.eos_ids]))
         self._control = ControlTokens(backend)
         self.longest_token_bytes = longest_token_bytes(backend, self.table)
-        """Maximum number of bytes of text that one token can represent, or None if that is not known."""
+        """Maximum number of bytes of text that one token can represent, or None if the number is unknown."""
         self.adds_bos = self.bos_id is not None and self.bos_id in self.encode_blocking("", True)[:1]
 
     @classmethod
     def load(cls, folder: Path | str) -> Tokenizer:
         """Read `tokenizer.json` and the files beside it. This takes about 1 s for 128 k tokens. Raises
-        `TokenizerFilesError`, which names the file and the remedy.
+        `TokenizerFilesError`, which states the file and the remedy.
 
-        `tokenizer.json` is used unchanged, including its post-processor. As in transformers, the tokens that
-        `tokenizer_config.json` declares are added, and its special-token flags are applied. A special token
-        that has no id in these files is left out: the model was not trained on it, and a new id would be
+        `tokenizer.json` is used unchanged, including its post-processor. As in transformers, the tokens
+        declared in `tokenizer_config.json` are added, and its special-token flags are applied. A special
+        token without an id in these files is left out: the model was not trained on it, and a new id would be
         outside the embedding.
         """
         folder = Path(folder)
@@ -84,11 +83,11 @@ class Tokenizer:
     def encode_steps(
         self, texts: Sequence[str], add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> Steps:
-        """Encode the texts incrementally, yielding between steps (`appliance.text.fair_queue`), and return
-        each text's token ids.
+        """Encode the texts in steps, yielding after each step (`appliance.text.fair_queue`), and return each
+        text's token ids.
 
-        `add_special_tokens` adds BOS, or the other tokens that the model's post-processor adds. Pass False
-        for rendered chats, because the template writes BOS. Raises `LoneSurrogateError`, and
+        With `add_special_tokens`, the model's post-processor adds its tokens, such as BOS. Pass False for
+        rendered chats, because the template has already written BOS. Raises `LoneSurrogateError`, and
         `TooManyTokensError` as soon as a text has more than `max_tokens`.
         """
         return self._encoder.steps(texts, add_special_tokens, max_tokens, self.longest_token_bytes)
@@ -98,14 +97,14 @@ class Tokenizer:
         return run_steps(self.encode_steps([text], add_special_tokens))[0]
 
     def shield(self) -> Shield:
-        """Return a new shield for one conversation. `encode_rendered_steps` later encodes the hidden texts as
-        plain text."""
+        """Return a new shield for one conversation. Later, `encode_rendered_steps` encodes the hidden texts,
+        treating special tokens in them as plain text."""
         return Shield(self._control)
 
     def encode_rendered_steps(
         self, text: str, shield: Shield, add_special_tokens: bool = False, max_tokens: int | None = None
     ) -> Steps:
-        """Return the token ids of a conversation that was rendered with hidden texts. Only special tokens
+        """Encode a conversation that was rendered with the texts hidden by a shield. Only special tokens
         written by the template become control tokens (`appliance.text.control_tokens`)."""
         if not shield.used:
             return self.encode_steps([text], add_special_tokens, max_tokens)
@@ -114,8 +113,8 @@ class Tokenizer:
         )
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`, which is the same text that a stream of these tokens emits. Ids
-        outside the vocabulary add nothing. Raises `TokenIdError` for negative ids.
+        """Return the text of `token_ids`, which is the text that a stream of these tokens emits. Ids outside
+        the vocabulary produce no text. Raises `TokenIdError` for negative ids.
 
         The result equals transformers' decode, with one exception: in a run of ByteFallback tokens that is
         not valid UTF-8, only the invalid bytes become U+FFFD here, whereas transformers replaces all bytes of
@@ -126,15 +125,15 @@ class Tokenizer:
     def decode_steps(
         self, token_ids: Sequence[int], skip_special_tokens: bool = True
     ) -> Generator[None, None, str]:
-        """Decode incrementally, yielding between steps (`appliance.text.fair_queue`). The result is the same
-        as from `decode`."""
+        """Decode in steps, yielding after each step (`appliance.text.fair_queue`). The result is the same as
+        that of `decode`."""
         if token_ids and min(token_ids) < 0:
             raise TokenIdError(
                 f"token id {min(token_ids)} is negative; ids are 0 to {self.vocabulary_size - 1}"
             )
         if self.table is None:
             known = [token_id for token_id in token_ids if token_id < self.vocabulary_size]
-            # `decode` would hold the GIL.
+            # Unlike `decode_batch`, `decode` holds the GIL.
             return self._backend.decode_batch([known], skip_special_tokens=skip_special_tokens)[0]
         detokenizer = TableDetokenizer(self.table, skip_special_tokens)
         texts = []
@@ -146,9 +145,9 @@ class Tokenizer:
     def detokenizer(self, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> Detokenizer:
         """Return a detokenizer for one stream.
 
-        If the text continues a prompt (completions), `context` contains the prompt's ids. The context is not
-        emitted. With a context, a leading space of the first token is kept, and a character that begins in
-        the prompt and ends in the stream is emitted.
+        If the text continues a prompt (as in completions), `context` contains the prompt's ids, whose text is
+        not emitted. With a context, a leading space of the first token is kept, and a character that begins
+        in the prompt and ends in the stream is emitted.
         """
         visible = [i for i in context[-16:] if not (skip_special_tokens and i in self.special_ids)]
         if self.table is not None:
@@ -164,14 +163,14 @@ class Tokenizer:
         context: Sequence[int] = (),
         min_tokens: int = 0,
     ) -> TextStream:
-        """Return a text stream for one sequence: a `detokenizer` with the request's stop strings, if any.
-        Stop strings within the first `min_tokens` tokens do not end the stream."""
+        """Return a text stream for one sequence. It combines a `detokenizer` with the request's stop strings,
+        if any. Stop strings within the first `min_tokens` tokens do not end the stream."""
         matcher = StopMatcher(stops, include_stop) if stops is not None else None
         return TextStream(self.detokenizer(skip_special_tokens, context), matcher, min_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that a token, special or not, represents. For ids outside the vocabulary, return
-        b""."""
+        """Return the bytes that a token represents, including special tokens. For ids outside the vocabulary,
+        return b""."""
         if not 0 <= token_id < self.vocabulary_size:
             return b""
         if self.table is not None:
@@ -179,8 +178,8 @@ class Tokenizer:
         return (self._tokens[token_id] or "").encode()
 
     def token_text(self, token_id: int) -> str:
-        """Return a token as OpenAI's logprobs write it: its text, or `bytes:\\xe2` where it splits a
-        character."""
+        """Return a token in the notation of OpenAI's logprobs: its text, or `bytes:\\xe2` if the token
+        contains only a part of a character."""
         data = self.token_bytes(token_id)
         try:
             return data.decode()
@@ -193,7 +192,7 @@ class Tokenizer:
 
 
 def _add_declared_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles, path: Path) -> None:
-    """Add tokens that only `tokenizer_config.json` declares, and mark special tokens."""
+    """Add the tokens that are declared only in `tokenizer_config.json`, and mark special tokens."""
     present = backend.get_added_tokens_decoder()
     for token_id, token in sorted(files.added.items()):
         known = present.get(token_id)

@@ -1,4 +1,4 @@
-"""Reads the JSON files next to a Hugging Face tokenizer. Error messages are written for the operator who
+"""Reads the JSON files next to a Hugging Face tokenizer. Error messages are meant for the operator who
 created the folder."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TokenizerFilesError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """The contents of the JSON files beside `tokenizer.json`.
+    """The contents of the JSON files next to `tokenizer.json`.
 
     - `named` maps `bos_token`, `eos_token`, … to their texts.
     - `special` contains all tokens that these files declare as special.
@@ -54,12 +54,12 @@ class TokenizerFiles:
 
 
 MAX_JSON_BYTES = 256 << 20
-"""Maximum size of one file. The largest `tokenizer.json` of known models has 35 MB."""
+"""Maximum size of one file. The largest `tokenizer.json` of a known model has 35 MB."""
 
 
 def read_regular_file(path: Path, max_bytes: int) -> bytes:
-    """Return a file's bytes. Raises OSError. Raises ValueError if the file is too long, or if it is not a
-    regular file, because reading a device or a named pipe may never end."""
+    """Return a file's bytes. Raises OSError, and ValueError if the file is too long or not a regular file.
+    (Reading a device or a named pipe may never end.)"""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
