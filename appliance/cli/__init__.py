@@ -1,5 +1,4 @@
-"""The command line. Each command imports its modules only when it runs, so `--help` loads nothing but
-typer."""
+"""The command line. Each command imports its modules only when it runs, so `--help` loads only typer."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ from appliance.cli.failure import Failure
 
 def main() -> int:
     """Run the `appliance` command. Returns 0 for success, 1 for a failure, 2 for an invalid command line."""
-    # Replace characters that a terminal cannot show and bytes that are not text, instead of failing with a
-    # traceback.
+    # Replace characters that a terminal cannot show, and bytes that are not text. Otherwise, they would cause
+    # a traceback.
     for stream, substitute in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=substitute)
@@ -24,10 +23,10 @@ def main() -> int:
         if error.filename is not None:
             print(f"appliance: {_shortened(error.filename)}: {error.strerror}", file=sys.stderr)
             return 1
-        # Writing to standard output failed. Drop the buffered output, because otherwise the interpreter would
-        # report another error at exit.
+        # Writing to standard output failed. Drop the buffered output. Otherwise, the interpreter would report
+        # another error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # the reader closed the pipe on purpose, as `head` does
+        if not isinstance(error, BrokenPipeError):  # a reader such as `head` may close the pipe on purpose
             print(f"appliance: cannot write the output: {error.strerror}", file=sys.stderr)
         return 1
     return code

@@ -1,8 +1,8 @@
-"""Derives the commands of actions from the registry: arguments, options, confirmation and help.
+"""Derives commands from the registry's actions: arguments, options, confirmation and help.
 
-A parameter without a default that names the target is an argument, and every other parameter is an option.
-Time spans and times are texts on the command line (90s, 30m, 2026-11-20), and so are the declared fields of
-tenants and keys, where "none" is also a value.
+A parameter that names the target and has no default becomes an argument; every other parameter becomes an
+option. On the command line, durations and times are texts (90s, 30m, 2026-11-20). The declared fields of
+tenants and keys are texts as well, because "none" is also a value.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Parameter:
         self.max = getattr(kind, "le", None)
 
     def signature(self) -> inspect.Parameter:
-        """Return the parameter of the command's function."""
+        """Return the corresponding parameter of the command's function."""
         if self.declared is not None:
             return field_option(self.declared)
         kind: Any = str | None
@@ -79,7 +79,7 @@ class _Parameter:
         return _keyword(self.name, Annotated[kind, info], default)
 
     def value(self, text: Any) -> Any:
-        """Return the value of an option or argument. Raises CommandLineError."""
+        """Convert the text of an option or argument to the parameter's value. Raises CommandLineError."""
         from appliance.cli.peers import by_number
         from appliance.cli.times import MAX_SPAN_S, moment, span_s
 
@@ -91,13 +91,13 @@ class _Parameter:
 
 
 def add_commands(group: typer.Typer, *names: str) -> None:
-    """Add the commands of actions to a group."""
+    """Add the commands for actions to a group."""
     for name in names:
         add_command(group, action_named(name), name.rpartition(".")[2])
 
 
 def add_command(group: typer.Typer, action: Action, name: str) -> None:
-    """Add the command of an action to a group."""
+    """Add the command for an action to a group."""
     is_change = action.name.endswith(".set")
     parameters = [_Parameter(action, field) for field in msgspec.structs.fields(action.parameters)]
     own = [one.signature() for one in parameters if one.declared is None]
@@ -107,7 +107,7 @@ def add_command(group: typer.Typer, action: Action, name: str) -> None:
         own.append(_keyword("yes", Yes, False))
     declared = [one.signature() for one in parameters if one.declared is not None]
     common = [_keyword("run_dir", RunDir, None), _keyword("json", Json, False)]
-    # Python requires that parameters without a default come first.
+    # In Python, parameters without a default must come first.
     own.sort(key=lambda one: one.default is not inspect.Parameter.empty)
 
     def run(**given: Any) -> None:

@@ -1,4 +1,4 @@
-"""Implements `appliance alerts test`. It reads the recorded history from disk, without going through the
+"""Implements `appliance alerts test`, which reads the recorded history from disk instead of asking the
 service."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def back_test_rules(
     every: bool,
     as_json: bool,
 ) -> None:
-    """Evaluate the rules on the history, and print the transitions."""
+    """Evaluate the rules on the history, and print when alerts are raised and end."""
     settings = _settings(rules)
     path = _history(run_dir, state_dir, on)
     begin = moment(since, "--since", ahead=False)

@@ -1,4 +1,4 @@
-"""The alert commands, and their options. They are implemented in `appliance.cli.alerts` and
+"""The alert commands, and their options. The implementations are in `appliance.cli.alerts` and
 `appliance.cli.alert_backtest`, which are loaded on demand."""
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ alerts = typer.Typer(
 
 @alerts.command("list")
 def alerts_list(run_dir: RunDir = None, json: Json = False) -> None:
-    """List active alerts and those that ended within the last hour, newest first, with their likely cause and
-    next step. Also lists the silences."""
+    """List the active alerts and the alerts that ended within the last hour, newest first, each with its
+    likely cause and a next step. Also lists the silences."""
     from appliance.cli.alerts import list_alerts
 
     list_alerts(run_dir, as_json=json)
@@ -58,10 +58,10 @@ def alerts_test(
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """Test alert rules on recorded history: show when they would have raised and ended alerts.
+    """Test alert rules on the recorded history, and show when they would have raised and ended alerts.
 
-    The built-in rules are evaluated too, because they can explain the alerts of the tested rules. Requires
-    read access to the state directory, but no running service."""
+    The built-in rules are evaluated as well, because their alerts can be the causes of the tested rules'
+    alerts. Requires read access to the state directory, but no running service."""
     from appliance.cli.alert_backtest import back_test_rules
 
     back_test_rules(run_dir, state_dir, rules, on=on, since=since, every=every, as_json=json)

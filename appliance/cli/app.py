@@ -1,4 +1,4 @@
-"""The commands, in the order of `appliance --help`."""
+"""Registers the commands, in the order of `appliance --help`."""
 
 from __future__ import annotations
 

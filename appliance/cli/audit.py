@@ -1,4 +1,4 @@
-"""Implements `appliance audit verify` and `export`, which read the files themselves: an auditor checks the
+"""Implements `appliance audit verify` and `export`, which read the files directly: an auditor can check the
 files without trusting the service that wrote them. `appliance.cli.audit_list` lists the actions."""
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def verify(
     as_json: bool,
 ) -> int:
     """Check the chain against all recorded chain heads, print the result and return the exit code. `journal`
-    selects the heads that are used from the journal: all (True), only this state directory's heads if there
-    are any (None), or none (False)."""
+    selects the heads to use from the journal: all of them (True), only the heads of this state directory, if
+    there are any (None), or none (False)."""
     location = chain_location(run_dir, state_dir, file)
     with as_failure(StoreError):
         recorded = [_noted(text) for text in noted]

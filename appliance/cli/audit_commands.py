@@ -1,5 +1,5 @@
-"""The audit trail and backup commands, and their options. They are implemented in `appliance.cli.audit` and
-`appliance.cli.backup`, which are loaded on demand."""
+"""The audit trail and backup commands, and their options. The implementations are in `appliance.cli.audit`
+and `appliance.cli.backup`, which are loaded on demand."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def audit_list(
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """List actions, oldest first: actor, action and result. Asks the running service. If none is running, or
-    with --state-dir or --file, the files are read."""
+    """List actions with their actor and result, oldest first. They come from the running service. If none is
+    running, or with --state-dir or --file, they are read from the files."""
     from appliance.cli.audit_list import list_actions
 
     list_actions(
@@ -118,8 +118,8 @@ def audit_verify(
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """Verify that the audit trail is complete and unchanged. If it is not, the first wrong row is reported
-    and the exit code is 1."""
+    """Verify that the audit trail is complete and unchanged. If it is not, the command reports the first
+    wrong row and exits with code 1."""
     from appliance.cli.audit import verify
 
     raise typer.Exit(
@@ -142,8 +142,8 @@ def audit_export(
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """Export the audit trail. Each row is written as a line of JSON, followed by a line with the signature.
-    With FILE, --json prints a summary of the export.
+    """Export the audit trail: each row as a line of JSON, followed by a line with the signature. With FILE,
+    --json prints a summary of the export.
     """
     from appliance.cli.audit import export
 
@@ -168,8 +168,8 @@ def backup(
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """Back up the databases, the audit trail and the settings, and verify the backup. The service can
-    continue to run."""
+    """Back up the databases, the audit trail and the settings, and verify the backup. The service may keep
+    running."""
     from appliance.cli.backup import take_backup
 
     take_backup(run_dir, state_dir, config, path, contents=contents, as_json=json)

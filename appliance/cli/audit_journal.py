@@ -1,4 +1,4 @@
-"""Reads the chain heads that the service recorded in systemd's journal, where the service's own user cannot
+"""Reads the chain heads that the service recorded in systemd's journal, from which the service's user cannot
 remove them."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ UNIT = "appliance.service"
 JOURNAL = "the journal"
 """Source shown for heads from the journal."""
 MAX_READ_S = 20.0
-"""Time limit for reading the journal. The newest lines are read first, so a timeout can only hide older
-heads."""
+"""Time limit for reading the journal, in seconds. The newest lines are read first, so after a timeout only
+older heads are missing."""
 
 
 class JournalHeads(NamedTuple):
@@ -26,13 +26,13 @@ class JournalHeads(NamedTuple):
 
     heads: list[Recorded]
     missing: str | None = None
-    """The reason why no heads were found or some may be missing."""
+    """The reason why no heads were found, or why some may be missing."""
 
 
 def heads_in_journal(folder: Path | None) -> JournalHeads:
-    """Return the heads of the service whose state directory is `folder`, or of every service that ran as
-    `UNIT` if `folder` is None. If systemd is missing, or the caller may not read the journal, the result
-    gives the reason."""
+    """Return the heads of the service with the state directory `folder` or, if `folder` is None, of every
+    service that ran as `UNIT`. If systemd is missing or the caller may not read the journal, the result says
+    so."""
     command = ["journalctl", "--quiet", "--no-pager", "--reverse", "--output=cat", f"--unit={UNIT}"]
     with tempfile.TemporaryFile() as said:
         try:

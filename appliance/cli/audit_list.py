@@ -1,5 +1,5 @@
-"""Implements `appliance audit list`. It asks the running service, or, if there is none or if `--file` or
-`--state-dir` is given, reads `control.db`."""
+"""Implements `appliance audit list`. The actions come from the running service. If none is running, or with
+`--file` or `--state-dir`, they are read from `control.db`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _COLUMNS = (
     Column("BEFORE", flexible=True, drop=4),
     Column("AFTER", flexible=True, drop=3),
 )
-# Minimum column widths, so that lines printed later are aligned with the first lines.
+# Minimum column widths, which keep lines printed later aligned with the first lines.
 _WIDTHS = ("00-00 00:00:00", "_" * 6, "_" * 10, "_" * 8, "_" * 16, "_" * 16, "_" * 12, "_" * 8, "_" * 8)
 
 
@@ -82,7 +82,7 @@ def list_actions(
 
 
 def _of_service(client: AdminClient, query: AuditQuery, limit: int) -> tuple[list[AuditAction], int]:
-    """Return the newest `limit` actions, oldest first, and the newest row of the chain."""
+    """Return the newest `limit` actions, oldest first, and the seq of the chain's newest row."""
     rows: list[AuditAction] = []
     waiting: list[AuditAction] = []
     before, sequence = None, None
@@ -105,7 +105,7 @@ def _of_files(location: ChainLocation, query: AuditQuery, limit: int) -> list[Au
 
 
 def _ended(client: AdminClient, query: AuditQuery, after: int) -> Iterator[AuditAction]:
-    """Yield actions when their results are recorded. Never returns."""
+    """Yield each action when its result is recorded. Never returns."""
 
     def stream() -> Iterator[AuditAction]:
         nonlocal after

@@ -67,8 +67,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Document(msgspec.Struct, kw_only=True):
-    """The document that --json writes. Fields whose names end in `_ms` are in milliseconds, and fields whose
-    names end in `_s` are in seconds. null means that nothing was measured."""
+    """The document that --json writes. Fields with names that end in `_ms` are in milliseconds, and fields
+    with names that end in `_s` are in seconds. null means that nothing was measured."""
 
     appliance: str
     at: str
@@ -150,7 +150,7 @@ def _run(
 
 
 def _workloads(options: Options) -> dict[str, Workload]:
-    """Return the workloads that the options describe. An open-loop run uses only the lengths of the first
+    """Return the workloads described by the options. An open-loop run uses only the lengths of the first
     workload. Raises typer's error if the options contradict each other."""
     names = options.workloads or []
     for name in names:
@@ -199,7 +199,7 @@ def _workloads(options: Options) -> dict[str, Workload]:
 
 
 def _target(options: Options) -> Target:
-    """Return the server given in the options, or the service of the run directory. Raises Failure and
+    """Return the server given in the options, or the service in the run directory. Raises Failure and
     BenchError."""
     if len([one for one in (options.base_url, options.socket, options.run_dir) if one is not None]) > 1:
         raise typer.BadParameter(
@@ -223,7 +223,7 @@ def _target(options: Options) -> Target:
 
 
 def _document(server: Server, seed: str, slo: Slo, results: list[Result], search: Search | None) -> Document:
-    if search is not None:  # `results` has the requests of the best trial
+    if search is not None:  # `results` contains the requests of the best trial
         trials = [msgspec.structs.replace(trial, per_request=[]) for trial in search.trials]
         best = search.best and msgspec.structs.replace(search.best, per_request=[])
         search = Search(best=best, trials=trials, note=search.note)
@@ -241,8 +241,8 @@ def _document(server: Server, seed: str, slo: Slo, results: list[Result], search
 
 
 def _check_writable(path: str | None) -> None:
-    """Raise Failure before the run if the file cannot be written. A file that did not exist before is removed
-    again, so that a failed run leaves no file behind."""
+    """Raise Failure before the run if the file cannot be written. If the check has created the file, it is
+    removed again, because a failed run must leave no file behind."""
     if path is None or path == "-":
         return
     file = Path(path)

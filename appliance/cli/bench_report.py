@@ -18,9 +18,9 @@ from appliance.cli.status_line import StatusLine, bar
 _WIDTH = 80
 _RANKS = ("p50", "p90", "p99", "max")
 _MIN_FOR_P99 = 100
-"""With fewer requests, the 99th percentile (nearest rank) equals the maximum."""
+"""Number of requests below which the 99th percentile (nearest rank) equals the maximum."""
 _FINE = 0.05
-"""Target precision of a search. If a trial is less precise, the report says so."""
+"""Target precision of a search. The report mentions a trial that is less precise."""
 
 
 class BenchReport:
@@ -169,7 +169,7 @@ class ProgressBar:
 
 
 def _notes(result: Result, run: Run) -> Iterator[str]:
-    """Yield the notes that a reader needs to interpret a run."""
+    """Yield notes that help to interpret a run."""
     if run.unfinished:
         yield f"{run.unfinished:,} requests were unfinished when the run was stopped"
     if run.busiest_worker_cpu > SATURATED:

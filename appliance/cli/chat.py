@@ -43,7 +43,8 @@ class Conversation:
         self.messages.append({"role": "user", "content": _sendable(question)})
         said: list[str] = []
         try:
-            # Close the stream no matter how this block ends: closing it tells the service to stop generating.
+            # Close the stream however this block ends, because closing it tells the service to stop
+            # generating.
             with contextlib.closing(
                 self._client.answer({**self._options, "messages": self.messages})
             ) as answer:
@@ -177,12 +178,12 @@ def _summary(end: End) -> str:
 
 
 def _end_line() -> None:
-    # After an interruption the cursor may be anywhere in the line, because the answer was cut off and the
+    # After an interruption, the cursor may be anywhere in the line, because the answer was cut off and the
     # terminal has echoed ^C.
     print(flush=True)
 
 
 def _sendable(text: str) -> str:
-    """Return `text` without the characters that UTF-8 cannot encode. Terminal input and arguments that are
-    not valid text contain such characters."""
+    """Return `text` without characters that UTF-8 cannot encode. Terminal input and arguments contain such
+    characters if they are not valid text."""
     return text.encode("utf-8", "replace").decode()

@@ -41,7 +41,7 @@ class End(NamedTuple):
 
 
 class ChatClient:
-    """Sends requests to the service of one run directory. Use as a context manager."""
+    """Sends requests to the service in one run directory. Use it as a context manager."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -78,7 +78,7 @@ class ChatClient:
 
     def answer(self, body: dict[str, Any]) -> Generator[Piece | End, None, None]:
         """Stream the answer to a chat completion request. Closing the iterator cancels the request. Raises
-        AnswerError for a refusal, an error event or a broken connection.
+        AnswerError if the service refuses the request, sends an error event, or the connection breaks.
         """
         asked = time.monotonic()
         first: float | None = None
@@ -86,7 +86,7 @@ class ChatClient:
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         headers = {"content-type": "application/json"}
         try:
-            # No read timeout is set: an answer may have to wait in the queue, and the service limits that
+            # Set no read timeout: the request may have to wait in the queue, and the service limits that
             # time.
             with closing(self._connected(None)) as connection:
                 connection.request("POST", "/v1/chat/completions", json.dumps(body).encode(), headers)
@@ -108,8 +108,8 @@ class ChatClient:
         yield _end(finish_reason, tokens, asked, first)
 
     def _connected(self, timeout_s: float | None) -> HTTPConnection:
-        """Connect to the service after checking its owner. Raises Failure, or UntrustedError if the socket
-        belongs to a user whom the caller does not trust."""
+        """Check the service's owner and connect to the service. Raises Failure, or UntrustedError if the
+        socket belongs to a user whom the caller does not trust."""
         connection = unix_connection(self._socket, timeout_s)
         try:
             connection.connect()
@@ -127,7 +127,8 @@ def _end(finish_reason: str, tokens: int | None, asked: float, first: float | No
 
 
 def events(chunks: Iterable[bytes]) -> Iterator[str]:
-    """Yield the data of server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html).
+    """Yield the data fields of server-sent events
+    (https://html.spec.whatwg.org/multipage/server-sent-events.html).
 
     Bytes are decoded line by line, so a character may be split across chunks. Comments and fields other than
     data are skipped. An event without its final blank line was cut off and is not yielded.

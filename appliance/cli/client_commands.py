@@ -1,5 +1,5 @@
-"""The commands that act as API clients, and their options. They are implemented in `appliance.cli.chat` and
-`appliance.cli.bench`, which are loaded on demand."""
+"""The commands that act as API clients, and their options. The implementations are in `appliance.cli.chat`
+and `appliance.cli.bench`, which are loaded on demand."""
 
 from __future__ import annotations
 
@@ -211,10 +211,10 @@ def bench(
 ) -> None:
     """Measure a server under load: TTFT, ITL, E2E, throughput and goodput.
 
-    Without a named workload, the requests are described by --prompt-tokens and --output-tokens, and the load
-    by --concurrency or --rate. Answers are streamed and have a fixed length (ignore_eos). Prompts are random
-    token ids. Goodput counts only requests whose time to first token is within --ttft-p99-ms and whose mean
-    time between tokens is within --itl-p99-ms.
+    Without a named workload, --prompt-tokens and --output-tokens describe the requests, and --concurrency or
+    --rate describes the load. Answers are streamed and have a fixed length (ignore_eos). Prompts are random
+    token ids. Goodput counts only requests with a time to first token within --ttft-p99-ms and a mean time
+    between tokens within --itl-p99-ms.
     """
     options = locals()
     from appliance.cli.bench import Options, bench

@@ -26,8 +26,8 @@ class ConfigCheck(msgspec.Struct, kw_only=True):
 
 
 def check(file: str | None, *, as_json: bool) -> int:
-    """Read the settings as the service would, check the models, print every fault and warning, and return the
-    exit code."""
+    """Read the settings in the same way as the service, check the models, print every fault and warning, and
+    return the exit code."""
     from appliance.models.fit import read_memory
     from appliance.models.preflight import check_model
     from appliance.models.readable import service_user
@@ -48,7 +48,7 @@ def check(file: str | None, *, as_json: bool) -> int:
         try:
             faults += fallback_faults(loaded, stored_registry(loaded.settings.state_dir))
         except StoreError as error:
-            # A fallback that the settings do not declare may be a model of the registry.
+            # A fallback that the settings do not declare may be a model in the registry.
             warnings += [
                 msgspec.structs.replace(fault, remedy=f"{fault.remedy}, unless the registry has it ({error})")
                 for fault in fallback_faults(loaded, Registry())
@@ -87,8 +87,8 @@ def show(run_dir: str | None, config: str | None, *, origin: bool, as_json: bool
 def toml_lines(
     table: Mapping[str, Any], places: Mapping[str, str], path: tuple[str, ...] = ()
 ) -> Iterator[str]:
-    """Yield a table of settings as TOML. Each setting is annotated with its source from `places`, if there is
-    one; settings that are not set appear as comments."""
+    """Yield a table of settings as TOML. Each setting is followed by its source if `places` contains one.
+    Settings that are not set appear as comments."""
     plain = {name: value for name, value in table.items() if not isinstance(value, dict)}
     width = max((len(_assignment(name, value)) for name, value in plain.items()), default=0)
     if path and plain:

@@ -1,5 +1,5 @@
-"""The commands of the operator console and of the recorded history, and their options. They are implemented
-in `appliance.cli.console` and `appliance.cli.history`, which are loaded on demand."""
+"""The commands of the operator console and of the recorded history, and their options. The implementations
+are in `appliance.cli.console` and `appliance.cli.history`, which are loaded on demand."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def top(
 ) -> None:
     """Print one frame of the console and exit.
 
-    The figures per second cover the second before. With --json, print one object with batches, kv, requests,
+    Values per second cover the preceding second. With --json, print one object with batches, kv, requests,
     gpus, models, tenants and alerts."""
     from appliance.cli.console import print_frame
 
@@ -121,11 +121,12 @@ def history_export(
     state_dir: StateDir = None,
     json: Json = False,
 ) -> None:
-    """Write a slice of the history to an incident file: figures, requests, alerts, operators' actions and log
-    lines.
+    """Export a slice of the recorded history to an incident file: measurements, requests, alerts, operators'
+    actions and log lines.
 
-    `appliance console --replay FILE` shows the file on any machine. It contains no prompts and no answers.
-    Asks the running service. If none is running, or with --state-dir, the files are read."""
+    `appliance console --replay FILE` shows the file on any machine. The file contains no prompts and no
+    answers. The history comes from the running service. If none is running, or with --state-dir, it is read
+    from the files."""
     from appliance.cli.history import export_history
 
     export_history(run_dir, state_dir, file, since=since, until=until, as_json=json)

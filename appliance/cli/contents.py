@@ -39,8 +39,8 @@ def _described(text: KeptText) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines of a stored text. A conversation becomes one paragraph for each message. Terminal
-    control characters are removed."""
+    """Return the lines of a stored text, without terminal control characters. Each message of a conversation
+    becomes a paragraph."""
     try:
         messages = msgspec.json.decode(text, type=list[_Message])
     except (msgspec.DecodeError, UnicodeDecodeError):

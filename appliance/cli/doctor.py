@@ -42,8 +42,8 @@ def show_findings(config: str | None, run_dir: str | None, state_dir: str | None
 def _find(
     config: str | None, run_dir: str | None, state_dir: str | None
 ) -> tuple[Path, Path, Settings | SettingsError]:
-    """Return the directories, and either the settings or their faults. The directories are returned even if
-    the settings file is unusable."""
+    """Return the directories, and either the settings or their faults. The directories are found even if the
+    settings file is unusable."""
     settings: Settings | SettingsError
     try:
         settings = load_settings(Flags(config=config, run_dir=run_dir, state_dir=state_dir))
@@ -51,11 +51,11 @@ def _find(
         settings = error
     try:
         run = find_run_dir(run_dir, config)
-    except Failure:  # `settings` contains the error, so use the flags and defaults
+    except Failure:  # `settings` reports the error, so use the flags and defaults
         run = Path(run_dir or default_run_dir()).absolute()
     try:
         return run, find_state_dir(state_dir, run, config), settings
-    # The settings are unusable, or the run directory is not trusted. The findings report either case.
+    # The settings are unusable, or the run directory is not trusted. The findings report both cases.
     except (Failure, UntrustedError):
         return run, Path(state_dir or default_state_dir()).absolute(), settings
 

@@ -27,7 +27,7 @@ _LINE_EVERY_S = 10.0
 """Interval between progress lines when standard error is not a terminal."""
 _DOES = {"announced": "reports not ready", "draining": "is draining", "drained": "is drained"}
 _ROOM_FOR_CTRL_C = 3
-"""Columns left free for the echoed ^C, because a line that wraps cannot be overwritten."""
+"""Number of columns left free for the echoed ^C, because a line that wraps cannot be overwritten."""
 INTERRUPTED = 130
 """Exit code that shells use for a command stopped by Ctrl-C."""
 
@@ -63,8 +63,8 @@ def drain(
 
 
 class _Watch:
-    """Shows the progress of a drain: as one updated line on a terminal, as a new line every 10 s, or as lines
-    of JSON."""
+    """Shows the progress of a drain: on a terminal as one line that is updated, otherwise as a new line every
+    10 s or as lines of JSON."""
 
     def __init__(self, client: AdminClient, status: DrainStatus, as_json: bool) -> None:
         self._client = client
@@ -74,7 +74,7 @@ class _Watch:
         self._said_at = 0.0
 
     def to_the_end(self) -> DrainStatus | None:
-        """Follow the drain to its end and return the last status; None if an operator resumed the service."""
+        """Follow the drain to its end and return its last status; None if an operator resumed the service."""
         status: DrainStatus | None = self._status
         try:
             while status is not None and status.state != "drained":
@@ -117,7 +117,7 @@ def line(status: DrainStatus) -> str:
 
 
 def _interrupted(client: AdminClient, model: str | None) -> int:
-    """Handle Ctrl-C: the drain continues unless the user chooses to cancel it."""
+    """Handle Ctrl-C by asking whether to cancel the drain. Otherwise, it continues."""
     name, option = _name(model), "" if model is None else f" --model {model}"
     try:
         answer = ""

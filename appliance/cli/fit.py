@@ -24,17 +24,17 @@ from appliance.settings.convert import Converter
 
 
 class FitGpu(msgspec.Struct, kw_only=True):
-    """A GPU for which the memory was predicted."""
+    """A GPU for which a memory prediction was made."""
 
     number: int
     name: str
     memory_bytes: int
     used_bytes: int
-    """Memory that all processes currently use."""
+    """Memory that is currently used by all processes together."""
 
 
 class FitSequences(msgspec.Struct, kw_only=True):
-    """Number of sequences of this length that can run at the same time."""
+    """The number of sequences of one length that can run at the same time."""
 
     tokens: int
     sequences: int
@@ -75,10 +75,10 @@ class FitReport(msgspec.Struct, kw_only=True):
 
 
 def show_fit(run_dir: str | None, target: str, settings: Mapping[str, Any], *, as_json: bool) -> int:
-    """Predict and print the memory of a model. `target` is a folder, or NAME[@VERSION] of a model in the
-    registry of the service in `run_dir`. `settings` contains settings of the model by their names in settings
-    files; they take precedence over those of the version. Returns exit code 1 if the model does not fit.
-    Raises Failure if the model or the settings cannot be used."""
+    """Predict and print the memory of a model. `target` is a folder, or the NAME[@VERSION] of a model in the
+    registry of the service in `run_dir`. `settings` contains settings of the model, keyed by their names in
+    settings files; they take precedence over the version's settings. Returns exit code 1 if the model does
+    not fit. Raises Failure if the model or the settings cannot be used."""
     folder = target
     if os.sep not in target and not os.path.exists(target):
         folder, registered = _registered(run_dir, target)
@@ -99,7 +99,7 @@ def show_fit(run_dir: str | None, target: str, settings: Mapping[str, Any], *, a
 
 
 def fit_report(model: ModelSettings, found: MemoryFit) -> FitReport:
-    """Return the document for a predicted memory."""
+    """Return the document for a memory prediction."""
     shortage = shortage_of(model, found)
     note = shortage or limited_length(model, found)
     return FitReport(
@@ -177,7 +177,7 @@ def fit_lines(report: FitReport, width: int | None) -> Iterator[str]:
 
 
 def _registered(run_dir: str | None, target: str) -> tuple[str, dict[str, Any]]:
-    """Return the folder and the settings of the version that NAME or NAME@VERSION names. Raises Failure."""
+    """Return the folder and the settings of the version with this NAME or NAME@VERSION. Raises Failure."""
     with admin_client(run_dir) as client:
         models = client.models()
     for model in models:

@@ -1,4 +1,4 @@
-"""The commands for models. They are implemented in `appliance.cli.models`, which is loaded on demand. The
+"""The commands for models. The implementation is in `appliance.cli.models`, which is loaded on demand. The
 descriptions come from `appliance.actions`."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Settings = Annotated[
 
 
 def about(action: str) -> str:
-    """Return an action's help text for its command."""
+    """Return an action's description as the help text of its command."""
     return action_named(action).description
 
 
@@ -68,9 +68,9 @@ def models_fit(
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
-    """Predict the memory of a model before it is loaded, and how many sequences run at the same time. The
-    exit code is 1 if the model does not fit into the memory that is free. A folder needs no running
-    service."""
+    """Predict how much memory a model needs before it is loaded, and how many sequences can run at the same
+    time. The exit code is 1 if the model does not fit into the free memory. If a folder is given, no service
+    needs to run."""
     from appliance.cli.fit import show_fit
     from appliance.cli.models import version_settings
 
@@ -115,11 +115,11 @@ def models_pull(
     """Download a model from a Hugging Face hub, and add it to the registry.
 
     Downloads the safetensors, tokenizer and configuration files, and verifies their checksums. If the pull is
-    interrupted, the same command continues from there. The hub is $HF_ENDPOINT (default:
+    interrupted, run the same command again to resume it. The hub is $HF_ENDPOINT (default:
     https://huggingface.co). The token for private and restricted repositories is $HF_TOKEN, or the token that
     'hf auth login' stored. The service needs no network.
     """
-    # huggingface_hub reads this when it is imported.
+    # huggingface_hub reads this variable when it is imported.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from appliance.cli.pull import pull
 
@@ -128,7 +128,7 @@ def models_pull(
 
 @models.command("list")
 def models_list(run_dir: RunDir = None, json: Json = False) -> None:
-    """List the models of the settings and of the registry, with their versions and states."""
+    """List the models in the settings and in the registry, with their versions and states."""
     from appliance.cli.models import list_models
 
     list_models(run_dir, as_json=json)
@@ -136,7 +136,8 @@ def models_list(run_dir: RunDir = None, json: Json = False) -> None:
 
 @models.command("ps")
 def models_ps(run_dir: RunDir = None, json: Json = False) -> None:
-    """List the versions that are loaded or being loaded, with their memory and when they are unloaded."""
+    """List the versions that are loaded or being loaded, with their memory and the time when they will be
+    unloaded."""
     from appliance.cli.models import list_loaded
 
     list_loaded(run_dir, as_json=json)

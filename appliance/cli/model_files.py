@@ -24,7 +24,7 @@ _PRUNED = (Column("NAME", flexible=True), Column("VERSION", right=True), Column(
 
 
 class Deleted(msgspec.Struct):
-    """A folder with downloaded files that was deleted."""
+    """A deleted folder that contained downloaded files."""
 
     folder: str
     freed_bytes: int
@@ -41,7 +41,7 @@ def remove(run_dir: str | None, target: str, *, files: bool, yes: bool, as_json:
         confirm(action, printable(action.target_name(parameters)), yes=yes)
         message = cast(Done, client.act(parameters)).message
         deleted = _delete_unused(client, folders)
-    if files:  # the service's message says that the files are kept
+    if files:  # do not repeat the service's message, which says that the files are kept
         message = f"{target} removed"
     if as_json:
         print_json({"message": message, "deleted": deleted} if files else {"message": message})
@@ -86,7 +86,7 @@ def _folders_of(client: AdminClient, target: str) -> list[str]:
 
 
 def _check_downloaded(folders: Sequence[str]) -> None:
-    """Raise Failure if the files of a folder were not downloaded, before anything is removed."""
+    """Raise Failure if the files of a folder were not downloaded. Called before anything is removed."""
     from appliance.hub.cleanup import in_hub_cache
 
     for folder in folders:
@@ -98,7 +98,7 @@ def _check_downloaded(folders: Sequence[str]) -> None:
 
 
 def _delete_unused(client: AdminClient, folders: Sequence[str]) -> list[Deleted]:
-    """Delete the downloaded folders among `folders` that no model uses."""
+    """Delete the folders in `folders` that were downloaded and that no model uses."""
     if not folders:
         return []
     from appliance.hub.cleanup import delete_snapshot, in_hub_cache

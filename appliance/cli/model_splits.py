@@ -47,7 +47,7 @@ def show_shadow(shadow: ShadowStatus) -> None:
 
 
 def shares(found: dict[str, float]) -> str:
-    """Return the fractions of the requests for split names as text."""
+    """Format the fractions of requests, keyed by split name, as text."""
     return ", ".join(f"{share:.1%} of {printable(name)}" for name, share in found.items())
 
 

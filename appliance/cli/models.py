@@ -165,7 +165,7 @@ def _without_files(model: RegisteredModel) -> dict[str, Any]:
 
 def version_settings(texts: list[str]) -> dict[str, Any]:
     """Parse settings of the form NAME=VALUE or TABLE.NAME=VALUE, such as sampling.temperature=0.6. A value
-    that is not TOML is a text, so quotes can be omitted. Paths become absolute."""
+    that is not valid TOML is taken as text, so quotes can be omitted. Paths are made absolute."""
     settings: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")

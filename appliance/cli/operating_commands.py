@@ -1,4 +1,4 @@
-"""The commands that operate the running service: drain, resume and config. They are implemented in
+"""The commands that operate the running service: drain, resume and config. The implementations are in
 neighbouring modules, which are loaded on demand."""
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def config_check(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Check the settings files, and print each mistake with its line. The exit code is 1 if there is any."""
+    """Check the settings files, and print each mistake with its line. The exit code is 1 if there are any
+    mistakes."""
     from appliance.cli.config import check
 
     raise typer.Exit(check(file, as_json=json))

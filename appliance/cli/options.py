@@ -15,8 +15,8 @@ _DECIMAL = re.compile(r"[+-]?[0-9]{0,30}\.?[0-9]{0,30}([eE][+-]?[0-9]{1,3})?")
 
 
 def whole_number(low: int, high: int) -> Callable[[str | int], int]:
-    """Return a parser of whole numbers within a range, for `typer.Option(parser=…)`. Unlike typer's own
-    ranges, it accepts only ASCII digits, and every error message names the range."""
+    """Return a parser of whole numbers within a range, for `typer.Option(parser=…)`. Unlike typer's ranges,
+    it accepts only ASCII digits, and every error message names the range."""
 
     def integer(value: str | int) -> int:
         text = str(value)
@@ -30,8 +30,8 @@ def whole_number(low: int, high: int) -> Callable[[str | int], int]:
 
 
 def number(low: float, high: float) -> Callable[[str | float], float]:
-    """Return a parser of numbers within a range, for `typer.Option(parser=…)`. It is needed because typer's
-    own ranges accept NaN."""
+    """Return a parser of numbers within a range, for `typer.Option(parser=…)`. typer's ranges accept NaN;
+    this parser does not."""
 
     def decimal(value: str | float) -> float:
         text = str(value)

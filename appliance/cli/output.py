@@ -1,6 +1,6 @@
 """Output for terminals and scripts: tables that fit the width, human-readable quantities, colour, and JSON.
-All text from other users (names, errors, answers) passes through `printable`, so that none of its escape
-sequences reach the terminal.
+All text that other users can influence (names, errors, answers) passes through `printable`, which keeps
+escape sequences from reaching the terminal.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class Column(NamedTuple):
 
     title: str
     right: bool = False
-    """Whether the column is right-aligned, as numbers are."""
+    """Whether the column is right-aligned, like columns of numbers."""
     drop: int = 0
     """Priority for dropping the column if the terminal is too narrow. The column with the highest value is
     dropped first; a column with 0 is never dropped."""
     flexible: bool = False
-    """Whether the column may be shortened once no more columns can be dropped."""
+    """Whether the column's texts may be shortened once no more columns can be dropped."""
     colours: Mapping[str, str] | None = None
-    """Colours of the cells, by their text."""
+    """Colours of cells, keyed by the cell's text."""
 
 
 class Layout:
-    """Table columns with fixed widths. Lines that are printed later therefore line up with earlier lines."""
+    """Table columns with fixed widths, which keep lines that are printed later aligned with earlier lines."""
 
     def __init__(
         self, columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None, indent: int = 0
@@ -102,13 +102,14 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> Non
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Return whether `stream` is a terminal. The stream may have been closed before this process started."""
+    """Return whether `stream` is a terminal. It is None if the stream was closed before this process
+    started."""
     return stream is not None and stream.isatty()
 
 
 def terminal_width(stream: TextIO | None = None) -> int | None:
-    """Return the width of the terminal behind `stream` (default: standard output); None if it is not a
-    terminal, in which case lines are not shortened."""
+    """Return the width of the terminal to which `stream` (default: standard output) writes; None if it is not
+    a terminal, in which case lines are not shortened."""
     return shutil.get_terminal_size().columns if is_terminal(stream or sys.stdout) else None
 
 
@@ -123,7 +124,7 @@ def cells(text: str) -> int:
 
 
 def shorten(text: str, width: int) -> str:
-    """Return `text` shortened to `width` columns. Paths lose their beginning, and all other texts lose their
+    """Return `text` shortened to `width` columns. Paths are cut off at the beginning, and other texts at the
     end."""
     if cells(text) <= width:
         return text

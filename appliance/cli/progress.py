@@ -1,4 +1,4 @@
-"""Shows the progress of a byte transfer: as a bar on a terminal, otherwise as a line every few seconds."""
+"""Shows the progress of a byte transfer, as a bar on a terminal and otherwise as a line every few seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from appliance.quantities import of_bytes
 
 _LINE_EVERY_S = 5.0
 _RATE_OVER_S = 10.0
-"""Time over which the rate is averaged."""
+"""Time over which the rate is averaged, in seconds."""
 _BAR_CELLS = 20
 
 
@@ -25,7 +25,7 @@ class ByteProgress:
         self._samples: deque[tuple[float, int]] = deque()
 
     def show(self, done: int, total: int) -> None:
-        """Show that `done` of `total` bytes are transferred."""
+        """Show that `done` of `total` bytes have been transferred."""
         now = time.monotonic()
         self._samples.append((now, done))
         while now - self._samples[0][0] > _RATE_OVER_S:

@@ -74,7 +74,8 @@ def _download(wanted: Reference, folder: Path) -> Pulled | None:
 
 
 def _check_name(run_dir: str | None, name: str) -> None:
-    """Check before a download that the service runs and that the model can be added to it. Raises Failure."""
+    """Check before a download that the service is running and that the model can be added to it. Raises
+    Failure."""
     with admin_client(run_dir) as client:
         for model in client.models():
             if model.name == name and model.source != REGISTRY:
@@ -84,7 +85,7 @@ def _check_name(run_dir: str | None, name: str) -> None:
 
 
 def _add(run_dir: str | None, name: str, folder: str) -> AddedVersion:
-    """Add a version of a model, unless the model already has one with this folder. Raises Failure."""
+    """Add a version of a model, unless the model already has a version with this folder. Raises Failure."""
     try:
         with admin_client(run_dir) as client:
             for model in client.models():
@@ -97,7 +98,7 @@ def _add(run_dir: str | None, name: str, folder: str) -> AddedVersion:
 
 
 def cache_folder(flag: str | None, run_dir: str | None) -> Path:
-    """Return the hub cache, and create it if necessary: the folder given by the flag, $HF_HUB_CACHE or
+    """Return the hub cache, and create it if necessary. It is the folder given by the flag, $HF_HUB_CACHE or
     $HF_HOME, otherwise the folder in the service's state directory."""
     if flag:
         folder = Path(flag).absolute()
@@ -127,8 +128,8 @@ def _state_folder(run: Path) -> Path:
             state.mkdir(mode=0o700, parents=True, exist_ok=True)
             with as_owner(state):
                 folder.mkdir()
-                # All operators may pull, and the service's user may read. Others cannot enter the state
-                # directory.
+                # All operators may write to the cache, and the service's user may read it. Other users cannot
+                # enter the state directory.
                 folder.chmod(0o2775)
     except OSError as error:
         raise Failure(_not_writable(folder, error.strerror or str(error))) from error
@@ -148,5 +149,5 @@ def _check_architecture(folder: Path) -> None:
 
     try:
         sizing.read_config(str(folder))
-    except Exception as error:  # The engine's message says what is wrong with the configuration.
+    except Exception as error:  # The engine's message describes the problem in the configuration.
         raise HubError(f"{error}. The weights were not downloaded") from error

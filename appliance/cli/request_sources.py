@@ -19,19 +19,19 @@ from store.requests import LoggedRequest, RequestReader
 
 _POLL_S = 0.25
 _UNREADABLE_FOR_S = 10.0
-"""Time for which `--follow` tolerates an unreadable file. A service briefly locks the file while it starts or
-stops."""
+"""Time in seconds for which `--follow` tolerates an unreadable file. The service locks the file briefly when
+it starts or stops."""
 
 
 class Found(NamedTuple):
-    """The rows of a query, oldest first, and the log's position when they were read."""
+    """The rows that match a query, oldest first, and the log's position at the time when they were read."""
 
     rows: list[NamedRequest]
     sequence: int
 
 
 class RequestSource(Protocol):
-    """A place where the request log can be read."""
+    """A source from which the request log can be read."""
 
     name: str
     """Name of the source in messages."""
@@ -40,7 +40,7 @@ class RequestSource(Protocol):
         """Return the newest `limit` requests that match."""
 
     def follow(self, query: RequestLogQuery, after: int) -> Iterator[NamedRequest]:
-        """Yield matching requests when they end, or, if the query selects open requests, when they are
+        """Yield each matching request when it ends or, if the query selects open requests, when it is
         admitted. Never returns."""
 
 
@@ -79,7 +79,7 @@ class ServiceLog:
 
 
 class FileLog:
-    """Reads `history.db` of a state directory."""
+    """Reads the log from `history.db` in a state directory."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
@@ -116,5 +116,6 @@ class FileLog:
 
 
 def named(row: LoggedRequest) -> NamedRequest:
-    """Return a row of the file. The file does not contain the names of keys."""
+    """Convert a row of the file. The key's name stays empty, because the file does not contain the names of
+    keys."""
     return NamedRequest(**msgspec.structs.asdict(row))

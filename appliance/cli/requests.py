@@ -1,5 +1,5 @@
-"""Implements `appliance requests`, which shows the request log. It asks the running service, or, if there is
-none or if `--state-dir` is given, reads `history.db`."""
+"""Implements `appliance requests`, which shows the request log. The requests come from the running service.
+If none is running, or with `--state-dir`, they are read from `history.db`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _COLUMNS = (
     Column("E2E ms", right=True),
     Column("ERROR", flexible=True, drop=3),
 )
-# Set minimum column widths, so that lines printed later are aligned with the first lines.
+# Minimum column widths, which keep lines printed later aligned with the first lines.
 _ROOM = (
     "00-00 00:00:00",
     "req-" + "0" * 24,
@@ -112,7 +112,7 @@ def request_query(
     failed: bool,
     since: str | None,
 ) -> RequestLogQuery:
-    """Return the query that these options describe. Raises CommandLineError."""
+    """Return the query described by these options. Raises CommandLineError."""
     wanted = RequestLogQuery(
         request_id=request_id,
         tenant=tenant,
@@ -188,7 +188,8 @@ def _show_fields(row: NamedRequest) -> None:
 
 
 def unseen(changes: Iterator[NamedRequest], shown: dict[str, NamedRequest]) -> Iterator[NamedRequest]:
-    """Yield the changes that were not shown yet: a request that ended while the list was read is in both."""
+    """Yield the changes that have not been shown yet. A request that ended while the list was being read is
+    in both the list and the changes."""
     for row in changes:
         before = shown.pop(row.request_id, None)
         if before is None or before.state != row.state:

@@ -17,16 +17,16 @@ _SOCKET = "admin.sock"
 
 
 def find_run_dir(flag: str | None, config: str | None = None) -> Path:
-    """Return the run directory given by the flag or the settings file, or else a directory where a service is
-    running. Without a flag and a file, these directories are tried in order:
+    """Return the run directory given by the flag or the settings file. If neither is given, return the first
+    of these directories in which a service is running:
 
     - the caller's private run directory ($RUNTIME_DIRECTORY, $XDG_RUNTIME_DIR),
     - /run/appliance,
     - the caller's directory in /tmp, if the caller owns it.
 
-    If none of them has a service, the result is /run/appliance if systemd knows the unit, otherwise the
-    default of `appliance serve`. No other setting is read. An operator can therefore reach the running
-    service even if another setting is invalid, such as the folder of a model.
+    If no service is running in any of them, return /run/appliance if systemd knows the unit, otherwise the
+    default of `appliance serve`. No other setting is read, so an operator can reach the running service even
+    if another setting is invalid, such as the folder of a model.
     """
     from appliance.rundir import SYSTEM_RUN_DIR, unit_is_installed
     from appliance.settings import default_run_dir
@@ -43,9 +43,9 @@ def find_run_dir(flag: str | None, config: str | None = None) -> Path:
 
 
 def find_state_dir(flag: str | None, run_dir: Path, config: str | None = None) -> Path:
-    """Return the state directory. The first of these sources that names a directory is used: the flag, the
+    """Return the state directory. It comes from the first of these sources that names one: the flag, the
     service that uses or last used `run_dir`, the settings file, the default. Raises UntrustedError if the run
-    directory's owner is not trusted, because the run directory names the state directory.
+    directory's owner is not trusted, because a file in the run directory names the state directory.
     """
     from appliance.ownership import trusted_directory
     from appliance.rundir import SYSTEM_RUN_DIR, SYSTEM_STATE_DIR, last_holder, unit_is_installed
@@ -64,10 +64,10 @@ def find_state_dir(flag: str | None, run_dir: Path, config: str | None = None) -
 
 
 def check_databases(state_dir: Path, run_dir: Path | None, *names: str) -> None:
-    """Check the owners of a state directory and of the databases that a command opens in it.
+    """Check who owns a state directory and the databases that a command opens in it.
 
-    Root, the caller and the owner of `run_dir` (where the service runs) may own them. Raises UntrustedError
-    for any other owner.
+    The owner may be root, the caller, or the owner of `run_dir`, where the service runs. Raises
+    UntrustedError for any other owner.
     """
     from appliance.ownership import check_database, trusted_state
 
@@ -89,9 +89,9 @@ def admin_client(run_dir: str | None) -> Iterator[AdminClient]:
 
 
 def service_or_files(run_dir: Path) -> AdminClient | None:
-    """Return a client of the service in `run_dir`, or None if the caller must read the service's files: no
-    service is running, or the caller may not use its admin API and has set no key. The owner of the files may
-    still let the caller read them."""
+    """Return a client of the service in `run_dir`. Returns None if the caller must read the service's files
+    instead, because no service is running, or because the caller may not use its admin API and has set no
+    key. The caller may still have permission to read the files."""
     from appliance import calls
     from appliance.client import AdminClient, AdminError, ServiceNotRunningError
 

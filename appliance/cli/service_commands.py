@@ -1,5 +1,5 @@
-"""The commands that run and inspect the service, and their options. They are implemented in the other modules
-of this package, which are loaded on demand."""
+"""The commands that run and inspect the service, and their options. The implementations are in the other
+modules of this package, which are loaded on demand."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def serve(
 
 
 def status(run_dir: RunDir = None, json: Json = False) -> None:
-    """Show the state of the service: sockets, fronts, models, queue, databases and problems."""
+    """Show the state of the service: sockets, front processes, models, queue, databases and problems."""
     from appliance.cli.status import show_status
 
     show_status(run_dir, as_json=json)
@@ -143,8 +143,8 @@ def logs(
     run_dir: RunDir = None,
     json: Json = False,
 ) -> None:
-    """Show the newest log lines of the core, the fronts and the replicas, oldest first. Older lines are in
-    the journal."""
+    """Show the newest log lines of the core, the front processes and the replicas, oldest first. Older lines
+    are in the journal."""
     from appliance.cli.logs import show_logs
 
     show_logs(run_dir, limit=limit, follow=follow, level=level, text=text, process=process, as_json=json)

@@ -147,7 +147,7 @@ def _fronts(fronts: list[FrontStatus], width: int | None) -> list[str]:
 
 
 def _per_token(front: FrontStatus) -> str:
-    # With few tokens, the value would mostly reflect the startup of the process.
+    # If few tokens were streamed, the value would mostly reflect the startup of the process.
     if front.cpu_us_per_token is None or front.tokens < _MIN_TOKENS:
         return ""
     return f"{front.cpu_us_per_token:.1f}"
@@ -177,7 +177,7 @@ def _model(model: ModelStatus, width: int | None) -> list[str]:
 
 
 def _scaling(scaling: ScalingStatus | None, width: int | None) -> list[str]:
-    """Describe the number of replicas if it follows the load."""
+    """Describe the number of replicas of a model that is scaled with the load."""
     if scaling is None:
         return []
     text = f"{scaling.replicas} of {scaling.min_replicas} to {scaling.max_replicas} replicas"
@@ -244,8 +244,8 @@ def _experts(replica: ReplicaStatus) -> str:
 
 
 def _by_kind(replica: ReplicaStatus, decode: str, mixed: str) -> str:
-    """Format two values: one for decode-only steps and one for steps that compute prompts. "-" means that
-    there were no steps of that kind."""
+    """Format two values: one for decode-only steps, and one for steps that compute prompts. "-" stands for a
+    value without steps."""
     return f"{decode if replica.step_ms else '-'}/{mixed if replica.mixed_step_ms else '-'}"
 
 

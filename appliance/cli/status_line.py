@@ -17,7 +17,7 @@ _INTERVAL_S = 0.25
 
 
 class StatusLine:
-    """One line that each call overwrites. Nothing is written if the stream is not a terminal."""
+    """One line that each call to `show` overwrites. Nothing is written if the stream is not a terminal."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -46,7 +46,7 @@ def bar(share: float) -> str:
 
 
 def load_line(replica: str, detail: str, load: LoadStatus | None) -> str:
-    """Return the progress of a loading replica in one line, with a bar if the amount of work is known."""
+    """Describe the progress of a loading replica in one line, with a bar if the amount of work is known."""
     drawn = f"{bar(load.done / load.total)} " if load is not None and load.total else ""
     return printable(f"{replica} {drawn}{detail}")
 
@@ -54,8 +54,8 @@ def load_line(replica: str, detail: str, load: LoadStatus | None) -> str:
 @contextmanager
 def loads_shown(replicas: Callable[[], list[ReplicaStatus]], stream: TextIO | None = None) -> Iterator[None]:
     """Show the progress of loading replicas until the end of the context, on standard error or on `stream`,
-    if it is a terminal. `replicas` returns their current status. It is called in a thread, and its errors end
-    the display."""
+    if it is a terminal. `replicas` returns their current status. The function is called in a thread; if it
+    raises an error, the display ends."""
     line, ended = StatusLine(stream), threading.Event()
 
     def draw() -> None:
@@ -69,7 +69,7 @@ def loads_shown(replicas: Callable[[], list[ReplicaStatus]], stream: TextIO | No
     def draw_until_error() -> None:
         try:
             draw()
-        except Exception:  # the command itself reports a service that does not respond
+        except Exception:  # the command itself reports if the service does not respond
             line.clear()
 
     if not line.is_visible:

@@ -11,7 +11,7 @@ from store.fields import Declared
 
 
 def field_columns(fields: Sequence[Declared], first_drop: int) -> Iterator[Column]:
-    """Yield one column per field. On a narrow terminal, the last fields are dropped first."""
+    """Yield one column per field. On narrow terminals, the last fields are dropped first."""
     for number, field in enumerate(fields):
         yield Column(
             field.label.upper(),

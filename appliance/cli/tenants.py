@@ -99,7 +99,7 @@ def _valid(key: Key) -> bool:
 
 
 def print_tenant(tenant: Tenant) -> None:
-    """Print a tenant with all its fields."""
+    """Print all fields of a tenant."""
     for name, value in _fields(tenant):
         print(f"{paint(f'{name:22}', 'dim')}  {printable(value)}")
 

@@ -9,14 +9,14 @@ from appliance.cli.failure import CommandLineError
 from appliance.quantities import clock_time, span_seconds, span_text
 
 MAX_SPAN_S = 36525 * 86400.0
-"""One hundred years. Times at most this far from now can be stored and displayed."""
+"""One hundred years. Times that are no further than this from now can be stored and displayed."""
 _FIRST_YEAR, _LAST_YEAR = 1971, 2999
 
 
 def moment(text: str, option: str, *, ahead: bool, now: float | None = None) -> float:
     """Parse a date or a duration, and return unix seconds. A duration counts back from `now`, or forward if
-    `ahead` is set. Without `ahead`, a time of day such as 14:03 is the last before `now`. Raises
-    CommandLineError, whose message names `option`.
+    `ahead` is set. Without `ahead`, a time of day such as 14:03 means its latest occurrence before `now`.
+    Raises CommandLineError with a message that names `option`.
     """
     now = time.time() if now is None else now
     if span_seconds(text) is not None:
@@ -44,7 +44,8 @@ def moment(text: str, option: str, *, ahead: bool, now: float | None = None) -> 
 
 
 def span_s(text: str, option: str, max_s: float = MAX_SPAN_S) -> float:
-    """Parse a duration and return it in seconds. Raises CommandLineError, whose message names `option`."""
+    """Parse a duration and return it in seconds. Raises CommandLineError with a message that names
+    `option`."""
     seconds = span_seconds(text)
     if seconds is None:
         raise CommandLineError(

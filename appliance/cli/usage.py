@@ -32,7 +32,7 @@ def show_usage(
     by: str,
     as_json: bool,
 ) -> None:
-    """Print the usage and its sum."""
+    """Print the usage and its total."""
     columns = by.replace(" ", "").split(",")
     if wrong := [column for column in columns if column not in USAGE_COLUMNS]:
         raise CommandLineError(
@@ -77,7 +77,7 @@ def _day(text: str | None, option: str) -> str | None:
     if text is None:
         return None
     at = moment(text, option, ahead=False)
-    # A date without a time means the day in UTC, because usage is counted per UTC day.
+    # Interpret a date without a time as a day in UTC, because usage is counted per UTC day.
     return text.strip() if len(text.strip()) == 10 else datetime.fromtimestamp(at, UTC).date().isoformat()
 
 

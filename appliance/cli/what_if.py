@@ -20,7 +20,7 @@ _COLUMNS = (
 
 
 def print_forecast(run_dir: str | None, asked: msgspec.Struct, *, as_json: bool) -> None:
-    """Print what would have happened to each tenant's requests, next to what actually happened."""
+    """Print the predicted outcomes of each tenant's requests next to the actual outcomes."""
     with admin_client(run_dir) as client:
         forecast = client.call(calls.what_if(asked))
     if as_json:
