@@ -11,7 +11,7 @@ from appliance.models.manager import ModelManager
 from appliance.traffic.request_manager import RequestManager
 
 _ENGINE_CANCEL_S = 2.0
-"""Time after which a front that has not cancelled a request is assumed to hang. The core then cancels the
+"""Time after which a front that has not cancelled a request is considered hung. The core then cancels the
 request in the engine itself."""
 
 

@@ -1,5 +1,5 @@
-"""Detects jumps of the system clock. After a jump to a wrong time, log entries must not be removed as too
-old."""
+"""Detects jumps of the system clock. After a jump to a wrong time, log entries must not be removed for being
+too old."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 MIN_JUMP_S = 600.0
 HOLD_S = 24 * 3600.0
-"""Time for which no entries are removed after a clock jump. If the clock is set back, removal resumes
+"""No entries are removed for this long after a clock jump. If the clock is corrected, removal resumes
 immediately."""
 
 

@@ -1,5 +1,4 @@
-"""Drains of a model or of the whole service: new requests are no longer accepted, and the requests accepted
-so far are finished.
+"""Drains a model or the whole service: stops accepting new requests, and lets the accepted requests finish.
 
              Controller (stop), DrainAdmin (begin, resume), Reloader (keep_only)
                  │
@@ -7,8 +6,8 @@ so far are finished.
     Readiness ◄─ Drains ──► Drain ──► RequestManager (pause, resume), cancel(), FrontConfiguration
 
 A drain begins by reporting "not ready". New requests are refused only after every front has applied that
-state and gateways have had time to notice. Requests that are running or waiting when a drain begins are
-finished; those still left after the grace period end with an error. An operator's drain lasts until the
+state and gateways have had time to notice. Requests that are running or waiting when a drain begins may
+finish; any that are left after the grace period end with an error. An operator's drain lasts until the
 operator resumes service. The shutdown of the service is a drain that is never resumed.
 """
 
@@ -28,7 +27,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.02
 _ABORT_WITHIN_S = 3.0
-"""When the service stops, time for fronts to end the requests that remain after the grace period."""
+"""When the service stops, fronts have this long to end the requests that remain after the grace period."""
 STOPPING = "the service is stopping"
 
 

@@ -29,7 +29,7 @@ class LogLines(logging.Handler):
         self._order = threading.Lock()
 
     def attach(self) -> None:
-        """Add this handler to the root logger and to the logger of the fronts' and replicas' records."""
+        """Add this handler to the root logger, and to the logger for records from fronts and replicas."""
         for logger in (logging.getLogger(), child_records):
             logger.addHandler(self)
 
@@ -63,8 +63,8 @@ class LogLines(logging.Handler):
         """Return the newest matching lines, oldest first. If `query.after` is set, return the first matching
         lines after that number instead.
 
-        The lines of fronts and replicas arrive a moment after they are written, so the numbers are not
-        exactly in chronological order."""
+        The lines of fronts and replicas arrive a moment after they are written, so the numbers are not in
+        strict chronological order."""
         with self._order:
             lines, number = list(self._lines), self.number
         first = lines[0].number if lines else 0

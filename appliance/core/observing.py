@@ -78,12 +78,12 @@ class ObservingParts:
         """Routes of the admin API that read the state."""
 
     def start(self) -> None:
-        """Start to record the state."""
+        """Start recording the state."""
         self._sampler.start()
         self._recorder.start()
 
     async def stop(self) -> None:
-        """Stop to record, and end all streams."""
+        """Stop recording, and end all streams."""
         await self._recorder.stop()
         self._sampler.stop()
         self._streams.close()

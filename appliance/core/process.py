@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 _CHECK_S = 0.25
 """Interval at which a starting service checks whether any model can be served."""
 COLLECT_AFTER = (50_000, 20, 100)
-"""Thresholds of Python's garbage collector. It scans new objects after this many allocations, and scans the
-two older generations 20 and 100 times less often. With the default of 700, it would scan all waiting requests
-once per thirty arriving requests."""
+"""Thresholds of Python's garbage collector. It scans new objects after this many allocations, the middle
+generation after 20 such scans, and the oldest generation after 100 scans of the middle one. With the default
+of 700, it would scan all waiting requests once for every thirty arriving requests."""
 
 
 class StartError(Exception):
@@ -122,15 +122,15 @@ async def _until_stopped(stop: asyncio.Event, readiness: Readiness) -> None:
 
 
 def _tell_end(manager: Manager, why: str) -> None:
-    """Report the reason why the service was not ready as its last status, because the service manager still
-    shows that status after the process has ended."""
+    """Report the reason why the service was not ready as its final status. The service manager still shows
+    that status after the process has ended."""
     if why:
         manager.tell(STATUS=f"stopped: {why}")
 
 
 def _broken_models(loaded: Loaded, checks: ModelChecks) -> dict[str, str]:
-    """Return the models whose files have a problem, each with the problem. Raises SettingsError if no model
-    is left to serve."""
+    """Return the problem of each model whose files have one. Raises SettingsError if no model is left to
+    serve."""
     models = loaded.settings.models
     findings = checks.files(models)
     for warning in model_warnings(loaded, findings):

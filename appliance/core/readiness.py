@@ -58,8 +58,8 @@ class Readiness:
 
     def permanent_problems(self) -> str:
         """Return the problems of all models in the settings if none of them can be served until an operator
-        corrects its files or settings, or an empty string. It is also empty if a version of the registry is
-        loaded or being loaded."""
+        corrects its files or settings. Otherwise, or if a registered version is loaded or being loaded,
+        return an empty string."""
         models = self.models.models
         if not all(map(self.models.is_declared, models)):
             return ""

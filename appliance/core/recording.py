@@ -69,7 +69,7 @@ class Recorder:
 
     def reader(self) -> Callable[[], Awaitable[Snapshot]]:
         """Return a function that waits for the next sample and returns its snapshot. The first call does not
-        wait. After `stop`, the function reads the service."""
+        wait. After `stop`, the function takes a new snapshot itself."""
         seen = 0
 
         async def read() -> Snapshot:
@@ -106,7 +106,7 @@ class Recorder:
 
 
 def sampled_tree(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the part of a snapshot that is recorded as figures, as JSON values. Requests and alerts are
+    """Return the part of a snapshot that is recorded as measurements, as JSON values. Requests and alerts are
     recorded as details. Individual KV blocks are not recorded, because there are thousands of them."""
     sampled = msgspec.structs.replace(
         snapshot,

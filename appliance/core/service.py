@@ -65,9 +65,8 @@ class Service:
         checks: ModelChecks,
         broken: Mapping[str, str],
     ) -> None:
-        """`held` is the exit stack that closes everything that this constructor opens. `broken` contains the
-        models whose files have a problem, each with the problem. Raises SettingsError, ListenError or
-        StoreError."""
+        """`held` is the exit stack that closes everything that this constructor opens. `broken` maps each
+        model whose files have a problem to that problem. Raises SettingsError, ListenError or StoreError."""
         self.settings = LiveSettings(loaded.settings)
         settings, control, started_at = loaded.settings, state.control, time.time()
         problems, clock = Problems(), ClockGuard()

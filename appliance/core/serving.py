@@ -4,8 +4,9 @@
         ▲                              │                                               │
         └──────────── send ────────────┘       Readiness.configuration() ◄─────────────┘
 
-Two components need one that is created later, so they receive a function: the request manager sends its
-answers through the front pool, and the front pool gets the fronts' configuration from `Readiness`.
+Two components depend on a component that is created later, so each receives a function instead: the request
+manager sends its answers through the front pool, and the front pool gets the fronts' configuration from
+`Readiness`.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ class Manager:
         self.sockets = _take_sockets(environ)
         """Listening sockets that the service manager opened. The code that takes one over must close it."""
         self.watchdog_s = _watchdog_s(environ)
-        """Maximum interval between keep-alives that the service manager allows, or None if it expects
-        none."""
+        """Maximum interval between keep-alives that the service manager allows, or None if it expects no
+        keep-alives."""
         self._socket: socket.socket | None = None
         address = environ.pop("NOTIFY_SOCKET", "")
         if address:
