@@ -203,7 +203,7 @@ class ModelAdmin:
         known = self.routing.names() - {asked.name}
         if fallback is not None and fallback not in known:
             raise ValueError(
-                f"fallback = {fallback!r} is not another model or alias: use one of "
+                f"fallback = {fallback!r} does not name another model or alias: use one of "
                 f"{', '.join(sorted(known)) or 'none, because there is no other model'}"
             )
 

@@ -183,7 +183,7 @@ def _scaling(scaling: ScalingStatus | None, width: int | None) -> list[str]:
     text = f"{scaling.replicas} of {scaling.min_replicas} to {scaling.max_replicas} replicas"
     facts = [f"{text}: {scaling.reason}" if scaling.reason else text]
     if scaling.refusal:
-        facts.append(f"no further replica: {printable(scaling.refusal)}")
+        facts.append(f"no replica can be added: {printable(scaling.refusal)}")
     if scaling.changes:
         latest = scaling.changes[0]
         ago = of_seconds(max(0.0, time.time() - latest.at))

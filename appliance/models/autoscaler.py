@@ -15,18 +15,17 @@ from appliance.models.demand import Demand, DemandForecast
 TARGET_USE = 0.7
 """Replicas are added until the expected demand uses at most this share of each."""
 LOW_USE = 0.5
-"""A replica is removed only if the demand would use less than this share of each of the others. The gap to
+"""A replica is removed only if the remaining replicas would each be used less than this. The gap to
 `TARGET_USE` prevents small changes of the load from removing a replica and adding it again."""
 _LATE_SHARE = 0.5
-"""A replica is added when requests wait, or get their first token, later than this share of the target."""
+"""A replica is added when the waiting time or the time to first token exceeds this share of the target."""
 _LATE_USE = 0.3
 """A late first token counts only if the demand uses at least this share of each replica. Below that, the
 cause is long prompts rather than too few replicas, and another replica would not help."""
 _AHEAD_S = 30.0
-"""The load is predicted for the time at which a replica that is started now will be ready, and this much
-longer."""
+"""How far the prediction of the load looks beyond the time at which a replica started now would be ready."""
 REFUSED_S = 60.0
-"""Time for which no replica is added after there was not enough memory for one."""
+"""No replica is added for this long after an attempt has failed for lack of memory."""
 
 
 class ScalingRules(NamedTuple):
@@ -35,12 +34,12 @@ class ScalingRules(NamedTuple):
     min_replicas: int
     max_replicas: int
     ttft_target_s: float
-    """Time to the first token that requests should not exceed."""
+    """Target for the time to first token of a request."""
     cooldown_s: float
-    """Time after a change during which no replica is removed, and none is added because of late requests, so
-    that the change can take effect."""
+    """Time after a change during which no replica is removed, and none is added because of late requests. It
+    lets the change take effect."""
     idle_s: float
-    """Time for which the load must have been low before a replica is removed."""
+    """How long the load must have been low before a replica is removed."""
 
 
 class ModelLoad(NamedTuple):
@@ -51,7 +50,7 @@ class ModelLoad(NamedTuple):
     ready: int
     """Number of replicas that are ready."""
     demand: float
-    """The load, as a number of fully used replicas."""
+    """The load, measured in fully used replicas."""
     wait_s: float
     """How long the oldest request has been waiting, or how long a new one is expected to wait, whichever is
     longer."""
@@ -111,8 +110,8 @@ class Autoscaler:
         return self._late(now, rules, load) or self._fewer(now, rules, load)
 
     def _more(self, now: float, rules: ScalingRules, load: ModelLoad) -> Decision | None:
-        """Return an increase to the number of replicas that the expected demand needs, or None if no more are
-        needed."""
+        """Return an increase to the number of replicas that the expected demand needs, or None if there are
+        enough."""
         needed = min(math.ceil(self.expected.replicas / TARGET_USE), rules.max_replicas)
         if needed <= load.replicas or now - self._refused_at < REFUSED_S:
             return None
@@ -125,9 +124,9 @@ class Autoscaler:
             return None
         target_s, late_s = rules.ttft_target_s, _LATE_SHARE * rules.ttft_target_s
         if load.wait_s > late_s:
-            reason = f"requests wait {load.wait_s:.1f} s, and the target of the TTFT is {target_s:g} s"
+            reason = f"requests wait {load.wait_s:.1f} s, and the TTFT target is {target_s:g} s"
         elif (load.ttft_s or 0.0) > late_s and load.demand >= _LATE_USE * load.replicas:
-            reason = f"the TTFT is {load.ttft_s:.1f} s (p99), and its target is {target_s:g} s"
+            reason = f"the p99 TTFT is {load.ttft_s:.1f} s, and the target is {target_s:g} s"
         else:
             return None
         return Decision(load.replicas + 1, reason)

@@ -1,7 +1,7 @@
 """Limits the CPU time and the memory of replicas with control groups (cgroup v2).
 
-The service's manager must have delegated the service's own cgroup to it, which systemd does with `Delegate=`.
-The service then has this tree below its cgroup:
+The service manager must have delegated the service's own cgroup to the service; systemd does so with
+`Delegate=`. The service then creates this tree below its cgroup:
 
     service/        the core, the fronts and replicas without limits
     replica-NAME/   the ranks of one replica
@@ -38,7 +38,7 @@ class ReplicaLimits(NamedTuple):
 
 
 def limits_of(settings: ModelSettings) -> ReplicaLimits:
-    """Return the limits that the settings of a model set for each replica."""
+    """Return the limits that a model's settings define for each replica."""
     memory_gb = settings.memory_limit_gb
     return ReplicaLimits(settings.cpu_limit, None if memory_gb is None else int(memory_gb * 1e9))
 
@@ -113,7 +113,8 @@ class ReplicaCgroups:
             with contextlib.suppress(ProcessLookupError):
                 (service / "cgroup.procs").write_text(str(pid))
         if others := (base / "cgroup.procs").read_text().split():
-            raise _NotPossibleError(f"{base} contains processes of others ({', '.join(others[:3])})")
+            listed = ", ".join(others[:3])
+            raise _NotPossibleError(f"{base} contains processes that do not belong to the service ({listed})")
         (base / "cgroup.subtree_control").write_text("+cpu +memory")
         return base
 

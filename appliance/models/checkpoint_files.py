@@ -85,7 +85,7 @@ def _not_a_folder(path: Path) -> FolderFault:
     if path.suffix == ".gguf" or _starts_with(path, _GGUF):
         return _gguf(path)
     if os.path.exists(path):
-        return FolderFault(f"{str(path)!r} is not a folder, but a file", f"use {_EXPECTED}")
+        return FolderFault(f"{str(path)!r} is a file, not a folder", f"use {_EXPECTED}")
     if hidden_by_unit(path):
         return FolderFault(
             f"{str(path)!r} is not a folder that the service can see, because its unit hides /home and /root",

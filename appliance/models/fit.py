@@ -87,7 +87,7 @@ class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.max_num_seqs, self.kv_blocks // -(-tokens // BLOCK_TOKENS))
 
     def lengths(self) -> list[int]:
-        """Return the sequence lengths for which `sequences` is of interest, in ascending order."""
+        """Return the sequence lengths for which `sequences` is worth showing, in ascending order."""
         longest = min(self.max_model_len, self.kv_tokens)
         return [*(length for length in _LENGTHS if length < longest), longest] if longest else []
 
@@ -172,7 +172,7 @@ def fit(model: ModelSettings, memory: MachineMemory, chosen: Sequence[int] = ())
 
 
 class MemoryShortage(NamedTuple):
-    """The memory that a model lacks to run beside the running replicas."""
+    """The additional memory that a model needs to run beside the running replicas."""
 
     bytes: int = 0
     """Missing memory, over all ranks; 0 if the model fits."""
@@ -188,8 +188,8 @@ def shortage_beside(
     others: Sequence[ModelSettings] = (),
     limit_bytes: int | None = None,
 ) -> MemoryShortage:
-    """Return the memory that is missing for `count` replicas with these settings beside the running replicas.
-    On GPUs, only one replica is checked, because additional replicas get other GPUs.
+    """Return how much more memory `count` replicas with these settings need beside the running replicas. On
+    GPUs, only one replica is checked, because additional replicas get other GPUs.
 
     - `chosen`: the numbers of the GPUs that the replica would use; if empty, the first GPUs are used.
     - `others`: the settings of each running replica. With `limit_bytes`, all replicas that run on the CPU may

@@ -8,7 +8,7 @@ from engine.messages import Progress
 
 _LOG_EVERY_S = 10.0
 _MIN_RATE_S = 0.5
-"""Minimum time for which a stage must have run before its rate is reported."""
+"""How long a stage must have run before its rate is reported."""
 
 
 class LoadProgress:
@@ -19,7 +19,7 @@ class LoadProgress:
         self._stage_began = self._logged_at = now
 
     def report(self, progress: Progress, now: float) -> str:
-        """Process a progress report. Return a line for the log if a new stage has begun, or an empty
+        """Process a progress report. Return a line for the log if a new stage has begun, otherwise an empty
         string."""
         former, self._latest = self._latest, progress
         if progress.stage == former.stage:
@@ -30,7 +30,7 @@ class LoadProgress:
         return f"{self._begun()}; {former.stage}{amount} took {seconds:.1f} s"
 
     def due(self, now: float) -> str:
-        """Return a line for the log if none has been written for 10 seconds, or an empty string."""
+        """Return a line for the log if none has been written for 10 seconds, otherwise an empty string."""
         if now - self._logged_at < _LOG_EVERY_S:
             return ""
         self._logged_at = now

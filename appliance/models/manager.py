@@ -45,10 +45,10 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.05
 _STOP_S = 2.0
 _MAX_FAILED_LOADS = 2
-"""Number of failed starts after which a version of the registry cannot be loaded. The second start succeeds
-if the first failed only because another process had not freed its memory yet."""
+"""Number of failed starts after which a registered version counts as impossible to load. A second start is
+attempted because the first may have failed only because another process had not freed its memory yet."""
 _MAX_FAILED_STARTS = 3
-"""Number of failed starts of a successor after which the previous replica is kept."""
+"""If a successor fails to start this many times, the previous replica is kept."""
 
 
 class ModelManager:
@@ -73,7 +73,7 @@ class ModelManager:
         - `publish` is called when the list of served models or the readiness of a model may have changed.
         - `note` reports a problem (its location and description) to the operator.
         - `preflight` checks a model's files.
-        - `broken` contains the models whose files have a problem, each with the problem.
+        - `broken` maps each model whose files have a problem to that problem.
         """
         self.models = {model.name: model for model in served}
         """The models that are loaded or being loaded, as the fronts know them. The keys are units of loading:
@@ -142,8 +142,8 @@ class ModelManager:
         return [replica for replica in self.replicas if replica.model == model]
 
     def unusable(self, model: str) -> str:
-        """Return the reason why no replica of the model has ever started and none can start until an operator
-        corrects the model's files or settings, or an empty string."""
+        """Return the reason if no replica of the model has ever started and none can start until an operator
+        corrects the model's files or settings. Otherwise return an empty string."""
         replicas = self.of(model)
         if model in self.connections.was_ready or not replicas:
             return ""
@@ -168,7 +168,7 @@ class ModelManager:
         return replicas[0].failure if replicas and all(replica.failure for replica in replicas) else ""
 
     def remedy(self, unit: str) -> str:
-        """Return what an operator can do about the `failure` of the unit, or an empty string."""
+        """Return the operator's remedy for the unit's `failure`, or an empty string."""
         return next((replica.remedy for replica in self.of(unit) if replica.remedy), "")
 
     def retry(self, unit: str) -> list[str]:
@@ -176,7 +176,7 @@ class ModelManager:
         return [replica.name for replica in self.of(unit) if replica.retry()]
 
     def set_timeouts(self) -> None:
-        """Read the timeouts after which replicas are killed from the settings."""
+        """Update, from the settings, the timeouts after which replicas are killed."""
         for replica in self.replicas:
             replica.hang_timeout_s = self._settings().hang_timeout_s
             replica.load_timeout_s = self._settings().load_timeout_s
@@ -219,8 +219,8 @@ class ModelManager:
         return changes
 
     def _redescribe(self, name: str, wanted: ModelSettings, described: ServedModel | None) -> None:
-        """Apply the settings of a model that need no other replicas. `described` is the model with these
-        settings, if any of its text settings has changed."""
+        """Apply those settings of a model that do not require new replicas. `described` is the model's
+        description under these settings if a text setting has changed, otherwise None."""
         known = msgspec.structs.replace(self.models[name], required=wanted.required)
         if described is not None and described.folder == known.folder:
             known = msgspec.structs.replace(
@@ -238,7 +238,7 @@ class ModelManager:
         self.models[name] = known
 
     def load(self, unit: ServedModel, settings: ModelSettings) -> None:
-        """Load a version of the registry. `loaded` and `load_failure` report the result."""
+        """Load a registered version. `loaded` and `load_failure` report the result."""
         self._wanted[unit.name] = settings
         self._parked.discard(unit.name)
         self._add(unit)
@@ -246,7 +246,7 @@ class ModelManager:
         self._publish()
 
     def introduce(self, unit: ServedModel, settings: ModelSettings) -> None:
-        """Accept requests for a version of the registry without loading it."""
+        """Accept requests for a registered version without loading it."""
         self.load(unit, settings)
         self._parked.add(unit.name)
 
@@ -298,8 +298,8 @@ class ModelManager:
         return self._requests.state.finished(unit)
 
     async def shortage(self, settings: ModelSettings, count: int | None = None) -> MemoryShortage:
-        """Return the memory that is missing for `count` replicas with these settings in addition to the
-        running replicas. Default: the number of replicas with which the model is loaded."""
+        """Return how much more memory `count` replicas with these settings need beside the running replicas.
+        By default, `count` is the number of replicas with which the model is loaded."""
         limit_gb = self._settings().on_demand.memory_gb
         if not self.replicas and limit_gb is None:
             return MemoryShortage()  # the replica itself reports why it cannot load
@@ -313,15 +313,14 @@ class ModelManager:
         )
 
     async def why_not_beside(self, settings: ModelSettings, count: int = 1) -> str:
-        """Return the reason why `count` replicas with these settings cannot run in addition to the running
-        replicas; empty if they can."""
+        """Return the reason why `count` replicas with these settings cannot run beside the running replicas,
+        or an empty string if they can."""
         return (await self.shortage(settings, count)).why
 
     # ── replicas by load (ScaledModels) ──
 
     def scalable(self) -> dict[str, ModelSettings]:
-        """Return the settings of every unit, except units that are asleep or whose replicas are being
-        changed."""
+        """Return the settings of every unit, except units that are asleep or whose replicas are changing."""
         changing = {unit for unit, task in self._changes.items() if not task.done()}
         asleep = {replica.model for replica in self.replicas if replica.sleeping.asleep}
         units = self.models.keys() - changing - asleep - self._parked
@@ -333,7 +332,7 @@ class ModelManager:
             self._begin_change(unit)
 
     def scaling(self, unit: str) -> ScalingStatus | None:
-        """Return how the number of replicas of a unit follows the load; None if it is fixed."""
+        """Return a unit's scaling status, or None if its number of replicas is fixed."""
         wanted = self._wanted.get(unit)
         return None if wanted is None else self._scaling.status(unit, wanted)
 
@@ -383,7 +382,7 @@ class ModelManager:
             await self._retire(outdated[-1])
         elif len(current) > self._scaling.count(name, wanted):
             retirement = self._begin_retirement(current[-1])
-            if not by_load:  # if the load grows in the meantime, another replica can be started
+            if not by_load:  # If the load grows again before then, another replica can be started.
                 await asyncio.shield(retirement)
         elif outdated:
             return await self._replace(outdated[0], current, wanted)
@@ -439,8 +438,8 @@ class ModelManager:
         account = replica.account
         if account is not None:
             self._requests.retire_replica(account)
-            # If no other replica serves the model, requests that are not finished within the grace period are
-            # continued by the successor.
+            # If no other replica serves the model, any requests not finished within the grace period continue
+            # on the successor.
             alone = not any(other.account for other in self.of(replica.model) if not other.retiring)
             grace_s = self._settings().drain_grace_s if alone else None
             grace_s = DRAIN_S if replica.model in self._parked else grace_s

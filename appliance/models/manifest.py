@@ -13,7 +13,7 @@ from store.models import ModelFile
 _READERS = 4
 """Number of files that are hashed at the same time. Hashing releases the GIL."""
 _WHOLE_BYTES = 32 << 20
-"""Maximum size of a file whose contents are compared with the manifest before each load. Of larger files,
+"""Maximum size of a file whose contents are compared with the manifest before each load. For larger files,
 only the size is compared."""
 
 
@@ -34,7 +34,7 @@ def read_manifest(folder: str) -> tuple[ModelFile, ...]:
 
 
 def check_manifest(folder: str, files: tuple[ModelFile, ...]) -> None:
-    """Check that the files in a folder still match the manifest. Of large files, only the size is compared.
+    """Check that the files in a folder still match the manifest. For large files, only the size is compared.
     Raises ManifestError."""
     known = {file.name: file for file in files}
     try:
@@ -46,9 +46,9 @@ def check_manifest(folder: str, files: tuple[ModelFile, ...]) -> None:
         for name, path in paths.items():
             file, size = known[name], path.stat().st_size
             if size != file.bytes:
-                raise _changed(path, f"has {size} bytes instead of {file.bytes}")
+                raise _changed(path, f"has changed from {file.bytes} to {size} bytes")
             if size <= _WHOLE_BYTES and _sha256(path) != file.sha256:
-                raise _changed(path, "has other contents")
+                raise _changed(path, "has changed")
     except OSError as error:
         raise _unreadable(error) from error
 

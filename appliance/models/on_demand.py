@@ -1,10 +1,10 @@
 """Loads models at their first request, unloads models that have not been used for a while, and swaps models
 that do not fit into memory together. `appliance.models.residency` decides, and this module acts.
 
-A unit of loading that requests may name is in one of three states:
+A unit of loading that requests can use is in one of three states:
 
-- unknown to the fronts: a version of the registry. At its first request, the fronts read its tokenizer
-  (`ModelOperations.introduce`), and the request is queued.
+- unknown to the fronts, which is possible only for a registered version. At its first request, the fronts
+  read its tokenizer (`ModelOperations.introduce`), and the request is queued.
 - parked: its requests wait in the queue until the unit is loaded.
 - in memory.
 
@@ -46,17 +46,17 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _RETRY_S = 30.0
-"""Time for which a model's requests are refused after its load on demand failed. After that, the next request
-loads it again."""
+"""How long a model's requests are refused after loading it on demand has failed. The next request after that
+tries the load again."""
 _FORGET_S = 600.0
-"""A version of the registry that was loaded on demand, has been unloaded, and has had no requests for this
-long is removed from the fronts, so that its tokenizer does not occupy memory."""
+"""If a registered version was loaded on demand, has been unloaded, and has had no requests for this long, it
+is removed from the fronts so that its tokenizer does not occupy memory."""
 
 
 _GPU_FACTOR, _GPU_BYTES = 1.1, 2 << 30
-"""The memory that a replica on a GPU frees is estimated as this multiple of its weights and KV cache, plus a
-constant for its context and working memory. A high estimate is harmless: the free memory is read again before
-the next load."""
+"""When a replica on a GPU stops, the memory that it frees is estimated as this multiple of its weights and KV
+cache, plus a constant for its context and working memory. A high estimate is harmless, because the free
+memory is read again before the next load."""
 
 
 def _host_bytes(settings: Mapping[str, ModelSettings]) -> dict[str, int]:
@@ -81,8 +81,8 @@ class Residency(NamedTuple):
 
 
 _REASONS = ("memory", "group", "idle")
-"""Why a unit is unloaded: another model needs the memory or must not be loaded together with the unit, or the
-unit has been idle for its time to live."""
+"""Why a unit is unloaded: another model needs the memory, a group forbids another model beside the unit, or
+the unit has been idle for its time to live."""
 
 
 @dataclass
@@ -126,11 +126,11 @@ class OnDemand:
         """Predicted host memory of one replica of each unit; 0 for units on GPUs."""
         self._introducing: set[str] = set()
         self._incomplete: set[tuple[str, ...]] = set()
-        """Bundles that are partly loaded. Their remaining units are loaded next."""
+        """Bundles that are only partly loaded. Their remaining units are loaded next."""
         self._at_start = [name for name in manager.models if manager.is_parked(name)]
-        """Models of the settings that are loaded as soon as the required models are, if they fit."""
+        """Models in the settings that are loaded after the required models, if they fit."""
         self._loads: dict[str, asyncio.Task[None]] = {}
-        """The loads that commands have begun."""
+        """Loads that were started by commands."""
         self._changing = asyncio.Lock()
         """Held while a unit is being loaded or unloaded."""
         self._background = Background()
@@ -159,12 +159,13 @@ class OnDemand:
         await outcome(task, unit)
 
     def is_loading(self, unit: str) -> bool:
-        """Return whether a command loads the unit. The load may still wait for a load of another unit."""
+        """Return whether a command is loading the unit. The load may still be waiting for another unit's
+        load."""
         return unit in self._loads
 
     async def unload(self, record: VersionRecord, grace_s: float) -> None:
-        """Unload a version as `ModelOperations.unload` does. Its load is cancelled, even if the load still
-        waits for a load of another version."""
+        """Unload a version as `ModelOperations.unload` does. If the version is being loaded, that load is
+        cancelled, even if it is still waiting for another version's load."""
         if (task := self._loads.get(unit_name(record.model, record.version))) is not None:
             task.cancel()
             await asyncio.wait([task])
@@ -181,7 +182,8 @@ class OnDemand:
             self._incomplete.add(self._loaded_with(unit))
 
     def expires_at(self, unit: str) -> float | None:
-        """Return when the unit is unloaded if no more requests arrive, in unix seconds; None if it stays."""
+        """Return the unix time at which the unit is unloaded if no more requests arrive, or None if it stays
+        loaded."""
         leaves_at = self._leaves_at(unit)
         if leaves_at == math.inf or self._kept(unit) or not self._manager.of(unit):
             return None
@@ -198,8 +200,8 @@ class OnDemand:
     # ── requests ──
 
     def wanted(self, name: str) -> None:
-        """Handle requests that wait in a front for a name whose version is not loaded or sleeps. Fronts call
-        this repeatedly while the requests wait, so a call may be ignored if an operation is in
+        """Handle requests that are waiting in a front for a name whose version is asleep or not loaded.
+        Fronts call this repeatedly while the requests wait, so a call may be ignored if an operation is in
         progress."""
         target = self._routing.target_of(name)
         if target is None:
@@ -221,16 +223,16 @@ class OnDemand:
             self._introducing.discard(unit)
 
     async def _wake(self, unit: str, record: VersionRecord) -> None:
-        """Wake a sleeping version, because requests for it wait in the fronts. If there is not enough memory
-        for that, unload it, so that it is loaded in its turn. Raises LoadError."""
+        """Wake a sleeping version for which requests are waiting in the fronts. If there is not enough memory
+        to wake it, unload it instead; it is then loaded when its turn comes. Raises LoadError."""
         await self._operations.finish_sleep(unit)
         if unit not in self._operations.asleep:
             return
-        log.info("%s is woken because of a request", unit)
+        log.info("waking %s because of a request", unit)
         try:
             await self.load(record)
         except NoRoomError as error:
-            log.info("%s is unloaded and will be loaded again: %s", unit, error)
+            log.info("unloading %s, which will be loaded again: %s", unit, error)
             await self._operations.unload(record, 0.0)
 
     # ── the loop ──
@@ -296,7 +298,7 @@ class OnDemand:
                 await self._serve(wanted, bundles)
 
     async def _serve(self, wanted: Bundle, bundles: list[Bundle]) -> None:
-        """Take the next step for loading a bundle whose requests wait."""
+        """Take the next step towards loading a bundle that has waiting requests."""
         bundles = await self._measure(bundles)
         wanted = next(one for one in bundles if one.units == wanted.units)
         if unknown := [one for one in wanted.units if one not in self._manager.models]:
@@ -317,14 +319,14 @@ class OnDemand:
             reasons = {True: "group", False: "memory"}
             for bundle in [one for one in bundles if set(one.units) & set(step.units)]:
                 reason = reasons[self._excluded(wanted, bundle)]
-                await self._evict(bundle.units, reason, f"requests wait for {', '.join(wanted.units)}")
+                await self._evict(bundle.units, reason, f"requests are waiting for {', '.join(wanted.units)}")
         elif isinstance(step, Refuse):
             self._incomplete.discard(wanted.units)
             for unit in wanted.units:
                 self._fail(unit, step.why)
 
     async def _introduce_member(self, wanted: Bundle, unit: str) -> None:
-        """Introduce a version that must be loaded together with another."""
+        """Introduce a version that must be loaded together with another version."""
         try:
             await self._operations.introduce(self._operations.registry.current.versions[_key(unit)])
         except LoadError as error:
@@ -335,7 +337,7 @@ class OnDemand:
     async def _bring_back(self, unit: str, wanted: Bundle) -> None:
         self._note_load(unit)
         self.loads[unit] += 1
-        log.info("%s is loaded because requests wait for %s", unit, ", ".join(wanted.units))
+        log.info("loading %s because requests are waiting for %s", unit, ", ".join(wanted.units))
         try:
             await self._operations.bring_back(unit)
         except LoadError as error:
@@ -486,7 +488,7 @@ class OnDemand:
         )
 
     def _loaded_with(self, unit: str) -> tuple[str, ...]:
-        """Return the units that are loaded together with this one, itself included."""
+        """Return the units that are loaded together with this unit, including the unit itself."""
         name = self._name(unit)
         for group in self._settings().groups.values():
             if group.load == "all" and name in group.models:
@@ -495,7 +497,7 @@ class OnDemand:
         return (unit,)
 
     def _excluded(self, wanted: Bundle, other: Bundle) -> bool:
-        """Return whether a group forbids that the two are loaded together."""
+        """Return whether a group forbids loading the two together."""
         names, others = ({self._name(unit) for unit in one.units} for one in (wanted, other))
         return any(
             one != two and {one, two} <= set(group.models)
@@ -509,7 +511,7 @@ class OnDemand:
         return unit if self._manager.is_declared(unit) else split_target(unit)[0]
 
     def _unit(self, name: str) -> str:
-        """Return the unit of a model's name; empty if there is no such model."""
+        """Return the unit of the model with this name, or an empty string if there is no such model."""
         target = self._routing.target_of(name)
         if target is not None:
             return unit_name(*target)
@@ -520,7 +522,8 @@ class OnDemand:
         return traffic is not None and bool(traffic.running or traffic.queued)
 
     def _waiting_since(self, unit: str) -> float | None:
-        """Return when the unit's requests began to wait for a load; None if none are waiting."""
+        """Return the time at which the unit's requests began to wait for a load, or None if none are
+        waiting."""
         now, traffic = self._clock(), self._requests.state.models.get(unit)
         if traffic is None or not traffic.queued:
             return None
@@ -538,8 +541,8 @@ class OnDemand:
         return f"{unit!r} is pinned" if pinned else ""
 
     def _leaves_at(self, unit: str) -> float:
-        """Return when the time to live of a unit ends if no more requests arrive; infinite if there is no
-        limit."""
+        """Return the time at which the unit's time to live ends if no more requests arrive, or infinity if
+        there is no limit."""
         times, settings = self._of(unit), self._manager.settings_of(unit)
         idle_s = (settings.idle_unload_s or math.inf) if settings is not None else math.inf
         traffic = self._requests.state.models.get(unit)

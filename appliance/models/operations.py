@@ -79,9 +79,9 @@ class ModelOperations:
         self.asleep: set[str] = set()
         """Units that are loaded but have released their memory."""
         self.on_repair: Callable[[str], None] = lambda unit: None
-        """Called when the files of a unit have changed whose latest load failed."""
+        """Called with a unit whose latest load failed, when the unit's files have changed."""
         self._watches: dict[str, StartTimer] = {}
-        """Watches over the files of the units whose latest load failed."""
+        """Timers that watch the files of the units whose latest load failed."""
         self._manager = manager
         self._routing = routing
         self._fronts = fronts
@@ -282,8 +282,8 @@ class ModelOperations:
         await self._fronts.routed()
 
     async def bring_back(self, unit: str) -> None:
-        """Load a unit that was introduced or parked. Raises LoadError; the unit is then parked again, unless
-        its replicas themselves wait for its files to be corrected."""
+        """Load a unit that was introduced or parked. Raises LoadError. In that case, the unit is parked again
+        unless its replicas are themselves waiting for its files to be corrected."""
         model, version = split_target(unit)
         record = self.registry.current.versions.get((model, version or 0))
         async with self._one_at_a_time:
@@ -357,7 +357,7 @@ class ModelOperations:
     # ── sleep and wake ──
 
     def is_falling_asleep(self, unit: str) -> bool:
-        """Return whether the unit finishes its requests and then sleeps."""
+        """Return whether the unit is finishing its requests before it goes to sleep."""
         return unit in self._sleeps
 
     def is_waking(self, unit: str) -> bool:
@@ -377,7 +377,7 @@ class ModelOperations:
         await outcome(task, unit)
 
     async def finish_sleep(self, unit: str) -> None:
-        """Wait for a unit that is going to sleep, until it is asleep or has been kept awake."""
+        """Wait until a unit that is going to sleep is asleep or has been kept awake."""
         if (task := self._sleeps.get(unit)) is not None:
             await asyncio.wait([task])
 
@@ -398,7 +398,7 @@ class ModelOperations:
             self.draining.discard(unit)
         self.asleep.add(unit)
         await self._store_loaded(record, False)
-        log.info("%s sleeps", unit)
+        log.info("%s is asleep", unit)
 
     async def wake(self, record: VersionRecord) -> None:
         """Restore the memory of a sleeping version, and return when every front can send requests to it. A
@@ -410,7 +410,7 @@ class ModelOperations:
         if unit in self._routing.usable:
             return
         if unit not in self.asleep:
-            raise LoadError(f"{unit} does not sleep: load it with: appliance models load {unit}")
+            raise LoadError(f"{unit} is not asleep: load it with: appliance models load {unit}")
         await self._hold_until(self._shared(self._wakes, unit, lambda: self._wake(unit, record)), record)
 
     async def _stay_awake(self, unit: str, sleeping: asyncio.Task[None]) -> None:
@@ -455,8 +455,8 @@ class ModelOperations:
     ) -> None:
         """Make `wanted` the default version of its model. When this method returns, every new request gets
         the new version. If the model is not loaded, nothing is loaded. `commit` stores the change. The
-        previous version gets `grace_s` to finish its requests. Raises LoadError, and every error of `commit`;
-        the previous version then stays the default."""
+        previous version gets `grace_s` to finish its requests. Raises LoadError and any error of `commit`. In
+        either case, the previous version stays the default."""
         name = wanted.model
         if name in self._swapping:
             raise LoadError(
@@ -496,16 +496,16 @@ class ModelOperations:
     async def _swap_in_place(
         self, former: VersionRecord, wanted: VersionRecord, commit: Commit, grace_s: float
     ) -> None:
-        """Swap two versions of which only one fits into memory. Requests for the model wait in the fronts
+        """Swap two versions when only one of them fits into memory. Requests for the model wait in the fronts
         until a version is loaded."""
         name, old = wanted.model, unit_name(former.model, former.version)
         aliases = self.registry.current.aliases.values()
         if names := [alias.name for alias in aliases if alias.target == old]:
             raise LoadError(
-                f"there is not enough memory for two versions, and alias {names[0]!r} names {old}: change "
-                "the alias first"
+                f"there is not enough memory for two versions, and alias {names[0]!r} refers to {old}: "
+                "change the alias first"
             )
-        log.info("%s is unloaded before another version of %s is loaded", old, name)
+        log.info("unloading %s before another version of %s is loaded", old, name)
         self._routing.held.add(name)
         try:
             self._begin_unload(old, former, grace_s)
@@ -534,8 +534,8 @@ class ModelOperations:
         try:
             await asyncio.wrap_future(stored)
         except Exception as error:
-            # The version has been loaded or unloaded in any case. Only the next start of the service is
-            # affected.
+            # The version has already been loaded or unloaded. The failure affects only the next start of the
+            # service.
             self._note(f"{record.model}@{record.version}", f"its state could not be stored: {error}")
 
 

@@ -45,8 +45,8 @@ def check_model(
     *,
     compile_text: bool = True,
 ) -> list[ModelFinding]:
-    """Check a model's folder and settings. The first problem is the only one in the result, because later
-    checks depend on it.
+    """Check a model's folder and settings. Checking stops at the first problem, because later checks depend
+    on earlier ones.
 
     - `memory`: the memory of this machine. A model that needs more memory than the machine has is a problem.
       A model that needs more than is currently free is a warning.

@@ -40,7 +40,7 @@ def this_process() -> FileReader:
 
 def service_user() -> FileReader:
     """Return the user that runs the service. It is the user of this process, unless root runs a command on a
-    machine whose service has another user."""
+    machine where the service runs as another user."""
     if os.geteuid() == 0:
         named = os.environ.get(SERVICE_USER) or (_UNIT_USER if unit_is_installed() else "")
         try:

@@ -23,7 +23,7 @@ def stored_registry(state_dir: str) -> Registry:
 
 
 def fallback_faults(loaded: Loaded, registry: Registry) -> list[Fault]:
-    """Return the fallbacks in the settings that are not another model or alias."""
+    """Return a fault for each fallback in the settings that does not name another model or alias."""
     models = loaded.settings.models
     known = {*models, *registry.models, *registry.aliases}
     faults = []
@@ -37,7 +37,7 @@ def fallback_faults(loaded: Loaded, registry: Registry) -> list[Fault]:
             Fault(
                 place=loaded.places.get(path, Place("default")),
                 field=dotted(path),
-                what=f"{dotted(path)} = {model.fallback!r} is not another model or alias",
+                what=f"{dotted(path)} = {model.fallback!r} does not name another model or alias",
                 remedy=remedy,
             )
         )
@@ -45,9 +45,9 @@ def fallback_faults(loaded: Loaded, registry: Registry) -> list[Fault]:
 
 
 def unknown_targets(registry: Registry, declared: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield each registry record that names a model which exists neither in the registry nor in the settings,
-    such as a model that was removed from the settings, together with the problem and its remedy. `declared`
-    contains the models of the settings."""
+    """Yield a description of each registry record that names an unknown model, for example a model that was
+    removed from the settings, together with the problem and its remedy. A model is unknown if it is neither
+    in the registry nor in `declared`, the models of the settings."""
 
     def is_known(target: str) -> bool:
         model, version = split_target(target)

@@ -22,7 +22,7 @@ _SAMPLE_BYTES = 1 << 20
 
 
 def model_faults(loaded: Loaded, findings: Findings) -> list[Fault]:
-    """Return the problems of models as faults of the settings that name the models' folders."""
+    """Return the models' problems as settings faults that name the setting of the model's folder."""
     return [
         _fault(loaded, name, finding)
         for name, found in findings.items()

@@ -47,7 +47,7 @@ SILENT_AFTER_S = 3.0
 """A ready replica that has not reported for this long gets no new requests. Replicas report at least twice a
 second. If a replica has announced a long step, the predicted time of the step is added to this limit."""
 _MAX_STEP_FACTOR = 10.0
-"""A replica is considered to hang if a step takes longer than this multiple of its predicted time."""
+"""A replica is considered hung if a step takes longer than this multiple of its predicted time."""
 _AFTER_FATAL_S = 5.0
 _CHECK_AGAIN_S = 10.0
 """Delay after which the files of a model with a known problem are checked again."""
@@ -129,7 +129,7 @@ class Replica:
         self._restarts = restarts
         self._cgroups = cgroups
         self._without_limits = ""
-        """Reason why the limits of the settings have no effect."""
+        """Reason why the limits in the settings have no effect."""
         self._memory_kills = 0
         self._next_start = StartTimer()
         self._load = LoadProgress(time.monotonic())
@@ -176,12 +176,12 @@ class Replica:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the replica's latest message."""
+        """Time since the replica's latest message, in seconds."""
         return time.monotonic() - self._last_sign
 
     @property
     def hang_limit_s(self) -> float:
-        """Time in seconds without a message after which the replica is killed. It is longer than any
+        """How long the replica may send no message before it is killed, in seconds. It is longer than any
         announced step."""
         return max(self.hang_timeout_s, _MAX_STEP_FACTOR * self._expected_s)
 
@@ -433,8 +433,8 @@ class Replica:
         if self.breaker != "open":
             return ""
         return (
-            f"fix the cause, then run: appliance models retry {self.model}; without it, one start is tried "
-            f"in {self._next_start.left_s:.0f} s, or when the model's files change"
+            f"fix the cause, then run: appliance models retry {self.model}; otherwise, one start is "
+            f"attempted in {self._next_start.left_s:.0f} s, or when the model's files change"
         )
 
     def _degradations(self) -> list[Degradation]:

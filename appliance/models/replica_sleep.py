@@ -18,7 +18,7 @@ class ReplicaSleep:
         self.asleep = False
         """Whether the replica has released its memory. It is true until the memory is restored."""
         self.sleeps = self.wakes = 0
-        """Number of times that the replica has gone to sleep, and number of times that it has woken."""
+        """How often the replica has gone to sleep, and how often it has woken up."""
         self.wake_s = 0.0
         """Total time that the engine needed to wake, in seconds."""
         self._latest = MemoryChanged(False)
@@ -37,7 +37,7 @@ class ReplicaSleep:
 
     @property
     def detail(self) -> str:
-        """Explanation for operators of a sleeping replica's state."""
+        """Explanation of a sleeping replica's state, for operators."""
         if not self._latest.asleep:
             return "its processes have ended; waking loads the model again"
         held = f"; weights in host memory: {of_bytes(self.host_bytes)}" if self.host_bytes else ""

@@ -1,17 +1,17 @@
-"""Decides which models are loaded while not all of them fit into memory. The decision is a pure function of
-the models' state and the time.
+"""Decides which models are loaded when they do not all fit in memory. The decision is a pure function of the
+models' state and the time.
 
 Models that wait for memory are served in the order in which their oldest requests began to wait for a load.
-The first of them gets the memory of other models: first of models without requests, least recently used
-first, then of models with requests. A model keeps its memory for at least `min_residence_s` after its load
-began and `MIN_SERVICE_S` after it became ready. A model with requests also keeps it until the first waiting
-model has waited for `min_residence_s`. Requests that then do not finish within `DRAIN_S` continue when their
-model is loaded again.
+To make room for the first of them, other models are evicted: models without requests first, starting with the
+least recently used, then models with requests. A model stays in memory for at least `min_residence_s` after
+its load began and for at least `MIN_SERVICE_S` after it became ready. A model with requests also stays until
+the first waiting model has waited for `min_residence_s`. During an eviction, running requests have `DRAIN_S`
+to finish; any requests not finished by then continue when their model is loaded again.
 
-If two models compete for memory that only one of them fits into, they are therefore swapped at most once in
-`min_residence_s`, and a request waits at most `min_residence_s` (or the time of a load and `MIN_SERVICE_S`,
-if that is longer), one swap, and 2 × `DRAIN_S`. The second drain counts for a request that arrives while its
-model is being drained. With N competing models, a request may have to wait for N - 1 such swaps.
+If two models compete for memory and only one of them fits, they are swapped at most once every
+`min_residence_s`. A request waits at most `min_residence_s` (or the time of a load and `MIN_SERVICE_S`, if
+that is longer), one swap, and 2 × `DRAIN_S`. The second drain is for a request that arrives while its own
+model is being drained. With N competing models, a request may have to wait for N - 1 of these swaps.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 DRAIN_S = 5.0
-"""Time that running requests have to finish before their model is unloaded. Requests that take longer
+"""How long running requests may take to finish before their model is unloaded. Requests that take longer
 continue when the model is loaded again."""
 MIN_SERVICE_S = 1.0
-"""Minimum time for which a model that has become ready answers requests, even if its load took longer than
-the minimum residence."""
+"""Minimum time for which a model answers requests after it has become ready, even if its load took longer
+than the minimum residence."""
 
 
 class Bundle(NamedTuple):
@@ -40,9 +40,9 @@ class Bundle(NamedTuple):
     busy: bool = False
     """Whether requests are running or waiting."""
     waiting_since: float | None = None
-    """When the oldest waiting request began to wait, or when the bundle was unloaded if that was later; None
-    if no request waits. Without the later time, a model with a long queue would get its memory back
-    immediately."""
+    """When the oldest waiting request began to wait, or when the bundle was unloaded, whichever is later;
+    None if no request is waiting. If only the request counted, a model with a long queue would get its memory
+    back immediately."""
     load_began_at: float = 0.0
     ready_at: float = 0.0
     used_at: float = 0.0
@@ -66,7 +66,7 @@ class LoadUnits(NamedTuple):
 
 
 class Evict(NamedTuple):
-    """Unload these units now, so that others can be loaded."""
+    """Unload these units now to make room for others."""
 
     units: tuple[str, ...]
 
@@ -88,7 +88,8 @@ Step = LoadUnits | Evict | Refuse | Wait
 
 
 def first_waiting(bundles: Iterable[Bundle]) -> Bundle | None:
-    """Return the bundle to load next: the one that is not loaded and has the oldest waiting request."""
+    """Return the bundle to load next: of the bundles that are not loaded, the one with the oldest waiting
+    request."""
     waiting = [one for one in bundles if one.waiting_since is not None and not one.loaded]
     return min(waiting, key=lambda one: (one.waiting_since, one.units), default=None)
 
@@ -145,6 +146,6 @@ def next_step(
 
 
 def expired(now: float, bundle: Bundle, leaves_at: float) -> bool:
-    """Return whether a loaded bundle without requests is to be unloaded because its time to live ended at
+    """Return whether to unload a loaded bundle without requests, because its time to live ended at
     `leaves_at`."""
     return now >= leaves_at and bundle.loaded and not bundle.busy and not bundle.kept

@@ -1,8 +1,8 @@
 """Decides when and whether a replica is started again after its processes have exited.
 
-After most exits, the replica is restarted after a short delay that grows. There are two exceptions: a load
-that failed for a reason which only an operator can correct, such as a damaged file, is tried again after
-longer delays; and a circuit breaker stops the restarts of a replica that exits repeatedly."""
+After most exits, the replica is restarted after a short delay, which grows. There are two exceptions. A load
+that failed for a reason that only an operator can correct, such as a damaged file, is retried after longer
+delays. A circuit breaker stops the restarts of a replica that exits repeatedly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RETRY_MAX_S = 300.0
 reason, such as a damaged file or a missing mount. Another start can succeed only after the file has been
 replaced or the mount is available again."""
 WATCH_S = 5.0
-"""Interval at which the files of a model are compared while its replica waits for its next start."""
+"""Interval at which a model's files are checked for changes while its replica waits for its next start."""
 
 
 class Exit(NamedTuple):
@@ -64,7 +64,7 @@ class Restarts:
         self._served_s = 0.0
         """Time in service over all incarnations that have exited."""
         self._deaths: list[float] = []
-        """The unexpected exits, by the value of `_served_s` at which they happened."""
+        """The unexpected exits. Each is recorded as the value of `_served_s` at that time."""
         self._open = False
 
     def reset(self) -> None:

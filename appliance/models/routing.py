@@ -1,4 +1,4 @@
-"""The names that applications can use, and the unit of loading that answers the requests for each of them.
+"""The names that applications can use, and the unit of loading that answers requests for each name.
 
 A unit of loading is a model in the settings, which has the same name, or a version of a model in the
 registry, which is called NAME@VERSION. The name of a registered model leads to its default version; an alias
@@ -37,15 +37,15 @@ class Routing:
         self.usable: set[str] = set()
         """Registered units that are loaded and that every front knows, so that names may lead to them."""
         self.held: set[str] = set()
-        """Names of registered models whose requests wait, because a version is being loaded."""
+        """Names of registered models whose requests are waiting because a version is being loaded."""
         self.failures: dict[str, str] = {}
-        """Units whose latest load failed, each with the reason. They are not listed, but a request loads them
-        again."""
+        """Units whose latest load failed, with the reason for each. They are not listed, but a request for
+        them starts another load."""
         self.problems: dict[str, str] = {}
-        """Units whose latest load on demand failed, each with the reason. Their requests are refused until
-        the next attempt is due."""
+        """Units whose latest load on demand failed, with the reason for each. Their requests are refused
+        until the next attempt is due."""
         self.sleeps: Callable[[str], bool] = lambda unit: False
-        """Returns whether a unit sleeps or is about to."""
+        """Returns whether a unit is asleep or about to go to sleep."""
         self._registry = registry
         self._models = models
 
@@ -134,8 +134,8 @@ class Routing:
         )
 
     def _of_split(self, split: SplitRecord) -> Route | None:
-        """Return the route of a split name. Arms that are not loaded or have failed get no requests; the
-        other arms get theirs."""
+        """Return the route of a split name. Arms that are not loaded or have failed are left out, and the
+        remaining arms share the requests."""
         arms = [
             Arm(unit, weight, target)
             for target, weight in split.weights.items()

@@ -30,7 +30,7 @@ class ScaledModels(Protocol):
     """The models whose replicas can be added and removed."""
 
     def scalable(self) -> Mapping[str, ModelSettings]:
-        """Return the settings of every unit, except units whose replicas are being changed at the moment."""
+        """Return the settings of every unit, except units whose replicas are currently being changed."""
 
     def of(self, model: str) -> list[Replica]:
         """Return the replicas of a unit."""
@@ -146,7 +146,7 @@ class ModelScaling:
             former = scaled.replicas
             wanted, why_not = await self._that_fit(unit, settings, former, decision.replicas)
             if why_not and why_not != scaled.scaler.refusal:
-                self._note(unit, f"no further replica, although {decision.reason}: {why_not}")
+                self._note(unit, f"no replica can be added, although {decision.reason}: {why_not}")
             if wanted != former:
                 scaled.scaler.changed(self._clock())
                 scaled.changes.append(

@@ -77,8 +77,8 @@ class Topology(NamedTuple):
 
 NO_TOPOLOGY = Topology([], {})
 _SIMILAR_FREE = 0.9
-"""GPUs whose free memory differs by less than this factor count as equal, because the free memory of idle
-GPUs varies."""
+"""GPUs count as equal if the smaller free memory is at least this fraction of the larger one, because the
+free memory of idle GPUs varies."""
 
 
 def choose_gpus(

@@ -279,7 +279,7 @@ def test_unusable_settings_change_nothing_and_the_error_names_the_line(make_serv
             (
                 '[models.x]\nfolder = "m"\nfallback = "y"',
                 ":6: ",
-                "models.x.fallback = 'y' is not another model",
+                "models.x.fallback = 'y' does not name another model",
             ),
             (f'listen = "127.0.0.1:{taken.getsockname()[1]}"', "", "(Address already in use)"),
         ):
@@ -304,7 +304,7 @@ def test_a_fallback_that_does_not_exist_is_shown_as_a_problem_at_the_start(make_
     service.wait_ready()
     [problem] = [one for one in service.admin.status().problems if "fallback" in one.what]
     assert problem.where.startswith(f"{service.config}:")
-    assert problem.what == "models.m.fallback = 'y' is not another model or alias: remove it"
+    assert problem.what == "models.m.fallback = 'y' does not name another model or alias: remove it"
 
 
 def test_a_change_that_fails_leaves_no_address_open() -> None:

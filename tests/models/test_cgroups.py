@@ -62,7 +62,8 @@ def test_a_service_without_delegation_says_why_there_are_no_limits(tmp_path: Pat
     assert "does not have the controllers cpu and memory" in why
     shared = Tree(tmp_path / "shared")
     (shared.base / "cgroup.procs").write_text("1\n2\n")
-    assert "contains processes of others (1, 2)" in shared.groups.limit("m-0", [41], LIMITS)
+    reason = shared.groups.limit("m-0", [41], LIMITS)
+    assert "contains processes that do not belong to the service (1, 2)" in reason
     version_1 = Tree(tmp_path / "v1")
     version_1.own.write_text("4:memory:/a\n")
     assert "no cgroup v2" in version_1.groups.limit("m-0", [41], LIMITS)

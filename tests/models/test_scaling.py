@@ -91,7 +91,7 @@ def test_only_as_many_replicas_are_added_as_fit_into_memory() -> None:
         assert world.running["m"] == 2
         [note] = world.notes
         assert note.startswith(
-            "m: no further replica, although the load needs 2.0 replicas: 2 replicas need 9 GB"
+            "m: no replica can be added, although the load needs 2.0 replicas: 2 replicas need 9 GB"
         )
         status = world.scaling.status("m", SCALED)
         assert status is not None and status.refusal == "2 replicas need 9 GB"

@@ -69,7 +69,7 @@ def test_config_check_names_a_fallback_that_does_not_exist(tmp_path: Path) -> No
     config.write_text(text)
     done = run("config", "check", config)
     assert done.returncode == 1
-    said = "models.chat.fallback = 'chta' is not another model or alias: remove it"
+    said = "models.chat.fallback = 'chta' does not name another model or alias: remove it"
     assert done.stdout.rstrip() == f"{config}:4: {said}"
     # If the registry cannot be read, it may have a model of this name.
     (tmp_path / "state").mkdir()
