@@ -1,2 +1,2 @@
-"""The service: fronts handle HTTP and text, the core makes the decisions, and replicas run the models
-(docs/architecture.md)."""
+"""The service: front processes handle HTTP and text, the core makes the decisions, and replicas run the
+models (docs/architecture.md)."""

@@ -16,8 +16,8 @@ _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 5.0
 _HEALTHY_S = 30.0
 _JITTER = 0.2
-"""Largest relative deviation of a delay. Randomness prevents processes that exited together from repeatedly
-restarting at the same moment."""
+"""Maximum random deviation of a delay, as a fraction of it. Without it, processes that exited together would
+repeatedly restart at the same moment."""
 
 
 class Background:
@@ -46,7 +46,7 @@ class Background:
 
 
 class Timer:
-    """Calls a function once, after a delay."""
+    """Calls a function once after a delay."""
 
     def __init__(self) -> None:
         self._handle: asyncio.TimerHandle | None = None
@@ -64,9 +64,8 @@ class Timer:
 
 
 class Backoff:
-    """Determines the delay before each restart of a process. The delay doubles with each restart, up to a
-    limit, and deviates from this value by a random amount of up to 20%. It is reset after the process has
-    been in service for 30 s."""
+    """Computes the delay before each restart of a process. The delay doubles with each restart, up to a
+    limit, and varies randomly by up to 20%. It is reset after the process has been in service for 30 s."""
 
     def __init__(
         self,
@@ -93,24 +92,24 @@ class Backoff:
 
 
 class TimeBudgets:
-    """Limits each user's long-term share of a thread's time. All times are in seconds and come from the same
+    """Limits each user's long-term share of a thread's time. All times are in seconds, measured with the same
     clock."""
 
     def __init__(self, max_share: float, burst_s: float) -> None:
-        """`max_share` is between 0 and 1. A user that has been idle for `burst_s` may use its share of that
-        time immediately."""
+        """`max_share` is between 0 and 1. A user that has been idle for `burst_s` seconds may immediately use
+        its share of that time."""
         self._max_share = max_share
         self._burst_s = burst_s
         self._rests_until: dict[str, float] = {}
-        """For each user that has recently used time, the time at which the user's average use will be within
-        its share again."""
+        """For each user that has recently used the thread, the time when the user's average use will be
+        within its share again."""
 
     def rest_s(self, user: str, now: float) -> float:
-        """Return how long the user must pause, in seconds, or 0 if it is within its share."""
+        """Return how long the user must pause, in seconds; 0 if the user is within its share."""
         return max(0.0, self._rests_until.get(user, 0.0) - now)
 
     def charge(self, user: str, taken_s: float, now: float) -> None:
-        """Charge the user for time that it has used."""
+        """Charge the user for the time that it has used."""
         since = max(self._rests_until.get(user, 0.0), now - self._burst_s)
         self._rests_until[user] = since + taken_s / self._max_share
 

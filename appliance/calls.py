@@ -56,8 +56,7 @@ class AdminError(Exception):
 
 
 class Call(NamedTuple, Generic[Answer]):
-    """A call to the admin API. `answer` is the type of the response or, for a stream, of each of its
-    lines."""
+    """A call to the admin API. `answer` is the type of the response or, for a stream, of each line."""
 
     method: str
     path: str
@@ -93,7 +92,7 @@ class Call(NamedTuple, Generic[Answer]):
             try:
                 raise AdminError(503, msgspec.json.decode(line, type=StreamEnd).error)
             except msgspec.DecodeError:
-                pass  # a row whose first field is named error
+                pass  # a row whose first field happens to be named error
         return self.decode(200, line, place)
 
 
@@ -106,7 +105,7 @@ TENANTS: Call[list[Tenant]] = Call("GET", "/tenants", list[Tenant])
 PEERS: Call[list[PeerMapping]] = Call("GET", "/peers", list[PeerMapping])
 """The local users and groups that need no key."""
 MODELS: Call[list[RegisteredModel]] = Call("GET", "/models", list[RegisteredModel])
-"""The models of the settings and of the registry, with their versions."""
+"""The models in the settings and in the registry, with their versions."""
 ALERTS: Call[list[Alert]] = Call("GET", "/alerts", list[Alert])
 """The active alerts and those that ended within the last hour, newest first."""
 SILENCES: Call[list[Silence]] = Call("GET", "/silences", list[Silence])
@@ -185,14 +184,14 @@ def events(hz: int = 2) -> Call[Frame]:
 
 
 def past_snapshot(query: SnapshotQuery) -> Call[PastSnapshot]:
-    """Return the call that reads the state of the service at a past time."""
+    """Return the call that reads the recorded state of the service at one time."""
     from appliance.history.pages import PastSnapshot
 
     return Call("GET", _with("/telemetry/snapshot", query), PastSnapshot)
 
 
 def telemetry(query: TelemetryQuery) -> Call[TelemetryColumns]:
-    """Return the call that reads figures over time."""
+    """Return the call that reads the values of figures over time."""
     from appliance.history.pages import TelemetryColumns
 
     return Call("GET", _with("/telemetry", query), TelemetryColumns)

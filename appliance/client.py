@@ -1,5 +1,5 @@
-"""Clients of the running service: the admin client of the CLI and the console, and the connection used by all
-clients of the service's Unix sockets."""
+"""The admin client of the CLI and the console, and the connection that all clients of the service's Unix
+sockets use."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ Answer = TypeVar("Answer")
 
 _CONNECT_TIMEOUT_S = 10.0
 ACTION_TIMEOUT_S = 30.0
-"""Time limit for an action. Even if an action has to wait for the service's database and then fails, the
-service responds within 25 s."""
+"""Time limit for an action, in seconds. Even if an action has to wait for the service's database and then
+fails, the service responds within 25 s."""
 STREAM_TIMEOUT_S = 20.0
-"""Time after which a stream without data is considered broken. The service sends at least an empty line every
-5 seconds."""
+"""Time in seconds after which a stream without data is considered broken. The service sends at least an empty
+line every 5 seconds."""
 
 
 class ServiceNotRunningError(Exception):
-    """Raised if no service answers on the socket. The message gives the reason and the command that starts
+    """Raised if no service answers on the socket. The message states the reason and the command that starts
     the service."""
 
 
@@ -50,7 +50,7 @@ class NotAllowedError(ServiceNotRunningError):
 
 
 class AdminClient:
-    """Calls the service of one run directory. Use as a context manager. Not thread-safe.
+    """Calls the service in one run directory. Use it as a context manager. Not thread-safe.
 
     Every call can raise three errors: ServiceNotRunningError if no service answers, AdminError if the service
     refuses the call, and UntrustedError if a user who is not trusted might answer in place of the service
@@ -58,7 +58,7 @@ class AdminClient:
     """
 
     def __init__(self, run_dir: str | Path, timeout_s: float = 10.0, key: str | None = None) -> None:
-        """`key` needs the `read` or `admin` scope. Only users who are not operators need a key."""
+        """`key` must have the `read` or `admin` scope. Only users who are not operators need a key."""
         self.socket = Path(run_dir) / "admin.sock"
         self._timeout_s = timeout_s
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -92,7 +92,7 @@ class AdminClient:
         return self.call(calls.PEERS)
 
     def models(self) -> list[RegisteredModel]:
-        """Return the models of the settings and of the registry, with their versions."""
+        """Return the models in the settings and in the registry, with their versions."""
         return self.call(calls.MODELS)
 
     def configuration(self) -> Configuration:
@@ -100,7 +100,7 @@ class AdminClient:
         return self.call(calls.CONFIGURATION)
 
     def create_key(self, name: str, tenant: str = "default", expires_at: float | None = None) -> NewKey:
-        """Create a bearer key. Its secret is returned only here."""
+        """Create a bearer key. Only this call returns the key's secret."""
         return self.call(calls.act(CreateKey(name=name, tenant=tenant, expires_at=expires_at)))
 
     def revoke_key(self, key_id: str) -> Done:
@@ -150,7 +150,7 @@ class AdminClient:
     @contextlib.contextmanager
     def _sent(self, call: Call[Answer], timeout_s: float | None) -> Iterator[HTTPResponse]:
         """Send a call, and close its connection at the end of the `with` block."""
-        # Imported here because the import takes 20 ms, and some callers need only the types.
+        # Import http.client here, because the import takes 20 ms and some callers need only the types.
         import http.client
 
         headers = dict(self._headers)
@@ -173,16 +173,16 @@ class AdminClient:
 
 
 def call_timeout_s(call: Call[Answer], timeout_s: float) -> float | None:
-    """Return the time limit for a call by a client whose own limit is `timeout_s`. None means no limit,
-    because the service bounds the time itself."""
+    """Return the time limit for a call. `timeout_s` is the client's limit for ordinary calls. None means that
+    the client sets no limit, because the service limits the time."""
     if call.body is None:
         return timeout_s
     return None if call.is_long else max(timeout_s, ACTION_TIMEOUT_S)
 
 
 def unix_connection(path: Path, timeout_s: float | None) -> HTTPConnection:
-    """Return an HTTP connection to the service's socket at `path`, not yet open. `timeout_s` limits each wait
-    for the answer; None means no limit.
+    """Return an HTTP connection to the service's socket at `path`, which is not opened yet. `timeout_s`
+    limits each wait for the answer; None means no limit.
 
     Its `connect` raises OSError if nothing is listening. It raises UntrustedError unless the run directory
     and the process behind the socket belong to users whom the caller trusts (`appliance.ownership`).
@@ -194,7 +194,7 @@ def unix_connection(path: Path, timeout_s: float | None) -> HTTPConnection:
             uids = trusted_directory(path.parent, "--run-dir")
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                # A blocking connect waits while the backlog is full. With settimeout(), it would fail
+                # A blocking connect waits while the backlog is full. After settimeout(), it would fail
                 # immediately.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(_CONNECT_TIMEOUT_S))
                 sock.connect(os.fspath(path))
@@ -209,7 +209,7 @@ def unix_connection(path: Path, timeout_s: float | None) -> HTTPConnection:
 
 
 def not_running(path: Path, error: OSError) -> ServiceNotRunningError:
-    """Return an error that explains why nothing can be sent to the socket at `path`, with the remedy."""
+    """Return an error that states why nothing can be sent to the socket at `path`, and the remedy."""
     if isinstance(error, PermissionError):
         return NotAllowedError(
             f"permission denied for uid {os.geteuid()} on {path}: run as root, as the service's user or "
@@ -223,7 +223,7 @@ def not_running(path: Path, error: OSError) -> ServiceNotRunningError:
 
 
 def no_response(path: Path, call: Call[Answer], error: Exception) -> ServiceNotRunningError:
-    """Return an error that explains that the service on the socket at `path` did not answer a call."""
+    """Return the error for a call that the service on the socket at `path` did not answer."""
     return ServiceNotRunningError(
         f"the service on {path} did not respond to {call.method} {call.path} "
         f"({error or type(error).__name__}); see its log"

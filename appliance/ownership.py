@@ -1,10 +1,11 @@
-"""Checks whom clients can trust: the owners of the service's directories and databases, and the process
+"""Checks whether clients can trust the owners of the service's directories and databases, and the process
 behind a socket.
 
-Clients check both before they send a key, a prompt or a command, because any user can create a directory in
-/tmp. Three users are trusted: root, the caller, and the service's user. $APPLIANCE_SERVICE_USER names the
-service's user. The owner of a run directory is also accepted as the service's user if only root or the caller
-can have created the directory at its path. For example, systemd, which runs as root, creates /run/appliance.
+Clients make these checks before they send a key, a prompt or a command, because any user can create a
+directory in /tmp. Three users are trusted: root, the caller, and the service's user. $APPLIANCE_SERVICE_USER
+names the service's user. The owner of a run directory is also accepted as the service's user if only root or
+the caller can have created the directory at its path. For example, systemd, which runs as root, creates
+/run/appliance.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ class UntrustedError(Exception):
 
 
 def trusted_directory(path: Path, option: str, service: frozenset[int] = frozenset()) -> frozenset[int]:
-    """Return the users who are trusted to answer in this directory: root, the caller, and the service's user.
-    If the directory does not exist, return root and the caller, because no process can listen there. `option`
-    is the command-line option for choosing a different directory. `service` contains users who are trusted
-    because of another directory of the service.
+    """Return the users who are trusted to listen on sockets in this directory: root, the caller, and the
+    service's user. If the directory does not exist, no process can listen there, so return only root and the
+    caller. `option` is the command-line option that selects a different directory. `service` contains users
+    who are trusted because they own another directory of the service.
 
-    Raises UntrustedError for a symbolic link, for a directory that other users can write to, and for an owner
-    who is not trusted.
+    Raises UntrustedError if the path is a symbolic link, if other users can write to the directory, or if its
+    owner is not trusted.
     """
     uids = _given_uids() | service
     try:
@@ -68,14 +69,14 @@ def trusted_directory(path: Path, option: str, service: frozenset[int] = frozens
 
 def trusted_state(state_dir: Path, run_dir: Path | None) -> frozenset[int]:
     """Return the users who may own the files in a state directory: root, the caller, and the owner of
-    `run_dir`, where the service runs. Raises UntrustedError as `trusted_directory` does."""
+    `run_dir`, where the service runs. Raises UntrustedError in the same cases as `trusted_directory`."""
     service = frozenset[int]() if run_dir is None else trusted_directory(run_dir, "--run-dir")
     return trusted_directory(state_dir, "--state-dir", service)
 
 
 def check_file(path: Path, uids: frozenset[int]) -> None:
-    """Raise UntrustedError if `path` exists, unless it is a regular file that belongs to one of these users
-    and that only its owner can write to."""
+    """Raise UntrustedError if `path` exists but is not a regular file that belongs to one of these users and
+    that only its owner can write to."""
     try:
         found = path.lstat()
     except OSError:
@@ -96,7 +97,7 @@ def check_file(path: Path, uids: frozenset[int]) -> None:
 
 
 def check_database(path: Path, uids: frozenset[int]) -> None:
-    """Check a database like `check_file`, together with the files beside it that SQLite reads."""
+    """Check a database, and the files next to it that SQLite reads, in the same way as `check_file`."""
     for suffix in ("", "-wal", "-shm", "-journal"):
         check_file(path.with_name(path.name + suffix), uids)
 
@@ -142,9 +143,9 @@ def _uid_of(name: str) -> int:
 
 
 def _placed_by(path: Path, uids: frozenset[int]) -> bool:
-    """Return whether only these users can have created `path`: every parent directory belongs to one of them,
-    and no other user can write to it. Return False for a path in /tmp: the sticky bit protects existing
-    entries, but any user may have created them."""
+    """Return whether only these users can have created `path`. This is the case if every parent directory
+    belongs to one of them and no other user can write to it. Returns False for a path in /tmp: the sticky bit
+    protects existing entries, but any user may have created them."""
     for parent in Path(os.path.realpath(path.parent)), *Path(os.path.realpath(path.parent)).parents:
         try:
             found = parent.stat()

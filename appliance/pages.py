@@ -1,5 +1,5 @@
 """Types of the admin API's paginated or streamed lists: request log, audit trail, log lines and usage. They
-are kept out of `appliance.protocol` because they import store modules, which fronts do not need."""
+are not in `appliance.protocol` because they import store modules, which front processes do not need."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NamedRequest(LoggedRequest, frozen=True, kw_only=True):
     """A row of the request log, with the name of its key."""
 
     key_name: str | None = None
-    """Current name of the key `key_id`. Null if the request used no key, or an unknown one."""
+    """Current name of the key with the id `key_id`. Null if the request used no key or an unknown key."""
 
 
 class RequestPage(msgspec.Struct, kw_only=True):
@@ -38,7 +38,7 @@ class RequestPage(msgspec.Struct, kw_only=True):
 
     rows: list[NamedRequest]
     next: str | None
-    """Pass this as `before` to get the next page of older requests. Null if there are none."""
+    """Pass this as `before` to get the next page, which contains older requests. Null if there are none."""
     sequence: int
     """Sequence number of the log's latest change when the page was read. Pass this as `after` to follow the
     log without missing a change."""
@@ -53,10 +53,10 @@ class RequestLogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
     before: Text | None = None
     """The field `next` of the previous page."""
     follow: bool = False
-    """Keep the response open, and send each matching request as a line of JSON when it ends, or, with `state`
+    """Keep the response open, and send each matching request as a line of JSON when it ends or, with `state`
     = "open", when it is admitted."""
     after: Number | None = None
-    """Sequence number of the change after which to follow. Default: the latest change."""
+    """Sequence number of a change. Following starts after this change. Default: the latest change."""
     since: Time | None = None
     """Only requests that arrived at this time or later."""
     until: Time | None = None
@@ -88,9 +88,9 @@ class AuditAction(msgspec.Struct, kw_only=True):
     """An action of an operator. Times are in ISO 8601."""
 
     seq: int | None
-    """Row of the action's intent in the chain; null while the action waits in the spool."""
+    """Seq of the action's intent row in the chain; null while the action waits in the spool."""
     result_seq: int | None
-    """Row of the action's result."""
+    """Seq of the action's result row."""
     at: str
     ended_at: str | None
     actor: str
@@ -107,14 +107,14 @@ class AuditAction(msgspec.Struct, kw_only=True):
 
 
 class AuditPage(msgspec.Struct, kw_only=True):
-    """A page of the audit trail, newest actions first. Actions that are still in the spool come before all
-    others, on the first page."""
+    """A page of the audit trail, newest actions first. Actions that are still in the spool come first, on the
+    first page."""
 
     rows: list[AuditAction]
     next: int | None
-    """Pass this as `before` to get the next page of older actions. Null if there are none."""
+    """Pass this as `before` to get the next page, which contains older actions. Null if there are none."""
     sequence: int
-    """Newest row of the chain when the page was read. Pass this as `after` to follow the chain."""
+    """Seq of the chain's newest row when the page was read. Pass this as `after` to follow the chain."""
 
 
 class AuditQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -128,14 +128,14 @@ class AuditQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_
     """Keep the response open, and send each matching action as a line of JSON: when it begins, and again when
     its result is recorded."""
     after: Number | None = None
-    """Row of the chain after which to follow. Default: the newest row."""
+    """Seq of a row of the chain. Following starts after this row. Default: the newest row."""
     actor: Text | None = None
     """Only actions of this actor, such as "uid:0"."""
     action: Text | None = None
-    """Only this action, such as "keys.create", or all actions with a prefix that ends with a dot, such as
-    "keys."."""
+    """Only this action, such as "keys.create". A name that ends with a dot, such as "keys.", selects all
+    actions with this prefix."""
     since: Time | None = None
-    """Only actions since this time, in unix seconds."""
+    """Only actions that began at this time or later, in unix seconds."""
     until: Time | None = None
     """Only actions that began at this time or before, in unix seconds."""
 
@@ -147,10 +147,10 @@ class AuditQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_
 
 
 def audit_action(record: ActionRecord) -> AuditAction:
-    """Return an action of the store in the API's format."""
+    """Convert an action of the store to the API's format."""
     fields = record._asdict()
     for name in ("params", "before", "after"):
-        # The text of a row that was tampered with may not be valid JSON. It is shown unchanged.
+        # The text of a row that was tampered with may not be valid JSON. Show it unchanged.
         with suppress(ValueError):
             fields[name] = json.loads(fields[name] or "null")
     return AuditAction(**fields)
@@ -178,11 +178,11 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     level: Level
     area: str
-    """Part of the process that wrote the line, such as "replica"."""
+    """Part of the program that wrote the line, such as "replica"."""
     message: str
     process: str = CORE
-    """The process that wrote the line: "core", the name of a front, or the name of a replica, with the rank
-    if it has several."""
+    """The process that wrote the line: "core", the name of a front process, or the name of a replica, with
+    the rank if it has several."""
 
 
 class LogPage(msgspec.Struct, kw_only=True):
@@ -190,7 +190,7 @@ class LogPage(msgspec.Struct, kw_only=True):
 
     lines: list[LogLine]
     first: int
-    """Number of the oldest line that the core still has. Older lines are only in the journal."""
+    """Number of the oldest line that the core still keeps. Older lines are only in the journal."""
     number: int
     """Number of the newest line, or 0 if there are none. Pass this as `after` to get only newer lines."""
 
@@ -203,13 +203,14 @@ class LogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_de
     follow: bool = False
     """Keep the response open, and send each new line as a line of JSON."""
     after: Number | None = None
-    """Only lines after the line with this number. Default when following: the newest line."""
+    """Only lines after the line with this number. When following, the default is the newest line."""
     level: Level | None = None
     """Only lines of at least this level."""
     text: Text | None = None
     """Only lines that contain this text, ignoring case."""
     process: Text | None = None
-    """Only lines of this process: "core", or the name of a front or replica, with all its ranks."""
+    """Only lines of this process: "core", or the name of a front process or of a replica (with all its
+    ranks)."""
     until: Time | None = None
     """Only lines that were written at this time or before, in unix seconds."""
 
@@ -236,26 +237,26 @@ class UsageRow(msgspec.Struct, kw_only=True):
     """Empty for requests that named an unknown model."""
     requests: int
     failed: int
-    """Number of these requests with a status of 400 or more, or with an error."""
+    """Number of the requests that had a status of 400 or more, or an error."""
     prompt_tokens: int
-    """Prompt tokens of the requests that ran, including `cached_tokens`."""
+    """Number of prompt tokens of the requests that ran, including `cached_tokens`."""
     cached_tokens: int
-    """Prompt tokens that were found in the prefix cache."""
+    """Number of prompt tokens that were found in the prefix cache."""
     output_tokens: int
-    """Delivered output tokens."""
+    """Number of delivered output tokens."""
     cost: float | None = None
-    """Cost by the prices in the settings. Null if no model of the group has a price."""
+    """Cost according to the prices in the settings. Null if no model of the group has a price."""
 
 
 class UsageReport(msgspec.Struct, kw_only=True):
-    """Usage, in the order of the grouping columns."""
+    """Usage, sorted by the grouping columns."""
 
     rows: list[UsageRow]
     total: UsageRow
     """Sum of all rows."""
     unpriced_models: list[str] = []
-    """Models whose tokens are not included in any cost, because the settings contain no prices for them.
-    Empty if the settings contain no prices at all."""
+    """Models without prices in the settings. Their tokens are not included in any cost. Empty if the settings
+    contain no prices at all."""
 
 
 class UsageQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -40,7 +40,7 @@ def span_seconds(text: str) -> float | None:
 
 
 def span_text(seconds: float) -> str:
-    """Format a duration so that `span_seconds` can parse it, in the largest unit that divides it."""
+    """Format a duration in the largest unit that divides it. `span_seconds` can parse the result."""
     for unit in ("w", "d", "h", "m"):
         if seconds and seconds % _SECONDS[unit] == 0:
             return f"{seconds / _SECONDS[unit]:g}{unit}"
@@ -48,8 +48,8 @@ def span_text(seconds: float) -> str:
 
 
 def clock_time(text: str, now: float) -> float | None:
-    """Return the unix time of the latest occurrence, not after `now`, of a local time of day such as 14:03 or
-    14:03:20. Returns None if the text is not a time of day."""
+    """Return the unix time at which a local time of day, such as 14:03 or 14:03:20, last occurred at or
+    before `now`. Returns None if the text is not a time of day."""
     found = _CLOCK.fullmatch(text.strip())
     if found is None:
         return None
@@ -63,9 +63,9 @@ def clock_time(text: str, now: float) -> float | None:
 
 
 def past_time(text: str, now: float) -> float:
-    """Return the unix time of a past moment: 14:03, 14:03:20, 20m or -20m (both mean 20 minutes ago), or an
-    ISO 8601 date. Times are local unless they carry an offset. Raises ValueError with a message that says how
-    to fix the input."""
+    """Parse a past time and return it as unix time. Accepts 14:03, 14:03:20, 20m or -20m (both mean 20
+    minutes ago), and ISO 8601 dates. Times are local unless they carry an offset. Raises ValueError with a
+    message that says how to fix the input."""
     text = text.strip()
     if (at := clock_time(text, now)) is not None:
         return at

@@ -15,7 +15,7 @@ import msgspec
 from appliance.ownership import UntrustedError, trusted_directory
 
 SYSTEM_RUN_DIR = Path("/run/appliance")
-"""Run directory of the service run by systemd."""
+"""Run directory of a service that systemd runs."""
 SYSTEM_STATE_DIR = Path("/var/lib/appliance")
 _UNIT_FOLDERS = (
     "/etc/systemd/system",
@@ -32,7 +32,7 @@ _MAX_LOCK_BYTES = 64 << 10
 
 
 class RunDirError(Exception):
-    """Raised if the run or state directory cannot be used. The message gives the reason and the remedy."""
+    """Raised if the run or state directory cannot be used. The message states the reason and the remedy."""
 
 
 class LockHolder(msgspec.Struct, kw_only=True):
@@ -72,10 +72,10 @@ class RunDirLock:
         self._holder = LockHolder(pid=os.getpid(), state_dir=str(state_dir), stopped=False)
         self._write()
         for left in run_dir.glob(f"{_RENDEZVOUS}*"):
-            shutil.rmtree(left, ignore_errors=True)  # Left behind by a service that was killed.
+            shutil.rmtree(left, ignore_errors=True)  # left behind by a service that was killed
 
     def release(self) -> None:
-        """Release the directory so that another service can use it."""
+        """Release the directory for use by another service."""
         self._holder.stopped = True
         with contextlib.suppress(OSError):
             self._write()
@@ -87,7 +87,7 @@ class RunDirLock:
 
 
 def last_holder(run_dir: Path) -> LockHolder | None:
-    """Return the process that holds the directory or last held it. The result also contains the service's
+    """Return the process that holds the directory or was the last to hold it, together with the service's
     state directory. The directory must be trusted (`appliance.ownership`)."""
     try:
         descriptor = os.open(run_dir / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -98,13 +98,13 @@ def last_holder(run_dir: Path) -> LockHolder | None:
 
 
 def unit_is_installed() -> bool:
-    """Return whether systemd is running on this machine and has the service's unit."""
+    """Return whether systemd runs on this machine and has the service's unit."""
     return _BOOTED.is_dir() and any(os.path.exists(f"{folder}/{_UNIT}") for folder in _UNIT_FOLDERS)
 
 
 def start_remedy(run_dir: Path) -> str:
-    """Return instructions for starting the service. If the service's unit is installed, only the systemctl
-    command is given, because a service started in another way would begin with an empty state."""
+    """Return instructions for starting the service. If the service's unit is installed, return only the
+    systemctl command, because a service started in another way would begin with an empty state."""
     if unit_is_installed():
         return "start the service with: systemctl start appliance"
     return f"start a service with: appliance serve --run-dir {run_dir}"
@@ -113,17 +113,17 @@ def start_remedy(run_dir: Path) -> str:
 def new_rendezvous(run_dir: Path) -> str:
     """Return the path of a new rendezvous file for the ranks of one incarnation of a replica.
 
-    The file is in the run directory, so that the next startup removes it if the service is killed. Raises
+    The file is in the run directory, where the next startup removes it if the service was killed. Raises
     OSError.
     """
     return str(Path(tempfile.mkdtemp(prefix=_RENDEZVOUS, dir=run_dir)) / "store")
 
 
 def prepare_directories(run_dir: Path, state_dir: Path) -> None:
-    """Create both directories if they are missing, accessible only to this user.
+    """Create each directory if it is missing. Only this user can access a new directory.
 
-    Raises RunDirError for a directory that cannot be used, and for a run directory that clients would not
-    trust (`appliance.ownership`).
+    Raises RunDirError if a directory cannot be used, or if clients would not trust the run directory
+    (`appliance.ownership`).
     """
     for name, path in (("run_dir", run_dir), ("state_dir", state_dir)):
         try:
@@ -145,8 +145,8 @@ def prepare_directories(run_dir: Path, state_dir: Path) -> None:
 
 
 def remove_socket(path: Path) -> None:
-    """Remove the file of a socket that this service or an earlier one created. Files of other types are not
-    removed. The caller must hold the lock."""
+    """Remove a socket file that this service or an earlier one created. Files of other types are not removed.
+    The caller must hold the lock."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(path.lstat().st_mode):
             path.unlink()

@@ -1,8 +1,8 @@
-"""Defines the scope that each route requires.
+"""Routes that declare the scope that they require.
 
 Every route of this service is a `ScopedRoute`. It names the scope that its callers need, and checks the scope
-before the endpoint is called. `check_routes` rejects an application that has any other kind of route, so that
-no route can be added without a scope.
+before it calls the endpoint. `check_routes` rejects applications with any other kind of route, so no route
+can be added without a scope.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from appliance.http.openapi import Operation
 from store.policies import SCOPES
 
 OPEN = "open"
-"""Scope of routes that need no identity."""
+"""Scope of routes that require no authentication."""
 
 _IMPLIED = {"admin": frozenset({"read"})}
 
@@ -50,7 +50,8 @@ class ScopedRoute(Route):
         if wanted not in (OPEN, *SCOPES):
             raise ValueError(f"{wanted!r} is not a scope; available scopes: {', '.join((OPEN, *SCOPES))}")
         super().__init__(path, endpoint, methods=[method])
-        # Remove the HEAD method that Starlette adds to GET, because the HTTP server converts HEAD to GET.
+        # Remove the HEAD method that Starlette adds to GET, because the HTTP server already converts HEAD to
+        # GET.
         self.methods = {method}
         self.wanted = wanted
         self.operation = operation
@@ -71,7 +72,7 @@ def granted(scopes: Iterable[str]) -> frozenset[str]:
 
 
 def check_routes(app: Starlette) -> list[ScopedRoute]:
-    """Return all routes of the application. Raises TypeError for a route that requires no scope."""
+    """Return all routes of the application. Raises TypeError if a route does not declare a scope."""
     scoped = []
     for route in app.routes:
         if not isinstance(route, ScopedRoute):

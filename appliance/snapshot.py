@@ -1,8 +1,8 @@
 """The state of the service at one moment, as shown by the console, `appliance top` and the event stream.
 
 A `Snapshot` is a plain struct. Its values have the same names as in the admin API (`appliance.protocol`), so
-that a value on screen can be found in the JSON and in the metrics. A value that the service does not measure
-is None, never 0.
+a value on screen can be found in the JSON and in the metrics. A value that the service does not measure is
+None, never 0.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from appliance.protocol import (
 )
 
 Phase = Literal["queued", "prefill", "decode", "ending"]
-"""A request is in "prefill" until its first token, and in "decode" after it."""
+"""A running request is in "prefill" until its first token, and in "decode" afterwards."""
 BlockState = Literal["free", "cached", "used", "shared"]
 BLOCK_STATES: tuple[BlockState, ...] = ("free", "cached", "used", "shared")
-"""The states of a KV block, by the number in `BlockMap.states`. A "cached" block is free and still contains a
-prefix. A "shared" block is used by more than one sequence."""
+"""The states of a KV block. `BlockMap.states` contains indices into this tuple. A "cached" block is free but
+still contains a prefix. A "shared" block is used by more than one sequence."""
 NO_OWNER = 0xFFFF
 """Entry of `BlockMap.owners` for a block that no sequence uses."""
 
@@ -45,7 +45,7 @@ class LatencyPercentiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
-    """The latencies of requests over all models. None means that the service does not report a latency."""
+    """The latencies of requests over all models. None means that the service does not report the latency."""
 
     ttft: LatencyPercentiles | None = None
     """Time from a request's arrival to its first token."""
@@ -58,28 +58,28 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServiceTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters over all models, counted from the start of the service."""
+    """Counters over all models since the start of the service."""
 
     prompt_tokens: int | None = None
-    """Prompt tokens of the sequences that replicas have started."""
+    """Number of prompt tokens of the sequences that replicas have started."""
     cached_tokens: int | None = None
-    """Prompt tokens that replicas found in their prefix caches."""
+    """Number of prompt tokens that replicas found in their prefix caches."""
     computed_tokens: int | None = None
     generated_tokens: int | None = None
-    """Output tokens, counted when they are generated."""
+    """Number of output tokens, counted when they are generated."""
     admitted: int | None = None
     refused: int | None = None
-    """Requests that the core refused."""
+    """Number of requests that the core refused."""
     ended: int | None = None
     failed: int | None = None
-    """Requests that ended with outcome failed."""
+    """Number of requests that ended with the outcome "failed"."""
     cancelled: int | None = None
     preemptions: int | None = None
     billed_tokens: int | None = None
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """The change of the totals per second, over the last `window_s` seconds. None if there is no earlier
+    """The changes of the totals per second, over the last `window_s` seconds. None if there is no earlier
     snapshot."""
 
     window_s: float | None = None
@@ -87,7 +87,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens_per_s: float | None = None
     generated_tokens_per_s: float | None = None
     requests_per_s: float | None = None
-    """Ended requests per second."""
+    """Number of ended requests per second."""
     refused_per_s: float | None = None
     failed_per_s: float | None = None
 
@@ -113,14 +113,15 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     """End of the slice, in unix seconds."""
     span_s: float
-    """Length of the slice. The means below cover the slice, or the replica's last report within it."""
+    """Length of the slice, in seconds. The means below cover the slice, or the replica's last report within
+    it."""
     step: int
     """Number of the last step whose tokens were read."""
     steps: int | None = None
     """Number of steps in the slice."""
     decode_steps: int | None = None
     mixed_steps: int | None = None
-    """Number of steps with prefill."""
+    """Number of steps that computed prompt tokens."""
     step_ms: float | None = None
     """Mean duration of a decode-only step."""
     mixed_step_ms: float | None = None
@@ -132,27 +133,27 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0
     computed_tokens: int | None = None
-    """Prompt tokens computed in the slice."""
+    """Number of prompt tokens computed in the slice."""
     generated_tokens: int | None = None
-    """Output tokens generated in the slice."""
+    """Number of output tokens generated in the slice."""
     preemptions: int | None = None
     busy: float | None = None
     """Share of the slice in which a step ran, from 0 to 1."""
     longest_ms: float | None = None
     """Duration of the longest step in the slice."""
     longest_request: str = ""
-    """Request with the largest prompt chunk in the longest step."""
+    """Id of the request with the largest prompt chunk in the longest step."""
 
 
 class BlockMap(msgspec.Struct, frozen=True, kw_only=True):
-    """Every block of a KV cache, in the order of the pool. The arrays are bytes because caches have many
-    blocks."""
+    """Every block of a KV cache, in the order of the pool. The arrays are byte strings because caches have
+    many blocks."""
 
     states: bytes
     """One byte per block: an index into `BLOCK_STATES`."""
     owners: bytes
-    """Two bytes per block, little-endian: an index into `requests`, or `NO_OWNER`. A shared block names the
-    first of its owners."""
+    """Two bytes per block, little-endian: an index into `requests`, or `NO_OWNER`. For a shared block, it is
+    the index of its first owner."""
     requests: list[str]
     """Ids of the requests that own blocks."""
     tenants: list[str]
@@ -169,21 +170,22 @@ class KvCache(msgspec.Struct, frozen=True, kw_only=True):
     replica: str
     blocks_total: int
     blocks_used: int
-    """Blocks in use by unfinished sequences."""
+    """Number of blocks used by unfinished sequences."""
     blocks_cached: int
-    """Free blocks that still contain a cached prefix."""
+    """Number of free blocks that still contain a cached prefix."""
     block_tokens: int
     kv_bytes: int | None = None
     kv_cache_dtype: str = ""
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
-    """Prompt tokens found in the prefix cache since the replica's start."""
+    """Number of prompt tokens found in the prefix cache since the replica's start."""
     hit_rate: float | None = None
-    """Share of prompt tokens found in the prefix cache over the last `hit_window_s` seconds, from 0 to 1."""
+    """Fraction of prompt tokens found in the prefix cache over the last `hit_window_s` seconds, from 0 to
+    1."""
     hit_window_s: float | None = None
     preemptions: int | None = None
     evictions: int | None = None
-    """Cached blocks that were overwritten, since the replica's start."""
+    """Number of cached blocks that have been overwritten since the replica's start."""
     blocks: BlockMap | None = None
 
 
@@ -196,31 +198,31 @@ class UnfinishedRequest(InFlight, kw_only=True):
     key_name: str = ""
     stream: bool | None = None
     queue_s: float | None = None
-    """Time in the queue until the first dispatch, or until now for a waiting request."""
+    """Time in the queue until the first dispatch or, for a request that is still waiting, until now."""
     ttft_s: float | None = None
     """Time from arrival to the first token."""
     cached_tokens: int | None = None
     computed_tokens: int | None = None
-    """Prompt tokens whose keys and values are in the cache."""
+    """Number of prompt tokens for which the KV cache contains keys and values."""
     generated_tokens: int | None = None
-    """Output tokens so far, over all samples."""
+    """Number of output tokens so far, over all samples."""
     blocks: int | None = None
     preemptions: int | None = None
     deadline_left_s: float | None = None
 
 
 class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that uses memory of a GPU."""
+    """A process that uses memory on a GPU."""
 
     pid: int
     memory_bytes: int | None = None
     name: str = ""
     replica: str = ""
-    """The replica that the process belongs to; empty for a process that is not part of the service."""
+    """Name of the replica that the process belongs to; empty if the process is not part of the service."""
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU, as NVML reports it. None means that the GPU or the driver does not report the figure."""
+    """One GPU, as reported by NVML. None means that the GPU or the driver does not report the value."""
 
     number: int
     name: str
@@ -228,7 +230,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     replicas: list[str] = []
     """Replicas with a rank on this GPU."""
     utilization_percent: float | None = None
-    """Share of time in which a kernel ran, over NVML's sample period."""
+    """Percentage of NVML's sample period during which a kernel ran."""
     memory_bytes: int | None = None
     used_bytes: int | None = None
     weight_bytes: int | None = None
@@ -245,9 +247,10 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     nvlink_rx_bytes_per_s: float | None = None
     ecc_corrected: int | None = None
     ecc_uncorrected: int | None = None
-    """Memory errors since the driver was loaded."""
+    """Number of uncorrected memory errors since the driver was loaded."""
     last_xid: int | None = None
-    """Number of the newest Xid error that NVML has reported since the service started; 0 without any."""
+    """Number of the newest Xid error that NVML has reported since the service started; 0 if there was
+    none."""
     processes: list[GpuProcess] | None = None
 
 
@@ -267,23 +270,24 @@ class TenantUse(msgspec.Struct, frozen=True, kw_only=True):
     running: int | None = None
     waiting: int | None = None
     tokens_per_s: float | None = None
-    """Prompt and output tokens of the tenant per second, over the rates' window."""
+    """Number of prompt and output tokens of the tenant per second, over the window of the rates."""
     service_tokens: float | None = None
-    """Weighted tokens computed for the tenant since the start of the service."""
+    """Weighted number of tokens computed for the tenant since the start of the service."""
     share: float | None = None
-    """Share of the weighted tokens computed for all tenants over the rates' window, from 0 to 1."""
+    """The tenant's share of the weighted tokens computed for all tenants over the window of the rates, from 0
+    to 1."""
     fair_share: float | None = None
-    """The tenant's share by weight among the tenants that have requests, from 0 to 1."""
+    """The tenant's share by its weight relative to the other tenants that have requests, from 0 to 1."""
     requests: int | None = None
-    """Requests that ended, since the start of the service."""
+    """Number of requests that have ended since the start of the service."""
     refused: int | None = None
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     billed_tokens: int | None = None
     usage: list[LimitUsage] = []
     exhausted_in_s: float | None = None
-    """Predicted time until the first of the tenant's limits is reached at the current rate. None if no limit
-    will be reached."""
+    """Predicted time in seconds until the first of the tenant's limits is reached at the current rate. None
+    if no limit will be reached."""
 
 
 AlertState = Literal["pending", "firing", "acknowledged", "silenced", "resolved"]
@@ -299,12 +303,12 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     severity: Severity
     state: AlertState
     where: str
-    """The model, replica, front, GPU, tenant or database that the alert concerns."""
+    """The model, replica, front process, GPU, tenant or database that the alert concerns."""
     what: str
     cause: str = ""
-    """The likely cause, based on recent events."""
+    """Description of the likely cause, based on recent events."""
     remedy: str = ""
-    """The next step."""
+    """Description of the operator's next step."""
     since: float | None = None
     """When the condition began, in unix seconds."""
     ended_at: float | None = None
@@ -312,7 +316,7 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     threshold: float | None = None
     unit: str = ""
     suppressed: int = 0
-    """Number of alerts that are not shown because this alert is their cause."""
+    """Number of alerts that are not shown because this alert caused them."""
     acknowledged_by: str = ""
     silenced_until: float | None = None
 
@@ -326,7 +330,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     pid: int | None = None
     state: str = ""
     cpu_percent: float | None = None
-    """CPU time over the last slice, in percent of one core."""
+    """CPU time over the last slice, in percent of one CPU core."""
     memory_bytes: int | None = None
     """Resident memory."""
     restarts: int | None = None
@@ -338,7 +342,7 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     cpus: int | None = None
     cpu_percent: float | None = None
-    """CPU time of all processes of the machine, in percent of all cores."""
+    """CPU time of all processes on the machine, in percent of all CPU cores."""
     load_1m: float | None = None
     memory_bytes: int | None = None
     memory_used_bytes: int | None = None
@@ -352,9 +356,10 @@ class Snapshot(msgspec.Struct, kw_only=True):
     """The state of the service at one moment."""
 
     at: float
-    """When the figures were read, in unix seconds."""
+    """Time when the values were read, in unix seconds."""
     started_at: float
-    """When the service started. If this value increases, the service has been restarted."""
+    """Time when the service started, in unix seconds. If this value increases, the service has been
+    restarted."""
     uptime_s: float
     version: str
     pid: int | None = None
@@ -386,6 +391,6 @@ class Snapshot(msgspec.Struct, kw_only=True):
     audit_rows: int | None = None
     audit_head: str = ""
     audit_recorded_rows: int | None = None
-    """Audit rows that chain heads outside the database prove to be unchanged."""
+    """Number of audit rows that chain heads outside the database prove to be unchanged."""
     gpu_error: str = ""
     """Reason why the GPUs could not be read."""
