@@ -57,8 +57,8 @@ def reload_hooks(
         alerts.configure(settings)
 
     def nothing(settings: Settings) -> None:
-        """Do nothing. The setting is read wherever it is used, or the fronts get it with their
-        configuration."""
+        """Do nothing. Either the code reads the setting each time it needs it, or the fronts get it with
+        their configuration."""
 
     return {
         "fronts": front_count,

@@ -75,7 +75,7 @@ class Catalog:
     keeps its names: requests for it are refused with the cause, and the other models are served as usual."""
 
     def __init__(self, on_waiting: Callable[[], None] = lambda: None) -> None:
-        """`on_waiting` is called when requests begin to wait for a name without a model."""
+        """`on_waiting` is called when requests begin to wait for a name whose model is not loaded."""
         self._on_waiting = on_waiting
         self._models: dict[str, LoadedModel] = {}
         self._broken: dict[str, str] = {}
@@ -85,13 +85,13 @@ class Catalog:
         """Set, and replaced by a new event, when the names change."""
         self._preparing: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
-        """Number of requests that are waiting for each name without a model."""
+        """Number of requests that are waiting for each name whose model is not loaded."""
         self.max_held, self.hold_timeout_s = 0, 0.0
-        """Limits on the requests that wait for a name without a model."""
+        """Limits on the requests that wait for models to be loaded."""
 
     @property
     def problems(self) -> dict[str, str]:
-        """The unusable models by unit, each with the reason. Empty if all models are usable."""
+        """The unusable models by unit, with the reason for each. Empty if all models are usable."""
         return self._broken
 
     @property
@@ -112,7 +112,7 @@ class Catalog:
 
     @property
     def preparing(self) -> tuple[str, ...]:
-        """The units for which requests are being prepared."""
+        """The units that requests are being prepared for."""
         return tuple(self._preparing)
 
     @property
@@ -219,8 +219,8 @@ class Catalog:
                 del self._held[name]
 
     async def _until_routed(self, name: str, lost: Callable[[], bool]) -> None:
-        """Wait until the name has a model or a problem, or `lost` returns true. Raises a 503 if that takes
-        too long."""
+        """Wait until a model is available for the name, its load has failed, or `lost` returns true. Raises a
+        503 if that takes too long."""
         deadline = asyncio.get_running_loop().time() + self.hold_timeout_s
         while self._waits(name) and not lost():
             if (left_s := deadline - asyncio.get_running_loop().time()) <= 0:

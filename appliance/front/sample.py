@@ -58,7 +58,7 @@ class Sample:
         self.index = index
         """Index in the answer."""
         self.token_ids: list[int] = []
-        """All generated tokens. A resubmission needs them."""
+        """All generated tokens, which a resubmission needs."""
         self.pieces: list[str] = []
         self.kept_text: list[str] | None = [] if is_kept else None
         """The text so far, if the log policy keeps it."""

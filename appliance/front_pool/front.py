@@ -203,7 +203,7 @@ class Front:
 
     @property
     def problems(self) -> dict[str, str]:
-        """Models that the front cannot serve, each with the reason."""
+        """Models that the front cannot serve, with the reason for each."""
         return self._report.problems if self._report is not None else {}
 
     @property
@@ -218,7 +218,7 @@ class Front:
 
     @property
     def preparing(self) -> tuple[str, ...]:
-        """Units for which the front is preparing requests."""
+        """Units that the front is preparing requests for."""
         return self._report.preparing if self._report is not None else ()
 
     @property

@@ -57,7 +57,7 @@ class ReplicaCgroups:
         self._root = root
         self._own = own
         self._base: Path | None = None
-        """The service's own cgroup, once its controllers have been passed on."""
+        """The service's own cgroup, once its controllers have been enabled for its children."""
 
     def limit(self, replica: str, pids: Iterable[int], limits: ReplicaLimits) -> str:
         """Apply limits to a replica's processes. If that is not possible, return the reason; the processes

@@ -1,5 +1,5 @@
-"""Predicts how many replicas a model's load will need, from the load of the last minutes and of the previous
-day.
+"""Predicts how many replicas a model's load will need, from the load of the last few minutes and of the
+previous day.
 
 Demand is measured in replicas: 1.5 means that the load would fully use one and a half replicas.
 """

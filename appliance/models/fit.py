@@ -14,7 +14,7 @@ from engine import sizing
 from engine.messages import BLOCK_TOKENS
 
 _LENGTHS = (1024, 4096, 16_384, 65_536)
-"""Lengths in tokens for which `MemoryFit.sequences` is shown, in addition to the maximum length."""
+"""Lengths in tokens at which `MemoryFit.sequences` is shown, in addition to the maximum length."""
 
 
 class UnfitError(Exception):
@@ -49,7 +49,7 @@ class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
     model_type: str
     parameters: int
     gpus: list[DetectedGpu]
-    """GPUs for which the memory was predicted. Empty if the model runs on the CPU."""
+    """GPUs used in the prediction. Empty if the model runs on the CPU."""
     ranks: int
     dtype: str
     weights: str

@@ -384,7 +384,7 @@ class OnDemand:
         self._of(unit).ready_at = self._clock()
 
     async def _make_room(self, unit: str, record: VersionRecord) -> None:
-        """Unload idle models until a version fits, as far as that is possible."""
+        """Unload idle models until a version fits or no more models can be unloaded."""
         settings = self._operations.settings_of(record.folder, record.settings)
         wanted = Bundle((unit,), waiting_since=self._clock())
         while True:
@@ -430,8 +430,8 @@ class OnDemand:
         self._fronts.publish_configuration()
 
     def _repaired(self, unit: str) -> None:
-        """Handle a change of the files of a version whose latest load failed: accept its requests again if
-        the load was on demand, and otherwise repeat the load."""
+        """Handle changed files of a version whose latest load failed. If it was loaded on demand, accept its
+        requests again; otherwise repeat the load."""
         record = self._operations.registry.current.versions.get(_key(unit))
         if record is None:
             return
@@ -449,7 +449,7 @@ class OnDemand:
     # ── the state of units ──
 
     def _units(self) -> list[str]:
-        """Return the units for which requests are accepted."""
+        """Return the units that accept requests."""
         return [
             unit
             for unit in self._manager.models

@@ -73,7 +73,7 @@ class ModelOperations:
         models, which apply to versions that do not set them."""
         self.registry = registry
         self.failures = routing.failures
-        """Units whose latest load failed, each with the reason."""
+        """Units whose latest load failed, with the reason for each."""
         self.draining: set[str] = set()
         """Units that are finishing their requests before they are unloaded or put to sleep."""
         self.asleep: set[str] = set()
@@ -153,8 +153,8 @@ class ModelOperations:
         return unit in self._loads
 
     async def load(self, record: VersionRecord) -> None:
-        """Load a version, and return when every front can send requests to it. Meanwhile, if it is the
-        default version or an arm of a model, requests for that model wait, unless another arm can answer. If
+        """Load a version, and return when every front can send requests to it. If it is the default version
+        or an arm of a model, requests for that model wait during the load, unless another arm can answer. If
         the version is already being loaded, wait for that load. A sleeping version is woken. Raises
         LoadError."""
         unit = unit_name(record.model, record.version)
@@ -192,8 +192,9 @@ class ModelOperations:
         return task
 
     async def _hold_until(self, task: asyncio.Task[None], record: VersionRecord) -> None:
-        """Wait for a task that makes a version usable. Meanwhile, if it is the default version or an arm of a
-        model, requests for that model wait. Raises the task's exception, or LoadError if it is cancelled."""
+        """Wait for a task that makes a version usable. If it is the default version or an arm of a model,
+        requests for that model wait during the task. Raises the task's exception, or LoadError if it is
+        cancelled."""
         registry, unit = self.registry.current, unit_name(record.model, record.version)
         split = registry.splits.get(record.model)
         answers = registry.models[record.model].default_version == record.version or (

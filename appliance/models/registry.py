@@ -32,7 +32,7 @@ def model_faults(loaded: Loaded, findings: Findings) -> list[Fault]:
 
 
 def model_warnings(loaded: Loaded, findings: Findings) -> list[Fault]:
-    """Return the warnings about models, in the form of `model_faults`."""
+    """Return the warnings about models in the same form as `model_faults`."""
     return [
         _fault(loaded, name, finding)
         for name, found in findings.items()

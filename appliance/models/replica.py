@@ -146,12 +146,12 @@ class Replica:
 
     @property
     def client_state(self) -> ReplicaState:
-        """State for clients. A failed replica stays failed until it is ready again."""
+        """The state shown to clients. A failed replica stays failed until it is ready again."""
         return "failed" if self.failure else self.operator_state
 
     @property
     def operator_state(self) -> ReplicaState:
-        """State for operators. A ready replica can be "sleeping", "silent" or "draining"."""
+        """The state shown to operators. A ready replica can be "sleeping", "silent" or "draining"."""
         if self.sleeping.asleep:
             return "sleeping"
         if self.state != "ready":

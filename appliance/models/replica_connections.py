@@ -49,7 +49,7 @@ class ReplicaConnections:
         """`models` contains the descriptions of the models, which are updated here. `failure` returns the
         reason why no replica of a model can start. `publish` and `note` are those of the model manager."""
         self.was_ready: set[str] = set()
-        """Models of which at least one replica has been ready since the service started."""
+        """Models that have had at least one ready replica since the service started."""
         self._models = models
         self._failure = failure
         self._requests = requests

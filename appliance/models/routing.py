@@ -78,8 +78,8 @@ class Routing:
         return next((route.unit for route in self.routes() if route.name == name), "")
 
     def target_of(self, name: str) -> tuple[str, int] | None:
-        """Return the model and version of the registry to which a name leads, whether or not it is loaded;
-        None for other names."""
+        """Return the registered model and version that a name leads to, whether or not it is loaded, or None
+        for other names."""
         registry = self._registry()
         alias = registry.aliases.get(name)
         model, version = split_target(name if alias is None or name in registry.models else alias.target)

@@ -163,8 +163,8 @@ class ModelScaling:
     async def _that_fit(
         self, unit: str, settings: ModelSettings, former: int, wanted: int
     ) -> tuple[int, str]:
-        """Return the number of replicas, at most `wanted`, for which there is enough memory, and the reason
-        if it is less than `wanted`."""
+        """Return the number of replicas that there is enough memory for, at most `wanted`, and the reason if
+        it is less than `wanted`."""
         why_not = ""
         # Replicas that are starting have not taken all of their memory yet.
         ready = sum(replica.answers for replica in self._models.of(unit))

@@ -87,10 +87,10 @@ def choose_gpus(
     """Return the numbers of `count` GPUs for one replica, in ascending order. Empty if there are fewer GPUs.
 
     `replicas` holds the number of replicas that each GPU already has, and `free` its free memory in bytes
-    (empty if it is not known). GPUs with less than 90% of the free memory that other GPUs would offer are
-    left out. Of the rest, GPUs with the fewest replicas are chosen. Ties are broken by these criteria, in
-    this order: the lowest cost of the slowest link, the lowest cost over all links, the most NVLinks, and the
-    lowest numbers."""
+    (empty if it is not known). GPUs are left out if they would offer less than 90% of the free memory that
+    other GPUs offer. Of the rest, GPUs with the fewest replicas are chosen. Ties are broken by these
+    criteria, in this order: the lowest cost of the slowest link, the lowest cost over all links, the most
+    NVLinks, and the lowest numbers."""
     numbers = range(len(topology.uuids))
     usable = [gpu for gpu in numbers if count == 1 or gpu not in topology.instances]
     groups: list[tuple[int, ...]] = list(combinations(usable, count)) if count > 0 else []
