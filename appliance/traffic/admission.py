@@ -17,14 +17,14 @@ from appliance.traffic.tenants import Tenants, TenantTraffic, Use
 from engine.levels import LEVELS
 
 _MAX_FREE_MULTIPLE = 4.0
-"""Maximum ratio of one tenant's waiting requests to the free places in the queue. Because of it, a single
-tenant never fills the queue (the dynamic threshold of Choudhury and Hahne, 1998)."""
+"""Maximum ratio of one tenant's waiting requests to the free places in the queue. It prevents a single tenant
+from filling the queue (the dynamic threshold of Choudhury and Hahne, 1998)."""
 _MAX_RETRY_S = 120.0
 """Maximum time that OpenAI's clients wait before they retry."""
 _DRAIN_RETRY_S = 5.0
 _FAILED_RETRY_S = 30.0
 _DRAINED_PART = 0.1
-"""Clients are told to retry after the time in which this fraction of the queue will be served."""
+"""Clients are told to retry when this fraction of the queue is expected to have been served."""
 _RUN_MARGIN = 1.2
 """Safety factor on the predicted run time of an answer, because the replica may become slower while the
 answer is generated."""
@@ -104,8 +104,8 @@ def refusal(
 
 def hopeless(request: Request, model: ModelTraffic, now: float) -> Refusal | None:
     """Return a refusal if a waiting request cannot meet its deadline even if it starts immediately; None
-    otherwise. The steps are assumed to stay as short as they are now: the deadline may have been promised,
-    and an expected slowdown must not break a promise."""
+    otherwise. The estimate assumes that steps stay as short as they are now: the deadline may have been
+    promised, and a promise must not be broken because of a slowdown that is only expected."""
     if request.deadline_at is None:
         return None
     run_s = 0.0
@@ -133,7 +133,7 @@ def timed_out(
 
 
 def reserve(request: Request, quotas: Quotas) -> Refusal | None:
-    """Reserve from the request's quotas the most that it can use. Returns a refusal if too little of a quota
+    """Reserve the maximum that the request can use from its quotas. Return a refusal if too little of a quota
     is left."""
     first = request.first
     held = quotas.reserve(

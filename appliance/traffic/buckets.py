@@ -48,10 +48,10 @@ def rate_of(quota: Quota, limit: str) -> Rate | None:
 class Bucket:
     """One limit of one tenant or key. The bucket refills continuously up to its capacity.
 
-    A request takes the most that it can use, and later returns the unused amount. If the bucket was full in
-    the meantime, less is returned: the level never exceeds what it would be if the unused amount had never
-    been taken. In any period, requests therefore use at most the capacity plus the refill of that period,
-    regardless of how much they reserve.
+    A request takes the most that it can use, and later returns the unused amount. If the bucket has been full
+    in between, less is returned: the level never exceeds what it would be if the unused amount had never been
+    taken. In any period, requests therefore use at most the capacity plus the refill of that period, however
+    much they reserve.
 
     `level` is negative only after a crash, if requests had used more than was recorded.
     """

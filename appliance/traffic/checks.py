@@ -9,8 +9,8 @@ from appliance.traffic.request import Request
 
 _CHECK_EVERY_S = 0.05
 _MAX_VOID = 1024
-"""Void entries are not removed while there are fewer than this many. An entry is void once its request no
-longer waits."""
+"""Void entries are not removed while there are fewer than this many. An entry is void once its request is no
+longer waiting."""
 
 
 class Checks:

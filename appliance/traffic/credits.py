@@ -91,8 +91,8 @@ class CreditAccount:
         return max(1, int(share * self.slots)) if self.slots >= _FEW_SLOTS else 0
 
     def free_slots(self, level: int, share: float) -> int:
-        """Return the number of slots that are free for a level if the fraction `share` is reserved. It is not
-        positive if a request of this level must preempt sequences."""
+        """Return the number of slots that are free for a level if the fraction `share` is reserved. The
+        result is zero or negative if a request of this level can start only by preempting sequences."""
         return self._availability(share).free[level]
 
     def free_levels(self, share: float) -> int:
@@ -151,8 +151,8 @@ class CreditAccount:
         return [free(level, LEVELS) for level in range(LEVELS)], levels
 
     def _occupied_at_most(self, running: list[int], spare: list[int]) -> tuple[int, int, int]:
-        """For a sequence of each tier, return the maximum number of slots that these running sequences, which
-        are counted by level, can occupy before it."""
+        """For each tier, return the maximum number of slots that these running sequences can occupy before a
+        sequence of that tier. `running` counts the sequences by level."""
         in_tiers = [0, 0, 0]
         for tier, count in zip(TIERS, running, strict=False):
             in_tiers[tier] += count
@@ -182,5 +182,6 @@ class CreditAccount:
         self._available.clear()
 
     def refund(self, level: int, seqs: int, tokens: int) -> None:
-        """Refund the credit of a submission that never reached the replica. The replica cannot return it."""
+        """Refund the credit of a submission that never reached the replica, because the replica cannot return
+        it."""
         self.spend(level, -seqs, -tokens)

@@ -7,7 +7,7 @@ the lowest counter is next. A prompt is charged when its request starts, and out
 generated.
 
 A tenant that returns after an idle period starts at the lowest counter of the tenants that were waiting when
-a request was served last, so a tenant earns no credit while it is idle.
+a request was last served, so a tenant earns no credit while it is idle.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class FairQueue(Generic[Item]):
         self.tenants = 0
         """The number of tenants in the order."""
         self.floor = 0.0
-        """Lowest virtual token counter of the waiting tenants when a request was served last."""
+        """Lowest virtual token counter of the waiting tenants when a request was last served."""
         self._lines: dict[str, _Line[Item]] = {}
         self._orders: list[list[_Entry[Item]]] = [[] for _ in range(URGENCIES)]
         """For each urgency, a heap of the tenants whose first request is at least that urgent, ordered by
@@ -148,8 +148,8 @@ class FairQueue(Generic[Item]):
         """Return the next request with at least this urgency.
 
         An urgent request may overtake a tenant with a lower counter if its own tenant has few waiting
-        requests and has received at most its fair share plus one step's tokens. The share does not matter if
-        `only_reserved` is set: only reserved slots are free, which other requests cannot use.
+        requests and has received at most its fair share plus one step's tokens. The fair share is ignored if
+        `only_reserved` is set, because then only reserved slots are free, and other requests cannot use them.
         """
         order, least = self._orders[urgency], _first(self._orders[0])
         passed: list[_Entry[Item]] = []
@@ -243,7 +243,8 @@ class FairQueue(Generic[Item]):
         parked.add(ticket.due, ticket.serial, ticket.prompt_tokens, ticket.output_tokens, ticket)
 
     def unpark(self, tenant: str, key_id: str, most: int | None = None) -> None:
-        """Put at most the first `most` parked requests of a key back into the order."""
+        """Put a key's first parked requests back into the order: at most `most`, or all of them if it is
+        None."""
         line = self._lines.get(tenant)
         while line is not None and key_id in line.parked and (most is None or most > 0):
             parked = line.parked[key_id]
@@ -259,8 +260,8 @@ class FairQueue(Generic[Item]):
     # ── the work ahead of a request ──
 
     def ahead(self, tenant: str, weight: float, due: float, *, urgent: bool = False) -> tuple[float, float]:
-        """Return the numbers of prompt tokens and output tokens that are served before a request of this
-        tenant with the due time `due`.
+        """Return how many prompt tokens and output tokens are served before a request of this tenant with the
+        due time `due`.
 
         These tokens belong to the tenant's own earlier requests and, in proportion to the weights, to
         requests of other tenants. They never exceed the total of all waiting requests. An `urgent` request
@@ -290,7 +291,7 @@ class FairQueue(Generic[Item]):
                 yield from parked
 
     def forget_idle(self) -> None:
-        """Remove idle tenants. Keep those whose counter is above the counter of the tenant that was served
+        """Remove idle tenants, except those whose counter is above the counter of the tenant that was served
         last. Call this periodically."""
         idle = [line for line in self._lines.values() if not (line.tickets or line.parked)]
         for line in idle:

@@ -4,9 +4,9 @@
                 │  ▲               │
        refuse ◄─┘  └───────────────┘ the replica failed and the front sent the next attempt
 
-A request ends when it has been settled and no replica has any of its submissions left. Its front settles it.
-If the request is refused or the front has died, the core settles it instead. A dispatched request leaves its
-replica in exactly one of four ways:
+A request ends when it has been settled and no replica still holds any of its submissions. Its front settles
+it. If the request is refused or the front has died, the core settles it instead. A dispatched request leaves
+its replica in exactly one of four ways:
 
 - Its `Finished` message arrives. The engine returns the credit.
 - The front settles it without submitting it. The credit is refunded.
@@ -265,8 +265,8 @@ class RequestLifecycle:
         # report how many tokens were delivered.
 
     def _fall_back(self, request: Request, why: Refusal) -> None:
-        """Take a request from a model that cannot take it. Its front sends the first attempt for the
-        fallback, or settles it."""
+        """Withdraw a request from a model that cannot run it. Its front then sends the first attempt for the
+        fallback, or settles the request."""
         request.falls_back = True
         request.begin_by, request.promised_s, request.most_tokens = None, 0.0, None
         if (model := self._state.models.get(request.unit)) is not None:
@@ -287,7 +287,7 @@ class RequestLifecycle:
         self.end_if_complete(request)
 
     def end_if_complete(self, request: Request) -> None:
-        """End the request if it is settled and no replica still has a submission of it."""
+        """End the request if it is settled and no replica still holds any of its submissions."""
         state = self._state
         if request.settled is None or request.dispatched:
             return

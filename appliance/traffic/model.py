@@ -24,11 +24,11 @@ from engine.messages import BLOCK_TOKENS
 from store.policies import CLASSES, INTERACTIVE
 
 _LIGHT_PART, _MIN_LIGHT_SLOTS = 32, 2
-"""A tenant is light if it occupies fewer slots than the number of slots divided by `_LIGHT_PART`, or than
-`_MIN_LIGHT_SLOTS`. Urgent requests have at most that many samples."""
+"""A tenant is light if it occupies fewer slots than the larger of `_MIN_LIGHT_SLOTS` and the number of slots
+divided by `_LIGHT_PART`. The number of samples of an urgent request is limited in the same way."""
 _NEARLY_EQUAL_PART = 8
-"""The free slots of two replicas count as nearly equal if they differ by at most a replica's slots divided by
-this."""
+"""The free slots of two replicas count as nearly equal if they differ by at most a replica's number of slots
+divided by this."""
 _BUSY_HALF_LIFE_S = 4.0
 _MAX_TAKEN_S = 10.0
 """Maximum amount of started service that is carried over to later ticks. It is capped because predicted
@@ -177,8 +177,8 @@ class ModelTraffic:
         self.stranded[request.request_id] = request
 
     def reconsider(self, tenant: TenantTraffic, key_id: str = "", most: int | None = None) -> None:
-        """Update the order after a change to a tenant's weight, limits or use. Returns the tenant and at most
-        `most` of the key's parked requests to the order."""
+        """Update the order after a change to a tenant's weight, limits or use. Put the tenant and at most
+        `most` of the key's parked requests back into the order."""
         for number, fair in enumerate(self.queue.classes):
             fair.set_tenant(tenant.name, tenant.weight, self._may_be_urgent(number, tenant))
             fair.release(tenant.name)
@@ -257,7 +257,7 @@ class ModelTraffic:
         return level_of(number, urgency_of(admit.prompt_tokens, self._max_step_prompt_tokens))
 
     def is_light(self, tenant: TenantTraffic, resumed_seqs: int = 0) -> bool:
-        """Return whether the tenant has few sequences running, without those of a resumed request."""
+        """Return whether the tenant has few sequences running, not counting those of a resumed request."""
         return tenant.use.seqs.get(self.name, 0) - resumed_seqs < self._light_slots
 
     def _may_be_urgent(self, request_class: int, tenant: TenantTraffic, resumed_seqs: int = 0) -> bool:
@@ -352,7 +352,7 @@ class ModelTraffic:
         return account.reserved_slots(self._reserved_share())
 
     def stop(self, request: Request) -> None:
-        """Stop counting a request as running. No replica has a submission of it any more."""
+        """Stop counting a request as running. No replica holds any of its submissions any more."""
         del self._running[request.request_id]
         self._tenants.count_answer(request.tenant, -1)
 
@@ -449,8 +449,8 @@ class ModelTraffic:
         return None
 
     def demand(self) -> float:
-        """Return the share of one replica's slots that running and waiting requests need. It is above 1 if
-        they need several replicas, and 0 without a replica."""
+        """Return the demand of running and waiting requests as a multiple of one replica's slots. It is above
+        1 if they need several replicas, and 0 if there is no replica."""
         slots = sum(account.slots for account in self.accounts)
         if not slots:
             return 0.0

@@ -40,7 +40,7 @@ class ModelUses:
         tenants' times. Infinite if it stays loaded.
 
         - `idle_s` is the time to live of a use without `keep_alive`; infinite if there is no limit.
-        - `loaded_at` is when the model's load began. Uses that ended earlier do not count.
+        - `loaded_at` is the time at which loading the model began. Uses that ended earlier do not count.
         - `not_before` is the earliest time from which the time to live is counted.
         """
         found = [

@@ -1,4 +1,4 @@
-"""Remembers which beginnings of prompts a replica has computed, so that it has probably cached them."""
+"""Remembers the beginnings of prompts that a replica has computed and has therefore probably cached."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ComputedPrefixes:
             del self._known[next(iter(self._known))]
 
     def matching(self, tenant: str, hashes: Sequence[bytes]) -> int:
-        """Return how many of a prompt's beginnings are known, from the shortest on."""
+        """Return how many of a prompt's beginnings are known, counting from the shortest."""
         for number, one in enumerate(hashes):
             if (tenant, one) not in self._known:
                 return number

@@ -27,8 +27,8 @@ MIN_ANSWER_TOKENS = 16
 """Minimum answer length. A request without `max_tokens` gets an answer limit equal to the tokens left in the
 quota. If fewer tokens than this minimum are left, the request is refused."""
 MAX_USEFUL_WAIT_S = 120.0
-"""Maximum time that OpenAI's clients wait before they retry. If the quota needs longer, a retry would
-fail."""
+"""Maximum time that OpenAI's clients wait before they retry. If the quota needs longer to refill, a retry
+would fail."""
 
 Name = tuple[str, str]
 """Scope ("tenant" or "key") and name."""
@@ -192,8 +192,8 @@ class Quotas:
     ) -> Reservation | Shortage:
         """Reserve the most that a request can use, or nothing if too little is left.
 
-        `max_tokens` is the limit over all samples. `may_lower` is true if the client set no limit: then
-        `max_tokens` is lowered to the tokens that are left, by the same amount for each sample.
+        `max_tokens` is the limit over all samples. `may_lower` is true if the client set no limit. In that
+        case, `max_tokens` is lowered to the tokens that are left, by the same amount for each sample.
         """
         self._asked = True
         now = self._clock()
@@ -243,8 +243,8 @@ class Quotas:
         self._changed |= dict.fromkeys(accounts)
 
     def rate_limits(self, tenant: str, key_id: str) -> RateLimits | None:
-        """Return the request limit and the token limit with the least left, for the response headers. None if
-        there is no limit."""
+        """Return the request limit and the token limit that are closest to being exhausted, for the response
+        headers. None if there is no limit."""
         buckets = _refilled(self._accounts_of(tenant, key_id), self._clock())
         if not buckets:
             return None

@@ -1,7 +1,7 @@
 """The speed of a replica: predicted at first, then learned from the replica's reports.
 
 All measurements are decaying sums over recent steps, so none of them depends on how often the replica
-reports. The first steps of a replica are not learned, because they can take many times as long as later
+reports. A replica's initial (warm-up) steps are ignored, because they can take many times as long as later
 steps.
 
 Until enough steps have been learned, the engine's prediction is used. The prediction is a lower bound, so a
@@ -18,8 +18,8 @@ _HALF_LIFE_S = 2.0
 _ENOUGH_S = 0.1
 """Busy time of learned steps after which measurements replace the prediction."""
 FIRST_STEPS = 16
-"""Number of steps of each kind that are not learned after a replica has started. During these steps, kernels
-are loaded, memory is allocated, and caches are empty."""
+"""Number of initial (warm-up) steps of each kind that are ignored after a replica has started. During these
+steps, kernels are loaded, memory is allocated, and caches are empty."""
 _SPREAD_SEQS = 2.0
 """Minimum variance of the batch size. If it is smaller, the time that an additional sequence adds to a step
 cannot be learned."""
@@ -46,13 +46,13 @@ class DecayingMean:
 
 
 class _FirstSteps:
-    """Identifies reports that include any of a replica's first steps of one kind."""
+    """Identifies reports that include any of a replica's initial (warm-up) steps of one kind."""
 
     def __init__(self) -> None:
         self._seen = 0
 
     def contains(self, steps: int) -> bool:
-        """Return whether the next report, which covers `steps` steps, includes any of the first steps."""
+        """Return whether the next report, which covers `steps` steps, includes any of the initial steps."""
         first = self._seen < FIRST_STEPS
         self._seen += steps
         return first

@@ -1,6 +1,6 @@
 """Remembers the requests of the last minutes, so that they can be replayed with other limits
-(`appliance.traffic.what_if`). The request log does not contain all that a replay needs, such as the output
-limit that the client requested."""
+(`appliance.traffic.what_if`). The request log does not contain everything that a replay needs, such as the
+output limit that the client requested."""
 
 from __future__ import annotations
 

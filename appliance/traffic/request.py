@@ -73,7 +73,7 @@ class Request:
         self.falls_back = False
         """Whether the request is between two models: its front is preparing it for the fallback."""
         self.front_died = False
-        """Whether the front died, so that the number of delivered tokens is unknown."""
+        """Whether the front died. If it did, the number of delivered tokens is unknown."""
 
         self.queued_at: float | None = None
         """Time when the request was queued, or None if it is not waiting."""

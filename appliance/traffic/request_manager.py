@@ -205,23 +205,23 @@ class RequestManager:
         self._lifecycle.dispatch(model)
 
     def retire_replica(self, account: CreditAccount) -> None:
-        """Dispatch no more requests to the replica. Its running requests continue: see
-        `TrafficState.occupied`."""
+        """Dispatch no more requests to the replica. Its running requests continue; `TrafficState.occupied`
+        tells whether any are left."""
         model = self.state.models[account.model]
         if account in model.accounts:
             model.accounts.remove(account)
             model.learned()
 
     def preempt(self, account: CreditAccount) -> None:
-        """Tell the fronts that the replica is about to be stopped although requests are running on it. They
-        continue on another replica, as after a loss, but without counting it as one."""
+        """Tell the fronts that the replica is about to be stopped although requests are running on it. The
+        requests continue on another replica as they would after a loss, but this does not count as a loss."""
         running = [one for one in self.state.in_flight.values() if account in one.dispatched]
         for request in running:
             if request.settled is None:
                 self._send(request.front, Preempted(request.request_id))
         if running:
             log.info(
-                "%s is stopped; each of its %d requests continues when a replica of its model is ready",
+                "stopping %s; its %d requests continue when a replica of the model is ready",
                 account.replica,
                 len(running),
             )
@@ -310,7 +310,7 @@ class RequestManager:
         admit = msgspec.structs.replace(admit, identity=SHADOW_IDENTITY)
         model = state.models.get(admit.unit)
         request = Request(front, admit, "", model.version if model else "")
-        why = Refusal(503, "shadow_dropped", "the copy of a request could not start at once")
+        why = Refusal(503, "shadow_dropped", "the copy of the request could not start immediately")
         if (
             model is None
             or model.failure is not None
@@ -348,8 +348,8 @@ class RequestManager:
             self._lifecycle.refuse(request, why)
 
     def _refusal(self, request: Request, model: ModelTraffic, pause: AdmissionPause | None) -> Refusal | None:
-        """Return a refusal of a new request. If the result is None, the request waits or is held, and its
-        quotas are reserved."""
+        """Return a refusal for a new request, or None if the request waits or is held. In the latter case,
+        its quotas are reserved."""
         if pause is not None and not pause.hold:
             return paused(pause)
         if model.failure is not None:

@@ -42,8 +42,8 @@ class QueueRules(msgspec.Struct, frozen=True, kw_only=True):
     overload: _Factor = 10.0
     """Overload begins when the expected waiting time exceeds this many times a class's target."""
     overload_s: _Seconds = 5.0
-    """Time in seconds for which an overload must last before load shedding goes one step further, and for
-    which it must be over before load shedding goes one step back."""
+    """How long an overload must last, in seconds, before load shedding goes one step further, and how long it
+    must be over before load shedding goes one step back."""
 
     def target_s(self, request_class: int) -> float:
         """Return the target of a class in seconds; infinite for P3."""

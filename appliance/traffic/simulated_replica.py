@@ -96,7 +96,7 @@ class SimulatedReplica:
         self._now = 0.0
         self._prompts: deque[SimulatedSubmission] = deque()
         self._running: list[tuple[float, int, SimulatedSubmission]] = []
-        """The submissions that decode, as a heap by the number of tokens at which they end."""
+        """The submissions that are decoding: a heap ordered by the token count at which each of them ends."""
         self._prompt_tokens = 0
         """Tokens of the prompts in the queue, including those that are computed already."""
         self._sequences = 0

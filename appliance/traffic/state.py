@@ -58,8 +58,8 @@ class TrafficState:
                 yield request
 
     def finished(self, model: str | None = None) -> bool:
-        """Return whether there are no unfinished requests (`unfinished`). The search stops at the first
-        one."""
+        """Return whether there are no unfinished requests, as defined by `unfinished`. The search stops at
+        the first one found."""
         return next(self.unfinished(model), None) is None
 
     def remaining(self, model: str | None = None) -> Remaining:

@@ -150,7 +150,7 @@ class Tenants:
         return changed
 
     def of(self, name: str) -> TenantTraffic:
-        """Return the tenant of this name."""
+        """Return the tenant with this name."""
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = TenantTraffic(name)

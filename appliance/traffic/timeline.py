@@ -85,7 +85,7 @@ class Timeline(Generic[Item]):
 
 
 class Promises(Generic[Item]):
-    """Items that must each begin by a given time, with a check whether all of them can.
+    """Items that must each begin by a given time, and a check of whether all of them can.
 
     The items are served one after another, earliest time first. Each takes a given number of seconds of work.
     An item begins in time if the work of all preceding items is completed by the item's time (the processor

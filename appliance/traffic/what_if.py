@@ -40,7 +40,7 @@ _TICK_S = 0.25
 """Interval at which the request manager updates its predictions, as in the service."""
 _REPORT_S = 0.5
 _SETTLE_S = 600.0
-"""Time after the last arrival for which a replay continues, so that its requests can end."""
+"""How long a replay continues after the last arrival, so that its requests can end."""
 _FRONT = "front"
 _OVER_QUOTA = 429
 _NOT_ADMISSION = range(400, 500)
@@ -115,7 +115,7 @@ class _Replay:
         self._manager.add_front(_FRONT)
 
     def run(self, policies: Policies, requests: Sequence[_Replayed]) -> None:
-        """Replay the requests with these limits. The results are set on the requests."""
+        """Replay the requests with these limits, and store the results in the requests."""
         given, manager = self._given, self._manager
         manager.set_policies(policies)
         manager.state.quotas.restore(QuotaState(levels=_levels(given, policies)), given.since)
