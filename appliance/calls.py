@@ -191,7 +191,7 @@ def past_snapshot(query: SnapshotQuery) -> Call[PastSnapshot]:
 
 
 def telemetry(query: TelemetryQuery) -> Call[TelemetryColumns]:
-    """Return the call that reads the values of figures over time."""
+    """Return the call that reads measurements over time."""
     from appliance.history.pages import TelemetryColumns
 
     return Call("GET", _with("/telemetry", query), TelemetryColumns)

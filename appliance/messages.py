@@ -273,7 +273,7 @@ class Claimed(msgspec.Struct, tag="claimed", frozen=True):
     must pass the connection on to that front process (`HandOver`). If not, the receiver must run the
     request."""
     retry_of: str = ""
-    """Request id of an earlier run of which the answer is no longer kept."""
+    """Request id of an earlier run, if its answer is no longer kept."""
 
 
 class RateLimits(msgspec.Struct, array_like=True, frozen=True):
@@ -579,7 +579,7 @@ class FrontReport(FrontStats, tag="front_report", frozen=True, kw_only=True):
     configured: int = 0
     """`serial` of the last `Configure` message that was applied."""
     routed: int = 0
-    """`serial` of the last `Configure` message whose routes are in effect."""
+    """`serial` of the `Configure` message that set the routes in effect."""
     preparing: tuple[str, ...] = ()
     """Units for which the front process is preparing requests that it has not yet sent to the core."""
     wanted: tuple[str, ...] = ()
@@ -602,7 +602,7 @@ CoreToFront = (
     | StopFront
 )
 AboutRequest = Admit | Settle | Rejected | Worked | Retried | ShadowDone
-"""Messages from a front about requests."""
+"""Messages from a front process about requests."""
 FrontToCore = (
     FrontReady | AboutRequest | Claim | Release | HandOver | Keep | Taken | FrontReport | FrontProgress
 )

@@ -59,7 +59,7 @@ _SAVE_SILENCE = (
 
 
 class AlertLog:
-    """Writes alerts and silences through `writer`, whose schema must be `store.schemas.HISTORY`."""
+    """Writes alerts and silences through `writer`, which must have the schema `store.schemas.HISTORY`."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer

@@ -175,8 +175,8 @@ def row_hash(row: AuditRow) -> str:
 
 
 def append(connection: sqlite3.Connection, entry: Entry) -> Head:
-    """Append an entry to the chain. Call this within the transaction that makes the change, so that the
-    change and its entry are committed together.
+    """Append an entry to the chain. Call this within the transaction that makes the change, which commits the
+    change and its entry together.
 
     Raises `ValueError` outside a transaction.
     """

@@ -37,8 +37,8 @@ _INSERT = f"INSERT OR IGNORE INTO contents ({', '.join(_COLUMNS)}) VALUES ({', '
 
 
 class ContentLog:
-    """Writes contents through `writer`, whose schema must be `store.schemas.CONTENTS`. Safe to call from any
-    thread."""
+    """Writes contents through `writer`, which must have the schema `store.schemas.CONTENTS`. Safe to call
+    from any thread."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer

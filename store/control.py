@@ -92,7 +92,7 @@ class ControlStore:
             raise
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Finish the changes in progress and close the file, so that it can be read without write
+        """Finish the changes in progress and close the file, which can then be read without write
         permission."""
         self.trail.close()
         self._writer.close(timeout_s)

@@ -150,7 +150,7 @@ class WritableDatabase:
         return {path: _identity(path) for path in paths}
 
     def close(self) -> None:
-        """Checkpoint, leave WAL mode and close the connection, so that the file needs no -wal file and can be
+        """Checkpoint, leave WAL mode and close the connection. The file then needs no -wal file and can be
         read without write permission.
 
         Leaving WAL mode needs exclusive access. If a reader keeps the file open, the file stays in WAL mode.

@@ -112,8 +112,8 @@ WHERE (first.phase IS NOT 'result'
 """
 
 _LONGEST_ACTION_ROWS = 10_000
-"""Maximum number of rows between an action's intent and its result for which `read_changed_actions` finds the
-result. The limit spares the query from reading the whole chain."""
+"""`read_changed_actions` finds the result of an action only if it is at most this many rows after the intent.
+The limit avoids reading the whole chain."""
 
 
 def read_actions(

@@ -96,8 +96,8 @@ class SigningKey:
 
 
 def make_or_read_key(folder: Path) -> SigningKey:
-    """Return the key of the service whose state is in `folder`, creating it if there is none. Raises
-    `StoreError`."""
+    """Return the key of the service with the state directory `folder`. Creates the key if there is none.
+    Raises `StoreError`."""
     path = folder / KEY_FILE
     if not path.exists():
         secret = secrets.token_bytes(_KEY_BYTES)

@@ -2,8 +2,8 @@
 without the service.
 
 An incident file has the tables of `history.db` with the rows of the slice, so the readers of `history.db` can
-read it. Additional tables hold data from other files: operators' actions and log lines, as JSON documents
-whose format only the caller knows.
+read it. Additional tables hold data from other files: operators' actions and log lines, as JSON documents in
+a format that only the caller knows.
 """
 
 from __future__ import annotations
@@ -204,8 +204,8 @@ class IncidentReader:
 
 
 def readable_copy(path: Path, folder: Path) -> Path:
-    """Return the path of a file that the readers of `history.db` can read: `path` itself, or, if an earlier
-    version of the product wrote it, an upgraded copy in `folder`. Raises `StoreError`."""
+    """Return the path of a file that the readers of `history.db` can read. This is `path` or, if an earlier
+    version of the product wrote that file, an upgraded copy in `folder`. Raises `StoreError`."""
     if not path.is_file():
         raise MissingDatabaseError(
             f"{path} is not a file: give the path of history.db or of an incident file"

@@ -22,8 +22,8 @@ from store.writer import Writer
 
 log = logging.getLogger(__name__)
 
-# Clients can choose the text of some fields (model, error). Truncate long texts, so that the rows waiting in
-# memory stay small.
+# Clients can choose the text of some fields (model, error). Truncate long texts to keep the rows waiting in
+# memory small.
 _TEXT_LIMIT_CHARS = 2000
 MAX_EXAMINED = 20_000
 """Maximum number of requests that `RequestReader.unfinished` examines."""
@@ -76,7 +76,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     - "repeated": from the stored response of a finished run.
     - "anew": by running the request again, because the first run's response was not kept."""
     retry_of: str | None = None
-    """Id of the request whose run answered the retry."""
+    """Id of the earlier request that answered the retry."""
     user: str | None = None
     """Field `user` of the request body, in which the client identifies its end user."""
     unit: str | None = None
@@ -119,7 +119,7 @@ _END = (
 
 
 class RequestLog:
-    """Writes request rows through `writer`, whose schema must be `store.schemas.HISTORY`."""
+    """Writes request rows through `writer`, which must have the schema `store.schemas.HISTORY`."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer

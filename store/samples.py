@@ -56,7 +56,7 @@ class TelemetryLayout:
 
     @classmethod
     def unpacked(cls, packed: bytes) -> TelemetryLayout:
-        """Return the layout whose compressed document is `packed`."""
+        """Return the layout with the compressed document `packed`."""
         return cls(zlib.decompress(packed))
 
     @cached_property
@@ -213,8 +213,8 @@ def _decompressed(packed: bytes, rows: int) -> bytes:
 
 
 def _keyed(items: Sequence[Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yield each item with its key, which is the value of its first identifying field, and the name of that
-    field. Without such a field, the key is the item's position."""
+    """Yield each item with its key and the name of the field from which the key was taken: the first
+    identifying field that has a value. If there is none, the key is the item's position."""
     used: set[str] = set()
     for position, item in enumerate(items):
         key, field = str(position), ""

@@ -234,7 +234,7 @@ CREATE TABLE alerts (
 )
 """,
     "CREATE INDEX alerts_raised_at ON alerts (raised_at)",
-    # This partial index contains only the active alerts, of which there are few.
+    # This partial index is small, because it contains only active alerts.
     "CREATE INDEX alerts_open ON alerts (raised_at) WHERE ended_at IS NULL",
     """
 CREATE TABLE silences (

@@ -1,4 +1,4 @@
-"""Plain data structures that fronts and the admin API use directly, without loading SQLite."""
+"""Plain data structures that front processes and the admin API use without loading SQLite."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ class Resolution(NamedTuple):
     table: str
     seconds: int
     kept_s: float | None
-    """Age at which rows are removed; None for the coarsest table, whose age limit is a setting."""
+    """Age in seconds at which rows are removed; None for the coarsest table, because its age limit is a
+    setting."""
     rows: int
     """Number of number rows packed into each table row: 1 (values) or 3 (means, minimums and maximums)."""
 
@@ -56,8 +57,8 @@ DETAILS = "telemetry_details"
 
 
 class TelemetryLog:
-    """Writes samples through `writer`, whose schema must be `store.schemas.HISTORY`. All methods must be
-    called on one thread."""
+    """Writes samples through `writer`, which must have the schema `store.schemas.HISTORY`. All methods must
+    be called on one thread."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer

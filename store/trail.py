@@ -41,7 +41,7 @@ class TrailState(NamedTuple):
     head: Head
     """The newest row of the chain."""
     recorded_seq: int
-    """Seq of the newest row whose head is recorded outside the database."""
+    """Seq of the newest row that has a head recorded outside the database."""
     spool: SpoolState
     last_error: str | None
     """The reason why entries are spooled or heads cannot be recorded, or a description of rows that are
@@ -156,7 +156,7 @@ class AuditTrail:
         self._refused = None
 
     def refused(self, entry: Entry, error: BaseException) -> None:
-        """Spool an entry whose transaction failed because the database refused it."""
+        """Spool an entry after its transaction failed because the database refused it."""
         news, self._refused = self._refused is None, str(error)
         self._spool.put(entry)
         if news:

@@ -38,7 +38,7 @@ class Action(NamedTuple):
     danger: Danger
     target: TargetKind
     parameters: type[msgspec.Struct]
-    """Struct whose fields are the parameters and whose docstring describes the action."""
+    """Struct with the parameters as its fields. Its docstring describes the action."""
     result: type[msgspec.Struct]
     named_by: str = ""
     """Parameter that names the target, or empty if there is only one possible target."""

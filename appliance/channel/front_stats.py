@@ -41,7 +41,7 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     kept_bytes: int = 0
     """Memory that these runs' answers occupy, in bytes."""
     dropped_texts: int = 0
-    """Number of requests whose prompts and answers were not stored because too many were waiting to be
+    """Number of requests for which prompts and answers were not stored, because too many were waiting to be
     stored."""
     log_dropped_lines: int = 0
     """Number of log lines that the front process dropped because standard error was not being read."""

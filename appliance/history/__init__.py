@@ -1,1 +1,1 @@
-"""Reads the recorded history: the service at one time, figures over time, and incident files."""
+"""Reads the recorded history: the service at one time, measurements over time, and incident files."""

@@ -1,5 +1,4 @@
-"""The details of snapshots, which telemetry does not record as figures: the unfinished requests and the
-alerts.
+"""The details of snapshots, which are not recorded as numbers: the unfinished requests and the alerts.
 
 They are recorded every second as frames. A full frame lists everything. A partial frame is a delta: it
 contains the changes since the preceding frame, in a few bytes per request. An hour of frames takes megabytes.

@@ -1,5 +1,5 @@
-"""Parameters and answers of the admin API's routes for the recorded history: the service at one time, figures
-over time, stored samples and alerts."""
+"""Parameters and answers of the admin API's routes for the recorded history: the service at one time,
+measurements over time, stored samples and alerts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from appliance.snapshot import Snapshot
 from store.alerts import AlertRow
 
 MAX_POINTS = 2000
-"""Maximum number of points in time in a response that contains figures."""
+"""Maximum number of points in time in a response of `GET /telemetry`."""
 MAX_VALUES = 200_000
-"""Maximum number of values in a response that contains figures."""
+"""Maximum number of values in a response of `GET /telemetry`."""
 MAX_STORED_ROWS = 200
 """Maximum number of stored samples in a page."""
 
@@ -35,7 +35,7 @@ class PastSnapshot(msgspec.Struct, kw_only=True):
     at: float
     """Time of the sample, or start of the interval."""
     resolution_s: int
-    """1: the figures of one second. Otherwise, numbers are means over an interval of this length that begins
+    """1: the values of one second. Otherwise, numbers are means over an interval of this length that begins
     at `at`, and texts are from the end of the interval."""
     previous: float | None
     """Time of the previous sample; null if there is none."""
@@ -68,7 +68,7 @@ class TelemetryQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
 
 
 class TelemetryColumns(msgspec.Struct, kw_only=True):
-    """Values of figures over time, oldest first."""
+    """Measurements over time, oldest first."""
 
     resolution_s: int
     """1: values of single seconds. Otherwise, means over intervals of this many seconds."""

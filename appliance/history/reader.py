@@ -99,7 +99,7 @@ class PastReader:
         )
 
     def columns(self, query: TelemetryQuery) -> TelemetryColumns:
-        """Return figures over time. Raises TooManyValuesError."""
+        """Return measurements over time. Raises TooManyValuesError."""
         # Matching a pattern translated by fnmatch takes time proportional to the length of the name. If each
         # star were translated to ".*", a few stars would block the whole process.
         patterns = [fnmatch.translate(one.strip().translate(_LITERAL)) for one in query.figures.split(",")]

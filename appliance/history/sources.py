@@ -1,4 +1,4 @@
-"""Sources of recorded history: a running service, or a file on this machine (`history.db` or an incident
+"""Sources of the recorded history: a running service, or a file on this machine (`history.db` or an incident
 file). All sources return the same types. Their methods block, so code on an event loop must call them in
 threads."""
 
@@ -61,7 +61,7 @@ class PastSource(Protocol):
         """Return the state of the service at a given time."""
 
     def columns(self, query: TelemetryQuery) -> TelemetryColumns:
-        """Return figures over time."""
+        """Return measurements over time."""
 
     def stored(self, query: StoredQuery) -> StoredPage:
         """Return a page of samples as they are stored."""
@@ -96,7 +96,7 @@ class ServicePast:
         return self._call(calls.past_snapshot(query))
 
     def columns(self, query: TelemetryQuery) -> TelemetryColumns:
-        """Return figures over time."""
+        """Return measurements over time."""
         return self._call(calls.telemetry(query))
 
     def stored(self, query: StoredQuery) -> StoredPage:
@@ -156,7 +156,7 @@ class FilePast:
             return self._past.snapshot(query)
 
     def columns(self, query: TelemetryQuery) -> TelemetryColumns:
-        """Return figures over time."""
+        """Return measurements over time."""
         with _explained():
             return self._past.columns(query)
 

@@ -160,8 +160,8 @@ def named_folder(text: str) -> tuple[str, str]:
 def model_name_of(folder: Path) -> str:
     """Return the name of a model that is named after its folder; empty if the folder has no usable name.
 
-    In a Hugging Face hub cache, the folder is a snapshot whose name is a commit, so the name of the
-    repository is used.
+    In a Hugging Face hub cache, the folder is a snapshot named after a commit, so the name of the repository
+    is used instead.
     """
     path = Path(os.path.abspath(folder))
     name = path.name

@@ -72,8 +72,8 @@ class TenantQueue(Generic[Item]):
 class TextMemory:
     """Limits the number of bytes of text in progress. Each tenant gets an equal share of the limit.
 
-    A tenant is refused only because of its own texts, because it can always use its share. The total can
-    therefore exceed the limit if other tenants began when the shares were larger.
+    Texts of other tenants never cause a refusal: a tenant can always use its share. The total can therefore
+    exceed the limit if other tenants began when the shares were larger.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -31,8 +31,8 @@ CHAT_TEMPLATE = (
 )
 
 # Llama 3's splitting rule: contractions; words with one leading space or punctuation character; up to three
-# digits; runs of punctuation; line ends; and runs of spaces, of which the last space belongs to the next
-# word.
+# digits; runs of punctuation; line ends; and runs of spaces, except for the last space, which belongs to the
+# next word.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -1,4 +1,5 @@
-"""The state of one rule for one figure, which decides when an alert is raised and when it ends."""
+"""The state of a rule for one figure (a measured value). It decides when the rule's alert is raised and when
+it ends."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ _DEFAULT_GAP = 0.1
 
 @dataclass(slots=True)
 class Condition:
-    """One rule for one figure."""
+    """The state of one rule for one figure."""
 
     rule: AlertRule
     where: str

@@ -1,4 +1,4 @@
-"""Finds the figures that match a rule's pattern, and the objects to which the figures belong."""
+"""Finds the figures (measured values) that match a rule's pattern, and the objects to which they belong."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ENTRY = re.compile(r"([A-Za-z_0-9]+)\[([^\]]*)\]")
 
 
 class Selected(NamedTuple):
-    """A figure that a rule selects."""
+    """A figure that matches the pattern of a rule."""
 
     name: str
     where: str
@@ -50,8 +50,7 @@ class Selected(NamedTuple):
 
 
 def select(layout: TelemetryLayout, pattern: str, per: str, is_text: bool) -> Iterator[Selected]:
-    """Yield the figures of a layout that match the pattern. A figure whose divisor `per` is missing is
-    skipped."""
+    """Yield the figures of a layout that match the pattern. Figures without the divisor `per` are skipped."""
     matching = _pattern(pattern)
     values = layout.texts if is_text else layout.figures
     for name, value in values.items():

@@ -1,5 +1,5 @@
-"""Keeps the recent values of one figure in a bounded number of buckets, and computes their rate, change,
-deviation and trend."""
+"""Keeps the recent values of one figure (a measured value) in a bounded number of buckets, and computes their
+rate, change, deviation and trend."""
 
 from __future__ import annotations
 
