@@ -184,8 +184,9 @@ def unix_connection(path: Path, timeout_s: float | None) -> HTTPConnection:
     """Return an HTTP connection to the service's socket at `path`, which is not opened yet. `timeout_s`
     limits each wait for the answer; None means no limit.
 
-    Its `connect` raises OSError if nothing is listening. It raises UntrustedError unless the run directory
-    and the process behind the socket belong to users whom the caller trusts (`appliance.ownership`).
+    The connection's `connect` method raises OSError if nothing is listening, and UntrustedError unless the
+    run directory and the process behind the socket belong to users whom the caller trusts
+    (`appliance.ownership`).
     """
     import http.client
 

@@ -82,7 +82,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     on_demand: bool = False
     """Whether a request loads or wakes the model (`FrontReport.wanted`). Set only if `unit` is empty."""
     problem: str = ""
-    """If the latest load on demand failed, the reason. Requests are then refused instead of waiting."""
+    """Reason why the latest load on demand failed. If set, requests are refused instead of waiting."""
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -237,8 +237,8 @@ class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
     reason: str = ""
     """Reason why the service is not ready."""
     silent: dict[str, str] = {}
-    """Names with models that cannot answer requests, each with the reason. `/health/ready?model=NAME` returns
-    it."""
+    """Names with models that cannot answer requests, each with the reason, which `/health/ready?model=NAME`
+    returns."""
     log_level: LogLevel = "info"
     retries: RetryRules = RetryRules()
     keeping: KeepRules = KeepRules()

@@ -277,7 +277,8 @@ class TenantUse(msgspec.Struct, frozen=True, kw_only=True):
     """The tenant's share of the weighted tokens computed for all tenants over the window of the rates, from 0
     to 1."""
     fair_share: float | None = None
-    """The tenant's share by its weight relative to the other tenants that have requests, from 0 to 1."""
+    """The share to which the tenant's weight entitles it, relative to the other tenants that have requests,
+    from 0 to 1."""
     requests: int | None = None
     """Number of requests that have ended since the start of the service."""
     refused: int | None = None

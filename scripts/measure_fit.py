@@ -11,7 +11,7 @@ increase that NVML reports for the GPU. While a shape is loaded, the kernels of 
 
 A shape that `models fit` refuses is loaded anyway, and the load must fail. With --edge, a replica may use the
 GPU's whole memory. Two KV caches are tried: one that needs 3 % less than the remaining memory, which must
-load, and one that needs 3 % more, which `models fit` must refuse and whose load must fail.
+load, and one that needs 3 % more, which `models fit` must refuse and which must fail to load.
 
 Exits with 1 if a prediction differs by more than --limit percent, or a load has an unexpected result.
 Requires torch, triton, msgspec, psutil and nvidia-ml-py, and about five minutes on an H200 that no other

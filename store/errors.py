@@ -89,7 +89,7 @@ _PASSING = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_
 
 
 def explain(path: Path, error: sqlite3.Error) -> StoreError:
-    """Return the `StoreError` for a SQLite error on the file at `path`."""
+    """Convert a SQLite error on the file at `path` to a `StoreError` that explains it."""
     code = primary_code(error)
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return CorruptDatabaseError(
@@ -112,7 +112,7 @@ def explain(path: Path, error: sqlite3.Error) -> StoreError:
 
 
 def explain_os(path: Path, error: OSError) -> StoreError:
-    """Return the `StoreError` for an OSError on the file at `path`."""
+    """Convert an OSError on the file at `path` to a `StoreError` that explains it."""
     if isinstance(error, FileNotFoundError):
         return MissingDatabaseError(
             f"{path} does not exist", "start the service once, or restore it from a backup"

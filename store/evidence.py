@@ -65,7 +65,7 @@ class Findings(NamedTuple):
 
 
 class ActionRecord(NamedTuple):
-    """One action: its intent and its result combined. Times are in ISO 8601; values are JSON text, as
+    """One action, which combines the intent and the result. Times are in ISO 8601; values are JSON text, as
     stored."""
 
     seq: int | None

@@ -184,8 +184,8 @@ class HeadKeeper:
         if
 
         - the key was just created, or
-        - the file contains heads of rows after `named`, the latest row that names this key, that were signed
-          with another key.
+        - the file contains heads that were signed with another key although their rows come after `named`,
+          the latest row that names this key.
 
         `newest` is the newest row of the chain."""
         return self._key.fresh or any(

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class Migration(NamedTuple):
-    """One step of a schema. Released steps never change; later changes are added as new steps."""
+    """One step of a schema. A step never changes once it has been released; later changes are added as new
+    steps."""
 
     name: str
     statements: tuple[str, ...]

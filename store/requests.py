@@ -40,7 +40,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     tenant: str | None = None
     key_id: str | None = None
     peer: str | None = None
-    """Peer of the connection: `uid 1000` on the Unix socket, otherwise the address."""
+    """Peer of the connection: its user on the Unix socket, such as `uid 1000`, otherwise its address."""
     endpoint: str
     model: str | None = None
     version: str | None = None
@@ -72,9 +72,9 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     retry: Literal["joined", "repeated", "anew"] | None = None
     """How a retry with a known `Idempotency-Key` was answered; None if the request is not a retry.
 
-    - "joined": with the first run's response, after waiting for that run to finish.
-    - "repeated": from the stored response of a finished run.
-    - "anew": by running the request again, because the first run's response was not kept."""
+    - "joined": the retry waited for the first run to finish, and got its response.
+    - "repeated": the retry got the stored response of a finished run.
+    - "anew": the request was run again, because the first run's response was not kept."""
     retry_of: str | None = None
     """Id of the earlier request that answered the retry."""
     user: str | None = None
@@ -354,7 +354,7 @@ def _logged(values: tuple[Any, ...]) -> LoggedRequest:
 
 
 def _storable(value: Any) -> Any:
-    """Return `value` with code points that UTF-8 cannot encode replaced by escapes."""
+    """Replace code points that UTF-8 cannot encode with escapes."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 

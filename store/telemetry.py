@@ -37,7 +37,7 @@ class Resolution(NamedTuple):
     """Age in seconds at which rows are removed; None for the coarsest table, because its age limit is a
     setting."""
     rows: int
-    """Number of number rows packed into each table row: 1 (values) or 3 (means, minimums and maximums)."""
+    """Number of arrays packed into each row of the table: 1 (values) or 3 (means, minimums and maximums)."""
 
     @property
     def milliseconds(self) -> int:

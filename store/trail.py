@@ -68,9 +68,9 @@ class AuditTrail:
         self._shorter: str | None = None
 
     def start(self) -> None:
-        """Append the entries that an earlier run left in the spool. Append a result for each intent of an
-        earlier run that has none. Then record the head. If the database refuses writes, all of this happens
-        later."""
+        """Append the entries that an earlier run left in the spool. Append a result for each intent that an
+        earlier run left without one. Then record the head. If the database refuses writes, all of this
+        happens later."""
         self._heads.start()
         self._call(self._begin).exception()
 

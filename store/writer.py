@@ -3,9 +3,9 @@
 Operations are functions that take the connection. They run in the order in which they were submitted, by one
 of two methods:
 
-- `submit` never blocks and never raises. Operations share commits (at most 200 ms and 500 operations apart).
-  While the disk refuses writes, they wait in memory, up to a limit. A full disk therefore does not stop the
-  service from answering requests.
+- `submit` never blocks and never raises. Operations share commits: a commit follows at the latest after 200
+  ms or 500 operations. While the disk refuses writes, they wait in memory, up to a limit. A full disk
+  therefore does not stop the service from answering requests.
 - `call` returns a future. The operation runs in a separate transaction, which is committed when the future
   resolves.
 
@@ -68,7 +68,7 @@ class _Item(NamedTuple):
     retried, and the future raises the error."""
     after_commit: Callable[[Any], None] | None
     begin_by: float | None = None
-    """Latest start of the operation, as a `time.monotonic()` time. If the operation has not started by then,
+    """Latest time at which the operation may start, from `time.monotonic()`. If it has not started by then,
     the item fails."""
 
 

@@ -20,7 +20,7 @@ _RANKS = ("p50", "p90", "p99", "max")
 _MIN_FOR_P99 = 100
 """Number of requests below which the 99th percentile (nearest rank) equals the maximum."""
 _FINE = 0.05
-"""Target precision of a search. The report mentions a trial that is less precise."""
+"""Target precision of a search. If a trial is less precise, the report says so."""
 
 
 class BenchReport:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from console.source import SnapshotSource
 
 _UNLIMITED = (120, 200)
-"""Columns and lines of a frame that is printed elsewhere than to a terminal."""
+"""Columns and lines of a frame if standard output is not a terminal."""
 
 
 def open_console(

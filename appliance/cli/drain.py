@@ -117,7 +117,7 @@ def line(status: DrainStatus) -> str:
 
 
 def _interrupted(client: AdminClient, model: str | None) -> int:
-    """Handle Ctrl-C by asking whether to cancel the drain. Otherwise, it continues."""
+    """Handle Ctrl-C: ask whether to cancel the drain, which otherwise continues."""
     name, option = _name(model), "" if model is None else f" --model {model}"
     try:
         answer = ""

@@ -244,8 +244,8 @@ def _experts(replica: ReplicaStatus) -> str:
 
 
 def _by_kind(replica: ReplicaStatus, decode: str, mixed: str) -> str:
-    """Format two values: one for decode-only steps, and one for steps that compute prompts. "-" stands for a
-    value without steps."""
+    """Format two values: one for decode-only steps, and one for steps that compute prompts. "-" means that
+    there were no steps of that kind."""
     return f"{decode if replica.step_ms else '-'}/{mixed if replica.mixed_step_ms else '-'}"
 
 

@@ -245,8 +245,8 @@ class _Partial:
     def _new_digest(self) -> hashlib._Hash:
         if len(self._file.digest) == 64:
             return hashlib.sha256()
-        # A file that is not in Git LFS is identified by the hash of its git object, which is no protection
-        # against forgery.
+        # A file that is not in Git LFS is identified by the hash of its git object. This hash does not
+        # protect against forgery.
         digest = hashlib.sha1(usedforsecurity=False)
         digest.update(b"blob %d\0" % self._file.size)
         return digest

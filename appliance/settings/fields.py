@@ -62,9 +62,9 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     pinned: bool = False
     """Whether the model, once loaded, always stays loaded."""
     idle_unload_s: Seconds = 0.0
-    """Time to live: a model that has had no requests for this long is unloaded until its next request. With
-    0, models are never unloaded for being idle. `keep_alive` in a request takes precedence for the tenant
-    that sent it."""
+    """Time to live in seconds: a model that has had no requests for this long is unloaded until its next
+    request. With 0, models are never unloaded for being idle. `keep_alive` in a request takes precedence for
+    the tenant that sent it."""
     device: Device = "auto"
     """Device that runs the model. "auto" selects CUDA if a GPU is available, otherwise the CPU."""
     dtype: DType = "auto"
@@ -107,14 +107,14 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Maximum CPU time of a replica, in CPUs. It needs a cgroup that systemd delegates to the service
     ([models.md](models.md#limits-of-replicas)). Default: no limit."""
     memory_limit_gb: Gigabytes | None = None
-    """Maximum host memory of a replica in GB (1,000,000,000 bytes). It needs a delegated cgroup, as
-    `cpu_limit` does. Default: no limit."""
+    """Maximum host memory of a replica in GB (1,000,000,000 bytes). Like `cpu_limit`, it needs a delegated
+    cgroup. Default: no limit."""
     cpu_fallback: bool = False
     """Whether a replica runs on the CPU if there is no GPU or not enough GPU memory. The model is then
     slower, and `status` shows the reason."""
     chat_template: str | None = None
     """File with a chat template (Jinja) that replaces the templates in the folder. A relative path is
-    resolved like that of `folder`. The file is read when the model is loaded or its settings change."""
+    resolved in the same way as `folder`. The file is read when the model is loaded or its settings change."""
     fallback: str | None = None
     """Name of another model that answers requests while this one is overloaded or has failed, for keys with
     `--fallback allowed`. The field `model` of the answer then contains the other model's name. Default:
@@ -131,8 +131,8 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def text(self) -> tuple[str, str | None, SamplingDefaults]:
-        """The settings that fronts use. When they change, the front processes get the new values, and
-        replicas are replaced only if the folder changed."""
+        """The settings that front processes use. When they change, the front processes get the new values,
+        and replicas are replaced only if the folder changed."""
         return self.folder, self.chat_template, self.sampling
 
     def spec(self, replica: str) -> ReplicaSpec:
