@@ -13,7 +13,7 @@ immediately."""
 
 
 def _steady() -> float:
-    """Return the time, in seconds, of a clock that cannot be set and that continues while the machine is
+    """Return the time, in seconds, of a clock that cannot be set and that keeps running while the machine is
     suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 

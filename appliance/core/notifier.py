@@ -1,7 +1,7 @@
 """Reports the service's state (started, loading, draining, alive) to the service manager.
 
 The core's event loop sends the watchdog's keep-alive, but only while the writer of every database makes
-progress. Replicas that hang are killed by the core.
+progress. The core itself kills replicas that hang.
 """
 
 from __future__ import annotations

@@ -129,8 +129,8 @@ def _tell_end(manager: Manager, why: str) -> None:
 
 
 def _broken_models(loaded: Loaded, checks: ModelChecks) -> dict[str, str]:
-    """Return the problem of each model whose files have one. Raises SettingsError if no model is left to
-    serve."""
+    """Return the models whose files have a problem, mapped to their problems. Raises SettingsError if no
+    model is left to serve."""
     models = loaded.settings.models
     findings = checks.files(models)
     for warning in model_warnings(loaded, findings):

@@ -195,9 +195,9 @@ class Catalog:
     async def find(
         self, name: str, identity: Identity, lost: Callable[[], bool], caller: str = ""
     ) -> LoadedModel:
-        """Return the model for this name, as `get` does. If the name is waiting for a model, this method
-        waits too, unless `lost` returns true because the client has disconnected. Raises a 503 if the wait
-        takes too long or if too many requests are waiting."""
+        """Return the model for this name, as `get` does. If the name's model is not loaded yet, wait for it,
+        unless `lost` returns true because the client has disconnected. Raises a 503 if the wait takes too
+        long or if too many requests are waiting."""
         if allows(identity, name) and self._waits(name):
             if (held := self._held.total()) >= self.max_held:
                 raise _still_loading(name, f"{held} requests are already waiting for models")

@@ -130,9 +130,9 @@ class ShadowTraffic:
 
 
 def _equal_tokens(original: Generation, copy: Generation) -> int | None:
-    """Return the number of tokens that both answers have in common before the first difference, over all
-    samples. None if the request is not greedy, or if the prompts have different tokens because the tokenizer
-    or the template differs."""
+    """Return how many tokens the two answers have in common before they first differ, over all samples. None
+    if the request is not greedy, or if the prompts have different tokens because the tokenizer or the
+    template differs."""
     prompts = [[prompt.token_ids for prompt in one.task.prompts] for one in (original, copy)]
     greedy = original.task.sampling.temperature == 0 and copy.task.sampling.temperature == 0
     if not greedy or prompts[0] != prompts[1]:

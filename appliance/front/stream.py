@@ -29,8 +29,8 @@ MAX_HELD_LOGPROB_OUTPUTS = 4_096
 """Maximum number of held outputs with log probabilities. Each of these outputs may take a kilobyte."""
 
 _MAX_COST = 2048
-"""Maximum cost of one flush, which takes about 10 ms. Each event, each log probability, and every 512
-characters of echoed text cost 1."""
+"""Maximum cost of one flush. Each event, each log probability, and every 512 characters of echoed text cost
+1. A flush with the maximum cost takes about 10 ms."""
 _CHARACTERS_PER_COST = 512
 
 _encode = msgspec.json.Encoder().encode

@@ -54,8 +54,8 @@ class Pool:
         """Give the connection a place, closing a waiting connection if necessary. Return False if all places,
         or all of the tenant's places, belong to connections whose requests are being answered.
 
-        `source` identifies the origin of the connection. If it is empty, the connection that has waited
-        longest is closed.
+        `source` identifies the origin of the connection. If it is empty for all connections, the one that has
+        waited longest is closed.
         """
         if not self._make_room(tenant):
             return False

@@ -1,5 +1,6 @@
 """Loads models at their first request, unloads models that have not been used for a while, and swaps models
-that do not fit into memory together. `appliance.models.residency` decides, and this module acts.
+that do not fit into memory together. `appliance.models.residency` makes the decisions, and this module
+carries them out.
 
 A unit of loading that requests can use is in one of three states:
 

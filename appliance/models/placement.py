@@ -21,8 +21,8 @@ class GpuPlacement:
         self._of: dict[str, list[int]] = {}
 
     def take(self, replica: str, device: str, count: int) -> list[int]:
-        """Return the numbers of the replica's GPUs, choosing GPUs if it has none yet. Empty if GPUs are not
-        chosen."""
+        """Return the numbers of the replica's GPUs, choosing GPUs if it has none yet. The list is empty if
+        this object does not choose GPUs."""
         if device == "cpu":
             return []
         if replica not in self._of:
@@ -30,7 +30,8 @@ class GpuPlacement:
         return self._of[replica]
 
     def choose(self, count: int) -> list[int]:
-        """Return the numbers of the GPUs that another replica would get. Empty if GPUs are not chosen."""
+        """Return the numbers of the GPUs that another replica would get, or an empty list if this object does
+        not choose GPUs."""
         used = [gpu for gpus in self._of.values() for gpu in gpus]
         replicas = [used.count(gpu) for gpu in range(len(self._topology.uuids))]
         if not replicas:

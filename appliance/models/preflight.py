@@ -51,7 +51,7 @@ def check_model(
     - `memory`: the memory of this machine. A model that needs more memory than the machine has is a problem.
       A model that needs more than is currently free is a warning.
     - `reader`: the user that runs the service.
-    - `compile_text`: whether the tokenizer is loaded and the templates are compiled. This takes about a
+    - `compile_text`: whether to load the tokenizer and compile the templates. This takes about a
       second for a large vocabulary, and must not run on the event loop's thread.
     """
     return list(_check(model, memory, reader, compile_text))

@@ -122,7 +122,7 @@ class Replica:
         self._run_dir = run_dir
         self._placement = placement
         self._gpus: list[int] = []
-        """Numbers of the current incarnation's GPUs, in rank order. Empty if GPUs are not chosen."""
+        """Numbers of the current incarnation's GPUs, in rank order. Empty if no GPUs were chosen for it."""
         self._launch = launch
         self._preflight = preflight
         self._background = Background()

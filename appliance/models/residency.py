@@ -146,6 +146,6 @@ def next_step(
 
 
 def expired(now: float, bundle: Bundle, leaves_at: float) -> bool:
-    """Return whether to unload a loaded bundle without requests, because its time to live ended at
+    """Return whether a loaded bundle without requests should be unloaded because its time to live ended at
     `leaves_at`."""
     return now >= leaves_at and bundle.loaded and not bundle.busy and not bundle.kept

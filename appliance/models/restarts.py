@@ -1,8 +1,8 @@
 """Decides when and whether a replica is started again after its processes have exited.
 
-After most exits, the replica is restarted after a short delay, which grows. There are two exceptions. A load
-that failed for a reason that only an operator can correct, such as a damaged file, is retried after longer
-delays. A circuit breaker stops the restarts of a replica that exits repeatedly."""
+After most exits, the replica is restarted after a short delay, which grows with repeated exits. There are two
+exceptions. A load that failed for a reason that only an operator can correct, such as a damaged file, is
+retried after longer delays. A circuit breaker stops the restarts of a replica that exits repeatedly."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ class Restarts:
         return Restart(self._backoff.delay_s(0.0))
 
     def deaths(self, serving_s: float) -> int:
-        """Return the number of exits that currently count. `serving_s` is the time in seconds since the
-        replica became ready, or 0 if it is not ready."""
+        """Return the number of exits that currently count towards opening the breaker. `serving_s` is the
+        time in seconds since the replica became ready, or 0 if it is not ready."""
         now = self._served_s + serving_s
         return sum(now - death < self._rules().window_s for death in self._deaths)
 

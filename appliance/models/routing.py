@@ -1,9 +1,9 @@
 """The names that applications can use, and the unit of loading that answers requests for each name.
 
-A unit of loading is a model in the settings, which has the same name, or a version of a model in the
-registry, which is called NAME@VERSION. The name of a registered model leads to its default version; an alias
-leads to a model or to one of its versions. A split distributes the requests for such a name over several
-units.
+A unit of loading is either a model in the settings or a version of a model in the registry. In the first
+case, the unit has the model's name; in the second case, it is called NAME@VERSION. The name of a registered
+model resolves to its default version. An alias resolves to a model or to one of its versions. A split
+distributes the requests for a name over several units.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Routing:
 
     def __init__(self, registry: Callable[[], Registry], models: ModelManager) -> None:
         self.usable: set[str] = set()
-        """Registered units that are loaded and that every front knows, so that names may lead to them."""
+        """Registered units that are loaded and that every front knows. Names may resolve to them."""
         self.held: set[str] = set()
         """Names of registered models whose requests are waiting because a version is being loaded."""
         self.failures: dict[str, str] = {}
@@ -78,8 +78,8 @@ class Routing:
         return next((route.unit for route in self.routes() if route.name == name), "")
 
     def target_of(self, name: str) -> tuple[str, int] | None:
-        """Return the registered model and version that a name leads to, whether or not it is loaded, or None
-        for other names."""
+        """Return the registered model and version that a name resolves to, whether or not it is loaded, or
+        None for other names."""
         registry = self._registry()
         alias = registry.aliases.get(name)
         model, version = split_target(name if alias is None or name in registry.models else alias.target)
@@ -89,7 +89,7 @@ class Routing:
         return (model, version) if (model, version) in registry.versions else None
 
     def names_of(self, unit: str) -> list[str]:
-        """Return the names that lead to the unit."""
+        """Return the names that resolve to the unit."""
         return [
             route.name
             for route in self.routes()
@@ -97,8 +97,8 @@ class Routing:
         ]
 
     def target_unit(self, target: str) -> str:
-        """Return the unit that a model's name or NAME@VERSION leads to, whether or not it is loaded, and
-        regardless of splits. Empty if there is no such model or version."""
+        """Return the unit that a model's name or NAME@VERSION resolves to, whether or not it is loaded, and
+        regardless of splits. Return an empty string if there is no such model or version."""
         if target in self._models.models and self._models.is_declared(target):
             return target
         registry, (name, version) = self._registry(), split_target(target)
@@ -108,7 +108,7 @@ class Routing:
         return unit_name(name, version) if (name, version) in registry.versions else ""
 
     def answers(self, unit: str) -> bool:
-        """Return whether names can lead to the unit, because it is loaded and has not failed."""
+        """Return whether names can resolve to the unit, because it is loaded and has not failed."""
         loaded = unit in self.usable or (unit in self._models.models and self._models.is_declared(unit))
         return loaded and not (self._models.failure(unit) or unit in self.failures)
 

@@ -1,7 +1,7 @@
 """Adds and removes replicas of models whose number of replicas follows the load.
 
-`appliance.models.autoscaler` decides. This module measures the load, checks that there is enough memory, and
-keeps a list of the changes for operators."""
+`appliance.models.autoscaler` makes the decisions. This module measures the load, checks that there is enough
+memory, and keeps a list of the changes for operators."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class ModelScaling:
         note: Callable[[str, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`traffic` returns the requests of each unit, `rules` the settings in effect. `note` reports a
-        problem to the operator."""
+        """`traffic` returns the requests of each unit, and `rules` returns the settings in effect. `note`
+        reports a problem to the operator."""
         self._models = models
         self._traffic = traffic
         self._rules = rules

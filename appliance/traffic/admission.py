@@ -133,8 +133,8 @@ def timed_out(
 
 
 def reserve(request: Request, quotas: Quotas) -> Refusal | None:
-    """Reserve the maximum that the request can use from its quotas. Return a refusal if too little of a quota
-    is left."""
+    """Reserve, in the request's quotas, the maximum that it can use. Return a refusal if too little of a
+    quota is left."""
     first = request.first
     held = quotas.reserve(
         request.tenant,

@@ -159,8 +159,8 @@ class Peaks:
         return number
 
     def settle(self, number: int, unused: float, capacity: float) -> float:
-        """Close a take after `unused` of its amount was not used. Returns the highest level since the take,
-        or -inf if no other take followed."""
+        """Close a take. `unused` is the part of its amount that was not used. Returns the highest level since
+        the take, or -inf if no other take followed."""
         numbers, levels = self._numbers, self._levels
         first = bisect_right(numbers, number)
         peak = levels[first] if first < len(levels) else -math.inf

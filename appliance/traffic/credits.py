@@ -48,8 +48,8 @@ class CreditAccount:
         self.slots = 0
         """Number of slots: the maximum number of sequences that the replica can run at the same time."""
         self.tokens = 0
-        """The greater of two numbers: the prompt tokens in two mixed steps, and the prompt tokens in one full
-        step."""
+        """Prompt tokens that may be in flight: those of two mixed steps, or those of one full step, whichever
+        is more."""
         self._spent_seqs = [0] * LEVELS
         self._spent_tokens = [0] * LEVELS
         self._returned_seqs = [0] * LEVELS

@@ -25,7 +25,7 @@ _RELIEVED = 0.5
 
 
 class LoadShedder:
-    """Goes one step further after every `overload_s` seconds of overload, and one step back after every
+    """Advances one step after every `overload_s` seconds of overload, and goes back one step after every
     `overload_s` seconds without overload."""
 
     def __init__(self) -> None:

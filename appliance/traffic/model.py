@@ -296,10 +296,10 @@ class ModelTraffic:
         return use.may_run(quota, self.name, most_kv_tokens(request.admit), self.kv_tokens)
 
     def _account_for(self, level: int, request: Request) -> CreditAccount | None:
-        """Return the replica with the most credit for this level. Of the replicas that have nearly as many
-        free slots, the one that has probably cached the longest prefix of the prompt is preferred. A replica
-        on which the request has already run is excluded, because the request's front has lost the channel to
-        it, even if the core has not noticed this yet."""
+        """Return the replica with the most credit for this level. Among the replicas that have nearly as many
+        free slots as that one, prefer the one that has probably cached the longest prefix of the prompt. A
+        replica on which the request has already run is excluded, because the request's front has lost the
+        channel to it, even if the core has not noticed this yet."""
         share = self._reserved_share()
         fit = {
             account: account.free_slots(level, share)
@@ -519,8 +519,8 @@ class ModelTraffic:
         return now + 2.0 * self.forecast.step_s + self.forecast.serving_s(prompt_tokens, output_tokens)
 
     def promise_s(self, request: Request, output_tokens: float) -> float:
-        """Return by how many seconds this request delays other promised requests. Higher-priority classes and
-        requests without deadlines keep their share of the service."""
+        """Return the delay, in seconds, that this request causes for other promised requests. Higher-priority
+        classes and requests without deadlines keep their share of the service."""
         share = max(_MIN_SHARE, _MAX_PROMISED - sum(self._busy[: request.request_class]))
         return self.forecast.serving_s(request.admit.prompt_tokens, output_tokens) / share
 

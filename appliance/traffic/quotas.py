@@ -3,10 +3,10 @@
     reserve ──► Reservation ──► settle (actual use) ──► close (log row closed)
        └──► Shortage: nothing was taken
 
-For each request, one request and its maximum number of tokens (prompt and answer) are reserved in every
-bucket of its tenant and key. If any bucket has too little left, nothing is reserved. Concurrent requests
-together therefore never exceed a limit. The unused amount is returned when the request is settled. Further
-attempts of a request keep its reservation.
+For each request, one request and the maximum number of tokens (prompt and answer) are reserved in every
+bucket of the request's tenant and key. If any bucket has too little left, nothing is reserved. Concurrent
+requests together therefore never exceed a limit. The unused amount is returned when the request is settled.
+Further attempts of a request keep its reservation.
 
 This module does no I/O. It is not thread-safe: all calls are made on the core's event loop.
 """

@@ -1,4 +1,4 @@
-"""Remembers the requests of the last minutes, so that they can be replayed with other limits
+"""Remembers the requests of the last few minutes, so that they can be replayed with other limits
 (`appliance.traffic.what_if`). The request log does not contain everything that a replay needs, such as the
 output limit that the client requested."""
 

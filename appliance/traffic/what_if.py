@@ -1,9 +1,9 @@
-"""Replays the requests of the last minutes with other limits, before an operator changes them.
+"""Replays the requests of the last few minutes with other limits, before an operator changes the limits.
 
 The replay runs the real request manager in simulated time, once with the current limits and once with the new
 ones, on replicas with the measured speed (`appliance.traffic.simulated_replica`). The difference between the
-two runs is applied to the recorded outcome. Clients are assumed to send the same requests at the same times;
-a request that was refused is assumed to get an answer as long as another answer to its tenant.
+two runs is applied to the recorded outcome. Clients are assumed to send the same requests at the same times.
+A request that was refused is assumed to get an answer of the same length as another answer to its tenant.
 
 The replay runs in a separate process (`python -m appliance.traffic.what_if`), because it takes seconds.
 """
