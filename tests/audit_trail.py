@@ -54,7 +54,7 @@ def announced(control: ControlStore, action: str, **params: object) -> Actor:
 
 
 def fill(folder: Path) -> None:
-    """Create a database whose audit trail has a few rows."""
+    """Create a database with a few rows in its audit trail."""
     control = ControlStore(folder / "control.db")
     control.start()
     for number in range(5):

@@ -1,4 +1,4 @@
-"""Writes small checkpoints whose answers show which checkpoint generated them."""
+"""Writes small checkpoints. An answer shows which of them generated it."""
 
 from __future__ import annotations
 

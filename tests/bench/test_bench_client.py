@@ -16,7 +16,7 @@ from tests.bench.fake_server import FakeServer
 
 
 def load_of(target: Target, requests: int, **fields: object) -> Load:
-    """Return a load whose prompts have 16 tokens and whose answers have 5."""
+    """Return a load with prompts of 16 tokens and answers of 5 tokens."""
     known: dict[str, object] = {
         "target": target,
         "model": "fake",

@@ -16,7 +16,7 @@ from tests.cli.conftest import Run
 
 @pytest.fixture
 def system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Simulate an installed systemd unit whose run directory has no service."""
+    """Simulate an installed systemd unit without a service in its run directory."""
     path = tmp_path / "system"
     path.mkdir()
     monkeypatch.setattr(rundir, "SYSTEM_RUN_DIR", path)

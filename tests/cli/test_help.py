@@ -97,7 +97,7 @@ def test_help_loads_nothing_heavy_and_little_else() -> None:
     packages = {name.partition(".")[0] for name in modules}
     assert packages.isdisjoint(HEAVY)
     assert packages >= {"typer", "appliance"}
-    assert len(modules) < 220  # currently 200, of which 144 belong to typer
+    assert len(modules) < 220  # currently 200, including 144 modules of typer
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

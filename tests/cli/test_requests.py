@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def filled(history: History, tmp_path: Path) -> Path:
-    """Return a state directory whose request log is open for writing. The log contains four finished requests
-    and one open request."""
+    """Return a state directory with a request log that is open for writing. The log contains four finished
+    requests and one open request."""
     log, now = history.log, time.time()
     log.end(a_row("req-old", created_at=now - 7200, finished_at=now - 7199, tenant="acme"))
     log.end(a_row("req-bad", created_at=now - 60, status=503, finish_reason="error", error="the box is full"))

@@ -167,7 +167,7 @@ class Load:
 
 
 class Probes(NamedTuple):
-    """The requests whose times to first token are measured."""
+    """The requests for which the time to first token is measured."""
 
     kind: str
     """Short P0 requests ("P0"), or P1 requests from light tenants ("light") or from a busy tenant

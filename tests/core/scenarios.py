@@ -180,7 +180,7 @@ def deadlines(*, mix: str, event: str, seconds: float, load: float = 3.0, seed: 
 
 def _ask(server: SimulatedServer, mix: str, load: float, until: float) -> None:
     prompt, output, shape = MIXES[mix]
-    # Mean time that a request takes on a replica whose slots are all busy.
+    # Mean time that a request takes on a replica when all of its slots are busy.
     served_s = prompt * SPEED.prompt_token_s + output * SPEED.step_s * 2 / SLOTS
     per_s = load * REPLICAS / served_s
 

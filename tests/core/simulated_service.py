@@ -261,7 +261,7 @@ class SimulatedService:
                 )
 
     def ask_again(self, front: FakeFront, request_id: str) -> None:
-        """Send the next attempt for a request whose replica has died."""
+        """Send the next attempt of a request after the death of its replica."""
         ask = front.asks[request_id]
         ask.admit = Admit(**{f: getattr(ask.admit, f) for f in Admit.__struct_fields__} | {
             "attempt": ask.admit.attempt + 1

@@ -109,7 +109,7 @@ class SimulatedFronts:
 
 
 class World:
-    """A registry with two versions of the model `chat`, of which version 1 is the default."""
+    """A registry with two versions of the model `chat`. Version 1 is the default."""
 
     def __init__(self, folder: Path) -> None:
         self.control = ControlStore(folder / "control.db")

@@ -1,4 +1,4 @@
-"""Tests of a replica whose processes are simulated: its limits, and its fallback to the CPU."""
+"""Tests of a replica with simulated processes: its limits, and its fallback to the CPU."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class NoRows:
 
 
 class Parts:
-    """A service for the demo model whose replica never starts, so all requests wait."""
+    """A service for the demo model. Its replica never starts, so all requests wait."""
 
     def __init__(self, folder: Path, *tenants: TenantRecord, most_waiting: int = 100) -> None:
         loaded = read_settings(Flags(run_dir=str(folder / "run"), state_dir=str(folder)), {})

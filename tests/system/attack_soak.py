@@ -40,7 +40,7 @@ from tests.system.attacks.wire import post
 from tests.system.usage import PeakMemory, processes_of
 
 TIMER_S = 0.005
-"""Interval of the timer whose delays are measured."""
+"""Interval of the timer that is used to measure delays."""
 ATTACKER = Path(__file__).with_name("attackers.py")
 MAX_BODY_BYTES = 2 << 20
 """Size of the attackers' bodies, in bytes. It is within the service's limit, so the service reads the

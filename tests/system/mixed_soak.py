@@ -31,7 +31,7 @@ from tests.system.trends import slope_of
 from tests.system.usage import Usage, fill_kv_cache, processes_of, usage_of
 
 CLIENT = "clients"
-"""Name of the tenant whose requests are checked against the log."""
+"""Name of the tenant. Its requests are checked against the log."""
 ATTACK_PAUSE_S = 3.0
 ATTACK_CONNECTIONS = 2
 KV_BLOCKS = 400

@@ -24,7 +24,7 @@ less than this, and a single KV cache is several times as large."""
 
 
 class Sleeps:
-    """A service with a model whose KV cache can use 64 MiB."""
+    """A service with a model that has a KV cache of up to 64 MiB."""
 
     def __init__(self, running: Service, folder: Path) -> None:
         self.running = running

@@ -259,7 +259,7 @@ def test_what_is_used_survives_a_restart_and_the_death_of_the_core(running: Serv
 
 
 def states(callers: list[Caller]) -> list[str]:
-    """Return the states of the rows whose requests were admitted."""
+    """Return the states of the rows of admitted requests."""
     rows = RequestReader(callers[0].running.state_dir / "history.db").query(RequestFilter(), 100)
     names = {caller.name for caller in callers}
     return sorted(row.state for row in rows if row.quota_tokens and row.tenant in names)

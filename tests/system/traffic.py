@@ -48,6 +48,6 @@ def verify(state_dir: Path, *words: str) -> Any:
 
 
 def ended(running: Service) -> set[str]:
-    """Return the ids of all requests whose rows are closed."""
+    """Return the ids of all requests with closed rows."""
     reader = RequestReader(running.state_dir / "history.db")
     return {row.request_id for row in reader.query(RequestFilter(state="ended"), 100_000)}

@@ -166,7 +166,8 @@ def test_wrong_keys_leave_one_line_and_are_visible(attacked: Target) -> None:
 
 @pytest.mark.parametrize("kind", ["tcp", "admin"])
 def test_bad_keys_by_the_thousand_delay_and_cost_nobody_else(attacked: Target, kind: str) -> None:
-    """Sends as many requests per second as the machine can handle: 1,000 or more if two cores are free."""
+    """Sends as many requests per second as the machine can handle, which is 1,000 or more if two cores are
+    free."""
     memory, seconds = Memory(attacked.running), 3.0
     path = "/status" if kind == "admin" else "/v1/models"
     slowest_status = 0.0

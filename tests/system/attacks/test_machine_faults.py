@@ -62,7 +62,7 @@ def ask(http: httpx.Client, key: str, prompt: list[int]) -> tuple[float, httpx.R
 
 @contextmanager
 def clock_that_can_be_set(monkeypatch: pytest.MonkeyPatch, setting: Path) -> Iterator[Service]:
-    """Start a service whose clock is offset by the content of a file, for example "+1h"."""
+    """Start a service with a clock that is offset by the content of a file, for example "+1h"."""
     if not FAKETIME.exists():
         pytest.skip("needs libfaketime (Debian: apt-get install libfaketime)")
     setting.write_text("+0")
