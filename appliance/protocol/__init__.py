@@ -21,7 +21,7 @@ def precision(dtype: str, weights: str, kv_cache_dtype: str) -> str:
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 FrontState = Literal["starting", "ready", "silent", "restarting", "stopping", "stopped"]
-"""A "silent" front has not reported for 3 seconds and gets no new connections."""
+"""A "silent" front process has not reported for 3 seconds and gets no new connections."""
 
 
 class FrontStatus(FrontStats, frozen=True, kw_only=True):
@@ -41,13 +41,13 @@ ReplicaState = Literal[
     "starting", "loading", "ready", "sleeping", "silent", "draining", "restarting", "failed", "stopped"
 ]
 """A "sleeping" replica has released its memory and gets no requests until it is woken. A "silent" replica has
-not reported for 3 seconds and gets no new requests. A "draining" replica finishes the requests that it
-has."""
+not reported for 3 seconds and gets no new requests. A "draining" replica finishes its requests and gets no
+new ones."""
 
 
 BreakerState = Literal["closed", "open", "half-open"]
 """While a replica's circuit breaker is "open", the replica is not restarted, because it has exited too often.
-"half-open" means that one start is being tried."""
+"half-open" means that one restart is being attempted."""
 
 
 class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,23 +56,23 @@ class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
     stage: str
     """The current stage: start, read, convert, build or warm up."""
     detail: str = ""
-    """The current work of the stage, such as the name of a file."""
+    """What the stage is currently processing, such as the name of a file."""
     done: int = 0
     total: int = 0
-    """0 if the amount of work is not known."""
+    """Total amount of work; 0 if it is not known."""
     unit: str = ""
-    """What `done` and `total` count: bytes, layers, graphs or passes."""
+    """Unit of `done` and `total`: bytes, layers, graphs or passes."""
     elapsed_s: float = 0.0
-    """Time since the stage began."""
+    """Time in seconds since the stage began."""
     rate_per_s: float = 0.0
-    """Units per second; 0 if not known yet."""
+    """Units per second; 0 if the rate is not known yet."""
     left_s: float | None = None
-    """Estimated time until the stage ends, or None if it is not known."""
+    """Estimated time in seconds until the stage ends, or None if it is not known."""
 
 
 class Degradation(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that a replica's settings request but that it runs without, such as a GPU or resource
-    limits."""
+    """A feature that a replica's settings request but that the replica runs without, such as a GPU or
+    resource limits."""
 
     what: str
     remedy: str
@@ -112,10 +112,10 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     wake_s: float = 0.0
     """Total time that the engine needed to wake, in seconds."""
     links: str = ""
-    """Links between the ranks' GPUs, such as "NVLink (18 links)". Empty for one GPU or if the links are not
-    known."""
+    """Links between the ranks' GPUs, such as "NVLink (18 links)". Empty if there is only one GPU or the links
+    are not known."""
     collectives: str = ""
-    """Library that exchanges data between the ranks, such as "NCCL". Empty for one rank."""
+    """Library that exchanges data between the ranks, such as "NCCL". Empty if there is only one rank."""
     parameters: int = 0
     weight_bytes: int = 0
     kv_bytes: int = 0
@@ -129,7 +129,7 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     """Share of the prompt tokens since the replica's start that were found in the prefix cache, from 0 to 1.
     Null before the first prompt."""
     credit_seqs: int = 0
-    """Number of sequences that the replica can start at the moment."""
+    """Number of sequences that the replica can start now."""
     credit_tokens: int = 0
     last_report_s: float | None = None
     """Seconds since the last report."""
@@ -139,7 +139,7 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     breaker: BreakerState = "closed"
     last_error: str = ""
     remedy: str = ""
-    """What an operator can do if the circuit breaker is open."""
+    """The operator's remedy if the circuit breaker is open."""
     degraded: list[Degradation] = msgspec.field(default_factory=list)
 
 
@@ -151,30 +151,30 @@ immediately."""
 
 
 class ScalingChange(msgspec.Struct, kw_only=True):
-    """A load-driven change of a model's number of replicas."""
+    """A change of a model's number of replicas that was made because of its load."""
 
     at: float
-    """When it was changed, in unix seconds."""
+    """Time of the change, in unix seconds."""
     former: int
     replicas: int
     reason: str
 
 
 class ScalingStatus(msgspec.Struct, kw_only=True):
-    """The scaling of a model whose number of replicas follows its load."""
+    """The scaling of a model that gets replicas according to its load."""
 
     replicas: int
     """Number of replicas that the model should have."""
     min_replicas: int
     max_replicas: int
     demand: float
-    """The load, in replicas: 1.5 would fully use one and a half replicas."""
+    """The load, measured in replicas: a load of 1.5 would fully use one and a half replicas."""
     expected: float
-    """Demand expected at the time when a replica started now would be ready."""
+    """Expected load at the time when a replica that is started now would be ready."""
     reason: str = ""
-    """What the expected demand is based on."""
+    """Basis of the expected load."""
     refusal: str = ""
-    """Reason why no replica can be added at the moment."""
+    """Reason why no replica can be added now."""
     changes: list[ScalingChange] = []
     """The latest changes, newest first."""
 
@@ -221,27 +221,27 @@ class Reloaded(msgspec.Struct, kw_only=True):
 
 
 DrainState = Literal["announced", "draining", "drained"]
-"""An announced drain reports "not ready" but still accepts requests. After a completed drain, nothing is
-running."""
+"""While a drain is "announced", the service reports "not ready" but still accepts requests. Once it is
+"drained", no request is running."""
 
 
 class DrainStatus(msgspec.Struct, kw_only=True):
-    """One drain, from its beginning until service is resumed."""
+    """A drain, which lasts from its beginning until an operator resumes service."""
 
     model: str | None
     """The drained model, or null for the whole service."""
     state: DrainState
     grace_s: float
-    """Grace period in seconds, measured from when the drain begins to refuse requests. After it, the requests
-    that are still running are stopped."""
+    """Grace period in seconds, measured from the time when the drain begins to refuse requests. Requests that
+    are still running after it are stopped."""
     grace_left_s: float
     """Seconds until the remaining requests are stopped."""
     queue: bool
-    """Whether new requests wait until service is resumed, instead of being refused."""
+    """Whether new requests wait until service is resumed. Otherwise, they are refused."""
     started_at: float
     """When the drain began, in unix seconds."""
     elapsed_s: float
-    """Seconds since the beginning of the drain. For a completed drain, the time from its beginning to its
+    """Seconds since the beginning of the drain or, for a completed drain, from its beginning to its
     completion."""
     running: int
     queued: int
@@ -253,8 +253,8 @@ class DrainStatus(msgspec.Struct, kw_only=True):
     """Number of output tokens that the remaining requests are expected to need, based on the lengths of
     recent answers."""
     eta_s: float | None = None
-    """Predicted time until the remaining requests have finished, in seconds, based on measured rates. Null
-    without measurements."""
+    """Predicted time until the remaining requests have finished, in seconds, based on measured rates. Null if
+    there are no measurements."""
     ended: int = 0
     """Number of requests that were stopped after the grace period."""
 
@@ -267,7 +267,8 @@ class ClassStatus(msgspec.Struct, kw_only=True):
     waiting: int
     oldest_wait_s: float
     expected_wait_s: float
-    """Predicted wait of a request that arrives now, based on measured rates. 0 without measurements."""
+    """Predicted wait of a request that arrives now, based on measured rates; 0 if there are no
+    measurements."""
     target_s: float | None
     """Target for the wait, or None for P3."""
 
@@ -278,22 +279,22 @@ class QueueStats(msgspec.Struct, kw_only=True):
     waiting: int
     """Number of requests waiting for dispatch."""
     running: int
-    """Number of requests on a replica."""
+    """Number of requests that replicas are running."""
     oldest_wait_s: float
     admitted: int
     refused: int
     """Number of requests that the core refused."""
     ended: int
-    """Number of requests whose rows in the log have been closed."""
+    """Number of requests that have ended and for which the log row has been closed."""
     waiting_tokens: int = 0
     """Number of prompt tokens in waiting requests."""
     preemptions: int = 0
     """Number of preemptions, over all finished requests."""
     overload: str = ""
-    """Description of the overloaded models and of the requests that are refused for them. Empty without
-    overload."""
+    """Description of the overloaded models and of the requests that are refused for them. Empty if no model
+    is overloaded."""
     overload_step: int = 0
-    """Step of the load shedder. 0 without overload."""
+    """Step of the load shedder; 0 if there is no overload."""
     classes: list[ClassStatus] = []
     """One entry per class, beginning with P0."""
 
@@ -310,8 +311,8 @@ class DatabaseStatus(WriterState, frozen=True, kw_only=True):
 
     path: str
     stalled_s: float = 0.0
-    """How long the writer has been working on its current operation, in seconds. A high value means that the
-    disk does not respond."""
+    """Time that the writer has spent on its current operation, in seconds. A high value means that the disk
+    does not respond."""
 
 
 class AuditStatus(msgspec.Struct, kw_only=True):
@@ -327,12 +328,12 @@ class AuditStatus(msgspec.Struct, kw_only=True):
     """Number of rows that the database has not accepted yet. They are added to the chain when the database
     accepts them."""
     spooled_since: float | None = None
-    """When the oldest of these rows was spooled, in unix seconds."""
+    """Time when the oldest of the rows that the database has not accepted was spooled, in unix seconds."""
     places: list[str] = []
-    """Files in which these rows are waiting."""
+    """Files that contain the rows that the database has not accepted yet."""
     in_memory: int = 0
-    """Number of these rows that could not be written to any file. If the service exits, these rows remain
-    only in its log."""
+    """Number of waiting rows that could not be written to any file. If the service exits, only its log still
+    contains them."""
     lost: int = 0
     """Number of rows that could not be stored anywhere. They are only in the service's log."""
     last_error: str | None = None
@@ -341,7 +342,7 @@ class AuditStatus(msgspec.Struct, kw_only=True):
 
 SocketName = Literal["api", "tcp", "admin", "metrics"]
 SocketState = Literal["accepting", "waiting", "closed"]
-"""While a socket is "waiting", no front is ready, and connections wait in the socket's backlog."""
+"""While a socket is "waiting", no front process is ready, and connections wait in the socket's backlog."""
 
 
 class SocketStatus(msgspec.Struct, kw_only=True):
@@ -359,7 +360,7 @@ class Problem(msgspec.Struct, kw_only=True):
     at: float
     """When the problem last occurred, in unix seconds."""
     where: str
-    """Location of the problem: a front, replica, database or socket."""
+    """Location of the problem: a front process, replica, database or socket."""
     what: str
     count: int = 1
 
@@ -368,7 +369,7 @@ class CurrentProblem(msgspec.Struct, kw_only=True):
     """A current problem and its remedy."""
 
     where: str
-    """Location of the problem: a model, replica, front, database, "audit" or "log"."""
+    """Location of the problem: a model, replica, front process, database, "audit" or "log"."""
     what: str
     remedy: str
 
@@ -404,14 +405,14 @@ class Status(msgspec.Struct, kw_only=True):
     """Number of the core's log lines that were dropped since startup because standard error was not being
     read."""
     current_problems: list[CurrentProblem] = []
-    """The same list that `doctor` reports."""
+    """The current problems, which `doctor` reports too."""
     problems: list[Problem]
     """Recent problems, most recent first."""
     drains: list[DrainStatus] = []
 
 
 RequestState = Literal["queued", "running", "lost", "ending"]
-"""The replica of a "lost" request has exited unexpectedly; the front will resubmit the request."""
+"""The replica of a "lost" request has exited unexpectedly; the front process will resubmit the request."""
 
 
 class InFlight(msgspec.Struct, kw_only=True):
@@ -444,14 +445,14 @@ class LimitUsage(msgspec.Struct, kw_only=True):
     """Capacity of the limit: the amount that refills within `burst_s` seconds for a per-minute limit, or
     within a day for a per-day limit."""
     used: int
-    """Amount of the capacity that is in use and has not been refilled yet. For a running request, this
-    includes the maximum that the request may use."""
+    """Amount of the capacity that has been used and not refilled yet. It includes the maximum that running
+    requests may use."""
     held: int
     """Amount held by unfinished requests. When a request finishes, the unused part of its amount is returned,
     except for the amount refilled since it was reserved. `held` can therefore exceed `used`."""
     resets_in_s: float | None
-    """Time until the limit is fully available again if nothing more is used. None means that the limit
-    becomes available when requests finish."""
+    """Time in seconds until the full limit is available again if nothing more is used. None means that the
+    limit becomes available when requests finish."""
 
 
 class Key(KeyFields, frozen=True, kw_only=True):
@@ -462,7 +463,7 @@ class Key(KeyFields, frozen=True, kw_only=True):
 
 
 class NewKey(msgspec.Struct, kw_only=True):
-    """A newly created key. Its secret is shown only here."""
+    """A newly created key. No other answer contains its secret."""
 
     id: str
     key: str
@@ -470,7 +471,7 @@ class NewKey(msgspec.Struct, kw_only=True):
     tenant: str
     expires_at: float | None = None
     replaces: str | None = None
-    """Id of the key that this key replaces after a rotation."""
+    """Id of the key that this key replaced in a rotation."""
     replaced_until: float | None = None
     """Time until which the replaced key stays valid, in unix seconds."""
 
@@ -492,7 +493,7 @@ class PeerMapping(msgspec.Struct, kw_only=True):
     """A local user or group that needs no key on `api.sock`."""
 
     kind: Literal["uid", "gid", "any"]
-    """"any" stands for all users whom the socket's file mode admits and who have no separate entry."""
+    """"any" stands for all users that the socket's file mode admits and that have no separate entry."""
     number: int
     """The uid or gid, or -1 for "any"."""
     tenant: str

@@ -17,7 +17,7 @@ class AddedVersion(msgspec.Struct, kw_only=True, omit_defaults=True):
     name: str
     version: int
     warnings: list[str] = []
-    """Limitations that the checks of the model have found."""
+    """Limitations that were found when the model was checked."""
 
 
 class PrunedVersion(msgspec.Struct, kw_only=True):
@@ -45,7 +45,7 @@ class VersionStatus(msgspec.Struct, kw_only=True):
 
 
 class RegisteredFile(msgspec.Struct, kw_only=True):
-    """A file of a version, as it was when the version was added."""
+    """A file of a version at the time when the version was added."""
 
     name: str
     bytes: int
@@ -63,22 +63,23 @@ class RegisteredVersion(msgspec.Struct, kw_only=True):
     added_at: float | None = None
     """When the version was added to the registry, in unix seconds."""
     settings: dict[str, Any] = {}
-    """The version's own settings, by their names in settings files."""
+    """The version's settings, keyed by their names in settings files."""
     files: list[RegisteredFile] = []
     replicas: int = 0
     """Number of replicas that are loaded or being loaded."""
     devices: list[str] = []
     memory_bytes: int = 0
-    """Memory of the weights and KV caches of its replicas."""
+    """Memory that the weights and KV caches of the version's replicas use."""
     expires_at: float | None = None
-    """When the version is unloaded if no further request arrives, in unix seconds; null: never."""
+    """Time when the version will be unloaded if no more requests arrive, in unix seconds; null for never."""
     shares: dict[str, float] = {}
-    """For each split name that can lead to this version, the fraction of the name's requests that it gets."""
+    """For each split name that can lead to this version, the fraction of the name's requests that the version
+    gets."""
 
 
 class ShadowTimes(msgspec.Struct, kw_only=True):
-    """Mean timings of the original or copied answers of a shadow, measured from the moment when a request is
-    sent to the replica."""
+    """Mean timings of the original or the copied answers of a shadow, measured from the time when a request
+    is sent to the replica."""
 
     ttft_ms: float
     e2e_ms: float
@@ -95,19 +96,19 @@ class ShadowStatus(msgspec.Struct, kw_only=True):
     """Fraction of the requests that are copied."""
     compared: int = 0
     dropped: int = 0
-    """Copies that were not made because the target could not answer at once."""
+    """Number of copies that were not made because the target could not answer at once."""
     failed: int = 0
     original: ShadowTimes | None = None
-    """The answers of the originals; null if there are no results yet."""
+    """Timings of the original answers; null if there are no results yet."""
     copy: ShadowTimes | None = None
     greedy: int = 0
-    """Number of greedy requests whose prompt has the same tokens for both models."""
+    """Number of greedy requests for which both models have the same prompt tokens."""
     agreement: float | None = None
-    """Fraction of these requests' tokens that come before the first difference."""
+    """Fraction of the tokens of the compared greedy requests that come before the first difference."""
 
 
 class RegisteredModel(msgspec.Struct, kw_only=True):
-    """A model of the settings or of the registry."""
+    """A model in the settings or in the registry."""
 
     name: str
     state: VersionState
@@ -115,13 +116,14 @@ class RegisteredModel(msgspec.Struct, kw_only=True):
     default: int
     """The version that answers requests for the name."""
     previous: int | None = None
-    """The version to which `models rollback` returns."""
+    """The version that `models rollback` makes the default again."""
     source: str
     """"registry", or the place where the settings declare the model."""
     aliases: list[str] = []
     """Additional names for the model or one of its versions."""
     split: dict[str, float] = {}
-    """Weights of the targets that get the requests for the name; empty if only the default version does."""
+    """Weights of the targets that get the requests for the name; empty if the default version gets all of
+    them."""
     shadows: list[ShadowStatus] = []
     """Shadows of the model's name and of its aliases."""
     versions: list[RegisteredVersion]
