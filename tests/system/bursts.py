@@ -90,7 +90,7 @@ class Findings:
     open_rows: int = 0
     double_ends: int = 0
     wrong_charges: int = 0
-    """Number of requests that were charged anything but their prompt tokens plus billed tokens."""
+    """Number of requests for which the charge differs from prompt tokens plus billed tokens."""
     examples: list[str] = field(default_factory=list)
 
     def note(self, kind: str, amount: int, example: str) -> None:

@@ -153,7 +153,7 @@ def copy(record: Record, tmp_path: Path) -> Path:
 
 @contextmanager
 def unlocked(state_dir: Path) -> Iterator[sqlite3.Connection]:
-    """Open the chain as a user would who can write to the file and knows its format."""
+    """Open the chain like a user who can write to the file and knows its format."""
     with closing(sqlite3.connect(state_dir / "control.db", isolation_level=None)) as database:
         for trigger in ("audit_rows_do_not_change", "audit_rows_do_not_go"):
             database.execute(f"DROP TRIGGER {trigger}")
