@@ -21,7 +21,7 @@ def build_core(
     """Return the engine core of a loaded replica.
 
     `peers` are rank 0's sockets to the other ranks, in rank order. `on_lost` is called with the reason when
-    another rank no longer accepts plans (`Ranks.abandon`).
+    another rank stops accepting plans (`Ranks.abandon`).
 
     Raises UnsupportedError if a plan for the other ranks could exceed the channel's message size limit.
     """

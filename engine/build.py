@@ -6,8 +6,8 @@ nothing.
 
 FOLDER contains the model's config.json, either from a checkpoint or written for a public model shape (see
 docs/kernels.md). The compiled kernels are stored in Triton's cache (TRITON_CACHE_DIR, or --cache). They are
-compiled for this machine's GPU, or for the GPU given by --gpu and --capability. A replica that does not find
-its kernels in the cache compiles them in the same way while its weights load.
+compiled for this machine's GPU, or for the GPU given by --gpu and --capability. If a replica does not find
+its kernels in the cache, it compiles them in the same way while its weights load.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ _H200 = Ceilings(bytes_per_s=4355e9, gemm_per_s=700e12, fp8_gemm_per_s=1320e12, 
 CEILINGS: dict[str, Ceilings] = {
     "NVIDIA H200": _H200,
     # These rates are estimates. An H200 reaches a certain fraction of its data sheet's bandwidth (4.8 TB/s).
-    # The same fraction of an H100's data sheet value (3.35 TB/s) is assumed. The compute rates are copied
-    # from the H200, because both data sheets list the same multiprocessors and compute rates.
+    # The same fraction of an H100's data sheet value (3.35 TB/s) is assumed. The compute rates are those of
+    # the H200, because both data sheets list the same number of multiprocessors and the same compute rates.
     "NVIDIA H100 80GB HBM3": replace(_H200, bytes_per_s=3.35e12 * _H200.bytes_per_s / 4.8e12),
 }
 """Peak rates by device name. docs/performance.md describes how they were measured."""

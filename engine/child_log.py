@@ -1,9 +1,9 @@
 """Collects the log of a child process in the process that started it.
 
-A child writes its log to standard error, which both processes share, and a copy to a pipe (`engine.logs`).
-The pipe exists because standard error may be a journal, which cannot be read back. The copied records are
-passed to the handlers of the logger `child_records`, with the name of the child's process in the attribute
-`process_name`.
+A child writes its log to standard error, which both processes share, and writes a copy to a pipe
+(`engine.logs`). The pipe exists because standard error may be a journal, which cannot be read back. The
+copied records are passed to the handlers of the logger `child_records`, with the name of the child's process
+in the attribute `process_name`.
 """
 
 from __future__ import annotations

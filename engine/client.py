@@ -1,5 +1,5 @@
-"""The engine's interface for the service: launching a replica, and sending requests from a front to a
-replica. It does not load torch.
+"""The service's interface to the engine: launching a replica, and sending requests from a front process to a
+replica. This module does not load torch.
 
 `appliance` imports only this module, `engine.messages` and `engine.sizing` from the engine.
 """
@@ -32,7 +32,7 @@ OutputSink = Callable[[Output], None]
 
 
 class ReplicaClient:
-    """A front's asyncio client for one replica. It sends submissions and passes each output to the
+    """A front process's asyncio client for one replica. It sends submissions and passes each output to the
     submission's sink.
 
     A sink is called on the event loop once per `Output`, in order, until the last output of every sample.

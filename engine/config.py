@@ -22,7 +22,8 @@ ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 
 
 FP8_BLOCK = 128
-"""Number of rows and of columns of a block in checkpoints whose FP8 matrices have one scale per block."""
+"""Number of rows, and of columns, of a block in checkpoints that have FP8 matrices with one scale per
+block."""
 
 DENSE, EXPERTS = "dense", "experts"
 """The kinds of layers: layers with an MLP, and layers with a mixture of experts."""
@@ -30,7 +31,7 @@ DENSE, EXPERTS = "dense", "experts"
 
 def fp8_block(part: int) -> int:
     """Return the block size, in rows or columns, of an FP8 matrix on a rank. The matrix consists of tensors
-    or slices of tensors that begin at multiples of `part`. 0 means that the matrix is one complete tensor."""
+    or slices that begin at multiples of `part`, or of one complete tensor if `part` is 0."""
     return gcd(FP8_BLOCK, part)
 
 
@@ -117,7 +118,7 @@ class ExpertsShard:
     """The routed experts of one rank."""
 
     first: int
-    """First expert of which the rank has at least a slice."""
+    """The first expert of the rank, which has this expert completely or a slice of it."""
     count: int
     width: int
     """Width of the rank's slice of each expert."""
@@ -250,10 +251,10 @@ class ModelConfig:
         """Return the indices of a few layers that launch every kernel of the model when they run one after
         another.
 
-        The kernels of a layer depend on its kind and its sliding window. They also depend on the previous
-        layer, because neighbouring layers may share a norm, and on whether it is the last layer, which may
-        compute fewer rows. The result therefore contains each pair of neighbouring kinds once, and the pair
-        that ends with the last layer.
+        Which kernels a layer launches depends on its kind and its sliding window. It also depends on the
+        previous layer, because neighbouring layers may share a norm, and on whether the layer is the last
+        one, which may compute fewer rows. The result therefore contains each pair of neighbouring kinds once,
+        and the pair that ends with the last layer.
         """
         kinds = list(zip(self.layer_kinds, self.sliding_windows, strict=True))
         pairs = {pair: index for index, pair in enumerate(pairwise(kinds))}
@@ -296,8 +297,8 @@ class ModelConfig:
 
     def check_parallel(self, size: int) -> None:
         """Raise UnsupportedError if the model cannot be split across `size` ranks. Attention heads, the MLP
-        and experts must divide evenly, and KV heads must divide or be replicated evenly. The vocabulary is
-        padded if necessary."""
+        and experts must divide evenly among the ranks. KV heads must either divide evenly or be replicated
+        evenly. The vocabulary is padded if necessary."""
         problems = []
         if size < 1:
             raise UnsupportedError(f"tensor_parallel_size is {size}", "it must be at least 1")
@@ -322,15 +323,14 @@ class ModelConfig:
 
     @property
     def _split_widths(self) -> list[MlpWidth]:
-        """The entries of `mlp_widths` that are divided among the ranks."""
+        """The entries of `mlp_widths` that are split across the ranks."""
         if not self._whole_experts:
             return self.mlp_widths
         return [mlp for mlp in self.mlp_widths if mlp.kind != ROUTED]
 
     @property
     def _whole_experts(self) -> int:
-        """Number of routed experts of a layer if complete experts are divided among the ranks, otherwise
-        0."""
+        """Number of routed experts per layer if each rank has complete experts, otherwise 0."""
         return self.experts.count if self.experts is not None and self.experts.whole else 0
 
     def shard(self, size: int, rank: int) -> Shard:

@@ -1,5 +1,5 @@
-"""CUDA's virtual memory management, which torch does not offer: address ranges whose physical memory can be
-released and allocated again. The driver is called through ctypes, so nothing is compiled.
+"""CUDA's virtual memory management, which torch does not offer. It provides address ranges and lets their
+physical memory be released and allocated again. The driver is called through ctypes, so nothing is compiled.
 
 Reference: "Virtual Memory Management" in the documentation of the CUDA driver API.
 """
@@ -105,7 +105,7 @@ class CudaDriver:
         granularity = c_size_t()
         self._call("cuMemGetAllocationGranularity", byref(granularity), byref(self._properties), _MINIMUM)
         self.granularity = granularity.value
-        """Size, in bytes, of which all sizes and addresses are multiples."""
+        """All sizes and addresses must be multiples of this number of bytes."""
 
     def reserve(self, nbytes: int) -> int:
         """Reserve a range of addresses without physical memory, and return its first address."""

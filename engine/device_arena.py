@@ -36,8 +36,8 @@ class VirtualMemory(Protocol):
 
 
 class DeviceArena:
-    """Tensors in one range of addresses. Single tensors are never freed. The memory and the addresses are
-    returned to the driver when the arena and all of its tensors have been deleted.
+    """Tensors in one range of addresses. Individual tensors are never freed. The memory and the addresses are
+    returned to the driver once the arena and all of its tensors have been deleted.
 
     `limit_bytes` is the size of the range. It needs no physical memory until `empty` is called.
     """
@@ -96,7 +96,7 @@ class DeviceArena:
 
     def restore(self) -> Iterator[torch.Tensor]:
         """Map new memory, with undefined content, at the arena's addresses. Yields each piece (see `pieces`)
-        when it has been mapped, so that the caller can fill it while the next piece is mapped.
+        as soon as it has been mapped, so that the caller can fill it while the next piece is mapped.
 
         Raises torch.OutOfMemoryError. The caller must then call `release`.
         """

@@ -24,7 +24,7 @@ from kernels import AttentionInput, ChunkSpan
 
 @dataclass(slots=True)
 class PromptSlice:
-    """A range of prompt tokens whose log probabilities are requested."""
+    """A range of prompt tokens for which log probabilities are requested."""
 
     slot: int
     first: int
@@ -55,8 +55,8 @@ class StepBatch:
     forward: ForwardInput
     sampling: SamplingBatch
     logits_indices: torch.Tensor | None
-    """Rows of the forward pass's result whose logits are computed: [logit rows] int64. None selects the first
-    rows."""
+    """Rows of the forward pass's result for which logits are computed: [logit rows] int64. None selects the
+    first rows."""
     sampled_logits: int
     """Number of logit rows that are used for sampling. The rows after these belong to `prompts`."""
     prompts: list[PromptSlice]
@@ -68,9 +68,9 @@ class Padding:
     (`engine.warmup`)."""
 
     tokens: list[int]
-    """Padded numbers of tokens, ascending. The last entry is the token budget of a step."""
+    """Padded token counts, in ascending order. The last entry is the token budget of a step."""
     results: list[int]
-    """Padded numbers of rows in the result of a forward pass, ascending. The last entry is the number of
+    """Padded row counts of a forward pass's result, in ascending order. The last entry is the number of
     slots."""
 
 
@@ -94,7 +94,7 @@ class SlotTables:
         self.device = device
         self._padding = padding
         self.sampling = SamplingTables(max_num_seqs, vocab_size, device)
-        # `np.full` writes to every page, so that no later step causes page faults.
+        # `np.full` writes to every page, which avoids page faults in later steps.
         self._blocks_host = np.full((max_num_seqs, max_blocks_per_slot), 0, dtype=np.int64)
         on_host = torch.from_numpy(self._blocks_host)
         self._shared = device.type == "cpu"
@@ -118,8 +118,8 @@ class SlotTables:
             self._lengths_host[[slot for setup in plan.setups for slot, _ in setup.members]] = 0
             self.sampling.set_up(plan.setups)
         if plan.blocks:
-            # If an entry occurs twice, the last value must be used. The order of device writes to duplicate
-            # indices is undefined, so all duplicates are sent with the last value.
+            # If an entry occurs twice, its last value counts. The device writes duplicate indices in an
+            # undefined order, so all duplicates are sent with the last value.
             changes = np.array(plan.blocks, dtype=np.int64).T.copy()
             slots, indices, blocks = changes
             self._blocks_host[slots, indices] = blocks
@@ -163,7 +163,7 @@ class SlotTables:
         return self._with_results(forward, plan, following)
 
     def decode_batch(self, plan: StepPlan, slots: torch.Tensor, positions: torch.Tensor) -> SamplingBatch:
-        """Return the sampling input of a decode-only plan whose forward pass was replayed from a CUDA graph.
+        """Return the sampling input of a decode-only plan. Its forward pass was replayed from a CUDA graph.
 
         `slots` and `positions`, the positions of the sampled tokens, are device tensors.
         """
@@ -171,7 +171,7 @@ class SlotTables:
         return SamplingBatch(slots, positions, None, self._metadata(plan.decodes))
 
     def prompt_batch(self, plan: StepPlan) -> SamplingBatch:
-        """Return the sampling input of a plan without decodes whose prefill chunks all complete their
+        """Return the sampling input of a plan without decodes. All of its prefill chunks must complete their
         prompts."""
         slots, positions, logit_rows = [], [], []
         for index, chunk in enumerate(plan.chunks):
@@ -263,8 +263,8 @@ class SlotTables:
                 wanted.extend(range(span.first, span.first + count))
             indices = self._upload(np.array(wanted, dtype=np.int64))
         else:
-            # The logits of the padding rows are computed too, because only kernels for padded sizes are
-            # loaded. If no slot samples, no logits are computed.
+            # Logits are also computed for the padding rows, because only kernels for padded sizes are loaded.
+            # If no slot samples, no logits are computed.
             sampled = len(forward.logits_attention.slots) if slots else 0
         on_device = torch.cat((forward.attention.lens, self._upload(np.array(positions, dtype=np.int64))))
         one_each = logit_rows == list(range(len(logit_rows)))
@@ -274,8 +274,8 @@ class SlotTables:
 
     def advance(self, batch: SamplingBatch, token_ids: torch.Tensor) -> None:
         """Store the sampled `token_ids` ([sampling slots] int64) as the next input of their slots. BAD_TOKEN
-        is stored as token 0, because it is not a valid input, and the next step is launched before the host
-        detects the failure.
+        is not a valid input, but the next step is launched before the host detects the failure, so it is
+        stored as token 0.
         """
         token_ids = token_ids.clamp(min=0)
         self.lengths[batch.slots] = batch.positions

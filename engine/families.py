@@ -47,7 +47,7 @@ def _dense(_fields: Fields, layers: int) -> tuple[str, ...]:
 @dataclass(frozen=True, slots=True)
 class _Family:
     """The rules for reading the `config.json` of one architecture. Default values are those of the
-    transformers class."""
+    corresponding class in transformers."""
 
     architecture: str
     qkv_bias: Callable[[Fields], bool]
@@ -90,8 +90,8 @@ def _no_windows(_fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _mistral_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the attention window of all layers. It is 4096 if the field is absent (Mistral 7B v0.1), and
-    there is no window if the field is null (v0.2 and later)."""
+    """Return the attention window of all layers. It is 4096 if the field is absent (Mistral 7B v0.1). If the
+    field is null, there is no window (v0.2 and later)."""
     if "sliding_window" in fields.values and fields.get("sliding_window") is None:
         return (None,) * layers
     return (fields.integer("sliding_window", 4096),) * layers
@@ -160,7 +160,7 @@ def _experts(
     normalised: bool,
     shared: int | None = None,
 ) -> ExpertsConfig:
-    """Return the experts of a model. `count` and `width` are fields and their defaults."""
+    """Return the experts of a model. `count` and `width` are pairs of a field and its default value."""
     experts = fields.integer(*count)
     chosen = fields.integer("num_experts_per_tok", top_k)
     if chosen > experts:
@@ -383,8 +383,8 @@ def _quantised(fields: Fields) -> tuple[bool, bool]:
         _expect(scheme, "type", ("float",))
         _expect(scheme, "strategy", ("tensor", "channel"))
         _expect(scheme, "symmetric", (None, True))
-    # Without groups, only the checkpoint's KV cache is quantised. The dtype of our KV cache is a setting of
-    # the replica.
+    # Without groups, only the checkpoint's KV cache is quantised. The replica's settings determine the dtype
+    # of our KV cache, so this is ignored.
     return bool(groups), False
 
 

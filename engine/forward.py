@@ -1,5 +1,5 @@
-"""Defines the input of a forward pass: the struct that the device tables (`engine.device_tables`) pass to the
-decoder. It contains no model-specific fields and no request data.
+"""Defines the input of a forward pass, a struct that the device tables (`engine.device_tables`) pass to the
+decoder. The struct contains no model-specific fields and no request data.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class ForwardInput:
     """Position of each token in its sequence: [tokens] int64."""
     kv_slots: torch.Tensor
     """KV slot index (block id × BLOCK_TOKENS + offset) where the keys and values of each token are written:
-    [tokens] int64. -1 marks padding, whose keys and values are not written."""
+    [tokens] int64. -1 marks padding, for which no keys and values are written."""
     attention: AttentionInput
     logits_attention: AttentionInput | None = None
-    """Attention input of the last layer if it computes only the tokens whose logits are needed: the decodes'
-    tokens and the last token of each prefill chunk. `queries` contains the indices of these tokens. For all
-    other tokens, the last layer computes only keys and values, and the result of the pass has no row. If
-    None, the result has a row for every token."""
+    """Attention input of the last layer if it computes only the tokens that need logits: the decodes' tokens
+    and the last token of each prefill chunk. `queries` contains the indices of these tokens. For all other
+    tokens, the last layer computes only keys and values, and the result of the pass has no rows. None means
+    that the result has a row for every token."""

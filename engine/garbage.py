@@ -8,10 +8,10 @@ import gc
 def settle_garbage() -> None:
     """Reduce the cost of garbage collections. Call once, after the model is loaded.
 
-    `gc.freeze` excludes the objects created during loading, because they are permanent and traversing them
-    takes 0.1 s. The thresholds are raised, because the default values cause a collection every few steps.
-    Each collection took 30 ms with a thousand running sequences. Objects created in a step are freed by
-    reference counting and do not need collections.
+    `gc.freeze` excludes the objects created during loading, which are permanent and take 0.1 s to traverse.
+    The thresholds are raised, because the default values cause a collection every few steps, and each took 30
+    ms with a thousand running sequences. Reference counting frees the objects created in a step, so they need
+    no collections.
     """
     gc.collect()
     gc.freeze()

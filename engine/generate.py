@@ -44,7 +44,7 @@ class GeneratedSample:
 
 
 class LocalEngine:
-    """A replica whose rank 0 runs on the calling thread. On a CPU, the steps run on the runner's own thread.
+    """A replica that runs rank 0 on the calling thread. On a CPU, the steps run on the runner's own thread.
 
     Any other ranks run in separate processes, as in a served replica.
 

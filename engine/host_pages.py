@@ -12,8 +12,8 @@ def map_pages(nbytes: int) -> torch.Tensor:
     """Return `nbytes` bytes of new host memory, in huge pages if the kernel supports them: [nbytes] uint8.
 
     Page-locking these pages takes a fifth of the time of torch's `pin_memory`, and they can be unlocked
-    again. Creating the tensor takes no time, because each page is allocated when it is first written. Raises
-    OSError if the process may not map that much memory.
+    again. Creating the tensor takes almost no time, because each page is allocated when it is first written.
+    Raises OSError if the process may not map that much memory.
     """
     pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # the kernel may not support huge pages
@@ -22,7 +22,7 @@ def map_pages(nbytes: int) -> torch.Tensor:
 
 
 def lock_pages(host: torch.Tensor) -> None:
-    """Page-lock host memory for GPU access. This is faster after its pages have been written. Raises
+    """Page-lock host memory for GPU access. This is faster if the pages have been written before. Raises
     torch.AcceleratorError."""
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
 

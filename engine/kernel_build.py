@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SOURCES = ("engine", "kernels")
-"""Packages whose source code determines which kernels are launched and what they contain."""
+"""The packages that determine, by their source code, which kernels are launched and what they contain."""
 
 
 class KernelBuild:
@@ -44,7 +44,7 @@ class KernelBuild:
 
     def wait(self) -> None:
         """Block until the compilation has ended. If a kernel failed to compile, its first launch compiles it
-        again and raises the error. The compiler's messages are in the log."""
+        again and raises the error. The log contains the compiler's messages."""
         if self._process is not None and (code := self._process.wait()):
             log.warning(
                 "compiling the kernels in advance failed (exit code %d): see the messages above", code
@@ -86,7 +86,7 @@ def start_build(served: ReplicaModel, device: torch.device) -> KernelBuild:
 def build(served: ReplicaModel, gpu: compiling.GpuModel, processes: int) -> BuildResult:
     """Compile the kernels missing from Triton's cache. This function forks, so the process must not have used
     CUDA. Raises TableError if the GPU's table of kernel plans is invalid."""
-    # Imported here because a process that only calls `is_built` does not use these modules.
+    # Imported here because a process that only calls `is_built` does not need these modules.
     from engine.launch_enumeration import launch_all
     from kernels import compiling
     from kernels.triton.linear_table import load_table

@@ -35,15 +35,15 @@ from engine.wire import Channel, socketpair
 
 _EXIT_GRACE_S = 0.5
 """Time limit, in seconds, for a rank to exit after it has closed its channel, or after another rank has
-exited. A rank that exceeds the limit is killed. The limit includes the time to abort GPU kernels that wait
-for the lost rank."""
+exited. A rank that exceeds the limit is killed. The limit covers the time to abort GPU kernels that wait for
+the lost rank."""
 _STOP_CHECK_S = 1.0
 """Interval, in seconds, at which the launcher checks for ranks that are stopped (SIGSTOP). A rank that is
 stopped at two consecutive checks is killed, because its peers wait for it."""
 
 RANK_ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
-    # NVLink multicast is off unless the service's environment enables it.
+    # NVLink multicast is off unless the service's environment turns it on.
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
@@ -62,7 +62,7 @@ def module_command(module: str) -> list[str]:
 
 
 def module_environment() -> dict[str, str]:
-    """Return this process's environment, extended by PYTHONPATH, so that a child process imports the same
+    """Return this process's environment, with PYTHONPATH set so that a child process imports the same
     modules."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
 
@@ -88,10 +88,10 @@ def spawn_rank(
 ) -> tuple[subprocess.Popen[bytes], Channel[RankOutbound]]:
     """Start `python -m module` as the process of a rank, and return the process and the channel to it.
 
-    `gpus` lists the UUIDs of all ranks' GPUs, which become the only visible GPUs of the process. Each rank
-    must see all of them, because it accesses the memory of the other GPUs. If the list is empty, all GPUs
-    stay visible. `log` receives a copy of the rank's log. The rank is killed by the operating system when the
-    calling thread ends. Raises OSError if the process cannot be started.
+    `gpus` lists the UUIDs of all ranks' GPUs. The process can see only these GPUs. It must see all of them,
+    because each rank accesses the memory of the other ranks' GPUs. If the list is empty, all GPUs stay
+    visible. `log` receives a copy of the rank's log. The operating system kills the rank when the calling
+    thread ends. Raises OSError if the process cannot be started.
     """
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     ours, theirs = socketpair()
@@ -263,7 +263,7 @@ class ReplicaGroup:
 
     def _closed(self, rank: _Rank) -> None:
         """Kill a rank that has closed its channel but does not exit within the grace period. The rank is not
-        killed earlier, because its exit status explains the failure better than the closed channel."""
+        killed sooner, because its exit status explains the failure better than the closed channel does."""
 
         def give_up() -> None:
             if rank.returncode is None:
@@ -285,7 +285,7 @@ class ReplicaGroup:
             reason += memory_kill_note(rank.returncode, self._memory_kills)
         self._first_exit = self._first_exit or reason
         # A rank that loses a peer also exits, and on a busy machine its exit may be detected before the
-        # peer's exit. Therefore only a rank that was killed by a signal is certain to be the cause.
+        # peer's exit. Only a rank that was killed by a signal is certain to be the cause.
         if rank.returncode < 0:
             self._reason = self._reason or reason
         asyncio.get_running_loop().call_later(_EXIT_GRACE_S, self.kill, self._first_exit)
@@ -317,7 +317,8 @@ def _is_stopped(rank: _Rank) -> bool:
 
 
 def describe_exit(returncode: int) -> str:
-    """Describe how a process ended, for use after its name: "was killed by SIGKILL"."""
+    """Describe how a process ended, in words that follow its name in a message, e.g. "was killed by
+    SIGKILL"."""
     if returncode < 0:
         names = {number.value: number.name for number in signal.Signals}
         return f"was killed by {names.get(-returncode, f'signal {-returncode}')}"

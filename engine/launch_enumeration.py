@@ -1,5 +1,5 @@
-"""Enumerates the kernels that a replica launches. It runs the replica's warm-up on meta tensors, which hold
-no data and compute nothing.
+"""Enumerates the kernels that a replica launches, by running the replica's warm-up on meta tensors. Meta
+tensors hold no data and compute nothing.
 
 `kernels.compiling.record` records each launch. This module uses the same decoder, tables, graph code and
 sampler as serving. Warm-up launches every kernel that serving launches, so no separate list of operations has
@@ -36,8 +36,8 @@ from kernels.triton.peer_arena import PROGRAMS, Arena
 
 _META = torch.device("meta")
 _MAX_MODEL_LEN = 4096
-"""Assumed maximum sequence length in tokens. Longer sequences launch no additional kernels: above
-`kernels.triton.attention_prefill.HOPPER_ABOVE`, the length does not affect the choice of kernel."""
+"""Assumed maximum sequence length in tokens. Longer sequences launch no additional kernels, because the
+length does not affect the choice of kernel above `kernels.triton.attention_prefill.HOPPER_ABOVE`."""
 _KV_BLOCKS = 64
 """Assumed number of KV blocks. It does not affect the compiled kernels."""
 _MULTIPROCESSORS = 132
@@ -46,7 +46,7 @@ _DIFFERENT_ROWS = 256
 """Largest number of rows for which a table in `kernels/tuned` contains a plan. Above this number, only powers
 of two and the largest size are enumerated."""
 _ALIGNMENT = 16
-"""Triton compiles a separate kernel for integer arguments that are multiples of this value."""
+"""Triton compiles a separate kernel if an integer argument is a multiple of this value."""
 
 _HOST_ADDRESS = 1 << 40
 """A placeholder for a host memory address. Like a real address, it needs 64 bits, because Triton compiles a
@@ -86,8 +86,8 @@ class _MetaMemory:
 
 
 class _EveryRank(Collectives):
-    """A simulation of all ranks of a group on meta tensors, from the perspective of `rank`. A collective
-    whose arguments have new shapes is launched for every rank, because the peer-memory kernels differ between
+    """A simulation of all ranks of a group on meta tensors, from the perspective of `rank`. When a collective
+    has arguments of new shapes, it is launched for every rank, because the peer-memory kernels differ between
     ranks."""
 
     def __init__(self, size: int, rank: int, pdl: bool) -> None:
@@ -216,7 +216,7 @@ def _ranks(size: int, rank: int, gpu: GpuModel) -> Ranks:
 
 
 def _sizes(most: int) -> list[int]:
-    """Return the padded sizes, up to `most` rows, for which our own kernels differ. Above _DIFFERENT_ROWS
+    """Return the padded sizes, up to `most` rows, at which our own kernels differ. Above _DIFFERENT_ROWS,
     only cuBLAS kernels depend on the size. They are not compiled here, so powers of two suffice."""
     return [
         size for size in gemm_sizes(most) if size <= _DIFFERENT_ROWS or size == most or size & (size - 1) == 0
@@ -225,7 +225,7 @@ def _sizes(most: int) -> list[int]:
 
 def _different_ranks(served: ReplicaModel) -> list[int]:
     """Return a subset of the ranks that together launch all kernels of the replica. Ranks differ only in
-    their vocabulary shard and in their biases: if a linear's results are summed over the ranks, only rank 0
+    their vocabulary shards and in their biases: if a linear's results are summed over the ranks, only rank 0
     adds the bias."""
     size, found = served.tensor_parallel_size, dict[tuple[object, ...], int]()
     for rank in range(size):

@@ -1,4 +1,5 @@
-"""Launched steps: their results as tensors, and the functions that wait for and read these results."""
+"""Defines launched steps, their results as tensors, and the functions that wait for these results and read
+them."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class StepResults:
     """For each chunk that does not sample: its slot, and whether the hidden state of its last token is
     finite. Checking the last token is sufficient, because it depends on all earlier tokens."""
     experts: ExpertChoices | None = None
-    """The expert choices counted so far, if the step returns them."""
+    """The expert choices counted so far, or None if the step does not return them."""
 
 
 LOSS_CHECK_S = 0.1
@@ -41,8 +42,8 @@ LOSS_CHECK_S = 0.1
 class ThreadStep:
     """A step that runs on the worker thread of a CPU. Implements `engine.core.LaunchedStep`.
 
-    `check` raises an exception if a peer was lost. In this case, the worker thread may remain blocked in a
-    collective, because gloo detects only peers that have closed their connections.
+    `check` raises an exception if a peer was lost. The worker thread may then remain blocked in a collective,
+    because gloo detects a lost peer only if its connections are closed.
     """
 
     def __init__(self, future: Future[tuple[StepTokens, float]], check: Callable[[], None]) -> None:

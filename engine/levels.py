@@ -16,12 +16,12 @@ URGENCIES = 9
 LEVELS = _URGENT_CLASSES * URGENCIES + CLASSES - _URGENT_CLASSES
 """Number of scheduling levels: `Submit.level` is 0 to 19."""
 FITS_STEP = 2
-"""Lowest urgency of submissions whose request's prompts together fit into one step."""
+"""Lowest urgency of a submission if all prompts of its request fit into one step."""
 
 
 def urgency_of(prompt_tokens: int, step_tokens: int) -> int:
-    """Return the urgency of an urgent request: 1 if its prompts have more tokens than one step, 2 if they
-    fill more than half of a step, 3 if they fill more than a quarter, and so on."""
+    """Return the urgency of an urgent request: 1 if its prompts do not fit into one step, 2 if they fill more
+    than half of a step, 3 if they fill more than a quarter, and so on."""
     return min(1 + (step_tokens // max(1, prompt_tokens)).bit_length(), URGENCIES - 1)
 
 
@@ -59,9 +59,9 @@ def _first_victim(level: int) -> int:
 
 
 FIRST_VICTIMS = [_first_victim(level) for level in range(LEVELS)]
-"""For each level, the highest-priority level whose sequences are preempted if a sequence of this level lacks
-a slot, or LEVELS if there is none. An urgent sequence preempts all lower classes, and sequences of its own
-class that are not urgent. Other sequences preempt sequences of lower classes that are not urgent."""
+"""For each level, the highest-priority level that may be preempted when a sequence of this level lacks a
+slot, or LEVELS if there is none. An urgent sequence preempts all lower classes, and sequences of its own
+class that are not urgent. Other sequences preempt only sequences of lower classes that are not urgent."""
 
 
 def kept_free(tier: int, reserved: int) -> int:

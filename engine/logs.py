@@ -6,7 +6,7 @@ into a bounded queue, and a daemon thread writes them. If the queue is full, new
 counted. Once standard error is writable again, the number of dropped lines is logged.
 
 A process that the core started also sends a copy of its records to the core over a pipe (`engine.child_log`).
-A separate queue and thread do this, so that a core that does not read causes no other delays.
+A separate queue and thread do this, so that nothing else is delayed if the core stops reading.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class LineQueue(QueueHandler):
     def __init__(
         self, formatter: logging.Formatter, descriptor: int = STDERR, reader: str = "standard error"
     ) -> None:
-        """`reader` names the reader of the descriptor in the report about dropped lines."""
+        """`reader` is the name of the descriptor's reader, for the report about dropped lines."""
         self._lines: queue.Queue[Any] = queue.Queue(MAX_QUEUED_LINES)
         super().__init__(self._lines)
         self.setFormatter(formatter)
@@ -179,8 +179,8 @@ class LineWriter(QueueListener):
 
 def log_to_stderr(formatter: logging.Formatter) -> None:
     """Send this process's log to standard error without blocking, and a copy to the core's pipe if the core
-    started the process. The log includes Python warnings and unhandled exceptions, which would otherwise be
-    written directly."""
+    started the process. The log includes Python warnings and unhandled exceptions, which Python would
+    otherwise write directly to standard error."""
     root = logging.getLogger()
     if (former := _line_queue()) is not None:
         former.setFormatter(formatter)

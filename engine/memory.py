@@ -78,8 +78,8 @@ def too_large(blocks: int, bytes_per_block: int, ranks: int, available_bytes: in
     """Return the error for KV pools, on `ranks` ranks, that do not fit into `available_bytes`."""
     needed = blocks * bytes_per_block * ranks
     most = max(0, available_bytes) // (bytes_per_block * ranks)
-    # Round the suggested number down to two significant digits, so that small fluctuations of the available
-    # memory do not make the suggestion too large.
+    # Round the suggested number down to two significant digits. Otherwise, small fluctuations of the
+    # available memory could make the suggestion too large.
     most -= most % 10 ** max(0, len(str(most)) - 2)
     remedy = f"lower it to at most {most}, or leave it out" if most else "free memory"
     return PoolTooLarge(

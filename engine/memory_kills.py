@@ -40,10 +40,9 @@ def _counter_files(lines: list[str], root: Path) -> Iterator[Path]:
 
 
 def memory_kill_note(returncode: int, count_at_start: int) -> str:
-    """Return a note that the OOM killer may have killed a process. The caller appends the note to its message
-    about the exit. The note is empty if the process was not killed by SIGKILL, or if the counter has not
-    increased since the process started. `count_at_start` is the counter's value at the start of the
-    process."""
+    """Return a note that the OOM killer may have killed a process, to append to the message about its exit.
+    The note is empty if the process was not killed by SIGKILL, or if the counter has not increased since the
+    process started. `count_at_start` is the counter's value when the process started."""
     if returncode != -signal.SIGKILL:
         return ""
     killed = count_memory_kills() - count_at_start

@@ -1,7 +1,7 @@
 """Runs ranks 1 to N-1 of a replica with N ranks when rank 0 runs in the calling process.
 
-In a benchmark, no core supervises the ranks. `OtherRanks` therefore starts the same rank processes as the
-core would, and detects when one of them exits.
+In a benchmark, no core supervises the ranks. `OtherRanks` therefore starts the rank processes as the core
+would, and detects when one of them exits.
 """
 
 from __future__ import annotations

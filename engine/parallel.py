@@ -1,7 +1,7 @@
 """Defines the ranks of a replica and their collective operations. A single rank needs no process group and
-does not load torch.distributed. Step plans are not sent by
-collectives: rank 0 sends them on channels (`engine.plan_channel`). If the ranks' GPUs can map each other's
-memory, small messages are exchanged through this memory (`engine.peer_ranks`).
+does not load torch.distributed. Collectives do not carry step plans: rank 0 sends plans on channels
+(`engine.plan_channel`). If the ranks' GPUs can map each other's memory, small messages are exchanged through
+this memory (`engine.peer_ranks`).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Overlap(Protocol):
     """Number of tokens in the first half."""
 
     def part(self, half: int, rows: int) -> torch.Tensor | None:
-        """Return the buffer into which the caller should write the `part` of the next `start` for one half:
-        [rows, hidden]. None means that the caller allocates it."""
+        """Return the buffer into which the caller should write the `part` that it passes to the next `start`
+        for one half: [rows, hidden]. If the result is None, the caller allocates a buffer."""
 
     def start(self, half: int, residual: Residual, part: torch.Tensor) -> None:
         """Start computing `residual` plus the sum of `part` over the ranks for one half. May overwrite both
-        tensors. A part that is not in the buffer of `part` costs a copy."""
+        tensors. If the summand is not in the buffer returned by `part`, it is copied there first."""
 
     def finish(self, half: int) -> Residual:
-        """Wait for the result of `start` for one half, and return it. The result stays valid until the second
-        following call of `start` for this half."""
+        """Wait for the result of `start` for one half, and return it. The result stays valid until `start`
+        has been called twice more for this half."""
 
 
 class Ranks(Protocol):
@@ -60,7 +60,7 @@ class Ranks(Protocol):
         """Return `residual` plus the sum of `part` over the ranks, bitwise equal on all ranks.
 
         `part` is [tokens, hidden]. `residual.values` and `part` may be overwritten. `norm` is the norm that
-        the next operation needs. If it is given, the returned residual may include the result of this norm.
+        the next operation needs, if any. The returned residual may then include the result of this norm.
         """
 
     def all_gather_last_dim(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -75,12 +75,12 @@ class Ranks(Protocol):
         """Return the id of the largest value over all ranks for each row: `[rows]` int64.
 
         `values` is [rows] float32, and `ids` is [rows] int64 with ids below 2³¹. If values are equal, the
-        lowest rank's id is returned. The result is BAD_TOKEN for a row that contains a NaN or whose largest
-        value is infinite.
+        lowest rank's id is returned. The result is BAD_TOKEN if a row contains a NaN, or if its largest value
+        is infinite.
         """
 
     def prepare_overlap(self, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Reserve the memory for overlapping sums in passes of up to `tokens` tokens, if the overlap improves
+        """Reserve memory for overlapping sums in passes of up to `tokens` tokens, if the overlap improves
         performance."""
 
     def overlap(self, tokens: int) -> Overlap | None:
@@ -102,8 +102,8 @@ class Ranks(Protocol):
 
 
 class Collectives:
-    """Base class that implements `Ranks` except for `all_reduce` and `all_gather_stack`, which the subclass
-    provides."""
+    """Base class that implements all of `Ranks` except `all_reduce` and `all_gather_stack`, which subclasses
+    provide."""
 
     size: int
     rank: int
@@ -283,7 +283,7 @@ def join(
 
     if backend == "gloo":
         # By default, gloo uses the address to which the host name resolves. Without a network, this fails;
-        # with a network, the ranks' traffic is sent over the network.
+        # with a network, the ranks would communicate over it.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(seconds=timeout_seconds)
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
@@ -322,7 +322,7 @@ def _connect(group: Ranks, device: torch.device, overlap_from: int | None) -> Ra
             memory = PeerMemory(group.rank, group.size)
         except RuntimeError as error:
             problem = str(error).splitlines()[0]
-        # From now on, the memory of every rank can receive messages.
+        # From here on, the memory of every rank can receive messages.
         if not _all(group, memory is not None, device):
             memory = None
     if memory is None:

@@ -1,17 +1,18 @@
-"""Message sizes at which ranks change from one all-reduce to another. `engine.bench.collectives` measures
-them."""
+"""Message sizes at which ranks switch from one all-reduce implementation to another.
+`engine.bench.collectives` measures them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 UNLIMITED = 1 << 62
-"""A number of bytes that no message reaches."""
+"""A size in bytes that no message reaches."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduceLimits:
-    """The all-reduce of a message: one-shot through peer memory, then two-shot, then the group's (NCCL)."""
+    """Which all-reduce is used, by message size: the smallest messages use one-shot through peer memory,
+    larger ones two-shot, and the largest the group's (NCCL)."""
 
     two_shot_bytes: int
     """Message size from which the two-shot all-reduce is used."""
@@ -19,8 +20,8 @@ class AllReduceLimits:
     """Message size from which the group's all-reduce is used. Smaller messages that do not fit into the arena
     are sent in pieces."""
     quantised_rows: range = range(2, 65)
-    """Numbers of rows for which a one-shot all-reduce also computes the quantised norm, with one program per
-    row. For other numbers of rows, two kernels are faster."""
+    """Row counts at which a one-shot all-reduce also computes the quantised norm, with one program per row.
+    At other row counts, two separate kernels are faster."""
 
 
 _LIMITS = {
@@ -28,18 +29,18 @@ _LIMITS = {
     4: AllReduceLimits(two_shot_bytes=3 << 19, quantised_rows=range(5, 9)),
     8: AllReduceLimits(two_shot_bytes=128 << 10),
 }
-"""The limits by number of ranks.
+"""The limits, keyed by the number of ranks.
 
 `two_shot_bytes` was measured for two ranks on 2 × H200, and both values for four ranks on 4 × H100
 (docs/parallel.md). `two_shot_bytes` for eight ranks is computed: the second exchange costs 2.5 µs, and for n
 ranks the two-shot all-reduce saves (n - 1)(1 - 2 / n) × size / bandwidth on an NVLink with 373 GB/s.
-`quantised_rows` has not been measured for two and eight ranks. `group_bytes` is the same for all numbers of
-ranks: on 4 × H100, pieces of 4,096 rows of 8,192 numbers take 365 µs, and NCCL 324 µs. With half as many
-rows, these are 182 and 171 µs, but launching NCCL takes the host another 0.1 ms.
+`quantised_rows` has not been measured for two and eight ranks. `group_bytes` is the same for any number of
+ranks. On 4 × H100, a message of 4,096 rows of 8,192 numbers takes 365 µs in pieces and 324 µs with NCCL. With
+half as many rows, the times are 182 µs and 171 µs, but the host needs another 0.1 ms to launch NCCL.
 """
 
 
 def limits_of(size: int) -> AllReduceLimits:
-    """Return the limits for `size` ranks, which are those of the largest known number of ranks up to
-    `size`."""
+    """Return the limits for `size` ranks. If they are unknown, return those of the next smaller known number
+    of ranks."""
     return _LIMITS[max((known for known in _LIMITS if known <= size), default=2)]

@@ -16,10 +16,10 @@ ITEMS = 16
 class PeerMemory:
     """The arena of one rank in GPU memory, and the addresses of its peers' arenas.
 
-    All ranks of torch.distributed's default group must construct their instance at the same time, each with
+    All ranks of torch.distributed's default group must construct their instances at the same time, each with
     its own GPU as the current device. The group's backend must be NCCL. A rank may use its instance only
-    after every rank has constructed one. NVLink multicast is not used. Raises RuntimeError if the GPUs cannot
-    map each other's memory.
+    after every rank has constructed its own. NVLink multicast is not used. Raises RuntimeError if the GPUs
+    cannot map each other's memory.
     """
 
     def __init__(self, rank: int, world: int) -> None:

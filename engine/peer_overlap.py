@@ -1,9 +1,8 @@
 """Sums long messages over the ranks while a forward pass runs, using the GPUs' copy engines.
 
 Each rank computes the sums for a share of the rows. The other ranks copy their summands for these rows into
-this rank's memory. This rank then copies the sums into the memory of the other ranks. The copies do not
-occupy the multiprocessors, which run the pass. Sums are computed in rank order in float32, so they are
-bitwise equal on all ranks.
+its memory, and it then copies the sums into theirs. The copies do not occupy the multiprocessors, which run
+the pass. Sums are computed in rank order in float32, so they are bitwise equal on all ranks.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ class PeerOverlap:
     """Computes the sums over the ranks for the two halves of a forward pass. Implements
     `engine.parallel.Overlap`.
 
-    The copies and kernels of a sum are one CUDA graph, because the host would need more time to launch them
-    one by one than the device needs for a layer. All buffers of the graphs are therefore allocated once. The
-    graphs for a number of tokens are captured when they are first needed, which happens during warm-up.
+    The copies and kernels of a sum form one CUDA graph, because launching them one by one would take the host
+    longer than a layer takes the device. All buffers of the graphs are therefore allocated once. The graphs
+    for a number of tokens are captured when they are first needed, which happens during warm-up.
 
     Between the first `start` of a pass and its last `finish`, the arena must not be used for anything else.
     """
@@ -58,7 +57,8 @@ class PeerOverlap:
         self._parts = torch.empty_like(self._results[:, 0])
         """This rank's summands: [HALVES, rows, hidden]."""
         self._turns, self._rows = [0] * HALVES, [0] * HALVES
-        """For each half: which of its two result buffers contains the latest sum, and the sum's rows."""
+        """For each half: which of its two result buffers contains the latest sum, and the rows of that
+        sum."""
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
         # On meta tensors, kernels are only enumerated, so no streams are needed.
         cuda = device.type == "cuda"
@@ -84,8 +84,8 @@ class PeerOverlap:
         return self._results[half, turn, :rows]
 
     def begin(self, half: int, values: torch.Tensor) -> None:
-        """Begin a pass in which the sums of a half are stored alternately in the results of turn 1 and 0.
-        Store `values`, the residual of this half, as the result of turn 0."""
+        """Begin a pass in which the sums of a half are stored alternately as the results of turn 1 and turn
+        0. Store `values`, the residual of this half, as the result of turn 0."""
         self._turns[half] = 0
         self.result(half, 0, len(values)).copy_(values)
 

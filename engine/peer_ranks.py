@@ -1,4 +1,4 @@
-"""Collective operations of ranks whose GPUs can map each other's memory. Small messages use this memory
+"""Collective operations of ranks on GPUs that can map each other's memory. Small messages use this memory
 (`kernels.triton.peer_arena`), and large messages use another group, which is NCCL on GPUs."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PeerRanks(Collectives):
 
     `pdl` states whether the GPU supports programmatic dependent launch; if it is None, support is detected.
     In passes of at least `overlap_from` tokens, sums overlap with computation. None disables the overlap.
-    `limits` selects the all-reduce of each message; None selects the limits of this number of ranks.
+    `limits` determines which all-reduce a message uses; None selects the limits for this number of ranks.
     """
 
     def __init__(

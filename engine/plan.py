@@ -22,10 +22,10 @@ class SlotSetup(msgspec.Struct, array_like=True, frozen=True):
     history: list[int]
     """Known prompt and output tokens, if penalties need their counts; otherwise empty."""
     forks: list[tuple[int, int]] = []
-    """(slot, sample) of each fork. All forks share the other fields, so these fields are sent only once."""
+    """(slot, sample) of each fork. All forks share the other fields, which are therefore sent only once."""
 
     recent: list[int] = []
-    """The last known output tokens (at most MAX_BAD_WORD_TOKENS - 1), if the request has bad words; otherwise
+    """The last known output tokens (at most MAX_BAD_WORD_TOKENS - 1) if the request has bad words; otherwise
     empty."""
 
     @property
@@ -45,8 +45,8 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
     """Slots that sample from the logits of the chunk's last token. The list is empty if the prompt continues
     after the chunk. Otherwise, it contains the slots of the sequence and, with n > 1, of its forks."""
     prompt_logprobs: int | None = None
-    """Number of most likely alternatives whose log probabilities are returned for each prompt token that
-    follows a token of the chunk. None disables prompt log probabilities."""
+    """Number of most likely alternatives to return log probabilities for, at each prompt token that follows a
+    token of the chunk. None disables prompt log probabilities."""
     next_token: int | None = None
     """The prompt token after the chunk, if there is one and `prompt_logprobs` is set."""
 
@@ -101,8 +101,8 @@ weights are damaged or a value overflowed."""
 
 
 class StepTokens(msgspec.Struct, array_like=True):
-    """Results of a step, with one entry per sampling slot. The slots are in the plan's order: decodes first,
-    then chunks."""
+    """Results of a step, with one entry per sampling slot, in the plan's order: decodes first, then
+    chunks."""
 
     token_ids: list[int]
     """Sampled tokens, with BAD_TOKEN where no token could be sampled."""
@@ -111,8 +111,8 @@ class StepTokens(msgspec.Struct, array_like=True):
     prompt_logprobs: dict[int, list[TokenLogprob]]
     """By slot: the log probabilities of the prompt tokens that follow the tokens of the slot's chunk."""
     non_finite: list[int] = []
-    """Slots whose chunks do not sample and have hidden states that are not finite. Chunks that sample report
-    BAD_TOKEN instead."""
+    """Slots with chunks that do not sample and have hidden states that are not finite. Chunks that sample
+    report BAD_TOKEN instead."""
     expert_choices: dict[int, list[int]] | None = None
     """By layer: the number of counted tokens that have chosen each expert, since the replica's start. None if
     the step does not report them, or if the model has no experts."""

@@ -43,11 +43,11 @@ def largest_plan_bytes(
 ) -> int:
     """Return an upper bound on the size of a plan's frame in bytes.
 
-    The lists in the setups are limited by `engine.scheduling.admission.MAX_SETUP_NUMBERS`, unless a step
-    contains a single setup. In that case, they are limited by the size of the front's frame in which they
-    arrived, plus the sequence's output. Apart from the setups, a plan contains at most every slot with its
-    complete block table, the tokens of one step, and every block in `clears`. For 1024 slots of 131,072
-    tokens, the bound is about 100 MB.
+    `engine.scheduling.admission.MAX_SETUP_NUMBERS` limits the lists in the setups, unless a step contains a
+    single setup. Those lists are limited by the size of the frame in which they arrived from a front, plus
+    the sequence's output. Apart from the setups, a plan contains at most every slot with its complete block
+    table, the tokens of one step, and every block in `clears`. For 1024 slots of 131,072 tokens, the bound is
+    about 100 MB.
     """
     setups = MAX_FRAME_BYTES + _NUMBER_BYTES * max_model_len
     table = -(-max_model_len // BLOCK_TOKENS) * _ENTRY_BYTES

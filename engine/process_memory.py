@@ -12,12 +12,12 @@ MAX_ARENAS = 2
 """Maximum number of malloc arenas. Each arena retains memory freed by its threads. The default is eight
 arenas per CPU core."""
 KERNEL_CACHE_ENTRIES = 128
-"""Maximum number of cached GEMM kernels, enough for five weight shapes and 25 different numbers of tokens. An
-entry takes about 0.4 MB, and creating it takes 0.6 ms (measured with the demo model in float32)."""
+"""Maximum number of cached GEMM kernels, enough for five weight shapes and 25 token counts. An entry takes
+about 0.4 MB, and creating it takes 0.6 ms (measured with the demo model in float32)."""
 
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
-"""Parameter numbers of mallopt, from glibc's malloc.h."""
+"""Parameters of mallopt, with their numbers from glibc's malloc.h."""
 
 
 def return_freed_memory() -> None:
@@ -25,8 +25,8 @@ def return_freed_memory() -> None:
     start.
 
     By default, glibc raises its mapping threshold to the size of the largest freed block, up to 32 MiB.
-    Request bodies are then allocated on the heap. On the heap, a freed block stays resident while a block
-    after it is in use. With other C libraries, this function does nothing.
+    Request bodies are then allocated on the heap, where a freed block stays resident as long as a block after
+    it is in use. With other C libraries, this function does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -38,8 +38,8 @@ def bound_kernel_caches() -> None:
     """Limit the caches of compiled GEMM kernels in oneDNN and in torch. Call before torch is loaded.
 
     A CPU needs a separate kernel for each weight shape and each number of tokens in a step. By default, each
-    cache stores 1,024 kernels, so the process grows by 500 MB as new numbers of tokens occur. Environment
-    variables set by the operator take precedence.
+    cache stores 1,024 kernels, so the process grows by 500 MB as steps with new token counts occur.
+    Environment variables set by the operator take precedence.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(KERNEL_CACHE_ENTRIES))

@@ -39,8 +39,8 @@ def profile_cuda(steps: StepExecutor, spec: ReplicaSpec) -> int:
 
 @contextlib.contextmanager
 def steps_fit(spec: ReplicaSpec, device: torch.device) -> Iterator[None]:
-    """Convert an out-of-memory error during the steps or graph captures of a starting replica into
-    StepsTooLarge."""
+    """Convert an out-of-memory error into StepsTooLarge if it occurs in the steps or graph captures of a
+    starting replica."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -1,13 +1,13 @@
-"""Short forward passes of prompts as CUDA graphs. For passes of up to a few hundred tokens, the host needs
-more time to launch the kernels one by one than the device needs to compute them.
+"""Short forward passes of prompts as CUDA graphs. For passes of up to a few hundred tokens, launching the
+kernels one by one takes the host longer than computing them takes the device.
 
 Each pass is padded to the next captured number of tokens. Padding tokens have KV slot -1, so they are not
 written to the cache. No attention tile contains them, so their attention is not computed.
 
 Captured passes read an FP8 cache directly instead of expanding it first, because the extent of the expansion
 depends on the plan. Direct reads are slow for long contexts, so passes with more than `MAX_FP8_KEYS` cached
-tokens do not use the graphs. These passes do not need graphs, because the host launches their kernels faster
-than the device computes them.
+tokens do not use the graphs. They do not need graphs, because the host launches their kernels faster than the
+device computes them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_FP8_KEYS = 4096
 class PromptGraphs:
     """Captured forward passes of one rank, for plans without decodes.
 
-    Call `capture` once. Then call `stage` and `forward` for each plan for which `fits` returns true.
+    Call `capture` once. Then call `stage` and `forward` for each plan that `fits` accepts.
     """
 
     def __init__(

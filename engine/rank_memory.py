@@ -1,8 +1,8 @@
 """The memory of one rank that is released while the replica sleeps: its weights and its KV cache.
 
-On a GPU, the weights are copied to host memory, and the memory of both is released and later mapped again at
-the same addresses (`engine.device_arena`). On a CPU, only the KV cache is released: copying the weights would
-need as much memory as it frees.
+On a GPU, the weights are copied to host memory. The memory of both is then released, and later mapped again
+at the same addresses (`engine.device_arena`). On a CPU, only the KV cache is released, because copying the
+weights would take as much memory as it frees.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class CpuMemory:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
     def zeroed_kv(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of lazily allocated zero pages. Creating it takes no time, and a page uses no
-        memory until it is written."""
+        """Return a tensor of lazily allocated zero pages. Creating it takes almost no time, and a page uses
+        no memory until it is written."""
         pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._pages.append(pages)
         return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
@@ -107,8 +107,8 @@ class CpuMemory:
         return self._kv_bytes
 
     def restore(self) -> None:
-        # Released pages read as zeros and are allocated when they are written, so nothing needs to be
-        # restored. However, Linux kills a process if no page is left for it.
+        # Released pages read as zeros and are allocated again when they are written, so nothing needs to be
+        # restored. However, Linux kills a process if it has no page left for it.
         needed, available = self._kv_bytes * self._ranks, memory.available_host_bytes()
         if needed > available:
             raise SleepError(
@@ -122,7 +122,8 @@ class CpuMemory:
 
 
 class TorchMemory:
-    """The memory of a rank on a GPU whose driver has no virtual memory management. The rank cannot sleep."""
+    """The memory of a rank on a GPU without virtual memory management in its driver. The rank cannot
+    sleep."""
 
     held_bytes = 0
     host_bytes = 0

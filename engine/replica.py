@@ -42,7 +42,7 @@ RANKS_TIMEOUT_S = 600.0
 """Maximum time, in seconds, that ranks wait for each other. It is long because a rank may read its weights
 from a slower disk. The core detects ranks that exit."""
 FAILURE_CHECK_S = 0.05
-"""Interval, in seconds, at which ranks other than rank 0 check for a failed step while no plan arrives."""
+"""Interval, in seconds, at which ranks other than rank 0 check for a failed step while no plans arrive."""
 FATAL_TIMEOUT_S = 1.0
 """Maximum time, in seconds, that a failing rank waits for the core to read the reason."""
 LOSS_GRACE_S = 0.3
@@ -61,7 +61,7 @@ def main() -> None:
     bound_kernel_caches()
     _die_with_parent()
     # Only the core ends a rank, by sending Stop or closing the channel. A signal to the whole process group,
-    # from Ctrl-C or systemd, must not interrupt requests that the core allows to finish.
+    # from Ctrl-C or systemd, must not interrupt requests that the core allows to finish first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     control: Channel[RankInbound] = Channel(socket.socket(fileno=arguments.channel), RankInbound)
@@ -117,8 +117,8 @@ def _watch_peers(rank: int, peers: list[socket.socket], ranks: Ranks) -> None:
 
     def leave(name: str) -> None:
         ranks.abandon(f"{name} has ended")
-        # Normally, the main thread now raises RankLost or returns. It does not if it is idle or blocked in a
-        # collective.
+        # Normally, the main thread now raises RankLost or returns. If it is idle or blocked in a collective,
+        # it does neither.
         time.sleep(LOSS_GRACE_S)
         log.error("%s has ended; this rank exits", name)
         logging.shutdown()
@@ -171,7 +171,7 @@ def follow(control: Channel[RankInbound], plans: Channel[Any], runner: Following
                 runner.change_memory(plan.asleep).result()
             else:
                 unread.append(runner.launch(plan))
-        # Failures are checked even if no plan arrives, because rank 0 may be blocked in a collective of the
+        # Check for failures even if no plan arrives, because rank 0 may be blocked in a collective of the
         # failed step.
         while unread and unread[0].ready():
             unread.popleft().wait()
@@ -200,7 +200,7 @@ def _await_start(control: Channel[RankInbound]) -> Start:
     while True:
         selector.select()
         messages = control.read()
-        # Read again to detect whether the core has exited since it sent Start. If the core exits later, the
+        # Read again to detect that the core has exited since it sent Start. If the core exits later, the
         # operating system kills this process (`_die_with_parent`).
         messages += control.read()
         if control.violation:

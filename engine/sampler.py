@@ -2,9 +2,9 @@
 vocabulary.
 
 `kernels.draws` defines how a token is drawn from a row of logits. The sampling operations are passed in. With
-tensor parallelism, the ranks exchange the best (value, id) of each row. For greedy sampling and for sampling
-by temperature alone, this gives exactly the single-rank result. If a row needs top-k, top-p, min-p or logits
-processors, the step's logits are gathered first.
+tensor parallelism, the ranks exchange the best (value, id) of each row. For greedy sampling, and for sampling
+with only a temperature, this gives exactly the single-rank result. If a row needs top-k, top-p, min-p or
+logits processors, the step's logits are gathered first.
 
 The operations are applied in this order: repetition penalty, frequency and presence penalties, logit bias,
 suppression of stop tokens before `min_tokens`, allowed tokens, bad words, temperature, top-k, top-p, min-p.
@@ -18,9 +18,9 @@ with the last token kept by top-k, top-p or min-p are also kept.
 
 Log probabilities are computed from the model's own distribution, before all of these operations.
 
-If the largest logit of a row is not finite, the row's token id is −1 (`BAD_TOKEN`), and the sequence must be
-ended with an error. The cause is a NaN in the row, an overflow, or that every token is banned. Other rows are
-not affected.
+If the largest logit of a row is not finite, the row's token id is −1 (`BAD_TOKEN`), and the caller must end
+the sequence with an error. The row contains a NaN, a value overflowed, or every token is banned. Other rows
+are not affected.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from kernels import sampling
 from kernels.draws import Draws, Logits, SamplingOps, Variant
 
 LOGPROB_ROWS = 128
-"""Number of rows whose log probabilities are computed together. Computing a whole chunk or batch at a time
-could take gigabytes of memory."""
+"""Number of rows for which log probabilities are computed together. Computing a whole chunk or batch at a
+time could take gigabytes of memory."""
 
 
 @dataclass(slots=True)
@@ -153,7 +153,7 @@ class Sampler:
 
     def _source(self, logits: torch.Tensor, variant: Variant, whole: bool) -> tuple[Logits, bool]:
         """Return the logits to sample from, and whether they cover the whole vocabulary. If `whole` is true,
-        they always do."""
+        they do."""
         if self._ranks.size == 1:
             return Logits(logits, self._vocab_size, hashes=self._hashes), True
         if whole or variant == Variant.FULL:

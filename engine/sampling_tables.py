@@ -1,4 +1,5 @@
-"""The sampling parameters of each slot on the device, and host metadata that determines how a step samples.
+"""The sampling parameters of each slot on the device, and metadata on the host that determines how a step
+samples.
 
 The device itself updates only the penalty counts and the recent tokens that are compared with bad words.
 """
@@ -38,10 +39,10 @@ class BadWords:
 
 @dataclass(slots=True)
 class LogitsProcessors:
-    """Changes to logits before sampling: penalties, biases, allowed tokens, bad words, and suppression of
-    stop tokens before `min_tokens`.
+    """Changes that are made to logits before sampling: penalties, biases, allowed tokens, bad words, and
+    suppression of stop tokens before `min_tokens`.
 
-    "Processed" slots are the sampling slots whose logits are changed.
+    "Processed" slots are the sampling slots that have their logits changed.
     """
 
     index: torch.Tensor
@@ -118,8 +119,8 @@ class SamplingTables:
         """Bad words of each slot: their prefixes [words, MAX_BAD_WORD_TOKENS - 1] and their last tokens
         [words]."""
         self._recent = torch.full((max_num_seqs, _PREFIX), _NONE, dtype=torch.int32, device=device)
-        """Most recent output tokens of slots with bad words. The device updates them, because a step may be
-        launched before the host has read the previous step's tokens."""
+        """Most recent output tokens of slots with bad words. The device updates them, because the host may
+        launch a step before it has read the previous step's tokens."""
         self._variant = np.zeros(max_num_seqs, dtype=np.int8)
         self._processed = np.zeros(max_num_seqs, dtype=bool)
         """Whether each slot has penalties, biases, allowed tokens or bad words."""

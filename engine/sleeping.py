@@ -4,7 +4,7 @@ it later at the same addresses, so that captured CUDA graphs stay valid.
 `RankSleep` does this on one rank, together with the other ranks. `SleepControl` runs on rank 0: it starts an
 operation between two steps, and the step loop continues to send reports during the operation.
 
-This module does not load torch, because the device code is passed in.
+The device code is passed in, so this module does not load torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MemoryRunner(Protocol):
 
     def change_memory(self, asleep: bool) -> Future[MemoryChanged]:
         """Start releasing the memory (`asleep`), or restoring it, after all launched steps. Every rank must
-        call this method. The future raises an exception if the rank cannot continue at all."""
+        call this method. The future raises an exception if the rank cannot continue."""
 
 
 class RankSleep:

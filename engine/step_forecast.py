@@ -1,6 +1,6 @@
 """Predicts the duration of a step from its size and the measured speed of earlier steps.
 
-Rank 0 uses the prediction to announce long steps to the core, which then does not mistake them for a hang.
+Rank 0 uses the prediction to announce long steps to the core, which would otherwise mistake them for a hang.
 The prediction need not be exact, because the core multiplies it by a safety factor before it kills a replica.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from engine.plan import StepPlan
 
 MIN_CPU_FLOPS, MIN_GPU_FLOPS = 1e9, 1e12
-"""A rate, in operations per second, that every device reaches. It is assumed until the first step of a kind
-has been measured."""
+"""A rate, in operations per second, that any device reaches. It is assumed until the first step of a kind has
+been measured."""
 _KEEP = 0.8
 """Weight of earlier measurements relative to the latest step. With this value, the average depends mainly on
 the last five steps."""

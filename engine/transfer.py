@@ -9,13 +9,13 @@ _SMALL_BYTES = 16 << 10
 """Maximum size, in bytes, of a small transfer. A step makes several small transfers for its slots."""
 _SMALL_COUNT = 32
 _LARGE_COUNT = 6
-"""Maximum numbers of small and large transfers in flight. They suffice for one running and one launched
+"""Maximum numbers of small and of large transfers in flight, which suffice for one running and one launched
 step."""
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy `array` to the device without waiting for it. The copy uses pinned memory, which torch retains
-    until the device has read it. On a CPU, the returned tensor shares the memory of `array`."""
+    """Copy `array` to the device without waiting for the device. The copy uses pinned memory, which torch
+    retains until the device has read it. On a CPU, the returned tensor shares the memory of `array`."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 

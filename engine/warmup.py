@@ -1,10 +1,9 @@
 """Warm-up, which launches every kernel used for serving before the replica reports ready.
 
-The driver loads a kernel at its first launch, after waiting until the device is idle. If this happened in a
-step with prompts, every decoding sequence would be delayed by a tenth of a second. cuBLAS and the attention
-operations select different kernels for different numbers of rows. Passes with prompts are therefore padded to
-the token counts that were warmed up (`engine.device_tables.Padding`), and decode-only steps replay captured
-graphs.
+The driver loads a kernel at its first launch, after waiting until the device is idle. In a step with prompts,
+this would delay every decoding sequence by a tenth of a second. cuBLAS and the attention operations select
+different kernels for different row counts. Passes with prompts are therefore padded to the token counts that
+were warmed up (`engine.device_tables.Padding`), and decode-only steps replay captured graphs.
 
 `engine.launch_enumeration` runs this code on meta tensors to find the kernels to compile.
 """
@@ -27,7 +26,7 @@ from engine.warmup_steps import every_kind
 from kernels import AttentionInput, ChunkSpan
 
 _FEW = (1, 2, 4)
-"""Numbers of rows, below the first of `gemm_sizes`, for which different kernels are selected."""
+"""Row counts below the first of `gemm_sizes` at which different kernels are selected."""
 
 
 def warm_up(
@@ -50,8 +49,8 @@ def warm_up(
 
 
 def run_padded_passes(steps: StepExecutor, sizes: Padding, progress: ProgressCallback = no_progress) -> None:
-    """Run passes that contain only padding: passes with prompts, decode-only passes, and the computation of
-    logits for every number of rows.
+    """Run passes that contain only padding: passes with prompts, decode-only passes, and passes that compute
+    logits for every row count.
 
     The passes use a few layers that together launch every kernel (`ModelConfig.representative_layers`). This
     function does not wait for the device.
@@ -59,9 +58,8 @@ def run_padded_passes(steps: StepExecutor, sizes: Padding, progress: ProgressCal
     passes = _PaddedPasses(steps)
     largest = sizes.results[-1]
     rows = sorted({*(few for few in _FEW if few <= largest), *sizes.results}, reverse=True)
-    # Run the largest pass first, because the memory that torch's allocator then retains suffices for all
-    # other passes. If the passes ran in increasing order, each would allocate additional memory, several
-    # gigabytes in total.
+    # Run the largest pass first: torch's allocator then retains enough memory for all other passes. If the
+    # passes ran in increasing order, each would allocate additional memory, several gigabytes in total.
     tokens = sizes.tokens[::-1]
     count = max(len(tokens), len(rows))
     for index in range(count):
@@ -77,7 +75,7 @@ def run_padded_passes(steps: StepExecutor, sizes: Padding, progress: ProgressCal
 
 
 class _PaddedPasses:
-    """Runs passes whose tokens are all padding, so that nothing is written to the KV cache."""
+    """Runs passes that contain only padding, so that nothing is written to the KV cache."""
 
     def __init__(self, steps: StepExecutor) -> None:
         self._decoder, self._kv = steps.decoder.representative(steps.kv)

@@ -1,5 +1,5 @@
-"""The steps that warm-up runs: the largest steps, whose memory use is measured, and one step of every kind,
-which loads the kernels."""
+"""The steps that warm-up runs: the largest steps, to measure their memory use, and one step of every kind, to
+load the kernels."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def largest_steps(max_model_len: int, max_num_seqs: int, max_num_batched_tokens:
     longest = max(1, max_model_len - 1)
     deep = _prompts(max_num_seqs, max_num_batched_tokens, longest)
     deep[0] = Chunk(0, max(0, longest - len(deep[0].token_ids)), deep[0].token_ids, rows)
-    # Decodes share the KV pool, so limit their total length to about the longest sequence or the token budget
-    # of a step.
+    # Decodes share the KV pool. Limit their total length to about the longest sequence or the token budget of
+    # a step.
     together = max(max_model_len, max_num_batched_tokens)
     length = max(1, min(max_model_len - 2, together // max_num_seqs))
     chunks = [Chunk(row, length - 1, [0], [row]) for row in rows]
@@ -95,7 +95,7 @@ def every_kind(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: in
             StepPlan(0, [], [], [], rows[2:], [Chunk(0, 2, [0, 0], rows[:2])]),
             StepPlan(0, [], [], [], rows, []),
         ]
-    # For a single row, torch uses different kernels to sort and to split tensors.
+    # For a single row, torch sorts and splits tensors with different kernels.
     for logprobs in (0, 2):
         alone = SlotSetup(0, SamplingParams(max_tokens=1, logprobs=logprobs), 0, 1, [])
         plans += [

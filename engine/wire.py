@@ -32,7 +32,7 @@ _MAX_READS = 16
 _MAX_FDS = 64
 
 MAX_FRAME_BYTES = 64 << 20
-"""Default maximum size of a frame in bytes. A longer frame violates the protocol, and the channel is then
+"""Default maximum size of a frame in bytes. A longer frame violates the protocol, and the channel is
 closed."""
 MAX_BACKLOG_BYTES = 256 << 20
 """Maximum number of unsent bytes. If the peer leaves more bytes unread, the channel is closed to limit memory
@@ -176,7 +176,7 @@ class Channel(Generic[Inbound]):
                     self._received_fds.extend(fds)
             if flags & socket.MSG_CTRUNC:
                 # The kernel dropped a descriptor because this process has too many open files. A placeholder
-                # preserves the order, so that no later message receives the wrong descriptor.
+                # preserves the order, so that later messages receive the correct descriptors.
                 self._received_fds.append(_DROPPED)
             self._received += data
             if not self._parse(messages) or not data:

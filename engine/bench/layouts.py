@@ -2,9 +2,10 @@
 
     python -m engine.bench.layouts --shape qwen3-30b-a3b --fp8 --tensor-parallel-size 4 b1_decode prefill
 
-Every argument is passed to `python -m engine.bench`, which runs once with a part of every expert on each
-rank, and once with some experts completely on each rank (`--expert-parallel`). The table shows the results of
-each workload in both layouts, and the ratio of whole to split experts; above 1, whole experts are better.
+Every argument is passed to `python -m engine.bench`. It runs twice: once with a slice of every expert on each
+rank ("split"), and once with a subset of whole experts on each rank (`--expert-parallel`). The table shows
+each workload's results in both layouts, and the ratio of whole to split experts. Above 1, whole experts are
+better.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def main() -> int:
 
 
 def comparison(split: dict[str, Any], whole: dict[str, Any]) -> list[str]:
-    """Return the lines of a table with the results of both layouts. The arguments are the object `workloads`
-    of the benchmark's --json file."""
+    """Return the lines of a table with the results of both layouts. Each argument is the object `workloads`
+    from one run's --json file."""
     lines = [f"{'workload':14} {'split':>10} {'whole':>10} {'unit':>8} {'ratio':>6}"]
     for name, one in split.items():
         results = one["result"], whole[name]["result"]

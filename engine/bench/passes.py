@@ -4,10 +4,10 @@
     python -m engine.bench.passes --gpus 2 --shape llama-3.1-8b --tokens 256 512 1024
 
 The model has a few layers of a public shape and random weights. All ranks start a pass at the same time,
-without plan channels. For each variant, the table shows the milliseconds of the first and the second pass on
-the device, the median and the slowest of all passes, and the slowest rank's median. "host" is the median time
-that the host needs to launch a pass. "differs" is the relative difference of the logits from those of the
-eager variant. The variants are:
+without plan channels. For each variant, the table shows the time on the device, in milliseconds, of the first
+and the second pass, the median and the slowest of all passes, and the slowest rank's median. "host" is the
+median time that the host needs to launch a pass. "differs" is the relative difference between the logits and
+those of the eager variant. The variants are:
 
     default      as in serving: CUDA graphs, and the collectives of `engine.peer_limits`
     layers       one CUDA graph per layer (`engine.layer_graphs`), also for short prompts
@@ -19,7 +19,7 @@ eager variant. The variants are:
     no PDL       without programmatic dependent launch
     alone        no all-reduce, so that the results are wrong: the time of the computation
 
-After the table, the kernels of the first and of the last rank are listed for the variants of --profile.
+After the table, the kernels of the first and the last rank are listed for the variants given by --profile.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _rank(rank: int, arguments: argparse.Namespace, folder: str) -> None:
 
 
 class _Alone(parallel.Collectives):
-    """A rank that adds only its own part."""
+    """A rank that adds only its own part instead of the sum over all ranks."""
 
     def __init__(self, ranks: PeerRanks) -> None:
         self.size, self.rank = ranks.size, ranks.rank
@@ -161,7 +161,7 @@ class _Bench:
             if graphs is not None:
                 graphs.capture(no_progress)
         self._expected: dict[int, torch.Tensor] = {}
-        """Logits of the eager variant, by number of tokens."""
+        """Logits of the eager variant, keyed by the number of tokens."""
         self._blocks = -(-self._longest // BLOCK_TOKENS) + 1
         self._kv = self._decoder.allocate_kv(self._blocks)
         self._tables = SlotTables(8, self._blocks, config.vocab_size, self._device)
@@ -207,7 +207,7 @@ class _Bench:
                 sys.stdout.flush()
 
     def _prepare(self, variant: str, tokens: int) -> Callable[[], torch.Tensor]:
-        """Return a function that launches a pass of `tokens` tokens. The first call has been made."""
+        """Return a function that launches a pass of `tokens` tokens. It has been called once."""
         plan = self._plan(tokens)
         self._tables.apply(plan)
         with self._variant(variant) as decoder:
@@ -258,8 +258,8 @@ class _Bench:
         return StepPlan(0, setups, blocks, [], [], [Chunk(0, 0, prompt, [0])])
 
     def _time(self, run: Callable[[], torch.Tensor]) -> tuple[float, float]:
-        """Run a pass that all ranks start at the same time. Return its milliseconds on the device, and the
-        milliseconds that the host needs to launch it."""
+        """Run a pass that all ranks start at the same time. Return its time on the device and the time that
+        the host needs to launch it, both in milliseconds."""
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._barrier()
         called = time.perf_counter()

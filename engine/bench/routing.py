@@ -1,5 +1,5 @@
-"""Counts the distinct experts that the tokens of a workload's decode steps choose. The counts show whether a
-model with random weights uses its experts as evenly as the limits assume
+"""Counts the distinct experts that the tokens of a workload's decode steps choose. The counts show whether
+the tokens spread over the experts of a model with random weights as evenly as the limits assume
 (`engine.ceilings.expected_experts`)."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.model.experts import Mixture
 from kernels import ExpertActivation
 
 _PROMPT_TOKENS, _OUTPUT_TOKENS = 64, 17
-"""Lengths of the sequences whose experts are counted."""
+"""Lengths of the sequences used for counting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,10 @@ class DistinctExperts:
 
 
 def count_experts(engine: LocalEngine, workload: EngineWorkload) -> DistinctExperts | None:
-    """Run as many short sequences as the workload decodes at a time, and count their experts. Returns None if
-    the model has no experts, or if no step decodes all sequences. Also returns None with several ranks: the
-    counted steps do not use CUDA graphs, so the other ranks would not participate in them."""
+    """Run as many short sequences as the workload decodes at a time, and count the experts that their tokens
+    choose. Returns None if the model has no experts, or if no step decodes all sequences. Also returns None
+    with several ranks: the counted steps do not use CUDA graphs, so the other ranks would not take part in
+    them."""
     experts = engine.runner.config.experts
     if experts is None or workload.output_tokens == 1 or engine.info.tensor_parallel_size > 1:
         return None
@@ -67,7 +68,7 @@ def count_experts(engine: LocalEngine, workload: EngineWorkload) -> DistinctExpe
 
 @contextmanager
 def _watched(decoder: Decoder, tokens: int) -> Iterator[list[int]]:
-    """Count the distinct experts of each layer in decode steps of `tokens` tokens, until the context ends."""
+    """Until the context ends, count the distinct experts of each layer in decode steps of `tokens` tokens."""
     watch = _Watch(tokens)
     forward = decoder.forward
 

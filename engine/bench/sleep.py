@@ -6,9 +6,9 @@ token afterwards.
 
 The model has random weights unless --model is given. Each round puts the replica to sleep, wakes it, and
 generates one token for a new prompt. The time to the first token begins with the request to wake. "device" is
-the memory of the first GPU in use by all processes, while the replica sleeps and after the round; "host" is
-the resident memory of this process, which is rank 0. Both must not grow over the rounds. The tokens of a
-greedy answer must be the same in all rounds.
+the memory that all processes together use on the first GPU, while the replica sleeps and after the round.
+"host" is the resident memory of this process, which is rank 0. Both must not grow over the rounds. The tokens
+of a greedy answer must be the same in all rounds.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def _change(engine: LocalEngine, asleep: bool) -> MemoryChanged:
 
 
 def _answer(engine: LocalEngine, tokens: int) -> list[int]:
-    """Return a greedy answer to a fixed prompt. The prompt's tokens are always computed, never found in the
-    prefix cache."""
+    """Return a greedy answer to a fixed prompt. The prompt is always computed, never found in the prefix
+    cache."""
     prompt = [(7 * place + 3) % engine.info.vocab_size for place in range(_WORKLOAD.prompt_tokens)]
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     ((sample,),) = engine.generate([prompt], sampling, cache_salt=str(time.perf_counter_ns()))

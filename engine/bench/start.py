@@ -26,7 +26,7 @@ from engine.parallel import RankLost
 from engine.progress import no_progress
 
 FAILURES = (CheckpointError, UnsupportedError, DeviceError, MemoryError, torch.OutOfMemoryError, RankLost)
-"""Engine exceptions that are reported by message only, without a traceback."""
+"""Engine exceptions that are reported with their message only, without a traceback."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def started(
     arguments: argparse.Namespace, scratch: Path, workloads: Mapping[str, EngineWorkload]
 ) -> Iterator[LocalEngine]:
-    """Start an engine for the sequences of `workloads`, and close it at the end of the context.
+    """Start an engine for the sequences in `workloads`, and close it at the end of the context.
 
     The engine is configured like a replica, with the options of `add_options`. Progress is shown on standard
     error if it is a terminal. `scratch` is a folder for the model shape's configuration file. Raises the

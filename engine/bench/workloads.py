@@ -57,8 +57,8 @@ WORKLOADS: dict[str, EngineWorkload] = {
 
 @dataclass(slots=True)
 class StepStats:
-    """Statistics of a run's decode-only steps, or of its mixed steps: their number, their mean duration, and
-    the mean time that the device waited for the host before a step."""
+    """Statistics of a run's decode-only steps or mixed steps: their number, their mean duration, and the mean
+    time that the device waited for the host before a step."""
 
     count: int
     ms: float
@@ -85,8 +85,8 @@ class WorkloadResult:
 def run(engine: LocalEngine, workload: EngineWorkload, seed: int) -> WorkloadResult:
     """Run a workload once, with prompts derived from `seed`.
 
-    Raises RuntimeError if a request ends before it has generated all of its tokens, because its time would
-    not be comparable.
+    Raises RuntimeError if a request ends before it has generated all of its tokens, because the run's time
+    would then not be comparable.
     """
     draw = random.Random(seed)
     vocabulary = engine.info.vocab_size

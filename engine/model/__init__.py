@@ -1,1 +1,1 @@
-"""The decoder, whose structure is described by `engine.config.ModelConfig`, and its weight loader."""
+"""The decoder, with a structure described by `engine.config.ModelConfig`, and its weight loader."""

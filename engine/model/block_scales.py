@@ -17,7 +17,7 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def fill_scales(shard: WeightShard, scales: torch.Tensor) -> None:
     """Fill the scales of a shard with blocks from the scales of the full matrix. If the shard's borders split
-    a block of the checkpoint, each part of the block has the same scale."""
+    a block of the checkpoint, each part of the block gets the block's scale."""
     assert shard.target is not None and shard.scales is not None and shard.block is not None
     rows, columns = shard.block
     shard.scales.copy_(_scales_at(shard, scales, range(0, shard.target.shape[0], rows), columns))
@@ -26,7 +26,7 @@ def fill_scales(shard: WeightShard, scales: torch.Tensor) -> None:
 def dequantised(
     shard: WeightShard, numbers: torch.Tensor, first_row: int, scales: torch.Tensor
 ) -> torch.Tensor:
-    """Return e4m3 numbers of a shard multiplied by their scales, in float32.
+    """Return the e4m3 values of a shard, multiplied by their scales, in float32.
 
     numbers: rows of the shard, starting at its row `first_row`: `[rows, columns of the shard]`.
     scales: the scales of the full matrix.

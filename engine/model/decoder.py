@@ -42,8 +42,8 @@ class Decoder:
     """A model on one rank. Its weights are uninitialised until `engine.model.loader` fills them.
 
     `max_model_len` is the maximum sequence length, or None for the checkpoint's maximum
-    (`ModelConfig.context_length`). With `fp8`, the layers' matrices are e4m3 with one scale per output, while
-    the embeddings and the output matrix are not quantised. With `fp8_blocks`, there is one scale per block
+    (`ModelConfig.context_length`). With `fp8`, the layers' matrices are e4m3 with one scale per output; the
+    embeddings and the output matrix are not quantised. With `fp8_blocks`, there is one scale per block
     instead, which only the reference implementation supports. With `kv_fp8`, the KV cache is e4m3 with one
     scale per token and head. `memory` allocates the weights; None means that torch allocates them.
 
@@ -112,8 +112,8 @@ class Decoder:
         `inputs.logits_attention` if it is given.
 
         The keys and values of the pass are written to `kv`, which contains one pool per layer. The final norm
-        is not applied here. `logits` applies it to the rows whose logits are needed. The experts that the
-        tokens choose are added to `expert_choices`.
+        is not applied here. `logits` applies it to the rows that need logits. The experts that the tokens
+        choose are added to `expert_choices`.
         """
         ops, ranks, ends = self.ops, self.ranks, inputs.logits_attention
         first = self.shard.first_vocab if ranks.size > 1 else None
@@ -131,8 +131,8 @@ class Decoder:
         calls = list(zip(self.layers, kv, next_gains, strict=True))
         overlap = ranks.overlap(len(inputs.token_ids))
         if overlap is not None and len(calls) > 1:
-            # The last layer computes only some rows, so it is run once on the full pass instead of on two
-            # halves.
+            # The last layer computes only some of the rows, so it runs once on the full pass instead of on
+            # two halves.
             halves, graphs = self._halves(inputs, every, overlap.split), self.halves_graphs
             if graphs is not None and graphs.fits(len(inputs.token_ids)):
                 residual = graphs.run(residual, halves, kv)

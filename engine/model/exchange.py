@@ -3,8 +3,8 @@ columns.
 
 A rank's columns are spread over all rows of the file. If each rank read only its columns, it would need a
 system call for every few KB. If each rank read all rows, the page-cache and PCIe traffic would be multiplied
-by the number of ranks. Each rank therefore reads an equal part of the rows. In an all-to-all exchange, each
-rank then receives its columns of all rows.
+by the number of ranks. Each rank therefore reads an equal part of the rows, and then receives its columns of
+all rows in an all-to-all exchange.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.model.slices import TensorSlice
 from engine.parallel import all_to_all
 
 _AT_ONCE_BYTES = 16 << 20
-"""Maximum size in bytes of a rank's columns for which all rows of a tensor are filled at once."""
+"""Maximum size of a rank's columns, in bytes, up to which all rows of a tensor are filled at once."""
 
 
 class Columns(NamedTuple):
@@ -61,7 +61,7 @@ class ColumnExchange:
         self._rows_read += part.rows
         if self._rows_read == rows:
             sending, self._sending = self._sending, None
-            # The rows that the ranks have read follow one another. Small tensors are filled at once.
+            # The ranks' rows are consecutive, so a small tensor is filled at once.
             at_once = max(rows, _AT_ONCE_BYTES // (width * numbers.itemsize))
             for index, received in enumerate(all_to_all(sending).flatten(0, 1).split(at_once)):
                 yield Columns(index * at_once, received)

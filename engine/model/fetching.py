@@ -1,8 +1,8 @@
 """Reads blocks of weights from files into staging buffers. Several blocks share a buffer if they are small.
 Several threads read the pieces of blocks.
 
-A thread reads a piece with one system call, which releases the interpreter's lock. Pieces are large, so that
-Python's overhead is small. Only a few pieces are in flight, so that data from the page cache remains in the
+A thread reads a piece with one system call, which releases the interpreter's lock. Pieces are large to keep
+Python's overhead small. Only a few pieces are in flight, so that data from the page cache remains in the
 processor's cache until the device has read it. Error messages contain the file; messages about failed reads
 also contain the tensor.
 """
@@ -23,7 +23,7 @@ from engine.model.staging import StagingBuffer
 from engine.model.weight_file import PAGE, WeightFile, buffer_bytes
 
 READERS = 12
-"""Number of reader threads. With this number, reads from the page cache reach 55 GB/s, the rate of PCIe, and
+"""Number of reader threads. With this many, reads from the page cache reach 55 GB/s, the rate of PCIe, and
 disks are kept busy."""
 PIECE_BYTES = 4 << 20
 """Size of a piece in bytes, which must be a multiple of the page size."""

@@ -1,5 +1,5 @@
-"""Computes long passes in two halves, split by tokens. While one half's results are summed over the ranks,
-the device computes the other half.
+"""Computes long passes in two halves, each with part of the tokens. While one half's results are summed over
+the ranks, the device computes the other half.
 
 The second half attends to the first half's keys and values, so every layer computes the first half first.
 """
@@ -40,8 +40,8 @@ def split_attention(inputs: AttentionInput, at: int) -> tuple[AttentionInput, At
 def run_in_halves(
     layers: Sequence[LayerCall], residual: Residual, halves: tuple[LayerInput, LayerInput], overlap: Overlap
 ) -> Residual:
-    """Run consecutive layers over a pass in two halves, the first of which has `overlap.split` tokens.
-    Returns the residual of all tokens."""
+    """Run consecutive layers over a pass in two halves. The first half has `overlap.split` tokens. Returns
+    the residual of all tokens."""
     values = residual.values.split((overlap.split, len(residual.values) - overlap.split))
     runs = [_through(layers, Residual(part), inputs) for part, inputs in zip(values, halves, strict=True)]
     results: list[torch.Tensor] = []

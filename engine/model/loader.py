@@ -33,7 +33,8 @@ _FP8 = "F8_E4M3"
 _SCALE = "_scale"
 """Suffix of the tensor name for an FP8 weight's scales. There is one scale per weight or per output."""
 _BLOCK_SCALE = "_scale_inv"
-"""The suffix if there is one scale per block. Despite the name, values are multiplied by it."""
+"""The suffix if there is one scale per block. Despite the suffix's name, values are multiplied by the
+scale."""
 _STATIC_SCALES = (".input_scale", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".output_scale")
 """Suffixes of precomputed scales for activations and the KV cache. They are ignored, because the engine
 computes scales per token."""
@@ -55,7 +56,7 @@ def load(
 
     With `exchange`, each rank reads only some of the rows of tensors that are split by columns, and exchanges
     columns with the other ranks (`engine.model.exchange`). All ranks must call this function. Without
-    `exchange`, every rank reads all rows. This is faster on CPUs, whose ranks exchange data more slowly than
+    `exchange`, every rank reads all rows. This is faster on CPUs, where ranks exchange data more slowly than
     they read the page cache. With `share_reads`, files that fit into the page cache are read through it,
     because other replicas may read them at the same time.
 
@@ -83,8 +84,8 @@ def load_dummy(decoder: Decoder, seed: int, progress: ProgressCallback = no_prog
     bytes.
 
     Matrices are normally distributed with variance 1 / columns, norms are one, and biases are small. A tensor
-    depends only on its name, the seed, the dtype and the device type. The slices of all ranks therefore form
-    the same model for any number of ranks. Raises WeightsTooLarge if a GPU runs out of memory.
+    depends only on its name, the seed, the dtype and the device type. The ranks' slices therefore form the
+    same model for any number of ranks. Raises WeightsTooLarge if a GPU runs out of memory.
     """
     done, reported_at = 0, 0.0
     with decoder.fit.explained():
@@ -194,8 +195,7 @@ def _fill(
 ) -> int:
     """Stream the checkpoint into all shards, and return the number of bytes read.
 
-    The stream and its buffers must be released when this function returns, so that `_finish` can free their
-    memory.
+    The stream and its buffers must not outlive this function, so that `_finish` can free their memory.
     """
     device, ranks = decoder.device, decoder.ranks.size
     blocks = decoder.config.fp8_blocks
@@ -285,8 +285,8 @@ def _randomise(shard: WeightShard, decoder: Decoder, seed: int) -> None:
 
 
 def _slice(shard: WeightShard, entry: TensorEntry, ranks: int) -> TensorSlice:
-    """Return the rows of the checkpoint's tensor that this rank reads. A shard that consists of columns needs
-    all rows."""
+    """Return the rows of the checkpoint's tensor that this rank reads. If the shard consists of columns,
+    these are all rows."""
     assert shard.target is not None
     rows = shard.target.shape[0]
     shared = ranks > 1 and rows == entry.shape[0]

@@ -21,8 +21,7 @@ _DTYPES = {
 class TensorSlice:
     """Rows `[first_row, first_row + rows)` of a tensor in a file. A tensor without dimensions has one row.
 
-    A slice always contains complete rows, because reading a few KB of each row is slower than reading
-    complete rows.
+    A slice always contains complete rows, because reading a few KB of each row would be slower.
     """
 
     name: str

@@ -25,7 +25,7 @@ class StagingBuffer:
             self._copied, self._used = torch.cuda.Event(), torch.cuda.Event()
 
     def wait(self) -> None:
-        """Wait until the host memory may be overwritten."""
+        """Wait until it is safe to overwrite the host memory."""
         if self._copy_stream is not None:
             self._copied.synchronize()
 

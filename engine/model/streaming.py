@@ -41,10 +41,10 @@ _CPU_BLOCK_BYTES = 4 << 20
 """Size of a block or batch, in bytes, when the target is a CPU. It is small, so that a block and its
 conversion buffers fit into the CPU's cache."""
 _PIECES_AHEAD = 24
-"""Number of pieces that are read ahead. It is larger than the number of reader threads, so that one late
-piece does not block all threads."""
+"""Number of pieces that are read ahead. It is larger than the number of reader threads, so that one slow
+piece does not stall all threads."""
 _BESIDE = 2 * PAGE
-"""Size in bytes of a block's first and last page, which the block may need only partially."""
+"""Size in bytes of a block's first and last page, which the block may fill only partly."""
 _COPYING = 3
 """Number of staging buffers that may be in use by copies to a GPU."""
 
@@ -58,7 +58,7 @@ read."""
 
 
 def no_target(whole: TensorSlice) -> None:
-    """A `FindTarget` that passes all slices to `Fill`."""
+    """The `FindTarget` that passes all slices to `Fill`."""
 
 
 def stream(

@@ -1,10 +1,10 @@
 """Reads weight files through the page cache if they are cached, and otherwise directly from the disk.
 
 Direct reads (O_DIRECT) bypass the page cache. They reach the disk's full rate and use almost no processor
-time. When data is read through the page cache, the kernel allocates a page for every 4 KiB and copies the
-data once more. Rows that several ranks or replicas need at the same time are always read through the page
-cache, so that they are read from disk only once. After loading, `keep_cached` reads the files into the page
-cache for the next start."""
+time. A read through the page cache makes the kernel allocate a page for every 4 KiB and copy the data once
+more. Rows that several ranks or replicas need at the same time are always read through the page cache, so
+that they are read from disk only once. After loading, `keep_cached` reads the files into the page cache for
+the next start."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class WeightFile:
     def past_cache(self, first: int, nbytes: int, shared: bool) -> bool:
         """Return whether bytes `[first, first + nbytes)` should be read directly from the disk.
 
-        `shared` is whether other ranks or replicas also read these bytes.
+        `shared` states whether other ranks or replicas also read these bytes.
         """
         return self._direct is not None and not shared and self._is_cached(first, nbytes) is False
 
@@ -78,9 +78,9 @@ class WeightFile:
         """Return whether the range is in the page cache, or None if this is unknown. One page in each half of
         the range is probed.
 
-        Probing an uncached page loads it into the cache. The pages are therefore chosen at random, so that
-        the next start does not probe the same pages. Two pages are probed, because a fast disk may load the
-        first page during the probe.
+        Probing an uncached page loads it into the cache. The pages are chosen at random, so that the next
+        start does not probe the same ones. Two pages are probed, because a fast disk may load the first page
+        during the probe.
         """
         half = (nbytes + 1) // 2
         one = self._page_is_cached(first + random.randrange(half))

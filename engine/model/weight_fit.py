@@ -53,8 +53,8 @@ class WeightFit:
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Raise WeightsTooLarge if a GPU runs out of memory in the body of the context, which allocates and
-        fills weights."""
+        """Raise WeightsTooLarge if a GPU runs out of memory while the body of the context allocates and fills
+        weights."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -77,7 +77,7 @@ class WeightFit:
         return f"the weights take {taken:.1f} GiB per rank ({self._weights})"
 
     def _remedy(self, most: int) -> str:
-        """Return the possible remedies. A changed setting is suggested only if the weights would then fit
+        """Return the possible remedies. A change of a setting is suggested only if it makes the weights fit
         into `most` bytes."""
         gpu = self.device.type == "cuda"
         remedies = ["use more GPUs (tensor_parallel_size)" if gpu else "free memory"]

@@ -105,14 +105,14 @@ def record(
 
     The first `skip` steps of this kind are not recorded. None selects a default for the kind. The recording
     is shorter if a step of the other kind follows or the workload ends. All requests of the workload are
-    submitted together, or only one if the workload sends one at a time. They are cancelled after the
+    submitted together, or only one request if the workload sends one at a time. They are cancelled after the
     recording. Raises NoSuchStepsError if the workload has no steps of this kind.
     """
     gpu = engine.runner.device.type == "cuda"
     skip = _SETTLE[kind] if skip is None else skip
     recorder = _Recorder(engine.runner, kind, skip, profile(**_options(gpu)), gpu)
-    # The runner cannot be synchronised on a CPU. Steps must not overlap there, so that each step ends before
-    # the recording can end.
+    # There is no way to synchronise the runner on a CPU. Don't overlap steps there, so that every step has
+    # finished before the recording stops.
     core = EngineCore(engine.scheduler, recorder, overlap=gpu, plans=engine.core.plans)
     for submit in _submits(workload, engine.info.vocab_size):
         engine.scheduler.add(_ORIGIN, submit)

@@ -20,8 +20,8 @@ class TraceCall:
     """Name of the kernel, as returned by `short_name`."""
     us: float
     """Time, in microseconds, that the call adds to the timeline. On a GPU, a kernel may start before the
-    previous kernel ends (programmatic dependent launch), and only the time after that end counts. On a CPU,
-    the time of nested operations is excluded."""
+    previous kernel ends (programmatic dependent launch); only the time after the previous kernel's end
+    counts. On a CPU, the time of nested operations is excluded."""
     gap_us: float
     """Idle time, in microseconds, before the call. It is 0 on a CPU."""
 

@@ -2,8 +2,8 @@
 
 Kernels are recognised by name. Triton kernels have the names of their functions, and the names of library
 GEMMs contain "gemm" or a similar substring. The GEMMs of a layer are distinguished by their order, which is
-the same in every step. The limits of a mixture of experts count the experts that its tokens choose on average
-if every expert is equally likely.
+the same in every step. For a mixture of experts, the limits count the experts that its tokens choose on
+average if every expert is equally likely.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ _EXPERTS_KERNELS = {
     "_down_dot": "experts down",
     "_combine": "combine",
 }
-"""The labels of a mixture's kernels."""
+"""The labels of the kernels of a mixture of experts."""
 _GROUPED = "_grouped"
-"""A mixture's kernel that runs twice: it computes "experts up", and then "experts down"."""
+"""The kernel of a mixture of experts that runs twice: it computes "experts up", and then "experts down"."""
 _PLACE = "_place"
-"""The last kernel of "sort", which precedes "experts up", and a kernel at the start of decode steps."""
+"""The last kernel of "sort", which precedes "experts up", and a kernel that runs at the start of decode
+steps."""
 _ALL_GEMMS = "gemms"
 """Label of GEMMs that cannot be distinguished."""
 
@@ -119,8 +120,8 @@ def work_by_kernel(
     """Return the work of each kernel or label on rank 0, summed over all `shapes`.
 
     `norms` is the number of norm kernels launched per step, which is lower if GEMMs fuse some norms. None
-    assumes one launch per norm. `launched` contains the names of all launched kernels: the work of some
-    kernels depends on whether others ran, e.g. the Hopper attention kernel.
+    assumes one launch per norm. `launched` contains the names of all launched kernels, because the work of
+    some kernels depends on whether others ran, e.g. the Hopper attention kernel.
 
     The result contains two approximations. Captured passes never use the Hopper kernel, but are counted as if
     they did. Chunks that read an FP8 cache directly are counted as if it was expanded.
@@ -165,8 +166,7 @@ def _of_step(
 ) -> dict[str, KernelWork]:
     """Return the work of each kernel in one step. `norms` is the number of norm launches over all tokens."""
     tokens, rows, layers = shape.tokens, shape.logit_rows, config.layers
-    # The last layer writes keys and values for all tokens, but computes only the tokens whose logits are
-    # needed.
+    # The last layer writes keys and values for all tokens, but computes only the tokens that need logits.
     results = len(shape.contexts) + len(shape.chunks)
     through = [tokens] * (layers - 1) + [results]
     kinds = list(zip(through, config.layer_kinds, strict=True))
@@ -188,7 +188,8 @@ def _of_step(
         return KernelWork(moved, 2.0 * count * n * k, per_s)
 
     def layer(n: int, k: int, out: int, counts: Sequence[int]) -> KernelWork:
-        """Return the work of one GEMM in several layers, which compute `counts` tokens."""
+        """Return the work of one GEMM in several layers. `counts` are the numbers of tokens that the layers
+        compute."""
         return sum((product(n, k, count, out, weight, fast) for count in counts), KernelWork(0, 0, fast))
 
     seen = [_seen(context, 1, window) for context in shape.contexts for window in config.sliding_windows]
@@ -243,12 +244,12 @@ def _of_step(
 def _of_mixture(
     experts: ExpertsConfig, hidden: int, tokens: int, number: int, weight: int, launched: Collection[str]
 ) -> dict[str, KernelWork]:
-    """Return the work of the kernels of one mixture of experts. `number` and `weight` are the sizes of
-    activations and of the experts' weights in bytes."""
+    """Return the work of the kernels of one mixture of experts. `number` and `weight` are the sizes, in
+    bytes, of one element of the activations and of the experts' weights."""
     count, top_k, width = experts.count, experts.top_k, experts.intermediate_size
     choices, matrix = tokens * top_k, hidden * width
     read = expected_experts(experts, tokens) * matrix * weight
-    # GEMMs of sorted tokens leave the sum of each token's experts, and the residual, to "combine".
+    # After GEMMs of sorted tokens, "combine" adds up each token's experts and the residual.
     written = choices if _GROUPED in launched else 2 * tokens
     # Some kernels quantise their own results.
     quantised = choices * width * {"_down_gemv", "_down_stream"}.isdisjoint(launched)

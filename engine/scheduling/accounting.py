@@ -95,7 +95,7 @@ class RequestAccounting:
         self.credit(submission, submit.credit_tokens)
         self._finished.append(submission.final_counts())
         # Break the reference cycle between submission and sequences. Reference counting then frees them after
-        # the last step in flight, so the garbage collector need not traverse the tokens of every prompt.
+        # the last step in flight, and the garbage collector need not traverse the tokens of every prompt.
         submission.sequences = []
         _remove(self._by_origin, submission.origin, submit.handle)
         _remove(self._by_request, submit.request_id, submission.arrival)
@@ -142,7 +142,7 @@ class RequestAccounting:
             outputs.append(output)
 
     def forget_outputs(self, origin: Hashable) -> None:
-        """Drop the outputs for an origin whose channel is closed."""
+        """Drop the outputs for an origin with a closed channel."""
         self._outputs.pop(origin, None)
 
     def take(self) -> tuple[dict[Hashable, list[Output]], list[Finished]]:

@@ -16,15 +16,15 @@ from engine.scheduling.step import ScheduledStep
 from engine.scheduling.waiting import WaitingQueue
 
 MAX_SETUP_NUMBERS = 1 << 20
-"""Maximum total size of the setups in one step, counted in token ids. A larger setup is sent alone. The limit
-exists because setups are sent to the other ranks as part of the plan, and the device waits for the plan. With
-5 bytes per id, this limit is 5 MiB."""
+"""Maximum total size of the setups in one step, counted in token ids. A larger setup is sent alone. Setups
+are sent to the other ranks as part of the plan, and the device waits for the plan. With 5 bytes per id, this
+limit is 5 MiB."""
 
 MAX_TABLE_ENTRIES = 4096
-"""Sequences are admitted to a step only while the step has at most this many block table entries. The limit
-exists because resumed samples of a long prompt that the prefix cache contains have few tokens to compute, but
-one entry for each block of the prompt. Without the limit, 128 samples of 131,000 tokens would add 260,000
-entries to one step, which takes 0.4 s."""
+"""Sequences are admitted to a step only while the step has at most this many block table entries. Resumed
+samples of a long prompt in the prefix cache have few tokens to compute, but one entry for each block of the
+prompt. Without the limit, 128 samples of 131,000 tokens would add 260,000 entries to one step, which takes
+0.4 s."""
 
 
 class Admission:
@@ -61,8 +61,8 @@ class Admission:
         self._started: list[Sequence] = []
         """Sequences that are admitted for the first time in the step that is being planned."""
         self._blocked: tuple[Sequence, int] | None = None
-        """The last sequence that did not fit, and the value that `BlockPool.gains` must reach before
-        admission is tried again."""
+        """The last sequence that did not fit, and the value that `BlockPool.gains` must reach before it is
+        tried again."""
 
     def begin_step(self) -> None:
         self._setup_numbers = 0
@@ -71,7 +71,8 @@ class Admission:
         """Start waiting sequences, in order, until one does not fit. Returns the number of scheduled tokens.
 
         Only levels below `better_than`, which have higher priority, are considered. If a sequence must wait
-        because all free slots are reserved for higher priorities, only sequences of its level wait behind it.
+        because all free slots are reserved for higher priorities, it holds back only sequences of its own
+        level.
         """
         given = budget
         for level in range(better_than):
@@ -112,8 +113,8 @@ class Admission:
                 self._preempt_for_blocks(head)
 
     def _preempt_for_slots(self, level: int) -> None:
-        """Free slots for all waiting sequences that preempt the same sequences (`engine.levels`) as those of
-        this level."""
+        """Free slots for all waiting sequences that may preempt the same sequences as this level does
+        (`engine.levels`)."""
         victim = FIRST_VICTIMS[level]
         if self._running.worst_level < victim:
             return
@@ -166,7 +167,8 @@ class Admission:
         """Return the result of `BlockTables.find`, without counting the reserved blocks (the watermark) as
         available."""
         hits, needed, available = self._tables.find(sequence)
-        # If no sequence is running, no blocks are reserved, so every validated sequence fits into the pool.
+        # If no sequence is running, no blocks are reserved. Every validated sequence therefore fits into the
+        # pool.
         return hits, needed, available - (self._watermark if len(self._running) else 0)
 
     def _take_blocks(self, sequence: Sequence) -> int | None:

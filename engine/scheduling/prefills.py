@@ -16,9 +16,9 @@ class PrefillScheduler:
     """Adds prefill chunks to a step's plan.
 
     If a step contains a chunk, it skips the prompts of lower-priority levels, because the chunk's submission
-    waits for the whole step. To prevent starvation, a step does not skip prompts if two conditions are met:
-    the previous step did so in favour of the same level or a higher-priority level, and a step has already
-    done so in favour of the same level since the last step that skipped no prompt.
+    waits for the whole step. To prevent starvation, a step does not skip prompts in favour of a level if two
+    conditions are met: the previous step skipped prompts in favour of the same or a higher-priority level,
+    and a step has already done so for the same level since the last step without skipped prompts.
     """
 
     def __init__(self, running: RunningSequences, tables: BlockTables, accounting: RequestAccounting) -> None:
@@ -34,8 +34,8 @@ class PrefillScheduler:
         """Highest-priority level among the chunks of the previous step if that step skipped a prompt,
         otherwise LEVELS."""
         self._left_out_for_since = 0
-        """The levels for which prompts were skipped since the last step that skipped no prompt. Bit `l` is
-        set for level `l`."""
+        """The levels in favour of which prompts were skipped since the last step that skipped none. Bit `l`
+        represents level `l`."""
 
     def begin_step(self) -> None:
         self._best, self._left_out = LEVELS, False
@@ -87,7 +87,7 @@ class PrefillScheduler:
         return end - start
 
     def _begin_decoding(self, step: ScheduledStep, leader: Sequence, end: int) -> list[int]:
-        """Start decoding a sequence whose prefill ends with this chunk, together with its forks. Returns the
+        """Start decoding a sequence and its forks, because its prefill ends with this chunk. Returns the
         slots that sample from the chunk."""
         for fork in leader.forks:
             fork.leader = None

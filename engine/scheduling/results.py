@@ -15,8 +15,8 @@ from engine.scheduling.step import ScheduledChunk, ScheduledStep
 from engine.scheduling.waiting import WaitingQueue
 
 MAX_RELEASED = 16_384
-"""Number of blocks after which the remaining cancellations are left to the next step. Releasing this number
-of blocks takes about 1 ms. Without the limit, a cancellation of 128 resumed samples of 131,000 tokens would
+"""After this many blocks have been released, the remaining cancellations are left to the next step. Releasing
+this many blocks takes about 1 ms. Without the limit, cancelling 128 resumed samples of 131,000 tokens would
 release 260,000 blocks at once, and no step would be launched during that time."""
 
 
@@ -116,8 +116,8 @@ class ResultCollector:
             if not chunk.samples:
                 sequence.finite = chunk.end
             self._tables.register(sequence, chunk.end)
-        # Results are identified by the plan's slot. They remain valid if the sequence was preempted after the
-        # step.
+        # Results are identified by the slot in the plan. They remain valid even if the sequence was preempted
+        # after the step.
         scores = tokens.prompt_logprobs.get(chunk.slot)
         if scores is not None and sequence.prompt_logprobs is not None:
             # The first log probability belongs to the token at position start + 1. The list already contains
@@ -168,8 +168,8 @@ class ResultCollector:
         self._accounting.end_sample(sequence)
 
     def _promote_fork(self, leader: Sequence) -> None:
-        """Transfer the prefill of a leader that ends early to its first fork, which becomes the leader of the
-        other forks."""
+        """Hand over the prefill of a leader that ends early to its first fork, which becomes the leader of
+        the other forks."""
         successor, *rest = leader.forks
         successor.leader, successor.forks = None, rest
         for fork in rest:

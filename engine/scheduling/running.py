@@ -15,8 +15,8 @@ class RunningSequences:
     """The sequence slots and the sequences that occupy them.
 
     A running sequence is usually decoding (`decoding`) or in prefill (`prefilling`). Two kinds of running
-    sequences are in neither state: forks that wait for their leader's prefill, and sequences whose last token
-    has been launched.
+    sequences are in neither state: forks that wait for their leader's prefill, and sequences that have
+    launched their last token.
     """
 
     def __init__(self, slots: int) -> None:
@@ -26,7 +26,7 @@ class RunningSequences:
         self.decoding: dict[int, Sequence] = {}
         """Sequences that get one token in each step, by slot."""
         self.prefilling: dict[int, Sequence] = {}
-        """Sequences whose prefill is incomplete, by slot."""
+        """Sequences with an incomplete prefill, by slot."""
         self.by_level = [0] * LEVELS
         """Number of running sequences of each level."""
         self.reserved_slots = 0

@@ -65,8 +65,8 @@ class Scheduler:
     `max_num_seqs` is the maximum number of running sequences, and `blocks` the number of blocks in the KV
     pool. `max_num_batched_tokens` is the token budget of a step. `max_mixed_tokens` is the token budget of a
     step with decodes, including the decodes. Its default is half of `max_num_batched_tokens`, but at most
-    MIXED_TOKENS. A new request waits for one running and one launched step. With this default, these two
-    steps together take at most as long as one full step.
+    MIXED_TOKENS. A new request waits for one running and one launched step. With this default, the two
+    together take at most as long as one full step.
 
     Raises ValueError if the sizes are inconsistent.
     """

@@ -100,22 +100,24 @@ class Sequence:
     sent_blocks: int = 0
     """Number of leading blocks that have been sent to the device's block table."""
     position: int = 0
-    """Next position to compute. It equals the number of tokens whose keys and values are written by launched
-    steps."""
+    """Next position to compute. It equals the number of tokens for which launched steps write keys and
+    values."""
     next_allocation: int = _NEVER
-    """Next position that requires work: a decode at this position needs a new block because the last block is
-    full or shared, or the sequence's last token has been launched."""
+    """Next position that requires work: at this position, a decode needs a new block because the last block
+    is full or shared, or the sequence's last token has been launched."""
     next_check: int = _NEVER
-    """Length in tokens at which a new token fills a block or reaches `limit`."""
+    """Length, in tokens, at which the next check is due: a new token then fills a block or reaches
+    `limit`."""
     registered: int = 0
     """Number of leading blocks that have been offered to the prefix cache."""
     finite: int = 0
-    """Number of leading positions whose keys and values are known to be finite. A non-finite value makes all
-    later values of the sequence non-finite, so a finite value proves that all earlier values are finite."""
+    """Number of leading positions with keys and values that are known to be finite. A non-finite value makes
+    all later values of the sequence non-finite, so a finite value proves that all earlier values are
+    finite."""
     in_flight: int = 0
-    """Number of launched chunks and sampled tokens whose results have not been collected yet."""
+    """Number of launched chunks and sampled tokens that have not been collected yet."""
     forks: list[Sequence] = field(default_factory=list)
-    """Other samples of the submission that will sample from the end of this sequence's prefill."""
+    """Other samples of the submission, which will sample from the end of this sequence's prefill."""
     leader: Sequence | None = None
     """The sequence whose `forks` contain this sequence."""
     entry: QueueEntry | None = None
@@ -220,7 +222,8 @@ class Submission:
 
 
 def new_submission(origin: Hashable, submit: Submit, arrival: int, max_model_len: int) -> Submission:
-    """Return a submission whose sequences are all waiting. `submit` must have passed `validation.refusal`."""
+    """Return a submission with all of its sequences waiting. `submit` must have passed
+    `validation.refusal`."""
     submission = Submission(origin, submit, arrival, submit.level)
     sampling = submit.sampling
     stops = frozenset() if sampling.ignore_eos else frozenset(sampling.stop_token_ids)

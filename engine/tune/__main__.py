@@ -42,8 +42,8 @@ from kernels.writable import UnwritableError, check_writable
 
 
 def main() -> int:
-    """Tune every given model. Returns 1 if a model or a file cannot be used. The table is written after each
-    measured number of rows, so that an interrupted run keeps its results."""
+    """Tune every given model. Returns 1 if a model or a file cannot be used. The table is written each time a
+    row count has been measured, so that an interrupted run keeps its results."""
     arguments = _arguments()
     try:
         models = [

@@ -75,7 +75,7 @@ def main() -> int:
 
 
 Wanted = list[tuple[ReplicaModel, ExpertsShape, int]]
-"""Models, the shapes of their experts, and numbers of tokens."""
+"""Models, the shapes of their experts, and token counts."""
 
 
 def shape_of(served: ReplicaModel) -> ExpertsShape:

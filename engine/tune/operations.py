@@ -19,7 +19,7 @@ from kernels.triton.linear_table import Product, Table
 
 
 class TunedOps(CudaOps):
-    """GPU operations with a replaceable table of plans. They record the linears that look up a plan in the
+    """GPU operations with a replaceable table of plans. They record which linears look up a plan in the
     table.
 
     If `attention` is false, attention is not computed (see `attend`).
@@ -59,7 +59,7 @@ class TunedOps(CudaOps):
 
 
 class _NotingTable:
-    """Wraps a table of plans, and records each linear whose plan is looked up."""
+    """Wraps a table of plans, and records each linear that looks up its plan."""
 
     def __init__(self, table: Table, asked: list[Product]) -> None:
         self._table, self._asked = table, asked
@@ -141,8 +141,7 @@ def _reference(name: str, arguments: Sequence[Any], options: dict[str, Any]) -> 
 
 
 def _product_of(argument: Any) -> Product | None:
-    """Return the linear to which a weight belongs, or None if the argument cannot be the weight of a
-    linear."""
+    """Return the linear to which a weight belongs, or None if the argument is not the weight of a linear."""
     weight = argument.values if isinstance(argument, Fp8Weight) else argument
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
         return None

@@ -218,8 +218,8 @@ class _Timer:
 
 
 def _difference(layers: LayerChain, first: Choice, second: Choice) -> float:
-    """Return the relative difference ‖b − a‖ / ‖a‖ between the hidden states a and b, computed with two
-    choices of plans."""
+    """Return the relative difference ‖b − a‖ / ‖a‖ between the hidden states a and b, which two choices of
+    plans computed."""
     hidden = []
     for choice in (first, second):
         layers.use(table_of(choice, layers.rows))
