@@ -1,10 +1,10 @@
 """Prints the kernels that a replica on a GPU launches while serving but did not launch during warm-up, one
-per line. The list must be empty, because a build compiles, and a startup loads, only the kernels that warm-up
+per line. The list must be empty, because builds compile, and startups load, only the kernels that warm-up
 launches.
 
 Runs in a separate process, because Triton decides once per process whether it interprets kernels: `python -m
 tests.engine.launches_of_serving FOLDER FP8 KV_FP8 RANKS WHOLE_EXPERTS`. The engine's own steps run on meta
-tensors, and Triton records what it would have compiled. With several ranks, only the first one serves.
+tensors, and Triton records what it would have compiled. With several ranks, only the first rank serves.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _print_others(words: str, jobs: list[compiling.CompileJob], known: list[comp
 
 
 def serve(steps: StepExecutor) -> None:
-    """Run steps with many numbers of prompts and decodes, and with every sampling variant."""
+    """Run steps with many different numbers of prompts and decodes, and with every sampling variant."""
     every = (
         SamplingParams(max_tokens=9),
         SamplingParams(max_tokens=9, temperature=1.0),
@@ -78,8 +78,8 @@ def serve(steps: StepExecutor) -> None:
             rows = list(range(decodes + 2))
             setups = [SlotSetup(row, params, 0, 1, [0]) for row in rows]
             sampled = ([], [decodes], [decodes, decodes + 1])
-            # Run every number of samples with the first parameters, and only one number with each of the
-            # other parameters.
+            # Run every number of samples with the first parameters, but only one number of samples with each
+            # of the others.
             for samples in sampled if number == 0 else (sampled[(number + index) % 3],):
                 prompt = Chunk(decodes, 0, [0] * chunk, samples)
                 steps.run(StepPlan(0, setups, [], [], rows[:decodes], [prompt]))

@@ -3,8 +3,8 @@ launched without having been compiled, and the changes to the table. Runs in a s
 `tests.engine.launches_of_serving`.
 
 Layers run on meta tensors. The first search chooses the library for every linear. In the descent, the
-simulated time of a layer is 90 µs if gate_up uses `tiles` of 128 weight rows, and otherwise 100 µs. The first
-table does not contain that faster plan.
+simulated time of a layer is 90 µs if gate_up uses `tiles` of 128 weight rows, and otherwise 100 µs. The
+initial table does not contain the faster plan.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from tests.prompts import prompt_of
 
 @dataclass(slots=True)
 class Told:
-    """The outputs of one sample, as its front received them."""
+    """The outputs of one sample, as its front process received them."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -34,13 +34,13 @@ class Entry:
     cancelled: set[int] = field(default_factory=set)
     """Samples that were cancelled."""
     deaf: bool = False
-    """Whether its front has disconnected. No output may be sent to a disconnected front."""
+    """Whether the submission's front has disconnected. A disconnected front must not receive any output."""
 
 
 class OutputChecker:
-    """Checks the engine's outputs, and raises AssertionError with the request if one is wrong. Entries are
-    removed when their submissions finish. Any later output is therefore detected, and memory use does not
-    grow with the length of the run."""
+    """Checks the engine's outputs, and raises AssertionError with the request if one is wrong. An entry is
+    removed when its submission finishes. Any later output is therefore detected, and memory use does not grow
+    with the length of the run."""
 
     def __init__(self, max_model_len: int, vocab: int, poison: int | None) -> None:
         """Prepare an empty checker. The embedding of token `poison` is sometimes NaN, so sequences that

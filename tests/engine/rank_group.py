@@ -1,5 +1,5 @@
-"""Runs ranks in separate processes, without a core: rank 0 plans steps as in a replica, and the other ranks
-follow."""
+"""Runs ranks in separate processes without a core. As in a replica, rank 0 plans the steps and the other
+ranks follow."""
 
 from __future__ import annotations
 

@@ -48,16 +48,16 @@ FILL_SIZES = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192, "kv_blocks":
 """A pool sized from the available memory."""
 
 GROWTH = {"objects": 200, "host_bytes": 32 << 20, "device_bytes": 1 << 20, "device_used_bytes": 512 << 20}
-"""Maximum growth of the median of each measurement, from the second to the last quarter of a run. In order:
-Python objects; the process's memory in bytes; the size of tensors on the device in bytes; and all used device
-memory in bytes. The process's memory grows because libraries keep code for each new shape: 150 MiB in the
-first minutes, then less and less. Used device memory grows because torch's allocator keeps memory that it has
-used."""
+"""Maximum growth of each measurement's median from the second to the last quarter of a run. The measurements
+are: number of Python objects; the process's memory in bytes; the size of tensors on the device in bytes; and
+all used device memory in bytes. The process's memory grows because libraries keep code for each new shape:
+150 MiB in the first minutes, then less and less. Used device memory grows because torch's allocator keeps
+memory that it has used."""
 HOST_FROM_S = 600
 """Seconds from the start of the run until the process's memory is checked."""
 
 STALLED_S = 300
-"""Number of seconds after which a round counts as hanging. The test then prints each thread's stack."""
+"""Number of seconds after which a round counts as hung. The test then prints each thread's stack."""
 
 
 @dataclass(slots=True)
@@ -193,7 +193,7 @@ class Soak:
         self.counts["most blocks used"] = max(self.counts["most blocks used"], pool.used)
 
     def _fill_rows(self) -> None:
-        """Run a plain request in every slot, so that the tables release the state of earlier requests."""
+        """Run a plain request in every slot. The tables then release the state of earlier requests."""
         for number in range(self.limits.rows):
             submit = Submit(
                 handle=self._handle(),

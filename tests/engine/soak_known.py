@@ -1,10 +1,9 @@
-"""Requests with known outputs. Each request first runs alone in an empty engine, and then repeatedly amid
+"""Requests with known outputs. Each request first runs alone in an empty engine, and then repeatedly among
 other traffic.
 
 The last bits of sums depend on the shapes of tensors, so an output may diverge from its reference at a
-near-tie. The generated token is then checked against `kernels.sampling`: that must choose the same token for
-some log probabilities within `Known.near_tie` of the reference's. After a divergence, the outputs are no
-longer compared.
+near-tie. `kernels.sampling` must then choose the generated token for some log probabilities within
+`Known.near_tie` of the reference's. After a divergence, the outputs are no longer compared.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ class Known:
 
 
 def _choose(ids: torch.Tensor, logprobs: torch.Tensor, submit: Submit, history: list[int], vocab: int) -> int:
-    """Return the token that `kernels.sampling` chooses among the listed tokens after `history`."""
+    """Return the token that `kernels.sampling` chooses from the listed tokens after `history`."""
     params = submit.sampling
     output = history[submit.prompt_tokens :]
     x = logprobs.clone()
@@ -166,8 +165,8 @@ def _choose(ids: torch.Tensor, logprobs: torch.Tensor, submit: Submit, history: 
 
 def _ask(draw: random.Random, limits: Limits, kind: int) -> tuple[list[int], SamplingParams]:
     """Return a prompt and sampling parameters, which are greedy, plain and filtered in rotation. The
-    reference must list the sampled token. If references list only some tokens, filtered requests therefore
-    use a small top-k, and no parameter that favours unlisted tokens."""
+    reference must list the sampled token. If references list only some of the tokens, filtered requests
+    therefore use a small top-k, and no parameters that favour unlisted tokens."""
     length = draw.choice([1, 40, 64, 65, 130, limits.longest_prompt])
     prompt = [draw.randrange(3, limits.poison) for _ in range(min(length, limits.longest_prompt))]
     most = draw.choice([10, 30, 64, 80])

@@ -19,7 +19,7 @@ FORBIDDEN = -math.inf
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The engine's properties that limit the requests that can be drawn."""
+    """The properties of the engine that limit which requests can be drawn."""
 
     vocab: int
     rows: int
@@ -90,8 +90,8 @@ def _sound(draw: random.Random, handle: int, limits: Limits) -> Submit:
 
 
 def _prompt(draw: random.Random, limits: Limits) -> list[int]:
-    """Return a prompt with a length between one token and several times the token budget of a step. Half of
-    the prompts start with the shared tokens of their family."""
+    """Return a prompt that has between one token and several times a step's token budget. Half of the prompts
+    start with the shared tokens of their family."""
     lengths = [1, 2, 63, 64, 65, 127, 128, 129, draw.randint(1, 200), limits.max_num_batched_tokens + 1]
     length = draw.choice(lengths) if draw.random() < 0.9 else limits.longest_prompt
     length = min(length, limits.longest_prompt)
@@ -168,8 +168,8 @@ def _fields(submit: Submit) -> dict[str, object]:
 
 @dataclass(slots=True)
 class Rhythm:
-    """Yields, for each step, the number of requests that arrive before it. Traffic alternates between bursts,
-    trickles and lulls."""
+    """Yields the number of requests that arrive before each step. Traffic alternates between bursts, trickles
+    and lulls."""
 
     draw: random.Random
     rows: int
@@ -191,7 +191,7 @@ class Cancelled:
     """Counts cancelled sequences by state."""
 
     where: Counter[str] = field(default_factory=Counter)
-    """Number of sequences that were queued, in prefill or decoding when they were cancelled, by state."""
+    """Number of cancelled sequences, by their state at that time: queued, in prefill or decoding."""
 
     def note(self, core: EngineCore, origin: str, handle: int, sample: int | None) -> None:
         """Record the states of the sequences that are about to be cancelled."""

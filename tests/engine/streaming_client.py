@@ -20,8 +20,8 @@ class StreamingClient(ReplicaClient):
 
     def __init__(self, sock: socket.socket, on_lost: Callable[[list[int]], None]) -> None:
         self._queues: dict[int, asyncio.Queue[Output | None]] = {}
-        """The queue of each running `generate` call, by handle. None in a queue means that the replica is
-        lost."""
+        """The queue of each running `generate` call, keyed by handle. None in a queue means that the replica
+        is lost."""
 
         def lost(handles: list[int]) -> None:
             for queue in self._queues.values():

@@ -38,8 +38,8 @@ H200 = CEILINGS["NVIDIA H200"]
 @pytest.mark.parametrize(
     ("workload", "bf16", "fp8"),
     [
-        # The weights are read 50 times. The layers have 13.96 GB in bf16 and half of that in FP8, and the
-        # output matrix has 1.05 GB.
+        # The weights are read 50 times: 13.96 GB for the layers in bf16, or half of that in FP8, and 1.05 GB
+        # for the output matrix.
         ("b1_50tok", 180, 92),
         ("b1_decode", 290, 542),
         ("b64_decode", 8_620, 16_600),
@@ -68,8 +68,8 @@ def test_fp8_weights_do_not_change_the_limits_of_cache_and_attention(tmp_path: P
     assert half / wide == pytest.approx(1.13, abs=0.02)
     alone = limit(config, at_one, H200, "bfloat16", "fp8")
     assert alone == pytest.approx(limit(config, at_one, H200, "bfloat16", "bfloat16"), rel=0.01)
-    # A prompt that is computed in a single pass does not read the cache, so the dtype of the cache does not
-    # affect its attention.
+    # A prompt that is computed in a single pass does not read the cache, so the cache's dtype does not affect
+    # its attention.
     prompts = [limit(config, WORKLOADS["prefill"], H200, "fp8", kv) for kv in ("bfloat16", "fp8")]
     assert prompts[0] == prompts[1]
 
@@ -279,8 +279,8 @@ sys.modules.update((name, None) for name in others if name not in needed)
 sys.argv[0] = "engine.bench"
 runpy.run_module("engine.bench", run_name="__main__")
 """
-"""Runs the benchmark in a process in which importing a package that the benchmark does not need raises an
-error."""
+"""Runs the benchmark in a process that raises an error if a package is imported that the benchmark does not
+need."""
 
 
 def test_a_run_needs_few_packages_and_writes_its_results(tmp_path: Path) -> None:

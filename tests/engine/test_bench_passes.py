@@ -21,7 +21,7 @@ from kernels.cuda import CudaOps
 from kernels.triton import all_reduce
 
 ROWS = {"one-shot": 1, "two-shot": 512}
-"""Numbers of rows that are summed in one shot and in two shots by default."""
+"""Row counts that are summed in one shot and in two shots, respectively, by default."""
 
 
 @pytest.fixture

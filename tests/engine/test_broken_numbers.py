@@ -1,5 +1,5 @@
-"""Tests of non-finite values, with a real engine on the CPU. The affected sequence ends with an error. The
-other sequences in the batch, and the sequences that later reuse its blocks, are not affected."""
+"""Tests of non-finite values, with a real engine on the CPU. The affected sequence ends with an error. Other
+sequences in the batch, and sequences that later reuse its blocks, are not affected."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def engine(tmp_path: Path) -> LocalEngine:
 
 def test_a_non_finite_sequence_ends_with_an_error_and_no_other_is_affected(engine: LocalEngine) -> None:
     expected = [engine.generate([prompt], GREEDY)[0][0].token_ids for prompt in PROMPTS]
-    # The non-finite value is near the end of the second block. The next sequence to use this block reads that
-    # position before writing it.
+    # The non-finite value is near the end of the second block. The next sequence that uses this block reads
+    # that position before writing to it.
     poisoned = [*PROMPTS[0], *PROMPTS[3][:50], POISON, 4]
     for _ in range(5):
         answers = engine.generate([PROMPTS[1], poisoned, PROMPTS[2]], GREEDY)
@@ -113,8 +113,8 @@ def test_a_bias_that_bans_every_token_ends_the_sequence_with_an_error(engine: Lo
 
 
 def test_blocks_of_a_cancelled_non_finite_prompt_do_not_affect_their_next_owners(engine: LocalEngine) -> None:
-    """The engine never detects the NaN, because the prompt is cancelled during prefill or before a token is
-    read."""
+    """The engine never detects the NaN, because the prompt is cancelled during prefill or before a sampled
+    token is read."""
     expected = [engine.generate([prompt], GREEDY)[0][0].token_ids for prompt in PROMPTS]
     poisoned = [*PROMPTS[0], *PROMPTS[3][:50], POISON, 4]
     for steps in (1, 2):

@@ -1,4 +1,4 @@
-"""Tests that eight ranks on a CPU generate the tokens of one."""
+"""Tests that eight ranks on a CPU generate the same tokens as one rank."""
 
 from __future__ import annotations
 

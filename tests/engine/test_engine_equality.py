@@ -2,14 +2,15 @@
 request is computed: batch, chunk size, prefix hits, preemption, number of samples, and overlap. Each test
 runs in float32, with an FP8 cache, and with FP8 weights and an FP8 cache.
 
-The last bits of sums depend on the shapes of tensors, so in float32 a sequence may diverge from its reference
-only where the gap between the top two tokens is below NEAR_TIE. Log probabilities are compared too, because
-they reveal wrong keys or values that are too small to change a token.
+The last bits of sums depend on the shapes of tensors. In float32, a sequence may therefore diverge from its
+reference, but only where the gap between the top two tokens is below NEAR_TIE. Log probabilities are compared
+too, because they reveal wrong keys or values that are too small to change a token.
 
-With FP8, activations are quantised per token, and the cache per token and head, so no quantisation depends on
-the batch. But if a sum lies close to the boundary between two e4m3 values, a difference in its last bit grows
-to a whole step of e4m3. The tests with FP8 therefore compute sums in float64 and round them once to float32,
-so that the sums are equal for every shape. Every token and every log probability must then be bitwise equal.
+With FP8, activations are quantised per token, and the cache per token and head, so quantisation does not
+depend on the batch. But if a sum lies close to the boundary between two e4m3 values, a difference in its last
+bit grows to a whole step of e4m3. The tests with FP8 therefore compute sums in float64 and round them once to
+float32, so that the sums are equal for every shape. Every token and every log probability must then be
+bitwise equal.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[FLOAT32, FP8_CACHE, FP8], ids=["float32", "FP8 cache", "FP8"])
 def form(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
-    """The settings of the engines' precision. With FP8, sums are computed in float64."""
+    """The settings that determine the engines' precision. With FP8, sums are computed in float64."""
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
@@ -89,7 +90,7 @@ def form(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
 
 @pytest.fixture
 def build(model: Path, form: dict[str, str]) -> Iterator[Build]:
-    """A function that creates engines over the model. The engines are closed at the end."""
+    """A function that creates engines for the model. The engines are closed at the end."""
     engines: list[LocalEngine] = []
 
     def make(**changes: object) -> LocalEngine:

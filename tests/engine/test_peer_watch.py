@@ -1,5 +1,5 @@
-"""Tests that the end of a peer's process is detected through its channel, and that no other event is mistaken
-for it."""
+"""Tests that the exit of a peer's process is detected through its channel, and that no other event is
+mistaken for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that memory freed by the process is not kept by C libraries."""
+"""Tests that C libraries do not retain memory that the process has freed."""
 
 from __future__ import annotations
 

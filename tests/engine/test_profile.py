@@ -140,7 +140,7 @@ def test_gemms_are_labelled_by_their_order(llama: ModelConfig) -> None:
     ]
     nothing_sampled = StepShape([], [(0, 100)], 0)
     assert label_kernels(layer, one_layer, [nothing_sampled])[-1] == "down (cutlass device_kernel)"
-    # There is one GEMM too many, so the recorded GEMMs cannot be assigned to linears.
+    # One GEMM too many was recorded, so the GEMMs cannot be assigned to linears.
     assert label_kernels(names, one_layer, [nothing_sampled])[1] == "gemms (_gemv)"
 
 
@@ -272,7 +272,7 @@ def test_a_prompt_is_limited_by_its_operations(llama: ModelConfig) -> None:
     works = work_by_kernel(llama, info(), [StepShape([], [(0, 8192)], 1)], H200)
     assert works["qkv"].operations == 2 * 32 * 8192 * 6144 * 4096
     assert works["qkv"].limit_us(H200) == pytest.approx(1e6 * works["qkv"].operations / 700e12)
-    # In the last layer, every token except the last only writes to the cache.
+    # In the last layer, all tokens except the last are only written to the cache.
     assert works["o"].operations == 2 * (31 * 8192 + 1) * 4096 * 4096
     assert works["_prefill_kernel"].operations == 4 * 31 * 32 * 128 * 8192 * 8193 / 2
     assert works["decode_kernel"].operations == 4 * 32 * 128 * 8192

@@ -1,5 +1,5 @@
-"""Tests that recordings contain only steps of the chosen kind, and as many of them as requested, or fewer if
-fewer were run."""
+"""Tests that recordings contain only steps of the chosen kind, and as many as requested, or fewer if the
+workload has fewer."""
 
 from __future__ import annotations
 

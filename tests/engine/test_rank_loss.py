@@ -22,7 +22,7 @@ from tests.engine.rank_group import START_TIMEOUT_S, Member, RankEngine, results
 from tests.engine.tiny import TINY
 
 WAIT_S = 60.0
-"""Limit, in seconds. It is far below START_TIMEOUT_S, the time after which a collective of gloo fails by
+"""Time limit in seconds. It is far below START_TIMEOUT_S, the time after which a gloo collective fails by
 itself."""
 
 
@@ -46,7 +46,8 @@ def spec_of(folder: Path, **changes: Any) -> ReplicaSpec:
 def lose_rank_1(
     member: Member, spec: ReplicaSpec, serve: Callable[[Member, RankEngine], None]
 ) -> tuple[str, float] | None:
-    """Lose rank 1 while rank 0 runs `serve`. Returns rank 0's error message and the time until it was raised.
+    """Lose rank 1 while rank 0 runs `serve`. Return rank 0's error message and the time until the error was
+    raised.
 
     Rank 1 loads the model. Unless steps overlap, it then reads one byte of a plan and closes its channel.
     After that, it only sleeps.

@@ -205,7 +205,7 @@ def test_a_rank_stays_asleep_if_device_memory_is_missing_and_can_wake_later(
 
 
 class Scripted:
-    """A rank's memory whose operations fail as configured by the test."""
+    """A rank's memory. Its operations fail as configured by the test."""
 
     held_bytes = 0
     host_bytes = 5

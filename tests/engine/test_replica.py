@@ -57,7 +57,7 @@ CONFIG = {
 
 
 class Watched:
-    """A replica, and all messages that it has sent."""
+    """A replica, with all messages that it has sent."""
 
     def __init__(self) -> None:
         self.info: asyncio.Future[ReplicaInfo] = asyncio.get_running_loop().create_future()

@@ -121,7 +121,7 @@ class Together:
 
 
 def narrow_pair() -> tuple[socket.socket, socket.socket]:
-    """Return a pair of sockets whose buffers have only a few kilobytes."""
+    """Return a pair of sockets with buffers of only a few kilobytes."""
     pair = socketpair()
     for end in pair:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
@@ -249,7 +249,7 @@ def engine_of_four_slots() -> EngineCore:
 
 
 class SlowMemory:
-    """A device whose memory operations complete when the test allows it."""
+    """A device on which memory operations complete only when the test allows it."""
 
     def __init__(self) -> None:
         self.asked: list[bool] = []
@@ -335,7 +335,7 @@ def submit(handle: int, most: int, prompt: int = 3) -> Submit:
 
 
 def receive(front: Channel[Any], enough: Callable[[list[Output]], bool]) -> list[Output]:
-    """Receive outputs until `enough` returns true for them, and return them."""
+    """Return the received outputs as soon as `enough` returns true for them."""
     outputs: list[Output] = []
     deadline = time.monotonic() + WAIT_S
     while not enough(outputs):
@@ -400,7 +400,7 @@ def test_a_new_front_may_reuse_the_descriptor_number_of_a_closed_one() -> None:
     theirs.close()
     number = loop._fronts["front-0"].fileno()
     loop._read_messages()
-    # Both events are handled in one iteration, the end of file first. The new front gets the old front's
+    # Both events are handled in one iteration, with the end of file first. The new front gets the old front's
     # descriptor number, because no lower number is free.
     first.shutdown(socket.SHUT_RDWR)
     core.send(Attach("front-1"), (its.fileno(),))
@@ -433,7 +433,7 @@ def test_while_steps_run_reports_are_more_frequent_than_gateways_require(
     served = Served()
     front: Channel[Any] = Channel(served.attach("front-0"), StepFrame)
     front.send(submit(1, 1900))
-    # Here, reports are sent only at intervals, because one sequence decodes and no credit changes.
+    # Reports are sent only at intervals here, because one sequence decodes and no credit changes.
     seen = served.wait_for(lambda report: report.generated_tokens > 200)
     assert (seen.running, seen.finished) == (1, [])
     assert seen.blocks_used > 3

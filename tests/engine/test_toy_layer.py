@@ -1,5 +1,5 @@
-"""Tests that adding a kind of layer requires only one class and, if necessary, one operation. Building,
-loading and tuning must then find the kernels of the new layer."""
+"""Tests that one class and, if necessary, one operation are enough to add a kind of layer. Building, loading
+and tuning must then find the kernels of the new layer."""
 
 from __future__ import annotations
 

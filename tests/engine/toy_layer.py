@@ -113,7 +113,7 @@ def found(folder: Path, out: Path) -> dict[str, list[str]]:
 
 
 def replica_model(folder: Path) -> ReplicaModel:
-    """Return the replica's model with few slots and small steps. It has the same kinds of layers as with
+    """Return the replica's model with few slots and small steps. Its kinds of layers are the same as with
     larger steps."""
     return build.read_served(folder, max_num_seqs=SEQUENCES, max_num_batched_tokens=STEP_TOKENS)
 

@@ -118,8 +118,8 @@ class Fp8:
     scales_apart: bool = False
     """Whether weights and scales are in separate files."""
     blocks: bool = False
-    """Whether there is one scale per block of 128 rows and columns, as in the checkpoints that Qwen and
-    DeepSeek publish."""
+    """Whether there is one scale per block of 128 rows and columns, as in checkpoints published by Qwen and
+    DeepSeek."""
 
 
 def quantise(folder: Path, how: Fp8) -> dict[str, torch.Tensor]:
@@ -181,7 +181,7 @@ def _block_scales(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _of_numbers(scales: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return the scale of every number of a matrix whose blocks have the given scales."""
+    """Return the scale of every number of a matrix. `scales` are the scales of its blocks."""
     return scales.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
 
 

@@ -1,4 +1,4 @@
-"""The process of one rank. It loads checkpoints, runs them, and observes how the loss of a rank ends the
+"""The process of one rank. It loads and runs checkpoints, and observes how the loss of a rank ends the
 group."""
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def logits_of_all(folders: list[Path], ranks: Ranks, tokens: list[int]) -> dict[
 
 
 def _scores(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores and token ids of five rows. In order, the rows have the best score on the last rank, a
-    tie, a NaN on the first rank, an infinity, and only non-finite scores."""
+    """Return the scores and token ids of five rows. In order, the rows have the best score on the last rank,
+    a tie, a NaN on the first rank, an infinity, and only non-finite scores."""
     first = torch.nan if rank == 0 else 1.0
     values = torch.tensor([float(rank), 5.0, first, torch.inf if rank == 1 else 0.0, -torch.inf])
     return values, torch.arange(5) + 10 * rank

@@ -1,5 +1,5 @@
-"""Tests that a pass may compute the last layer only for the tokens whose logits are needed. Its results and
-its cache must be the same as those of a full pass."""
+"""Tests that a pass may compute the last layer only for the tokens that need logits. Its results and its
+cache must be the same as those of a full pass."""
 
 from __future__ import annotations
 

@@ -52,12 +52,12 @@ FORMS = [
     Fp8("the output matrix as well", per_channel=True, quantised=(*PROJECTIONS, "lm_head", "embed_tokens")),
 ]
 TOLERANCE = 1e-4
-"""Tolerance, which is the same as without quantisation: the GEMMs are the same, and only the order of
+"""Tolerance. It is the same as without quantisation, because the GEMMs are the same, and only the order of
 summation differs."""
 EQUAL = 0.5
 """Minimum fraction of short sequences that must be within the tolerance. In the other sequences (2 to 11 of
-100), a sum lies close to the boundary between two e4m3 values, so its last bits determine the value to which
-it is rounded. An error in loading would affect every sequence."""
+100), a sum lies so close to the boundary between two e4m3 values that its last bits determine to which of
+them it is rounded. An error in loading would affect every sequence."""
 SEQUENCES = torch.randint(3, 157, (16, 12), generator=torch.Generator().manual_seed(7)).tolist()
 
 
@@ -76,8 +76,8 @@ def _load(folder: Path, quantised: bool = False) -> Decoder:
 
 
 def _equal(decoder: Decoder, model: Any) -> float:
-    """Return the fraction of sequences whose logits equal those of a transformers model. There are SEQUENCES
-    sequences. Each has a prompt of 7 tokens in two chunks, followed by 5 more tokens."""
+    """Run SEQUENCES sequences, each with a prompt of 7 tokens in two chunks, followed by 5 more tokens.
+    Return the fraction of sequences with logits equal to those of a transformers model."""
     with torch.no_grad():
         expected = model(torch.tensor(SEQUENCES)).logits
     assert expected.std() > 0.3, "the logits are too small for a meaningful comparison"
@@ -158,8 +158,8 @@ def test_quantised_matrices_are_read_directly_into_the_weights(
 
 
 def test_the_comparison_detects_missing_activation_rounding(tmp_path: Path) -> None:
-    """Tests the comparison itself: a wrong scale must change the results, otherwise the comparison could not
-    detect it."""
+    """Tests the comparison itself: a wrong scale must change the results, or the comparison could not detect
+    it."""
     meant = quantise(make(LLAMA, tmp_path), FORMS[1])
     assert _equal(_load(tmp_path), oracle(_saved(meant, tmp_path / "meant"))) == 0
 
@@ -218,7 +218,7 @@ def _refused(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], 
             f"{{folder}}: tensor {SCALE} is missing; an FP8 weight needs one scale, or one per output",
         ),
         (
-            # This simulates a block-wise quantised checkpoint whose config.json was replaced.
+            # This simulates a block-wise quantised checkpoint with a replaced config.json.
             lambda tensors: tensors.update({f"{SCALE}_inv": tensors.pop(SCALE)}),
             f"{{folder}}: tensor {SCALE} is missing; an FP8 weight needs one scale",
         ),

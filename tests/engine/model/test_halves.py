@@ -1,5 +1,5 @@
 """Tests that passes computed in two halves give the same results as whole passes, and that all-reduces by
-copies are exact."""
+means of copies are exact."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASES = [
 
 
 class LateOverlap:
-    """Computes all-reduces only in `finish`, the latest point that the interface allows."""
+    """Computes all-reduces as late as the interface allows: in `finish`."""
 
     def __init__(self, ranks: ThreadRank, split: int) -> None:
         self.split = split
@@ -54,7 +54,7 @@ class LateOverlap:
 
 
 class HalvingRank(ThreadRank):
-    """A rank whose passes of more than `split` tokens are computed in halves."""
+    """A rank that computes passes of more than `split` tokens in halves."""
 
     split: int | None = None
     halved = 0

@@ -1,6 +1,6 @@
-"""Compares, in Triton's interpreter, a decoder whose GEMMs fuse norms with the reference implementation. Each
-norm must use its own gain, residual and sum of squares, no matter which GEMMs fuse it. Both decoders use the
-reference attention."""
+"""Compares, in Triton's interpreter, a decoder with norms fused into its GEMMs with the reference
+implementation. Each norm must use its own gain, residual and sum of squares, no matter which GEMMs fuse it.
+Both decoders use the reference attention."""
 
 from __future__ import annotations
 

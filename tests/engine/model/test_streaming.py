@@ -1,4 +1,4 @@
-"""Tests that streamed data equals the contents of the files for all sizes, and that errors name the data that
+"""Tests that streamed data of any size equals the contents of the files, and that errors name the data that
 could not be read."""
 
 from __future__ import annotations

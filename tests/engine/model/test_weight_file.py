@@ -86,7 +86,7 @@ def test_uncached_ranges_are_read_past_the_page_cache(
     drop(path)
     first, nbytes = asked
     assert _read(path, first, nbytes) == CONTENT[first : first + nbytes]
-    # A single page occasionally appears to be cached, if the disk delivers it before the kernel checks.
+    # A single page occasionally appears to be cached, because the disk delivers it before the kernel checks.
     assert reads == [True] or (nbytes <= PAGE and reads == [False])
     assert cached_pages(path) <= 2  # only the pages that the probe loaded
 
@@ -140,8 +140,7 @@ def test_one_page_of_each_half_is_probed(
 
 
 def test_freshly_written_data_is_read(path: Path) -> None:
-    """Simulates a file whose beginning is on disk, while its newly written end is still only in the page
-    cache."""
+    """Simulates a file that is on disk except for its newly written end, which is only in the page cache."""
     drop(path)
     with path.open("ab") as file:
         file.write(CONTENT[:5000])

@@ -95,7 +95,8 @@ def test_greedy_tokens_are_those_of_a_full_pass(engine: LocalEngine) -> None:
 
 
 def test_samples_of_one_prompt_share_blocks_and_then_diverge(engine: LocalEngine) -> None:
-    """With n > 1, samples diverge after copy-on-write. The copies must contain the actual keys and values."""
+    """With n > 1, samples diverge after copy-on-write. The copies must contain the original keys and
+    values."""
     params = SamplingParams(max_tokens=40, temperature=0.9, seed=77)
     for length in (5, 64, 100):
         [samples] = engine.generate([prompt_of(length, seed=1)], params, n=4)
@@ -105,7 +106,7 @@ def test_samples_of_one_prompt_share_blocks_and_then_diverge(engine: LocalEngine
 
 
 def test_padding_of_passes_with_prompts_is_not_sampled(folder: Path) -> None:
-    """Pads passes as on a GPU, where the numbers of tokens and results are padded to sizes whose kernels are
+    """Pads passes as on a GPU, where the token and result counts are padded to sizes for which kernels are
     already loaded."""
     engine = padded(LocalEngine(spec_of(folder)))
     prompts = [prompt_of(length, seed=8) for length in (64, 3, 130, 97)]
@@ -215,7 +216,7 @@ def test_several_ranks_sample_the_same_tokens_as_one_rank(folder: Path, size: in
     plans = [StepPlan(1, setups, blocks, [], [], chunks)]
     plans += [StepPlan(step, [], [], [], [0, 1, 2], []) for step in range(2, 10)]
     # This prompt has no prompt logprobs and runs in two steps with decodes, so the last layer computes only
-    # the rows whose logits are needed.
+    # the rows that need logits.
     late = prompt_of(70, seed=10)
     setup, table = SlotSetup(3, params[1], 0, len(late), late), [(3, index, 9 + index) for index in range(2)]
     plans.append(StepPlan(10, [setup], table, [], [2, 0, 1], [Chunk(3, 0, late[:40], [])]))
@@ -315,8 +316,8 @@ def test_only_allowed_tokens_are_sampled(engine: LocalEngine) -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_bad_word_is_banned_in_steps_launched_before_tokens_are_read(folder: Path, overlap: bool) -> None:
-    """Bans every three consecutive tokens of an answer in all later answers. A later answer may contain the
-    beginning of a banned sequence, but never a whole one."""
+    """Bans every sequence of three consecutive tokens of an answer in all later answers. A later answer may
+    contain the beginning of a banned sequence, but never a complete one."""
     engine = LocalEngine(spec_of(folder, overlap=overlap))
     prompt, seed = prompt_of(70, seed=4), 0
     words: set[tuple[int, ...]] = set()

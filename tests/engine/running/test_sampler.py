@@ -50,7 +50,7 @@ class Case:
 
 
 def staged(cases: Sequence[Case], vocab: int) -> tuple[SlotTables, SamplingBatch]:
-    """Return a plan with a chunk of one token for each slot, at the end of its known tokens."""
+    """Return a plan with a one-token chunk for each slot, at the end of the slot's known tokens."""
     tables = SlotTables(len(cases), 4, vocab, CPU)
     plan = StepPlan(1, [], [], [], [], [])
     for row, case in enumerate(cases):
@@ -291,7 +291,7 @@ def test_a_rank_without_a_token_of_the_vocabulary_samples_with_the_others() -> N
     cases = [Case(SamplingParams(max_tokens=4, temperature=t, logprobs=2)) for t in (0.0, 1.0)]
     logits = random_logits(len(cases), 5)
     alone = sample(cases, logits.clone())
-    # Of the real tokens, the four ranks have 2, 2, 1 and 0.
+    # Without padding, the four ranks have 2, 2, 1 and 0 tokens of the vocabulary.
     for mine in on_ranks(4, lambda rank: sample(cases, logits, rank)):
         assert torch.equal(mine.token_ids, alone.token_ids)
         assert mine.logprobs is not None and alone.logprobs is not None
@@ -303,8 +303,8 @@ def test_a_rank_without_a_token_of_the_vocabulary_samples_with_the_others() -> N
 def test_kernels_sample_the_same_tokens_as_torch_in_any_mixture(
     cases: list[Case], seed: int, dtype: torch.dtype
 ) -> None:
-    """Mixes slots that have penalties, biases and bans with slots that are only filtered, plain or greedy.
-    The logits must not be modified."""
+    """Mixes slots with penalties, biases and bans with slots that are only filtered, plain or greedy. The
+    logits must not be modified."""
     logits = random_logits(len(cases), 51, seed).to(dtype)
     before = logits.clone()
     found = sample(cases, logits, ops=select_sampling("cuda"))

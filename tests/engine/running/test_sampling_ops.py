@@ -135,13 +135,13 @@ def test_min_p_equals_that_of_transformers(min_p: float) -> None:
 def test_selection_without_sorting_samples_the_same_tokens_as_sorting(
     seed: int, top_p: float, spread: float, levels: int
 ) -> None:
-    """Also covers ties, because rounding to `levels` leaves only a few different logits."""
+    """Rounding to `levels` leaves only a few different logits, so ties are covered too."""
     logits = logits_of(12, 100, seed, spread)
     if levels:
         logits = (logits / spread * levels).round() * spread / levels
     scores = logits + sampling.gumbel_noise(keys_of(range(12)), sampling.token_hashes(0, 100, CPU))
     limits = torch.full((12,), top_p)
-    # Skip cases in which a boundary of the nucleus is within rounding error of top_p, because rounding may
+    # Skip cases in which the nucleus's boundary is within rounding error of top_p, because rounding may then
     # change the result.
     ranked = logits.double().softmax(dim=1).sort(dim=1, descending=True).values
     clear = ((ranked.cumsum(dim=1) - top_p).abs() > 1e-5).all(dim=1)

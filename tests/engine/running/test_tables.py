@@ -41,7 +41,7 @@ EDITED = (3, 4, 7, 8)
 
 @dataclass
 class ModelRow:
-    """The state of a slot in the naive model."""
+    """The state of a slot in the simple model of dicts and lists."""
 
     which: int
     prompt: list[int]
@@ -107,8 +107,7 @@ def test_random_plans_give_the_tables_of_a_naive_model(data: st.DataObject) -> N
     next_block = 1
     for step in range(data.draw(st.integers(1, 12), label="steps")):
         plan = StepPlan(step, [], [], [], [], [])
-        # Sequences may end without a message, some slots skip a step, and slots in the prefill state get a
-        # chunk.
+        # Sequences may end without notice, some slots skip a step, and slots in prefill get a chunk.
         for number in [n for n, row in rows.items() if data.draw(st.integers(0, 9)) == 0]:
             del rows[number]
         decoding = [n for n, row in rows.items() if row.sampled]

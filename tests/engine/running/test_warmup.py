@@ -1,4 +1,5 @@
-"""Tests that warm-up runs every linear and every attention with a sufficiently dense set of row counts."""
+"""Tests that warm-up runs every linear and every attention operation with a sufficiently dense set of row
+counts."""
 
 from __future__ import annotations
 
@@ -34,12 +35,12 @@ def test_many_rows_are_padded_in_steps_of_an_eighth_at_most() -> None:
 
 
 class RecordingOps:
-    """Forwards operations, and records the number of rows of each linear and of each attention."""
+    """Forwards operations, and records the row counts of each linear and of each attention operation."""
 
     def __init__(self, ops: Any) -> None:
         self._ops = ops
         self.rows: dict[int, list[int]] = defaultdict(list)
-        """Numbers of rows by the id of the weight."""
+        """Row counts, keyed by the id of the weight."""
         self.attended: list[tuple[int, int, bool]] = []
         """For each attention: the number of tokens in the pass, the number of rows in the result, and whether
         the pass has chunks."""

@@ -36,7 +36,7 @@ class StepCost:
     apply_ms: float
     collect_ms: float
     entries: int
-    """Number of entries in the plan's updates of the block tables: the new blocks, and the slots that share
+    """Number of entries in the plan's block table updates: the new blocks, and the slots that share
     blocks."""
     plan_bytes: int
 

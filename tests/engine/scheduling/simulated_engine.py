@@ -62,7 +62,7 @@ class SimulatedEngine:
         return self.runner.plans[-1] if len(self.runner.plans) > before else None
 
     def waited_for(self) -> bool:
-        """Run one iteration of the loop. Returns whether the idle time before its step was counted."""
+        """Run one iteration of the loop. Return whether the idle time before its step was counted."""
         self.runner.gap_us = 7.0
         timing = self.core.step().timing
         assert timing is not None and timing.idle_us in (0.0, 7.0)
@@ -76,7 +76,7 @@ class SimulatedEngine:
         raise AssertionError("the engine did not finish within the step limit")
 
     def told(self, submit: Submit, sample: int = 0) -> tuple[list[int], str]:
-        """Return the tokens and the finish reason of a sample, as sent to its front."""
+        """Return the tokens and the finish reason of a sample, as sent to its front process."""
         mine = [o for o in self.outputs if (o.handle, o.sample) == (submit.handle, sample)]
         return [token for o in mine for token in o.token_ids], mine[-1].finish_reason
 

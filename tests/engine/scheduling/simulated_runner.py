@@ -1,4 +1,5 @@
-"""A runner that simulates the device with Python lists, and the expected output of each request on it.
+"""A runner that simulates the device with Python lists, and the output that it is expected to produce for
+each request.
 
 The runner's state is built only from plans. An entry of the simulated KV cache contains a token and a digest
 of the prefix before it, because real keys and values depend on all earlier tokens. Each read uses the slot's

@@ -28,7 +28,7 @@ OWN_SALT = "own"
 
 @dataclass
 class Told:
-    """The outputs that a front received for one sample."""
+    """The outputs that a front process received for one sample."""
 
     expected: Expected
     tokens: list[int] = field(default_factory=list)
@@ -88,8 +88,8 @@ CHOICES: dict[str, list[Any]] = {
     "urgency": [0, 0, 1, 2],
     "reserved": [0, 0, 1, 2],
 }
-"""Lengths around block and chunk boundaries, long enough to fill tiny pools. Hypothesis shrinks a failing
-example to the first values."""
+"""Lengths around block and chunk boundaries, some of them long enough to fill tiny pools. Hypothesis shrinks
+a failing example towards the first values."""
 
 ASKS = st.builds(Ask, **{name: st.sampled_from(choices) for name, choices in CHOICES.items()})
 

@@ -1,5 +1,5 @@
-"""Tests of the slot setups in plans: forks share one setup, and a step contains a limited number of
-setups."""
+"""Tests of the slot setups in plans: forks share one setup, and the size of the setups in a step is
+limited."""
 
 from __future__ import annotations
 

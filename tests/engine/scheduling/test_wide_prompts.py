@@ -55,7 +55,7 @@ def test_samples_that_wait_for_slots_share_their_prompts_blocks_too(pool_calls: 
 
 LONG_PROMPT = 150 * BLOCK_TOKENS + 10
 LIMIT = MAX_TABLE_ENTRIES + 2 * SAMPLES
-"""Maximum number of entries in a step: those of admitted sequences, and the entries of decodes."""
+"""Maximum number of entries in a step: those of admitted sequences plus those of decodes."""
 
 
 def steps_until_done(engine: SimulatedEngine) -> list[int]:
@@ -146,7 +146,7 @@ def test_reading_a_long_prompt_is_much_faster_than_decoding_a_list_of_its_tokens
     )
     encoded = msgspec.msgpack.encode(tokens)
     read_ms, list_ms = [], []
-    # The minimum of several alternating measurements is independent of other work on the machine.
+    # Other work on the machine has little effect on the minimum of several alternating measurements.
     for _ in range(5):
         received, elapsed_ms = receive(submit)
         read_ms.append(elapsed_ms)
