@@ -4,9 +4,10 @@
 compile. Nothing is compiled or executed, so no GPU is needed. `compile_jobs` compiles the recorded
 specialisations into Triton's cache (TRITON_CACHE_DIR), where later launches find them.
 
-Triton specialises a kernel on the dtypes of its arguments, on constexprs and launch options, on arguments
-that are None, on integers that are 1 or multiples of 16, and on addresses that are multiples of 16. A dry run
-passes the same arguments as a real run, so this module does not need to reimplement Triton's rules.
+Triton compiles a separate specialisation of a kernel depending on the dtypes of its arguments, on constexprs
+and launch options, on arguments that are None, on integers that are 1 or multiples of 16, and on addresses
+that are multiples of 16. A dry run passes the same arguments as a real run, so this module does not need to
+reimplement these rules.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class CompileJob:
     function: Any
     """Triton's `JITFunction`."""
     specialisation: str
-    """Triton's own description of the specialisation, an argument of `JITFunction.preload`."""
+    """Triton's description of the specialisation, an argument of `JITFunction.preload`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +193,8 @@ def _work(target: GPUTarget, jobs: list[CompileJob], following: Any, results: An
 
 
 def _launcher_class() -> Any:
-    """Return the Triton class that compiles C launchers (Triton 3.6 needs one per kernel signature). Return
-    None if the driver library that they link against is missing."""
+    """Return the Triton class that compiles C launchers (Triton 3.6 needs one per kernel signature), or None
+    if the driver library that they link against is missing."""
     from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 
     try:
@@ -205,7 +206,7 @@ def _launcher_class() -> Any:
 
 
 class _Offline:
-    """The part of Triton's driver interface that compilation uses. It needs no GPU."""
+    """The part of Triton's driver interface that compilation uses. This implementation needs no GPU."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target

@@ -6,9 +6,9 @@ the GPU kernels with it. `kernels.triton.sampling` samples on GPUs without a sor
 that `kernels.sampling` defines.
 
 Logits processors (`edit`) run first: penalties, then biases, then bans. For rows that are not greedy, the
-temperature is applied next, followed by top-k, top-p and min-p. These three filters keep every token that
-ties with the last kept token. Among tokens with equal scores, the lowest id wins. The result of a row does
-not depend on the other rows.
+temperature is applied next, followed by top-k, top-p and min-p. These three filters also keep every token
+that ties with the last token kept. Among tokens with equal scores, the lowest id wins. The result of a row
+does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 BAD_TOKEN = -1
-"""Token id returned for a row whose largest logit is not finite."""
+"""Token id returned for a row if its largest logit is not finite."""
 
 TEMPERATURE, NOISE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = range(7)
 """Column indices in `Draws.floats`."""
@@ -80,8 +80,8 @@ class Logits:
     """Logit row of each sampling row: [sampling rows] int64. None means that sampling row i uses logit row
     i."""
     edited: torch.Tensor | None = None
-    """Result of `edit`: [edited rows, columns] float32. For sampling rows whose `edited_index` is not -1, the
-    edited row replaces the row of logits."""
+    """Result of `edit`: [edited rows, columns] float32. The edited row replaces the row of logits of each
+    sampling row that has an `edited_index` other than -1."""
     edited_index: torch.Tensor | None = None
     """Row of `edited` for each sampling row: [sampling rows] int64. -1 means that the row is not edited."""
 
@@ -124,6 +124,6 @@ class SamplingOps(Protocol):
         counts: [count slots, vocabulary] int32, 2 × (occurrences in the output) + (1 if the token is in the
         prompt).
         count_slots: [edited rows] int64, the row of `counts` for each edited row; -1: no penalties.
-        bias, banned: a pair of row and token id occurs at most once in each; row -1 marks padding. `first` of
+        bias, banned: each contains a pair of row and token id at most once; row -1 marks padding. `first` of
         the logits must be 0, because token ids index the whole vocabulary.
         """

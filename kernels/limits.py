@@ -23,10 +23,10 @@ MAX_TOP_K = 32
 """Maximum number of experts that a token chooses."""
 
 MIN_CAPABILITY = 80
-"""Minimum compute capability, times ten: the lowest that supports bfloat16."""
+"""Minimum compute capability, times ten. It is the lowest that supports bfloat16."""
 
 MIN_FP8_CAPABILITY = 89
-"""Minimum compute capability, times ten, for FP8: the lowest that supports e4m3."""
+"""Minimum compute capability, times ten, for FP8. It is the lowest that supports e4m3."""
 
 FP8_ALIGNMENT = 16
 """Both dimensions of an e4m3 matrix must be multiples of this number (a requirement of

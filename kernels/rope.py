@@ -1,7 +1,7 @@
 """Computes the frequencies of every RoPE scaling method and the cos/sin tables (RoFormer, Su et al. 2021).
 
 All computations use float32 in the same order of operations as transformers, because models were trained with
-that rounding. Other rounding causes visible errors at large positions.
+that rounding. Different rounding causes visible errors at large positions.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 noise, filters and penalties that it uses.
 
 Rows are independent: the result of a row never depends on the other rows of the batch. As in torch, a
-function whose name ends in `_` modifies its first argument in place. `plain` and `full` inspect each row's
-parameters on the host and skip the features that a row does not use. This inspection is cheap on a CPU, but
-on a GPU it would have to wait for the device.
+function with a name that ends in `_` modifies its first argument in place. `plain` and `full` inspect each
+row's parameters on the host and skip the features that a row does not use. This inspection is cheap on a CPU,
+but on a GPU it would have to wait for the device.
 
-Tokens are drawn with the Gumbel-max method (Gumbel 1954; Maddison et al. 2014): the argmax of
-`logit / temperature + g`, with independent standard Gumbel noise g, is a sample from the softmax. The noise
-is *counter-based*: it is a pure function of the seed, sample number, position and token id. Therefore a draw
+Tokens are drawn with the Gumbel-max method (Gumbel 1954; Maddison et al. 2014): the argmax of `logit /
+temperature + g`, with independent standard Gumbel noise g, is a sample from the softmax. The noise is
+*counter-based*: it is a pure function of the seed, sample number, position and token id. A draw therefore
 does not depend on the batch, on a rank's vocabulary shard or on earlier draws, and it can be reproduced after
 a preemption or on another replica.
 
@@ -19,9 +19,9 @@ a preemption or on another replica.
     g     = −ln(−ln(1 − (h + ½) / 2^31))
 
 splitmix64 is the finalizer by Steele, Lea & Flood (2014), and fmix32 is the finalizer of MurmurHash3. Both
-are bijective. All integers are identical on every device. g is computed in float32, and the last bit of `log`
-may differ between devices. Large values of g result from small values of h, so the upper tail has the full
-precision of float32 (up to g = 22).
+are bijective. All integers are identical on every device. g is computed in float32, where the last bit of
+`log` may differ between devices. Large values of g result from small values of h, so the upper tail has the
+full precision of float32 (up to g = 22).
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this limit select greedy sampling. Dividing the logits by them would select the same
-token or overflow."""
+"""Temperatures below this limit select greedy sampling. Dividing logits by such a temperature would select
+the same token, or would overflow."""
 
 # ── the operations: see `kernels.draws.SamplingOps` ──────────────────────────────────────────────────
 
@@ -117,8 +117,8 @@ def _source(logits: Logits) -> torch.Tensor:
 
 
 def _draw(logits: Logits, draws: Draws, narrowing: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a token for each row. Rows are processed in three groups: greedy, noise only, and noise with
-    top-k, top-p or min-p."""
+    """Draw a token for each row. Rows are processed in three groups: greedy, noise only, and noise together
+    with top-k, top-p or min-p."""
     assert logits.hashes is not None
     source, rows = _source(logits), draws.slots.clamp(min=0)
     floats, top_k = draws.floats[rows], draws.top_k[rows]
@@ -312,8 +312,8 @@ def keep_min_p_(scores: torch.Tensor, logits: torch.Tensor, min_p: torch.Tensor)
 
 def keep_top_p_(scores: torch.Tensor, logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Set the scores of tokens outside the nucleus to −inf. The nucleus (Holtzman et al. 2020) is the
-    smallest set of most likely tokens whose probabilities add up to at least top_p. Tokens that tie with its
-    last token are kept. Sorts each row, without synchronising with the host."""
+    smallest set of most likely tokens with probabilities that add up to at least top_p. Tokens that tie with
+    its last token are kept. Sorts each row, without synchronising with the host."""
     ranked = logits.sort(dim=1, descending=True).values
     probabilities = ranked.softmax(dim=1)
     before = probabilities.cumsum(dim=1) - probabilities

@@ -2,8 +2,8 @@
 """All-gather of small messages between the GPUs of one host, and the selection of the best token over all
 ranks.
 
-Both operations use the push protocol of `kernels.triton.peer_arena`. Their calls may alternate with calls of
-`all_reduce_add` on the same arena.
+Both operations use the push protocol of `kernels.triton.peer_arena`. Calls of both, and of `all_reduce_add`,
+may alternate on the same arena.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def all_gather(
 ) -> torch.Tensor:
     """Return the words of all ranks: [rows, world, width] int32, where rows is count / width.
 
-    x: [count] int32, contiguous, with the same count on every rank. width: number of words per row.
-    fence: whether this call also makes all earlier memory writes of each rank's stream visible to the other
-    ranks. The value EMPTY_WORD is received as 0, so words that represent floats lose at most the sign of a
-    zero. Raises ValueError if `fits` is False. Every rank must make the same calls in the same order.
+    x: [count] int32, contiguous, with the same count on every rank. width: number of words per row. fence:
+    whether this call also makes all earlier memory writes of each rank's stream visible to the other ranks.
+    The value EMPTY_WORD is received as 0. If words represent floats, this changes at most the sign of a zero.
+    Raises ValueError if `fits` is False. Every rank must make the same calls in the same order.
     """
     count = x.numel()
     if not fits(count, arena):
@@ -82,7 +82,7 @@ def all_gather(
 
 
 def best_of_ranks(values: torch.Tensor, ids: torch.Tensor, arena: Arena, *, pdl: bool = True) -> torch.Tensor:
-    """Return the id of the largest value over all ranks: [rows] int64.
+    """Return the id of the largest value over all ranks, for each row: [rows] int64.
 
     values: [rows] float32. ids: [rows] int64 below 2³¹. Among equal values, the lowest rank's id is returned.
     The result is BAD_TOKEN if a value is NaN or the largest value is infinite. Every rank must make the same

@@ -38,8 +38,8 @@ def block_words(words: int) -> int | None:
 
 
 def max_rows(hidden: int, arena: Arena) -> int:
-    """Return the maximum number of rows of `hidden` 16-bit numbers that `all_reduce_add` supports, which is 0
-    if rows of this length cannot be sent."""
+    """Return the maximum number of rows of `hidden` 16-bit numbers that `all_reduce_add` supports, or 0 if
+    rows of this length cannot be sent."""
     block = block_words(hidden // 2) if hidden % 2 == 0 else None
     return 0 if block is None else PROGRAMS * arena.items // (hidden // 2 // block)
 

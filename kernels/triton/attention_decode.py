@@ -6,15 +6,15 @@ fit into the grid (FlashInfer computes this plan on the host, Ye et al. 2025). T
 number of sequences, so one CUDA graph supports all lengths. A short sequence is a single split and needs no
 combine step. A long sequence is distributed over many programs. If a sequence has several splits, each split
 writes its partial result to the workspace, and the program that finishes last combines the results in cache
-order. Therefore no second kernel is needed, and the result is deterministic.
+order. No second kernel is needed, and the result is deterministic.
 
 The query heads of a KV head are the rows of one tensor-core tile, which has at least 16 rows. FP8 tiles are
-converted to float16. On Hopper, one instruction converts two values to float16, whereas a conversion to
-bfloat16 needs several.
+converted to float16. On Hopper, one instruction converts two values to float16, whereas converting them to
+bfloat16 takes several.
 
 With a `Rotation`, the input is the result of the qkv GEMM, and the kernel applies QK-norm and RoPE to the
 heads that it reads. The program of a sequence's last page writes the new key and value to the cache and
-computes their attention from registers. Therefore no other kernel runs between the qkv GEMM and attention.
+computes their attention from registers. As a result, no other kernel runs between the qkv GEMM and attention.
 Inputs that do not depend on the GEMM (lengths, slots, angles, and with `DecodeConfig.early` the first page of
 each split) are read before the GEMM has ended.
 """
@@ -34,8 +34,8 @@ from kernels.triton.attention_decode_kernel import decode_kernel
 _LOG2_E = 1.4426950408889634
 
 _MAX_AT_ONCE = 32
-"""Maximum number of splits whose partial results are loaded together. The loop over these splits is unrolled.
-Small heads would allow 128 splits, but the kernel would then take a minute to compile."""
+"""Maximum number of splits for which partial results are loaded together. The loop over these splits is
+unrolled. Small heads would allow 128 splits, but the kernel would then take a minute to compile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class DecodeConfig:
     """Sequences with at most this many pages are not split, because reading the pages in one program is
     faster than combining splits."""
     early: bool = False
-    """With a `Rotation`: whether a program loads its first page, which the qkv GEMM does not change, before
-    this GEMM has ended. The page occupies registers."""
+    """With a `Rotation`: whether a program loads its first page before the qkv GEMM has ended. The GEMM does
+    not change the page, but the page occupies registers."""
 
 
 def config_for(
@@ -81,15 +81,15 @@ def config_for(
 ) -> DecodeConfig:
     """Return the launch parameters for a number of sequences. They do not depend on the sequence lengths.
 
-    With a 2-byte cache, a single sequence is fastest with one program per multiprocessor: a launch that
-    overlaps the previous kernel does not distribute its programs evenly. 2 to 16 sequences are fastest with
-    two programs per multiprocessor. FP8 needs more programs to hide the conversion. With enough sequences, a
-    limit of 96 registers per thread lets five programs share a multiprocessor.
+    With a 2-byte cache, a single sequence is fastest with one program per multiprocessor, because a launch
+    that overlaps the previous kernel does not distribute its programs evenly. 2 to 16 sequences are fastest
+    with two programs per multiprocessor. FP8 needs more programs to hide the conversion. With enough
+    sequences, a limit of 96 registers per thread lets five programs share a multiprocessor.
 
-    The step of a single sequence waits for attention's latency, not for memory. Its programs load their first
-    page early, and combine more splits at a time. This needs more registers: 168 per thread with 4 warps, or
-    8 warps if the group has so many query heads that the partial sums of a split are large. With an FP8
-    cache, 8 warps are faster only if there are also few KV heads.
+    The latency of attention, not memory bandwidth, limits the step of a single sequence. Its programs load
+    their first page early, and combine more splits at a time. This needs more registers: 168 per thread with
+    4 warps, or 8 warps if the group has so many query heads that a split's partial sums are large. With an
+    FP8 cache, 8 warps are faster only if there are also few KV heads.
     """
     fp8 = element_size == 1
     waves = 4 if sequences > 16 or (fp8 and sequences > 1) else 2 if fp8 or sequences > 1 else 1
@@ -164,10 +164,10 @@ def decode(
     is zeros, and the padding's other inputs are not read. window: each token attends to itself and the window
     - 1 tokens before it. rotation: if given, this call also writes the new keys and values to the cache.
     Sequences must not share the blocks that receive their new tokens. With PDL and a rotation, slots, lens,
-    cos_sin, the block table and the cache may be read before the previous kernel has finished. Therefore a
-    kernel without PDL, for example a decoder's embedding, must run after these tensors are written and before
-    this kernel. config: launch parameters; if
-    None, `config_for` chooses them. The last bits of the result depend on `config.items`.
+    cos_sin, the block table and the cache may be read before the previous kernel has finished. A kernel
+    without PDL, for example a decoder's embedding, must therefore run after these tensors are written and
+    before this kernel. config: launch parameters; if None, `config_for` chooses them. The last bits of the
+    result depend on `config.items`.
 
     The softmax is computed in float32. No length is read on the host, so the launch can be captured in a CUDA
     graph.

@@ -1,6 +1,6 @@
 """Causal paged attention of prompt chunks (prefill), based on FlashAttention-2's loop (Dao 2023).
 
-A tile has 128 rows: the query heads of one KV head for as many tokens as fit. Therefore even a short chunk
+A tile has 128 rows: the query heads of one KV head for as many tokens as fit. Even a short chunk therefore
 fills the tensor cores, and tiles on the diagonal waste little work. One launch computes the tiles of all
 chunks of a pass, the longest first. The host builds the list of tiles once per step for all layers
 (`plan_tiles`). A tensor descriptor reads each page of a KV head as one contiguous tile. Pages that are
@@ -9,7 +9,7 @@ visible to every row of a tile are not masked.
 An FP8 cache is first expanded to the model's dtype, into a scratch pool that contains the pages of the pass
 (`plan_expansion`, `expand`). Each page is then converted once, instead of once per tile of the chunk. Short
 chunks, and chunks that do not fit into the scratch pool, read the FP8 pages directly and convert them to
-float16. On Hopper, one instruction converts two values to float16, whereas a conversion to bfloat16 needs
+float16. On Hopper, one instruction converts two values to float16, whereas converting them to bfloat16 takes
 several.
 
 On Hopper, long prompts use another kernel, `attention_prefill_hopper`, with the same tiles (`suits_hopper`).
@@ -38,7 +38,7 @@ from becoming subnormal in float16."""
 _LOWEST = tl.constexpr(-1.0e30)
 """Initial running maximum of a row. It is finite, so a page without visible keys does not produce NaN. Masked
 scores must be -inf, not this value. The compiler fuses `score × scale - largest` into one instruction that
-does not round the product, so for this value the difference could be about 1e20 instead of 0."""
+does not round the product. For this value, the difference could therefore be about 1e20 instead of 0."""
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -152,9 +152,9 @@ def tile_tokens(heads: int, kv_heads: int, tile_rows: int = 128) -> int:
 def plan_tiles(
     chunks: Sequence[ChunkSpan], heads: int, kv_heads: int, window: int | None = None, tile_rows: int = 128
 ) -> np.ndarray:
-    """Return the tiles of a pass, the tiles with the most keys first: `[tiles, 4]` int32. The columns are the
-    first token's index in the pass, the number of tokens, the first position, and the slot (row of the block
-    table). The list is valid for every layer with this attention window."""
+    """Return the tiles of a pass, with the largest number of keys first: `[tiles, 4]` int32. The columns are
+    the first token's index in the pass, the number of tokens, the first position, and the slot (row of the
+    block table). The list is valid for every layer with this attention window."""
     step = tile_tokens(heads, kv_heads, tile_rows)
     parts = [np.empty((0, 4), dtype=np.int32)]
     for chunk in chunks:
@@ -171,18 +171,18 @@ def plan_tiles(
 
 
 HOPPER_ABOVE = 1024
-"""Average number of keys per tile above which a pass uses `attention_prefill_hopper`. Measured on an H200
-relative to the general kernel, it takes 5 to 27 % less time above this limit, the same time at half the
-limit, and 5 to 22 % more time below half the limit. It runs one program per multiprocessor, so no other
-program can use the multiprocessor while a tile starts and ends."""
+"""Average number of keys per tile above which a pass uses `attention_prefill_hopper`. On an H200, that kernel
+takes 5 to 27 % less time than the general kernel above this limit, the same time at half the limit, and 5 to
+22 % more below half the limit. It runs one program per multiprocessor, so no other program can use the
+multiprocessor while a tile starts or ends."""
 
 
 def suits_hopper(
     tiles: np.ndarray, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | None
 ) -> bool:
-    """Return whether a Hopper GPU should compute `tiles` (from `plan_tiles`) with `attention_prefill_hopper`:
-    whether that kernel supports the shape, and whether the tiles have enough keys for it to be faster. dtype:
-    dtype of queries, keys and values."""
+    """Return whether a Hopper GPU should compute `tiles` (from `plan_tiles`) with `attention_prefill_hopper`.
+    The kernel must support the shape, and the tiles must have enough keys for it to be faster. dtype: dtype
+    of queries, keys and values."""
     group = heads // kv_heads
     served = head_dim == 128 and 64 % group == 0 and window is None
     if not served or dtype not in (torch.bfloat16, torch.float16) or not len(tiles):
@@ -191,7 +191,7 @@ def suits_hopper(
 
 
 EXPAND_FROM = 64
-"""Minimum number of tokens in a chunk for which it is faster to expand the chunk's FP8 pages first."""
+"""From this number of tokens in a chunk, it is faster to expand the chunk's FP8 pages first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,9 +329,10 @@ def config_for(head_dim: int, direct: bool, expanded: bool) -> PrefillConfig:
     """Return the launch parameters. direct: whether the kernel reads an FP8 pool. expanded: whether it reads
     the scratch pool.
 
-    Two programs per multiprocessor hide each other's softmax. With 8 warps, this requires at most 128
-    registers per thread, and the compiled code then waits for every tensor-core product. With 4 warps, it
-    does not wait, but a loop with a block table or a conversion spills slightly more registers.
+    With two programs per multiprocessor, each computes its softmax while the other uses the tensor cores.
+    With 8 warps, this requires at most 128 registers per thread, and the compiled code then waits for every
+    tensor-core product. With 4 warps, it does not wait, but a loop with a block table or a conversion spills
+    slightly more registers.
     """
     if head_dim > 128:
         return PrefillConfig(128, 8, 2 if expanded else 3, None)
@@ -354,9 +355,8 @@ def prefill(
     pdl: bool = True,
     config: PrefillConfig | None = None,
 ) -> torch.Tensor:
-    """Compute the causal attention of chunks whose keys and values are already in the cache:
-    `[tokens, heads, head_dim]` in q's dtype. Tokens that belong to no tile keep their previous values in
-    `out`.
+    """Compute the causal attention of chunks: `[tokens, heads, head_dim]` in q's dtype. Their keys and values
+    must already be in the cache. Tokens that belong to no tile keep their previous values in `out`.
 
     q: `[tokens, heads, head_dim]`, heads contiguous. keys, values: `[blocks, kv_heads, 64, head_dim]`,
     contiguous, in q's dtype, or float8_e4m3fn with `k_scales`, `v_scales` `[blocks, kv_heads, 64]` float32.

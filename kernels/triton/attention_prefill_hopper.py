@@ -10,8 +10,8 @@ still running. Keys are processed from last to first, so only the first steps of
 
 The grid has one program per multiprocessor. Each program computes several tiles, the longest first, and loads
 the queries and pages of its next tile while the current tile finishes. Barriers (mbarriers) in shared memory
-with alternating phases signal full and empty buffers. There is one pair of barriers for the queries. In each
-pipeline stage, there is one pair for the keys and one for the values.
+with alternating phases signal full and empty buffers. The queries have one pair of barriers. Each pipeline
+stage has one pair for the keys and one for the values.
 """
 
 from __future__ import annotations

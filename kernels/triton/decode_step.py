@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Contains the first and the last kernel of a decode step. Both access the device tables of running
+"""Contains the first and the last kernel of a decode step, which access the device tables of running
 sequences. `place` computes the position and KV slot of each sequence's token before the forward pass.
 `advance` stores each sampled token as the sequence's next input. Both can be captured in a CUDA graph."""
 
@@ -26,8 +26,8 @@ class Decodes:
     kv_slots: torch.Tensor
     """KV slot of each token, block × 64 + offset in the KV pool. Padding has slot -1."""
     lens: torch.Tensor
-    """Number of tokens in each sequence, including the new token. It equals the position of the token that
-    follows. Padding has length 0."""
+    """Number of tokens in each sequence, including the new token. It equals the position of the next token.
+    Padding has length 0."""
     slots: torch.Tensor
     """Sequence slot of each token in the device tables. Padding has slot 0."""
 

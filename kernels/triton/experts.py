@@ -1,10 +1,10 @@
-"""Launches the kernels of mixture-of-experts layers. The number of tokens determines the kernels.
+"""Launches the kernels of mixture-of-experts layers. The number of tokens determines which kernels run.
 
-`activate` and `weighted_sum` are the two halves of a layer, as `kernels.Ops` defines them. For few tokens,
-there are three launches: router, up and down. With FP8 weights, a fourth launch quantises the activations,
-unless `down` quantises them itself. For many tokens, there are more launches, because the tokens are first
-sorted by expert. No function here waits for the device. All launches can be captured in CUDA graphs, because
-their number and sizes depend only on the number of tokens.
+`activate` and `weighted_sum` are the two halves of a layer, as `kernels.Ops` defines them. Few tokens need
+three launches: router, up and down. With FP8 weights, a fourth launch quantises the activations, unless
+`down` quantises them itself. Many tokens need more launches, because they are first sorted by expert. No
+function here waits for the device. All launches can be captured in CUDA graphs, because their number and
+sizes depend only on the number of tokens.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ class ChosenValues:
     scales: torch.Tensor | None
     """Scales of quantised values: [tokens × top_k, 1] float32; None if the values are not quantised."""
     by_expert: Sorted | None
-    """The choices sorted by expert, if the values are in that order. None if the values are in the order of
-    the choices."""
+    """The choices sorted by expert, or None if the values are in the original order of the choices."""
     plan: ExpertsPlan
     """The plan of `down`."""
 
@@ -61,8 +60,8 @@ def activate(
     """Normalise `x [tokens, hidden]`, choose the experts of each token and compute their activations
     (`kernels.Ops.norm_experts`).
 
-    workspace: the stream's workspace. plans: a table's or the rules' choice for this number of tokens. count:
-    the totals to which the choices are added.
+    workspace: the stream's workspace. plans: the plans chosen by a table or by the rules for this number of
+    tokens. count: the counter to which the choices are added.
     """
     weight, scale = _parts(experts.gate_up)
     first, dtype = _first(experts), x.dtype

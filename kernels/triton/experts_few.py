@@ -9,7 +9,7 @@ experts' results, plus the residual. Each function makes one launch of one of th
   several tokens have chosen is read once for each of these tokens.
 - `stream`: the same for FP8 weights, on the tensor cores (`experts_stream`).
 - `dot`: a program multiplies weight rows of one expert by all tokens on the tensor cores, and keeps the
-  results of the tokens that have chosen the expert. Therefore each chosen expert is read only once. The
+  results of the tokens that have chosen the expert. Each chosen expert is therefore read only once. The
   weight is the 64-row operand of the tensor-core instruction. In `down`, the program that finishes a tile
   last adds the weighted results of each token in the order of its choices, so results do not depend on
   timing.
@@ -23,9 +23,8 @@ Programmatic dependent launch (PDL): `up` waits for the previous kernel before i
 and lets the next kernel start only after this wait. When `down` starts, the router's results are therefore
 complete. `down` reads the chosen experts and its first weights before it waits for `up`.
 
-Several ranks: a rank may have only some of the experts (`first`). Programs of experts that are on other ranks
-end without reading weights, `up` leaves the results of these choices undefined, and `down` adds nothing for
-them.
+Several ranks: a rank may have only some of the experts (`first`). Programs for experts on other ranks end
+without reading weights. `up` leaves the results of these choices undefined, and `down` adds nothing for them.
 """
 
 from __future__ import annotations
@@ -233,7 +232,7 @@ def _check(
 
 @triton.jit
 def _load_weights(at, inside, MASKED: tl.constexpr):
-    """Load a tile of weights, of which `inside` masks a part if MASKED."""
+    """Load a tile of weights. If MASKED, `inside` masks a part of it."""
     if MASKED:
         return tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
     return tl.load(at, eviction_policy="evict_first")
@@ -252,8 +251,8 @@ def _takers(
     EXPERTS: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
-    """Return a program's expert, whether the program has work, and for each of ROWS tokens, whether the token
-    has chosen the expert and the index of this choice among all choices.
+    """Return a program's expert and whether the program has work. For each of ROWS tokens, also return
+    whether the token has chosen the expert, and the index of this choice among all choices.
 
     With BY_PAIR, `slot` is the index of a choice. If several choices are the same expert, only the programs
     of the first of these choices have work. Without BY_PAIR, `slot` is the expert. With PARTIAL, experts are
@@ -340,7 +339,7 @@ def _up_gemv(
     weight_row = weight_rows(tile, COLUMNS, BLOCK_N, True)
     k = tl.arange(0, BLOCK_K)
     if PDL:
-        # In this order: the next kernel reads the chosen experts before it waits.
+        # Keep this order, because the next kernel reads the chosen experts before it waits.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     expert = tl.load(chosen + pair).to(tl.int64)
@@ -360,7 +359,7 @@ def _up_gemv(
             w = _load_weights(weights + at, inside[None, :], ragged)
             part = tl.load(xs + at, mask=inside, other=0.0)
             products = widen(w, SCALED) * widen(part, SCALED)[None, :]
-            # First sum within the 16 bytes of each thread, which needs no exchange between threads.
+            # First sum within the 16 bytes of each thread, which requires no exchange between threads.
             acc += tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_K // VECTOR, VECTOR]), axis=2)
         total = tl.sum(acc, axis=1)
         if SCALED:
@@ -394,8 +393,8 @@ def _down_gemv(
     RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """For each expert that one token has chosen, multiply BLOCK_N of its weight rows by its activations. With
-    SCALED, the program quantises the activations."""
+    """For each expert that one token has chosen, multiply BLOCK_N of the expert's weight rows by the expert's
+    activations. With SCALED, the program quantises the activations."""
     tiles: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
     masked: tl.constexpr = (K % BLOCK_K != 0) | PARTIAL
     token = tl.program_id(0) // tiles
@@ -482,7 +481,7 @@ def _up_dot(
     weight_row = weight_rows(tile, COLUMNS, BLOCK_N, True)
     k = tl.arange(0, BLOCK_K)
     if PDL:
-        # In this order: the next kernel reads the chosen experts before it waits.
+        # Keep this order, because the next kernel reads the chosen experts before it waits.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     expert, live, takes, pair = _takers(

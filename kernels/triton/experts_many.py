@@ -2,12 +2,13 @@
 """Computes the experts of many tokens. The choices are sorted by expert on the device, and each GEMM is one
 launch for the tokens of all experts.
 
-`sort` is the second half of a stable counting sort. The router has counted the choices of each expert in
-each block of tokens. One launch adds the counts of all blocks and writes each choice to its position. It also
-lists the groups of choices that a tile of the GEMMs computes, so that their programs need no search. `up`
-reads the tokens in the sorted order and computes SwiGLU. `down` writes its results in the original order of
-the choices. `combine` multiplies the results by their routing weights, and adds each token's results, in the
-order of its choices, and the residual. No kernel uses atomic additions, so results do not depend on timing.
+`sort` is the second half of a stable counting sort. The router has already counted the choices of each expert
+in each block of tokens. One launch adds the counts of all blocks and writes each choice to its position. It
+also lists the groups of choices that form the tiles of the GEMMs, so that the GEMMs' programs need no search.
+`up` reads the tokens in the sorted order and computes SwiGLU. `down` writes its results in the original order
+of the choices. `combine` multiplies the results by their routing weights. It then adds each token's results,
+in the order of its choices, and the residual. No kernel uses atomic additions, so results do not depend on
+timing.
 
 The GEMMs have a fixed number of programs, which read the number of groups on the device and compute the tiles
 one after another. No launch depends on the routing, so all launches can be captured in a CUDA
@@ -46,9 +47,9 @@ class Sorted:
     token × top_k + i."""
 
     order: torch.Tensor
-    """Numbers of the choices: [tokens × top_k] int32."""
+    """Number (index) of each choice: [tokens × top_k] int32."""
     groups: dict[int, torch.Tensor]
-    """For each number of rows of a tile, the groups of at most this many choices of one expert: [groups + 1,
+    """For each tile height (row count), the groups of at most this many choices of one expert: [groups + 1,
     4] int32. The first row begins with the number of groups. Each following row has the expert, numbered from
     the rank's first expert, the group's first position in `order`, and the end of the expert's positions."""
     held: int
@@ -57,7 +58,7 @@ class Sorted:
 
 @dataclass(frozen=True, slots=True)
 class ComputedChoices:
-    """The choices whose experts are on this rank, if the rank has only some of the experts."""
+    """Selects the choices with experts on this rank, if the rank has only some of the experts."""
 
     chosen: torch.Tensor
     """Expert ids: [tokens, top_k] int32."""
@@ -78,8 +79,8 @@ def sort(
 ) -> Sorted:
     """Sort the choices of `experts_route.route_many`; the experts of a token are distinct.
 
-    experts: number of experts of all ranks. rows: numbers of rows of the tiles of `up` and of `down`. first,
-    held: first expert and number of experts of this rank; by default, the rank has all experts.
+    experts: number of experts of all ranks. rows: row counts of the tiles of `up` and of `down`. first, held:
+    first expert and number of experts of this rank; by default, the rank has all experts.
     """
     if routed.places is None or routed.counts is None:
         raise ValueError("routed has no counts; route the tokens with route_many")
@@ -271,7 +272,7 @@ def _write_groups(
     ALL: tl.constexpr,
 ):
     """Write the groups of at most ROWS choices of this rank's experts. ends, totals: the end of each expert's
-    positions, and its number of choices."""
+    positions, and the number of its choices."""
     expert = tl.arange(0, ALL) - first_expert
     here = (expert >= 0) & (expert < EXPERTS)
     count = tl.where(here, (totals + ROWS - 1) // ROWS, 0)
@@ -336,15 +337,16 @@ def _place(
 
 @triton.jit
 def _group(groups, group, count):
-    """Return the expert, the first position and the end of the expert's positions of a group. A number past
-    the last group returns the last one."""
+    """Return a group's expert, its first position, and the end of the expert's positions. For a number past
+    the last group, return the last group."""
     at = groups + 4 * (1 + tl.maximum(tl.minimum(group, count - 1), 0))
     return tl.load(at), tl.load(at + 1), tl.load(at + 2)
 
 
 @triton.jit
 def _choices(order, first, end, total, ROWS: tl.constexpr):
-    """Return the numbers of a group's choices. Rows past the expert's last choice repeat that choice."""
+    """Return the numbers (indices) of a group's choices. Rows past the expert's last choice repeat that
+    choice."""
     place = tl.minimum(first + tl.arange(0, ROWS), end - 1)
     return tl.load(order + tl.maximum(tl.minimum(place, total - 1), 0))
 

@@ -26,8 +26,8 @@ class ExpertsPlan:
 
     form: Literal["gemv", "stream", "dot", "grouped"]
     """The kernel variant. In `gemv`, a program multiplies weight rows of one chosen expert by one token on
-    the CUDA cores. `stream` does so with e4m3 weights on the tensor cores (`experts_stream`). In `dot`, a
-    program multiplies weight rows of one expert by all tokens on the tensor cores, and keeps the results of
+    the CUDA cores. `stream` does the same with e4m3 weights on the tensor cores (`experts_stream`). In `dot`,
+    a program multiplies weight rows of one expert by all tokens on the tensor cores, and keeps the results of
     the tokens that have chosen the expert (`experts_few`). In `grouped`, the tokens are sorted by expert
     (`experts_many`)."""
     rows: int
@@ -38,10 +38,10 @@ class ExpertsPlan:
     """Number of columns per pipeline step."""
     warps: int
     stages: int = 1
-    """Number of pipeline stages, that is, of steps whose weights can be in flight at the same time."""
+    """Number of pipeline stages, that is, of steps that can have their weights in flight at the same time."""
     programs: int = 1
-    """Number of programs per multiprocessor. Only used by `grouped`, whose programs each compute several
-    tiles."""
+    """Number of programs per multiprocessor. Only `grouped` uses it, because each of its programs computes
+    several tiles."""
 
     @property
     def quantises(self) -> bool:
@@ -50,7 +50,7 @@ class ExpertsPlan:
 
     @property
     def max_registers(self) -> int:
-        """Maximum number of registers per thread with which `programs` programs fit on a multiprocessor."""
+        """Maximum number of registers per thread such that `programs` programs fit on a multiprocessor."""
         return min(_MAX_REGISTERS, _REGISTERS // (self.programs * self.warps * 32) // 8 * 8)
 
 
@@ -89,8 +89,8 @@ class ExpertsShape:
 
 
 MAX_GEMV_TOKENS = 2
-"""Maximum number of tokens for `gemv`. With more tokens, several tokens choose the same expert, and `gemv`
-reads its weights once for each of these tokens."""
+"""Maximum number of tokens for `gemv`. With more tokens, several of them choose the same expert, and `gemv`
+would read the expert's weights once for each of them."""
 
 MAX_FEW_TOKENS = 32
 """Maximum number of tokens for `dot`. With more tokens, multiplying each expert by all tokens takes longer
@@ -124,7 +124,7 @@ def choose(
         up = ExpertsPlan("gemv", 1, 8, min(1024, _power_of_2(hidden)), warps=4)
         chosen = _power_of_2(top_k)
         if size > 1 or chosen * _power_of_2(intermediate) <= _QUANTISED:
-            # The tile has these columns of every chosen expert.
+            # The tile contains these columns of every chosen expert.
             columns, block_n, warps = (2048, 16, 8) if tokens == 1 or size == 1 else (1024, 8, 4)
             block_k = min(max(64, columns // chosen), _power_of_2(intermediate))
             down = ExpertsPlan("gemv", 1, block_n, block_k, warps)
@@ -175,8 +175,8 @@ def _stream_problem(plan: ExpertsPlan, shape: ExpertsShape, k: int) -> str | Non
 
 
 def _grouped(mean: float, size: int) -> ExpertsPlan:
-    """Return the plan for experts that `mean` tokens choose on average. A tile fits about twice as many
-    tokens, because an expert with more tokens than a tile reads its weights again."""
+    """Return the plan for experts that `mean` tokens choose on average. A tile holds about twice as many
+    tokens, because the weights of an expert with more tokens than fit into a tile are read again."""
     if mean <= 8:
         return ExpertsPlan("grouped", 16, 64, 256 // size, warps=4, stages=3, programs=3)
     if mean <= 16:

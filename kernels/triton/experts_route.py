@@ -4,15 +4,15 @@ the top-k experts.
 
 `route` makes one launch, for few tokens. Several programs per token compute parts of the logits, and the
 program that finishes last chooses the token's experts. `route_many` is for many tokens and makes three
-launches. The first one computes the norm. The second one computes the logits on the tensor cores; if there
-are few tiles, it divides the sums over the hidden size into parts. The third one adds the parts in a fixed
-order, chooses the experts, and counts the choices of each expert.
+launches. The first computes the norm. The second computes the logits on the tensor cores; if there are few
+tiles, it divides the sums over the hidden size into parts. The third adds the parts in a fixed order, chooses
+the experts, and counts the choices of each expert.
 
 Both can count how many tokens have chosen each expert. They use atomic additions of integers, so the totals
 do not depend on timing.
 
-The input is normalised in float32 and rounded once to its dtype. Its products with the router's rows are
-summed in float32, and these logits are not rounded. Experts are ordered by decreasing logit, and for equal
+The input is normalised in float32, and rounded once to its own dtype. Its products with the router's rows are
+summed in float32 to the logits, which are not rounded. Experts are ordered by decreasing logit, and for equal
 logits by increasing id, as in `reference.route`. A NaN counts as the lowest logit, so that every token has
 top_k distinct experts for any input.
 """
@@ -33,14 +33,14 @@ from kernels.triton.linear_rows import Workspace
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 _PROGRAMS = 128
-"""Number of programs of `route_many`'s kernels, if there are enough tokens: about as many as an H100 or H200
-has multiprocessors. It is a constant, so results do not depend on the GPU."""
+"""Number of programs that `route_many`'s kernels have if there are enough tokens. It is close to the number
+of multiprocessors of an H100 or H200, and constant, so that results do not depend on the GPU."""
 
 _LINES = 2
 """Number of 128-byte cache lines of each router row that `route_many` prefetches."""
 
 _MAX_SPLITS = 16
-"""Largest number of parts into which the sums of logits are divided."""
+"""Maximum number of parts into which the sums of logits are divided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class Routed:
     """For each choice, how many earlier tokens of its block have chosen the expert: [tokens, top_k] int32.
     Only `route_many` returns places and counts."""
     counts: torch.Tensor | None = None
-    """How many tokens of each block of `block_tokens` tokens have chosen each expert: [blocks, power of two
-    of at least the number of experts] int32."""
+    """How many tokens of each block of `block_tokens` tokens have chosen each expert: [blocks, number of
+    experts rounded up to a power of two] int32."""
 
 
 def route(
@@ -82,7 +82,7 @@ def route(
     router: `[experts, hidden]` of x's dtype. normalised: if true, the softmax covers only the chosen experts'
     logits, so that the weights add up to one; otherwise, it covers the logits of all experts. values: dtype
     of the normalised values if they are quantised, or None for x's dtype. workspace: contains at least one
-    counter per token. count: the totals to which the choices are added.
+    counter per token. count: the counter to which the choices are added.
     """
     tokens, hidden = x.shape
     experts = _check(x, norm_weight, router, top_k)
@@ -155,7 +155,7 @@ def route_many(
         return routed
     columns = min(every, 128)
     across = every // columns
-    # With few tokens, tiles are small, so that more programs read the router's matrix concurrently.
+    # With few tokens, use small tiles, so that more programs read the router's matrix concurrently.
     rows = min(128, max(16, triton.next_power_of_2(triton.cdiv(tokens * across, 16))))
     tiles = triton.cdiv(tokens, rows) * across
     splits = max(1, min(_MAX_SPLITS, _PROGRAMS // triton.next_power_of_2(tiles)))
@@ -202,7 +202,7 @@ def route_many(
 
 
 def block_tokens(tokens: int, experts: int) -> int:
-    """Return the number of tokens of a block of `Routed.counts`."""
+    """Return the number of tokens per block of `Routed.counts`."""
     largest = min(64, max(4, 8192 // triton.next_power_of_2(experts)))
     return max(4, min(largest, triton.next_power_of_2(triton.cdiv(tokens, _PROGRAMS))))
 
@@ -416,11 +416,12 @@ def _choose(
         logit += tl.load(parts + of_token + index[None, :], mask=inside, other=0.0)
     # A NaN fails the comparison. Adding zero makes a negative zero positive.
     logit = tl.where(logit > _LOWEST, logit, _LOWEST) + 0.0
-    # Integers in the order of the logits: the GPU finds the largest integer of 32 threads in one instruction.
+    # Map the logits to integers in the same order, because the GPU finds the largest integer of 32 threads in
+    # one instruction.
     key = logit.to(tl.int32, bitcast=True)
     key = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
-    # Padding and experts that are already chosen get the lowest value of all, below that of experts whose
-    # logit is NaN.
+    # Padding and experts that are already chosen get the lowest value, below that of experts with a NaN
+    # logit.
     gone = -0x80000000
     key = tl.where((index < EXPERTS)[None, :], key, gone)
     rank = tl.full([ROWS, ALL], TOP_K, tl.int32)

@@ -3,14 +3,14 @@
 """Computes the FP8 experts of one or two tokens. The weights are loaded from memory directly into tensor-core
 registers, as in `linear_stream`, which explains the layouts.
 
-With `gemv`, converting e4m3 weights to float32 takes the CUDA cores about as long as reading them. Here, they
-are converted to float16 only, without loss, and the tensor cores sum their products in float32.
+In `gemv`, the CUDA cores need about as long to convert e4m3 weights to float32 as to read them. Here, the
+weights are only converted to float16, without loss, and the tensor cores sum the products in float32.
 
 In `up`, each warp of a program computes a part of K for one choice. In `down`, each warp computes one of the
 token's choices: it quantises the activations of this choice, and no other warp needs them. All weights of a
 `down` program are loaded before it waits for `up`. The sums of the warps are added in a fixed order.
 
-The kernels are written in Gluon, which Triton's interpreter does not support. Therefore their results are
+The kernels are written in Gluon, which Triton's interpreter does not support. Their results are therefore
 tested only on a GPU.
 """
 
@@ -162,7 +162,7 @@ def _up_stream(
     k_x = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(2, in_x)))
     row = _weight_row(tile, index, COLUMNS, BLOCK_N, True)
     if PDL:
-        # In this order: the next kernel reads the chosen experts before it waits.
+        # Keep this order, because the next kernel reads the chosen experts before it waits.
         _wait()
         _launch_dependents()
     expert = gl.load(chosen + pair).to(gl.int64)
@@ -299,8 +299,8 @@ def _experts(
     EXPERTS: gl.constexpr,
     PARTIAL: gl.constexpr,
 ):
-    """Return the experts of some choices, numbered from this rank's first expert, and whether they are on
-    this rank. An expert on another rank is returned as 0."""
+    """Return the experts of some choices, numbered from this rank's first expert, and whether each is on this
+    rank. An expert on another rank is returned as 0."""
     expert = gl.load(chosen + token * TOP_K + turn, cache_modifier=".cg").to(gl.int64)
     here = turn >= 0
     if PARTIAL:

@@ -113,8 +113,8 @@ def _norm(
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Normalise one token per program. The token's row stays in registers. STORE: the normalised values are
-    stored before their quantisation."""
+    """Normalise one token per program. The token's row stays in registers. With STORE, the normalised values
+    are also stored before they are quantised."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
@@ -137,7 +137,7 @@ def _norm(
 
 @triton.jit
 def fp8_scale(largest):
-    """Return the scale for values whose largest magnitude is `largest`, and the factor that quantises the
+    """Return the scale for values with a largest magnitude of `largest`, and the factor that quantises the
     values. Divisions are rounded exactly, as in the reference. A quantised value may exceed 448 by one
     rounding step. This is harmless, because the hardware conversion to e4m3 saturates."""
     return tl.div_rn(largest, 448.0), tl.div_rn(448.0, tl.where(largest > 0.0, largest, 1.0))

@@ -9,8 +9,8 @@ rules in `linear_plans` choose the kernel.
 Each GEMM is fused with the operations on its input and its result: RMSNorm and the quantisation of x are its
 prologue; bias, residual and SwiGLU are its epilogue. With one row, every program computes the norm and the
 quantisation itself. With more rows, the norm and the quantisation are a separate launch, or two consecutive
-GEMMs share the norm (`kernels.DeferredNorm`). If they share the norm, the first GEMM multiplies its result by
-the norm's gain and sums the squares. The second GEMM multiplies its sums by each token's remaining factor.
+GEMMs share the norm (`kernels.DeferredNorm`). In the latter case, the first GEMM multiplies its result by the
+norm's gain and sums the squares, and the second GEMM multiplies its sums by each token's remaining factor.
 
 Rounding:
 - x is normalised in float32 and rounded once to its dtype, as in `reference.rms_norm`. For FP8, x is then
@@ -21,7 +21,7 @@ Rounding:
   dtype of `out`. The reference rounds before it adds a residual.
 - SwiGLU rounds gate, up and silu(gate), as the reference does.
 - FP8 GEMMs of one row are exact in float32. With more rows, the tensor cores keep only about 14 bits of a
-  sum. The total relative error is then 2e-3 to 4e-3, of which 1.7e-3 comes from rounding to bfloat16.
+  sum. The total relative error is then 2e-3 to 4e-3, including 1.7e-3 from rounding to bfloat16.
 
 No function in this module waits for the device, and all launches can be captured in CUDA graphs. Programmatic
 dependent launch (PDL) does not change any bit of a result, because the order of every sum is fixed.
@@ -75,7 +75,7 @@ def linear(
     dependent launch. weight, bias and next_gain are then read before the previous kernel has finished, so the
     previous kernel must not write to them.
 
-    The following arguments let two GEMMs share a norm. They require a plan whose `tiled` is true. squares:
+    The following arguments let two GEMMs share a norm. They require a plan with `tiled` set. squares:
     `DeferredNorm.squares` of the deferred norm whose `values` are x. If it is given, eps is the norm's eps,
     and norm_weight must be None. deferred_norm: a buffer from `allocate_deferred_norm`, which this call fills
     with the deferred norm of the result. next_gain: `[N]`, the gain of the norm that follows.

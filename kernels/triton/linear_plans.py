@@ -18,14 +18,14 @@ from kernels import DeferredNorm
 MAX_ROWS = 64
 """Maximum number of rows for which a plan is chosen. With more rows, memory bandwidth no longer limits the
 GEMM, and cuBLAS is faster. For e4m3 weights with few outputs, the limit is twice as high, because cuBLAS
-reads those weights at only a third of the memory bandwidth."""
+reads these weights at only a third of the memory bandwidth."""
 
 MAX_SPLIT_PROGRAMS = 180
 """Upper limit on the number of programs of a split-K GEMM. The split is doubled while the number of programs
 stays below this limit."""
 
 HOPPER_SHARED = 227 << 10
-"""Bytes of shared memory available to a program on Hopper GPUs. The rules were derived on these GPUs."""
+"""Bytes of shared memory available to a program on Hopper GPUs, on which the rules were derived."""
 
 _SHARED_BESIDE = 2 << 10
 """Upper bound on the bytes of shared memory that a program uses in addition to its tiles."""
@@ -56,14 +56,14 @@ class GemmPlan:
     kernels."""
     warps: int
     stages: int = 1
-    """Number of pipeline stages, that is, of steps whose weights can be in flight at the same time."""
+    """Number of pipeline stages, that is, of steps that can have their weights in flight at the same time."""
     split: int = 1
     """Number of programs among which K is divided (split-K)."""
 
     @property
     def tiled(self) -> bool:
-        """Whether each program's tile contains all tokens. Otherwise, the GEMM cannot share a norm with
-        another GEMM."""
+        """Whether each program's tile contains all tokens. If not, the GEMM cannot share a norm with another
+        GEMM."""
         return self.form in ("dot", "tiles")
 
 

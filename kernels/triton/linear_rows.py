@@ -24,7 +24,7 @@ from kernels.triton.linear_plans import WORKSPACE_SUMS, WORKSPACE_TILES, FusedOp
 @dataclass(frozen=True, slots=True)
 class Workspace:
     """Memory that the programs of a split-K GEMM share. Each stream needs a separate workspace. All GEMMs of
-    a stream can use the same workspace, because they run one after another. A GEMM that starts early (PDL)
+    a stream can share one workspace, because they run one after another. A GEMM that starts early (PDL)
     accesses the workspace only after the previous kernel has finished."""
 
     partials: torch.Tensor

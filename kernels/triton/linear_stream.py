@@ -110,8 +110,8 @@ def _prepare(
     if NORM:
         inverse = gl.rsqrt(gl.sum(gl.sum(squares, axis=1), axis=0) / K + eps)
         most = (most * inverse).to(dtype).to(gl.float32)
-    # Exactly rounded divisions would need more registers, and one program fewer would fit on each
-    # multiprocessor.
+    # Exactly rounded divisions would need more registers, and each multiprocessor would hold one program
+    # fewer.
     factor = 448.0 / gl.where(most > 0.0, most, 1.0)
     for step in gl.static_range(K // stride):
         part = parts[step]

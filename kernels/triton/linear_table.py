@@ -1,9 +1,9 @@
-"""Reads and writes tables of GEMM measurements. For each shape and number of rows, a table contains the
-fastest plan, or records that the library (cuBLAS) is faster than every plan. For layers with experts, it
-contains the plans of both GEMMs of the experts.
+"""Reads and writes tables of GEMM measurements. For each shape and row count, a table contains the fastest
+plan, or records that the library (cuBLAS) is faster than every plan. For layers with experts, it contains the
+plans of the experts' two GEMMs.
 
 A table belongs to one GPU model. `python -m engine.tune` writes it to `kernels/tuned/<gpu>.json`. The backend
-loads it once and passes it to every GEMM. For shapes and numbers of rows without an entry, the rules in
+loads it once and passes it to every GEMM. For shapes and row counts without an entry, the rules in
 `linear_plans` choose the plan. This module needs neither Triton nor a GPU.
 """
 
@@ -36,7 +36,7 @@ _REMEDY = "recreate the table with python -m engine.tune"
 
 
 class TableError(ValueError):
-    """A table cannot be used. The message contains the file, GEMM, number of rows, field and value."""
+    """A table cannot be used. The message contains the file, GEMM, row count, field and value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,13 @@ class PlanEntry:
     plan: GemmPlan | None
     """The plan. None selects the library's GEMM."""
     us: float
-    """Microseconds that the GEMM adds to a decoder layer, including any separate launches that it needs."""
+    """Time that the GEMM adds to a decoder layer, in microseconds, including any separate launches that it
+    needs."""
     library_us: float
-    """Microseconds that the library's GEMM adds to a decoder layer."""
+    """Time that the library's GEMM adds to a decoder layer, in microseconds."""
     layer_us: float | None = None
-    """Microseconds of a whole decoder layer, including attention. Set if the layer's plans were chosen
-    together to minimise this time; None if the plan was chosen to minimise `us`."""
+    """Time for a whole decoder layer, including attention, in microseconds. Set if the layer's plans were
+    chosen together to minimise this time; None if the plan was chosen to minimise `us`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,9 @@ class ExpertsEntry:
 
     plans: LayerPlans
     us: float
-    """Microseconds of the layer's norm, router and experts."""
+    """Time for the layer's norm, router and experts, in microseconds."""
     rules_us: float
-    """The same with the plans that the rules choose."""
+    """The same time with the plans that the rules choose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +86,15 @@ class Table:
     about: Mapping[str, str] = field(default_factory=dict)
     """Date and software versions of the measurement."""
     products: Mapping[Product, Mapping[int, PlanEntry]] = field(default_factory=dict)
-    """Entries by GEMM and by the maximum number of rows that an entry supports, in ascending order."""
+    """Entries keyed by GEMM, and then by the maximum row count that an entry covers, in ascending order."""
     shared_bytes: int = linear_plans.HOPPER_SHARED
-    """Bytes of shared memory available to a program on the GPU; the rules respect this limit."""
+    """Bytes of shared memory available to a program on the GPU. The rules respect this limit."""
     experts: Mapping[ExpertsShape, Mapping[int, ExpertsEntry]] = field(default_factory=dict)
-    """Entries of layers with experts, by the maximum number of tokens, in ascending order."""
+    """Entries of layers with experts, keyed by the maximum number of tokens, in ascending order."""
 
     def choose_experts(self, tokens: int, shape: ExpertsShape) -> LayerPlans:
-        """Return the plans of a layer with experts, from the entry with the smallest sufficient number of
-        tokens, or from the rules."""
+        """Return the plans of a layer with experts. They come from the entry with the smallest sufficient
+        number of tokens, or from the rules if there is none."""
         for most, entry in self.experts.get(shape, {}).items():
             if tokens <= most:
                 return entry.plans
@@ -106,8 +107,8 @@ class Table:
         return replace(self, experts={**self.experts, shape: dict(sorted(entries.items()))})
 
     def choose(self, rows: int, n: int, k: int, dtype: torch.dtype) -> GemmPlan | None:
-        """Return the plan of a GEMM, or None if the library computes it. The plan is taken from the entry
-        with the smallest sufficient number of rows. If there is no such entry, the rules choose the plan."""
+        """Return the plan of a GEMM, or None if the library computes it. The plan comes from the entry with
+        the smallest sufficient row count. If there is no such entry, the rules choose the plan."""
         for most, entry in self.products.get(Product(dtype, n, k), {}).items():
             if rows <= most:
                 return entry.plan

@@ -7,8 +7,8 @@ As in `linear_rows.dot`, the weight is the 64-row operand of the tensor-core ins
 other operand, and K may be split over programs. Here the copy engine (TMA) loads the tiles. The kernel is
 written in Gluon, Triton's lower-level language, which controls when each load starts. Each program first
 requests the weights of all its stages, then waits for the previous kernel, and only then requests x. Programs
-are small, so that programs of the next GEMM fit on a multiprocessor together with the running programs and
-load their first weights while the running programs finish.
+are small, so that programs of the next GEMM fit on a multiprocessor beside the running ones, and load their
+first weights while those finish.
 
 Each stage has a barrier in shared memory that counts the bytes of its two tiles. With SwiGLU, half of a
 weight tile contains rows of the gate, and the other half contains the corresponding rows of the up
@@ -229,7 +229,7 @@ def _tiles(
         gain = gl.load(next_gain + gl.minimum(column, columns - 1))
 
     if PDL:
-        # Load a tile past the last row of x, so that the copy engine fetches x's descriptor before the wait.
+        # Load a tile past the last row of x, to make the copy engine fetch x's descriptor before the wait.
         # The load returns zeros without reading x.
         mbarrier.expect(described, ROWS * BLOCK_K * bits // 8)
         tma.async_copy_global_to_shared(x_tiles, [ROWS, 0], described, xs.index(0))

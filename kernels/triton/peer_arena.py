@@ -12,16 +12,16 @@ An arena can be reused without a barrier for two reasons:
 - Each program (CUDA block) of a grid has a separate region of the arena, and counts its calls in device
   memory. The parity of the count selects one of the region's two halves, so replays of a CUDA graph need no
   input from the host. All ranks must launch the same grids in the same order.
-- The thread that reads a word immediately writes the reserved value back. A peer writes that word again only
+- The thread that reads a word immediately writes the reserved value back. A peer writes this word again only
   two calls later. Before that, it must receive this rank's part of the call in between. This rank sends that
   part only after the first call has finished, and the first call has restored the reserved value.
 
-If a peer stopped, the other ranks would poll forever. Therefore the poll loop also reads a flag. Once this
+If a peer stopped, the other ranks would poll forever. The poll loop therefore also reads a flag. Once this
 flag is set, calls return soon, their results are undefined, and the group of ranks must be recreated. The
 host sets a word in its own memory, and a thread that has polled for about 50 ms copies it to the flag, which
-is in device memory. Threads must not read the host's memory more often: the reads of one address are
-serialised, so that the thousands of threads of a large grid would take about 1 ms. Two ranks that each delay
-the other by 1 ms would then repeat this in every following call.
+is in device memory. Threads must not read the host's memory more often: reads of one address are serialised,
+so the thousands of threads of a large grid would take about 1 ms. Two ranks would then keep delaying each
+other by 1 ms in every following call.
 """
 
 from __future__ import annotations
@@ -62,14 +62,15 @@ class Arena:
 
     @property
     def max_words(self) -> int:
-        """Maximum message size, in 32-bit words, for messages whose rows divide into items of REGION_BLOCK
-        words."""
+        """Maximum message size, in 32-bit words, for messages with rows that divide into items of
+        REGION_BLOCK words."""
         return self.items * PROGRAMS * REGION_BLOCK
 
 
 def stop_words(host_address: int, device: torch.device) -> torch.Tensor:
-    """Return the words by which the host ends all polling on a device: [2] int64 on the device. They contain
-    the flag, and the address of an int32 word in page-locked host memory, which the host sets to 1."""
+    """Return the words with which the host ends all polling on a device: [2] int64 on the device. They
+    contain the flag, and the address of an int32 word in page-locked host memory. The host sets this word to
+    1."""
     return torch.tensor([0, host_address], dtype=torch.int64, device=device)
 
 
@@ -112,8 +113,8 @@ setp.eq.u32 missing, stop, 0;
 st.relaxed.gpu.global.u32 [$8], stop;
 done:
 }""")
-"""Assembly code that polls four words at a time, because each thread owns four consecutive words. Every
-1,024th poll also reads the flag, and every 65,536th poll also reads the host's word (`stop_words`)."""
+"""Assembly code that polls the four consecutive words of each thread. Every 1,024th poll also reads the flag,
+and every 65,536th poll also reads the host's word (`stop_words`)."""
 
 _PUSH = gl.constexpr("""{
 st.relaxed.sys.global.v4.b32 [$4], {$8, $9, $10, $11};

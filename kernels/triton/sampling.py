@@ -2,10 +2,10 @@
 the logits processors that run before them.
 
 This module implements `kernels.draws.SamplingOps`; `kernels.sampling` is the reference implementation. The
-noise differs from the reference by at most 4e-6, and a probability mass by at most 2e-6 of the total.
-Therefore a draw differs from the reference only if two scores, or a token and the boundary of the nucleus,
-are within these errors of each other. A NaN logit is treated as infinity. Every operation has a parameter
-`pdl` (programmatic dependent launch). If it is None, PDL is used on devices that support it.
+noise differs from the reference by at most 4e-6, and a probability mass by at most 2e-6 of the total. A draw
+therefore differs from the reference only if two scores, or a token and the boundary of the nucleus, are
+within these errors of each other. A NaN logit is treated as infinity. Every operation has a parameter `pdl`
+(programmatic dependent launch). If it is None, PDL is used on devices that support it.
 
 Algorithm
 
@@ -20,7 +20,7 @@ again. For each candidate, it computes the number and the total mass of the toke
 
 For the remaining rows, *settle* searches for the boundary between kept and excluded tokens, with several
 thresholds per read. It draws again among the tokens that are not yet excluded, until the drawn token is known
-to be kept. Every draw uses the same noise for a token, so the result is the same as with a sort. (FlashInfer,
+to be kept. All draws use the same noise for a token, so the result is the same as with a sort. (FlashInfer,
 Ye et al. 2025, also rejects candidates from a shrinking set, but it uses new noise in each round.)
 
 For a row with a small top-k, *above* is not needed. *scan* stores the largest logit of each group of 128

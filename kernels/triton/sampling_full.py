@@ -14,7 +14,7 @@ from kernels.triton.sampling_kernels import finite, gumbel, noise_key, place_of,
 
 @triton.jit
 def limits_of(row_floats, k, columns, largest, total):
-    """Return the values that decide which tokens of a row are kept: (`limit`, `target`, `lowest`, whether
+    """Return the values that determine which tokens of a row are kept: (`limit`, `target`, `lowest`, whether
     top-k applies, whether top-p applies). A token is kept if its logit is at least `lowest`, fewer than
     `limit` tokens are more likely, and the total mass of those tokens is below `target`."""
     top_p = tl.load(row_floats + 2)
@@ -294,7 +294,7 @@ def _settle_few(
     """Sample a row with a small top-k. Return whether the row is finished, the best score and its token.
 
     At least k tokens reach the k-th largest of the groups' maximum logits, so top-k keeps only tokens that
-    reach this value. These tokens are collected and compared with each other, to compute for each the count
+    reach this value. These tokens are collected and compared with each other to find, for each one, the count
     and mass of the more likely tokens. The row stays unfinished if ties make the lists too long (more than
     FEW groups or 2 × FEW tokens).
     """

@@ -30,8 +30,8 @@ def _fmix32(x):
 
 @triton.jit
 def _log2(x, NVIDIA: tl.constexpr):
-    """Return the base-2 logarithm. NVIDIA's approximate hardware logarithm takes 1 instruction instead of 25.
-    Its error is at most 2^-22 (absolute near 1, relative elsewhere)."""
+    """Return the base-2 logarithm. It uses NVIDIA's approximate hardware logarithm, which takes 1 instruction
+    instead of 25. The error is at most 2^-22 (absolute near 1, relative elsewhere)."""
     if NVIDIA:
         y = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -79,8 +79,8 @@ def place_of(stride, index, edited_index, columns, i, INDEXED: tl.constexpr, EDI
 
 @triton.jit
 def read(values, edited, at, copy, column, columns, EDITED: tl.constexpr):
-    """Load logits as float32. Columns past the last column are loaded as -inf. NaN is replaced by infinity,
-    so that it is never ignored by a maximum."""
+    """Load logits as float32. Columns past the last one are loaded as -inf. NaN is replaced by infinity, so
+    that no maximum ignores it."""
     inside = column < columns
     if EDITED:
         if copy >= 0:
@@ -249,7 +249,7 @@ def edit_kernel(
     PDL: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Copy a chunk of a row's logits, and apply penalties as `kernels.sampling.penalize_` does."""
+    """Copy a chunk of a row's logits, and apply penalties like `kernels.sampling.penalize_`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

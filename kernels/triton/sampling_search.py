@@ -101,7 +101,7 @@ def settle_kernel(
     over = tl.where((both == 0) & (logit == float("-inf")), 1e30, over)
     best = largest
     token = tl.full((), 0, tl.int32)
-    # If both top-k and top-p apply, the candidate may turn out to be kept now that the boundary of top-k is
+    # If both top-k and top-p apply, the candidate may turn out to be kept, now that the boundary of top-k is
     # known.
     done = (both & kept) & ((logit >= lowest) & (logit > float("-inf")))
     if done:
@@ -109,8 +109,8 @@ def settle_kernel(
         token = tl.load(summary + 1).to(tl.int32, bitcast=True)
     step = 0
     while done == 0:
-        # Draw as soon as the tokens above `low` are within 1.5x of the limits, because this draw will
-        # probably be accepted.
+        # Draw as soon as the tokens above `low` exceed the limits by at most a factor of 1.5, because such a
+        # draw will probably be accepted.
         draw = over < 1.5
         if draw:
             best, token, logit = _draw_over(
@@ -147,7 +147,7 @@ def _draw_over(
     EDITED: tl.constexpr,
     NVIDIA: tl.constexpr,
 ):
-    """Return the best score among the tokens whose logit is above `low` and at least `lowest`. Also return
+    """Return the best score among the tokens with a logit above `low` and of at least `lowest`. Also return
     its token and logit."""
     scores = tl.full([TILE], float("-inf"), tl.float32)
     tokens = tl.full([TILE], 0x7FFFFFFF, tl.int32)
@@ -194,9 +194,9 @@ def _narrow(
     mass above `low`, before and after the call. extra: another threshold to test, or `high` for none.
     """
     j = tl.arange(0, THRESHOLDS)
-    # The first steps place the thresholds at equal distances between the bounds, which converges quickly for
-    # typical logits. Later steps place them so that equally many float32 numbers lie between them, which
-    # converges for all logits.
+    # The first steps space the thresholds equally between the bounds, which converges quickly for typical
+    # logits. Later steps space them so that equally many float32 numbers lie between them, which converges
+    # for all logits.
     bottom = tl.maximum(low, high - 32.0)
     threshold = bottom + (high - bottom) * ((j + 1).to(tl.float32) / (THRESHOLDS + 1))
     if step >= 8:

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Adds partial results to the residual. Other ranks have copied these results into this rank's memory."""
+"""Adds partial results, which the other ranks have copied into this rank's memory, to the residual."""
 
 from __future__ import annotations
 

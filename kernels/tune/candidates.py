@@ -9,19 +9,19 @@ from kernels.triton.linear_plans import HOPPER_SHARED, GemmPlan, tile_bytes
 from kernels.triton.linear_table import Product, problem
 
 BUCKETS = (1, 8, 16, 32, 64, 128, 256)
-"""Numbers of rows that the tuner measures. The result for each number also applies to all smaller numbers
-down to the previous entry."""
+"""Row counts that the tuner measures. The result for each count also applies to all smaller counts down to
+the previous entry."""
 
 _MANY = 16384
 """Number of outputs from which a GEMM is assumed to need many waves of programs."""
 
 HALF_SHARED = 112 << 10
-"""Bytes of shared memory per program that let two programs of the `tiles` kernel run on one multiprocessor.
+"""Shared memory per program, in bytes, at which two programs of the `tiles` kernel fit on one multiprocessor.
 Programs of the next GEMM can then load weights while programs of the current GEMM finish."""
 
 
 def candidates(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
-    """Return the candidate plans that the kernels support for a number of rows from `BUCKETS`.
+    """Return the candidate plans that the kernels support for a row count from `BUCKETS`.
 
     hopper: whether the GPU is a Hopper GPU. On other GPUs, `tiles` kernels crash the compiler.
 
@@ -71,8 +71,8 @@ def _streams(product: Product) -> Iterable[GemmPlan]:
 
 
 def _dots(product: Product, tile: int) -> Iterable[GemmPlan]:
-    """Yield `dot` plans whose weight tiles are 128, 256 or 512 bytes wide. For GEMMs with few outputs, some
-    plans also split K."""
+    """Yield `dot` plans with weight tiles that are 128, 256 or 512 bytes wide. For GEMMs with few outputs,
+    some plans also split K."""
     bytes_256 = 256 // product.dtype.itemsize
     if product.n >= _MANY:
         for stages in (3, 4, 5):
@@ -98,8 +98,8 @@ def _dots(product: Product, tile: int) -> Iterable[GemmPlan]:
 
 
 def _tiles(product: Product, tile: int) -> Iterable[GemmPlan]:
-    """Yield `tiles` plans whose weight tiles are 64 rows by 128 or 256 bytes, or 128 rows by 128 bytes. Each
-    plan has the largest number of stages with which two programs fit on a multiprocessor."""
+    """Yield `tiles` plans with weight tiles of 64 rows by 128 or 256 bytes, or of 128 rows by 128 bytes. Each
+    plan has as many stages as possible while two programs still fit on a multiprocessor."""
     for block_n, columns in ((64, 128), (64, 256), (128, 128)):
         plan = GemmPlan("tiles", tile, block_n, columns // product.dtype.itemsize, block_n // 16)
         plan = replace(plan, stages=HALF_SHARED // shared_bytes(plan, product))

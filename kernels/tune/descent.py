@@ -2,9 +2,9 @@
 
 A plan that is fast on its own may be slow within a layer. With programmatic dependent launch (PDL), each
 linear loads weights while the previous kernel finishes, so neighbouring kernels compete for the
-multiprocessors. Therefore the search changes the plan of one linear at a time, and keeps the new plan only if
-the *layer* becomes faster. The search stops after a round with almost no gain. It finds a local minimum, so
-it is run from several starting points.
+multiprocessors. The search therefore changes the plan of one linear at a time, and keeps the new plan only if
+the *layer* becomes faster. It stops after a round with almost no gain. It finds only a local minimum, so it
+is run from several starting points.
 
 The measurement function is a parameter, so this module needs no GPU.
 """
@@ -21,21 +21,21 @@ from kernels.triton.linear_table import Product
 Choice = Mapping[Product, GemmPlan | None]
 """The plan of each linear. None selects the library's GEMM."""
 Compare = Callable[[Sequence[Choice]], list[float]]
-"""Function that measures choices in interleaved runs. It returns the layer's microseconds with each choice,
-or infinity for a choice that cannot run."""
+"""Function that measures choices in interleaved runs. It returns the layer's time with each choice, in
+microseconds, or infinity for a choice that cannot run."""
 Replay = Callable[[Sequence[int]], list[float]]
-"""Function that executes the runners with the given indices, in this order, and returns the microseconds of
-each execution."""
+"""Function that executes the runners with the given indices, in this order, and returns the time of each
+execution in microseconds."""
 
 ENOUGH = 0.003
-"""Minimum relative gain. The search stops after a round whose gain is smaller. If the total gain is smaller,
+"""Minimum relative gain. The search stops after a round with a smaller gain. If the total gain is smaller,
 the original choice is kept."""
 NOISE = 0.001
-"""Expected relative difference between two medians of the same choice in interleaved runs."""
+"""Expected relative difference between two medians of the same choice, measured in interleaved runs."""
 
 _SCREENING, _MORE = 4, 12
-"""Number of rounds that include all runners, and number of additional rounds for runners whose time is close
-to the fastest."""
+"""Number of rounds with all runners, and number of additional rounds with only the runners that are almost as
+fast as the fastest."""
 _NEAR = 0.015
 
 
@@ -86,8 +86,8 @@ def descend(start: Choice, options: Mapping[Product, Sequence[GemmPlan | None]],
 def search(
     starts: Sequence[Choice], options: Mapping[Product, Sequence[GemmPlan | None]], compare: Compare
 ) -> tuple[Choice, float, float]:
-    """Run a descent from each starting point. Return the fastest local minimum, its microseconds, and the
-    microseconds of the first starting point. The first starting point must be the current choice, which is
+    """Run a descent from each starting point. Return the fastest local minimum, its time, and the time of the
+    first starting point, both in microseconds. The first starting point must be the current choice, which is
     kept unless a minimum is faster by more than ENOUGH."""
     found: list[Choice] = [starts[0]]
     for start in starts:

@@ -1,9 +1,9 @@
 """Searches for the fastest plans of the two GEMMs of mixture-of-experts layers.
 
 A layer is timed as a whole: norm, router, experts and residual. The search first varies the plan of one GEMM
-while the other keeps its rule-based plan, and then times the best plans of both together. Experts of few and
-of many tokens have different kernels (`kernels.triton.experts_plans`); some numbers of tokens are searched
-with both.
+while the other keeps its rule-based plan, and then times the best plans of both together. There are different
+kernels for few and for many tokens (`kernels.triton.experts_plans`). For some token counts, the search tries
+both.
 """
 
 from __future__ import annotations
@@ -24,38 +24,39 @@ from kernels.triton.linear_table import ExpertsEntry
 from kernels.tune.graphs import Graphs
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Numbers of tokens that the tuner measures. Other numbers use the next larger entry."""
+"""Token counts that the tuner measures. Other counts use the next larger entry."""
 
 MAX_ERROR = 1e-2
 """Maximum relative error ‖out − ref‖ / ‖ref‖ of plans. FP8 plans reach 4e-3."""
 
 _LAYERS = 8
-"""Number of layers in a captured graph. Their tokens are different, so they read different experts."""
+"""Number of layers in a captured graph. The layers have different tokens, so they read different experts."""
 
 _COPIES = 2
-"""Number of copies of the experts. Together with different choices, no weight is in the L2 cache when it is
-read."""
+"""Number of copies of the experts. Because of the copies and the different choices, no weight is in the L2
+cache when it is read."""
 
 _REPLAYS = 5
 """Number of timed replays of a graph. The minimum is used."""
 
 _FINALISTS = 3
-"""Number of plans of each GEMM that are timed together with the best plans of the other GEMM."""
+"""Number of plans per GEMM that are timed together with the best plans of the other GEMM."""
 
 _NOISE = 0.005
 """Relative difference below which the rule-based plans are kept."""
 
 _GEMV_UP_TO, _DOT_UP_TO, _GROUPED_FROM = 4, 64, 16
-"""Numbers of tokens for which each kernel variant is tried."""
+"""Token counts for which each kernel variant is tried."""
 
 _MAX_SUMS = 160
-"""Maximum number of a thread's registers for the sums of a tile. More would leave too few registers."""
+"""Maximum number of registers per thread for the sums of a tile. More would leave too few for everything
+else."""
 
 EPS = 1e-6
 
 Report = Callable[[str], None]
 Timed = list[tuple[LayerPlans, float]]
-"""Plans and the microseconds of a layer, the fastest first."""
+"""Plans and the time of a layer in microseconds, the fastest first."""
 
 
 class ExpertsChain:
@@ -82,14 +83,15 @@ class ExpertsChain:
             self._compute(x, self._layers[index % _COPIES], plans)
 
     def microseconds(self, plans: LayerPlans) -> float:
-        """Return the microseconds of one layer. Exceptions from launches propagate."""
+        """Return the time for one layer in microseconds. Exceptions from launches propagate."""
         assert self._graphs is not None
         graph = self._graphs.capture(lambda: self.run(plans))
         return min(self._graphs.microseconds([graph], [0] * _REPLAYS)) / _LAYERS
 
     def error(self, plans: LayerPlans) -> float:
         """Return the relative error of a layer's result, compared with the reference implementation for the
-        same choices. Experts with almost equal logits may be chosen differently."""
+        same choices. The choices are shared because the two might choose differently among experts with
+        almost equal logits."""
         x, layer = self._inputs[0], self._layers[0]
         activation, found = self._compute(x, layer, plans)
         rows = reference.rms_norm(x, self._gain, EPS).repeat_interleave(layer.top_k, dim=0)
@@ -118,7 +120,7 @@ class ExpertsChain:
     def _weight(self, count: int, rows: int, columns: int) -> Weight:
         if self.shape.dtype == self._dtype:
             return self._random(count, rows, columns, scale=columns**-0.5)
-        # Values of e4m3 are converted one expert after another, because wider values need more memory.
+        # e4m3 weights are converted one expert at a time, because the converted weights need more memory.
         values = torch.empty((count, rows, columns), dtype=self.shape.dtype, device=self.device)
         for expert in values if self.device.type != "meta" else ():
             expert.copy_(self._random(rows, columns, scale=100.0).clamp_(-448, 448))
@@ -131,13 +133,14 @@ class ExpertsChain:
 
 
 def search(chain: ExpertsChain, shared_bytes: int, report: Report) -> ExpertsEntry:
-    """Return the fastest plans of a layer, and report the three fastest ones and those of the rules."""
+    """Return the fastest plans of a layer. Report the three fastest pairs of plans, and the rule-based
+    pair."""
     tried = families(chain.shape, chain.tokens, shared_bytes)
     timed = [timing for family in tried for timing in _best(chain, family)]
     timed.sort(key=lambda one: one[1])
     timed = [(plans, us) for plans, us in timed if chain.error(plans) < MAX_ERROR]
     rule = rules(chain.shape, chain.tokens, shared_bytes)
-    # Clocks drift, so the finalists and the rules are timed again.
+    # Clocks drift, so time the finalists and the rule-based plans again.
     again = _time(chain, [rule, *(plans for plans, _ in timed[:_FINALISTS])], rounds=3)
     rule_us = dict(again)[rule]
     best, us = again[0]
@@ -161,7 +164,8 @@ def rules(shape: ExpertsShape, tokens: int, shared_bytes: int) -> LayerPlans:
 
 
 class Family:
-    """Candidates of both GEMMs that can be combined, and the plans from which the search starts."""
+    """Candidates for both GEMMs that can be combined with each other, and the plans from which the search
+    starts."""
 
     def __init__(self, ups: Sequence[ExpertsPlan], downs: Sequence[ExpertsPlan], start: LayerPlans) -> None:
         self.ups, self.downs, self.start = ups, downs, start
@@ -174,7 +178,7 @@ class Family:
 
 
 def families(shape: ExpertsShape, tokens: int, shared_bytes: int) -> list[Family]:
-    """Return the candidates for a number of tokens: those of few tokens, of many tokens, or both."""
+    """Return the candidates for a number of tokens: those for few tokens, those for many tokens, or both."""
     found = []
     up, down = (2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate)
     if tokens <= _DOT_UP_TO:
@@ -223,7 +227,7 @@ def _many(shape: ExpertsShape, tokens: int, n: int, k: int, shared_bytes: int) -
             plan = ExpertsPlan("grouped", row, block_n, width // size, warps, stages, programs)
             used = plan.programs * plan.stages * (block_n + row) * width
             sums = row * block_n // (32 * warps)
-            # Programs that use less than half of the shared memory have too few bytes in flight.
+            # Programs that use less than half of the shared memory keep too few bytes in flight.
             if sums <= min(_MAX_SUMS, plan.max_registers - 40) and 2 * used >= shared_bytes:
                 plans.append(plan)
     return [plan for plan in plans if problem(plan, tokens, shape, n, k, shared_bytes) is None]

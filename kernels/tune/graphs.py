@@ -1,5 +1,5 @@
-"""Measures the run time of CUDA graphs, alone or interleaved. With interleaved runs, clock drift does not
-favour one graph."""
+"""Measures the run time of CUDA graphs, alone or interleaved. Interleaving prevents clock drift from
+favouring one graph."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Graphs:
         return graph
 
     def microseconds(self, graphs: Sequence[torch.cuda.CUDAGraph], order: Sequence[int]) -> list[float]:
-        """Return the microseconds of each replay. `order` contains the indices of the graphs to replay. The
-        first graph is replayed once beforehand, without being timed."""
+        """Return the time of each replay in microseconds. `order` contains the indices of the graphs to
+        replay. The first graph is replayed once beforehand, untimed."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             events = [torch.cuda.Event(enable_timing=True) for _ in range(len(order) + 1)]
@@ -59,7 +59,7 @@ class Graphs:
 
 
 def graph_microseconds(run: Callable[[], object]) -> float:
-    """Return the median microseconds of one replay of `run`, captured in a CUDA graph."""
+    """Return the median time, in microseconds, of one replay of `run` captured in a CUDA graph."""
     graphs = Graphs()
     # The first timed replay is not representative, so it is dropped.
     times = graphs.microseconds([graphs.capture(run)], [0] * (_REPLAYS + 1))[1:]

@@ -34,7 +34,7 @@ _NOISE = 0.002
 Report = Callable[[str], None]
 Microseconds = Callable[[GemmPlan | None], float]
 Timed = list[tuple[GemmPlan | None, float]]
-"""Plans and their microseconds, the fastest first. The plan None is the library's GEMM."""
+"""Plans and their times in microseconds, the fastest first. The plan None is the library's GEMM."""
 
 
 class Chain(Protocol):
@@ -45,8 +45,8 @@ class Chain(Protocol):
     """The linears that look up their plan in the table. Linears that write the residual are listed first."""
 
     def microseconds(self, table: Table, without: Product | None = None) -> float:
-        """Return the microseconds of one layer with the plans of `table`. If `without` is given, that
-        linear's operations are omitted. Exceptions from launches propagate."""
+        """Return the time for one layer with the plans of `table`, in microseconds. If `without` is given,
+        that linear's operations are omitted. Exceptions from launches propagate."""
 
     def error(self, table: Table, rows: int) -> float:
         """Return the largest relative error ‖out − ref‖ / ‖ref‖ of any operation on `rows` rows with the
@@ -56,7 +56,7 @@ class Chain(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The result of the search for one linear and one number of rows."""
+    """The result of the search for one linear and one row count."""
 
     product: Product
     rows: int
@@ -98,8 +98,8 @@ def search(chain: Chain, known: Table, report: Report, hopper: bool) -> list[Mea
 def measure_entries(
     chain: Chain, plans: Choice, products: Iterable[Product]
 ) -> dict[Product, tuple[PlanEntry, float]]:
-    """For each linear in `products`, return its table entry and the layer's microseconds without that linear.
-    The entry contains the microseconds that the linear adds to a layer with `plans`."""
+    """For each linear in `products`, return its table entry and the layer's time without that linear, in
+    microseconds. The entry contains the time that the linear adds to a layer with `plans`."""
     found = {}
     layer_us = _least(chain, plans)
     for product in products:
@@ -110,8 +110,8 @@ def measure_entries(
 
 
 def is_right(chain: Chain, product: Product, plan: GemmPlan | None, hopper: bool) -> bool:
-    """Return whether a plan's results match the reference implementation, for the chain's number of rows and
-    for about half of it. The library's GEMM is not checked. Exceptions from launches propagate."""
+    """Return whether a plan's results match the reference implementation, for the chain's row count and for
+    about half of it. The library's GEMM is not checked. Exceptions from launches propagate."""
     if plan is None:
         return True
     table = check_table(chain, product, plan, hopper)
@@ -145,7 +145,7 @@ def table_of(plans: Mapping[Product, GemmPlan | None], rows: int) -> Table:
 
 
 def is_known(known: Table, products: Iterable[Product], rows: int) -> bool:
-    """Return whether a table has an entry with exactly this number of rows for every linear."""
+    """Return whether a table has an entry with exactly this row count for every linear."""
     return all(rows in known.products.get(product, {}) for product in products)
 
 
@@ -185,7 +185,7 @@ def _time(plans: Sequence[GemmPlan | None], us: Microseconds, rounds: int = 1) -
 
 
 def _prefer(plan: GemmPlan | None, timed: Timed) -> GemmPlan | None:
-    """Return the fastest plan, or `plan` if the difference is within the measurement noise, so that a table
+    """Return the fastest plan, or `plan` if the difference is within the measurement noise. A table then
     changes only for a real gain."""
     return plan if dict(timed).get(plan, math.inf) <= timed[0][1] * (1 + _NOISE) else timed[0][0]
 

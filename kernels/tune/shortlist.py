@@ -15,13 +15,13 @@ from kernels.tune.descent import Choice
 from kernels.tune.search import rule_plans
 
 Tried = Mapping[tuple[str, int], Sequence[GemmPlan | None]]
-"""The plans that a search tried, the fastest first, by linear (as text) and number of rows."""
+"""The plans that a search tried, the fastest first, keyed by linear (as text) and row count."""
 
 _PROGRAMS = 200
 """Target number of programs of a `tiles` plan. The fastest `tiles` plans on an H200 had 128 to 256 programs,
 one or two per multiprocessor."""
 _LIBRARY_FROM = 32
-"""Minimum number of rows for which the library's GEMM may be the fastest."""
+"""Minimum row count at which the library's GEMM may be the fastest."""
 
 
 def read_tried(path: Path) -> Tried:
@@ -50,7 +50,7 @@ def starts(shipped: Choice, rows: int, hopper: bool) -> list[Choice]:
 def shortlist(
     product: Product, rows: int, hopper: bool, known: Iterable[GemmPlan | None], tried: Tried, most: int
 ) -> list[GemmPlan | None]:
-    """Return `known` and additional plans, at most `most` in total.
+    """Return `known` and additional plans, with at most `most` plans in total.
 
     If a search has tried this linear, the fastest plans that it found are added. Otherwise, `tiles` plans
     with about one wave of programs are added, and the plans most similar to a known plan.
@@ -72,7 +72,7 @@ def shortlist(
 
 
 def covering(options: Mapping[Product, Sequence[GemmPlan | None]]) -> Iterator[Choice]:
-    """Yield a set of choices that launches every kernel that any combination of these plans can launch. A
+    """Yield choices that together launch every kernel that any combination of these plans can launch. A
     linear's kernel depends on its own plan and on the shared norm that the previous linear may compute."""
     left = {product: _sharers(plans) for product, plans in options.items()}
     for block_n in dict.fromkeys(block_n for sharers in left.values() for block_n in sharers):
@@ -94,8 +94,8 @@ def _some(plans: Iterable[GemmPlan | None], most: int) -> list[GemmPlan | None]:
 
 def _tiles(product: Product, rows: int, hopper: bool) -> list[GemmPlan]:
     """Return the `tiles` candidates, ordered by tile size and then by how well they fill the GPU. For one
-    row, the candidates include plans with tiles of 8 rows, because these plans can share norms with
-    neighbouring linears and one-row plans cannot."""
+    row, the candidates include plans with tiles of 8 rows, because these can share norms with neighbouring
+    linears, whereas one-row plans cannot."""
 
     def order(plan: GemmPlan) -> tuple[int, float, int, int]:
         programs = -(-product.n // plan.block_n) * plan.split
