@@ -1,6 +1,6 @@
 """Error measures for test results, both for the whole tensor and for its worst vector. The worst vector
-matters because a norm over two thousand tokens with 32 heads each would hide a single wrong head of one
-token."""
+matters because a single wrong head of one token would be invisible in a norm over two thousand tokens with 32
+heads each."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_worst(
     found: torch.Tensor, torchs: torch.Tensor, exact: torch.Tensor, roundings: float = 0.5
 ) -> None:
     """Assert the bound of `check_as_torch` for the worst vector only. torch's worst vector may be a different
-    one, because the error of a vector that sums only a few terms varies by chance."""
+    vector, because the error of a sum of only a few terms varies by chance."""
     more = roundings * torch.finfo(found.dtype).eps / 4
     off, bound = worst_error(found, exact), 2 * worst_error(torchs, exact) + more
     if not off <= bound:

@@ -139,8 +139,8 @@ LENS = {
     "padding only": [0, 0],
 }
 WINDOWED = {"one page", "three pages", "ragged", "one is much longer"}
-"""Names of the batches that are tested with every window. Each of the other batches is tested with at most
-one window. That window ends inside a sequence."""
+"""Names of the batches that are tested with every window. Other batches are tested with at most one window,
+which ends inside a sequence."""
 BATCHES = [
     *((name, None) for name in LENS),
     *((name, window) for name in LENS if name in WINDOWED for window in (1, 50, 64, 100)),
@@ -150,8 +150,7 @@ BATCHES = [
 
 @dataclass
 class New:
-    """A batch whose new tokens are not in the cache yet. The last block of each sequence is used by no other
-    sequence."""
+    """A batch with new tokens that are not in the cache yet. No two sequences share a last block."""
 
     case: Case
     qkv: torch.Tensor
@@ -166,8 +165,8 @@ class New:
         return replace(case, q=self.qkv).run(**options)
 
     def expected_case(self, dtype: torch.dtype | None = None) -> Case:
-        """Return the case after the reference implementation has run, in `dtype` or, if it is None, in the
-        case's own dtypes."""
+        """Return the case after the reference implementation has run in `dtype` or, if `dtype` is None, in
+        the case's own dtypes."""
         case = self.case
         there = case.lens > 0
         dtype = dtype or case.keys.dtype

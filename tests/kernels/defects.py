@@ -130,7 +130,7 @@ _PREFILL = [
         'scores = tl.where(seen, scores, float("-inf"))',
         "scores = tl.where(seen, scores, _LOWEST)",
         "error and mixed",
-        interpreted=False,  # the compiler's fused operation rounds scores before computing their maximum
+        interpreted=False,  # the interpreter does not fuse the multiplication and the subtraction
     ),
     Defect(
         "KV heads overlap in the queries",

@@ -161,7 +161,7 @@ _EXPERTS_FEW = [
         "most = tl.max(tl.abs(whole), axis=1)",
         "most = tl.max(tl.abs(whole), axis=1) * 0.25",
         "few",
-        interpreted=False,  # in the interpreter, quantised values do not saturate
+        interpreted=False,  # quantised values do not saturate in the interpreter
     ),
     Defect(
         "dot: only the first choice of all is computed",

@@ -4,7 +4,7 @@ compute-sanitizer.
     python -m tests.kernels.exercise decode prefill
 
 Tensors are exactly as large as needed, and block-table entries after the end of a sequence name nonexistent
-blocks. Results must be finite; other tests check that they are correct. Without a GPU, the kernels run in the
+blocks. Results must be finite. Other tests check that they are correct. Without a GPU, the kernels run in the
 interpreter, in float32 and without the features that it does not support.
 """
 
@@ -62,8 +62,8 @@ def decode() -> None:
 
 
 def prefill() -> None:
-    """Run prefill attention on chunks whose context crosses block boundaries, with and without a window. FP8
-    pages are tested in two ways: read directly, and expanded first."""
+    """Run prefill attention on chunks with a context that crosses block boundaries, with and without a
+    window. FP8 pages are tested in two ways: read directly, and expanded first."""
     chunks = [(0, 65), (200, 33), (0, 1), (127, 130)]
     for window in (None, 100):
         case = prefill_cases.make(chunks, 6, 2, 64, window, dtype=DTYPE, device=DEVICE.type)
@@ -75,9 +75,9 @@ def prefill() -> None:
 
 
 def prefill_hopper() -> None:
-    """Run Hopper's prefill attention on chunks whose context crosses boundaries of blocks and of groups of
-    128 keys, with more tiles than programs. Keys and values are read from pages, and then from the scratch
-    pool."""
+    """Run Hopper's prefill attention on more tiles than programs, on chunks with a context that crosses
+    boundaries of blocks and of groups of 128 keys. Keys and values are read from pages, and then from the
+    scratch pool."""
     if not HOPPER:
         return
     for chunks, heads, kv_heads in (("several chunks", 4, 2), ("across blocks of keys", 3, 3)):
@@ -134,8 +134,8 @@ def multiply() -> None:
 
 def mix() -> None:
     """Run the routers and every kernel of experts, in the model's dtype and in FP8. Sizes are not multiples
-    of a tile, and there are several blocks to sort. Some experts are chosen by no token, and some by every
-    token, and some experts are on other ranks."""
+    of a tile, and there are several blocks to sort. Some experts are chosen by no token, some by every token,
+    and some are on other ranks."""
     values = E4M3 if ON_GPU else None
     for case in route_cases.CASES[:2]:
         made = route_cases.Case(*case, DTYPE)
@@ -164,7 +164,7 @@ def mix() -> None:
 
 def ship(dtype: torch.dtype) -> None:
     """Run every shipped plan for weights of type `dtype`, with all fused operations. The interpreter runs
-    only one plan of each form, because it ignores the numbers of stages and warps."""
+    only one plan of each form, because it ignores stages and warps."""
     plans = [one for one in shipped_plans() if one.dtype == dtype]
     if not ON_GPU:
         plans = list(
@@ -221,8 +221,8 @@ def embed() -> None:
 
 
 def exchange() -> None:
-    """Run the collectives over peer memory on one GPU, which takes the role of each rank in rotation. Before
-    each call, all words for that rank's arena have already arrived, so no call has to wait."""
+    """Run the collectives over peer memory on one GPU, which takes the role of each rank in turn. Before each
+    call, all words for that rank's arena have already arrived, so no call has to wait."""
     if not HOPPER:
         return
     # Import these modules here, because Gluon kernels cannot be interpreted on a CPU.

@@ -71,7 +71,7 @@ class Interpreted:
 
     def _stand_in(self, value: Any) -> Any:
         """Return the replacement for a global variable of the kernel's module. A kernel is replaced by its
-        Python function, whose globals are replaced too."""
+        Python function, and that function's globals are replaced too."""
         if isinstance(value, gl.constexpr):
             return value.value
         if id(value) in self._stand_ins or not isinstance(value, JITFunction):
@@ -87,7 +87,7 @@ class Interpreted:
 class _Pointer:
     base: torch.Tensor
     own: torch.Tensor
-    """Mask of the elements that belong to the tensor, over the memory that the tensor spans."""
+    """Mask over the memory that the tensor spans, which selects the elements of the tensor."""
     offset: Any = 0
 
     @classmethod
@@ -219,8 +219,8 @@ class _Language:
         barrier.init(count)
 
     def arrive(self, barrier: Barrier, *, count: int = 1, pred: Any = True) -> None:
-        """Arrive at a barrier from one thread. Of the events of other warps, this thread knows only those
-        that were ordered before it by an earlier barrier."""
+        """Arrive at a barrier from one thread. This thread knows the events of other warps only if an earlier
+        barrier ordered them before it."""
         if pred:
             self.program.pause()
             barrier.arrive(count, self.program.current.known)

@@ -2,11 +2,11 @@
 products.
 
 Each partition is a Python thread, and so is the copy engine. Only one thread runs at a time, and a seed
-selects the next thread at every asynchronous operation. Nevertheless, a race is found even if the thread
-order that ran does not expose it. Every copy and product is an event, and each partition tracks the set of
-events that happened before its current point. Arrivals and waits at barriers pass these sets on
-(happens-before, Lamport 1978). Two kinds of access are faults: a read that is not ordered after the write of
-its data, and a write that is not ordered after earlier reads of the same memory.
+selects the next thread at every asynchronous operation. Nevertheless, a race is found even if the executed
+order does not expose it. Every copy and product is an event, and each partition tracks the set of events that
+happened before its current point. Arrivals and waits at barriers pass these sets on (happens-before, Lamport
+1978). Two kinds of access are faults: a read that is not ordered after the write of its data, and a write
+that is not ordered after earlier reads of the same memory.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 GRANULE = 512
-"""Number of shared-memory elements whose reads and writes are tracked together. For 16-bit elements, this is
-the size of eight rows, after which a swizzle repeats."""
+"""Reads and writes are tracked in units of this many shared-memory elements. For 16-bit elements, this is the
+size of eight rows, after which a swizzle repeats."""
 
 
 class Fault(Exception):
@@ -66,8 +66,8 @@ class UnfinishedProduct:
 
 
 class Barrier:
-    """An mbarrier. It tracks the arrivals and bytes that are missing from its current phase, and the events
-    known to the threads that have arrived."""
+    """An mbarrier. It tracks the arrivals and bytes that its current phase still lacks, and the events known
+    to the threads that have arrived."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -262,7 +262,7 @@ class Program:
             parent.known |= child.known
 
     def pause(self, ready: Callable[[], bool] = lambda: True, waits_for: Callable[[], str] = str) -> None:
-        """Let any partition or the copy engine run. Returns when this partition is ready and has been
+        """Let another partition or the copy engine run. Returns when this partition is ready and has been
         selected again."""
         self.current.ready, self.current.waits_for = ready, waits_for
         self._pass_on(self.current)

@@ -4,7 +4,7 @@ the CPU, over memory that delivers words late.
 The kernels' Python code runs on numpy arrays, with one thread for each program of each rank. Only one thread
 runs at a time, selected by a seed. Words that a rank stores in a peer's arena stay in flight until they are
 delivered, at times and in an order that the seed determines. Ranks run ahead of each other as far as the
-kernel permits. The inline assembly and the threads inside a program are not modelled.
+kernel allows. The inline assembly and the threads inside a program are not modelled.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Compiles Hopper's prefill attention. Prints, as JSON, the order of its computations and waits, and Triton's
-dispatch of work to its warps. Runs in a separate process, like `launches_of_serving`."""
+"""Compiles Hopper's prefill attention. Prints, as JSON, the order of its computations and waits, and how
+Triton dispatches work to its warps. Runs in a separate process, like `launches_of_serving`."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ class Shipped:
 
     @property
     def cases(self) -> list[tuple[int, int]]:
-        """Return pairs of row count and K to test. Each use of the plan covers a range of row counts, so its
-        largest and its smallest row count are included. The smallest is one more than half of the largest."""
+        """Return the pairs of row count and K to test. Each use of the plan covers a range of row counts, and
+        the largest and smallest of these are included. The smallest is one more than half of the largest."""
         return sorted({(rows, k) for most, k in self.uses for rows in (most, most // 2 + 1)})
 
     @property
@@ -69,8 +69,8 @@ class Product:
         self, shipped: Shipped, rows: int, k: int, silu: bool, dtype: torch.dtype = torch.bfloat16
     ) -> None:
         self.plan, self.silu = shipped.plan, silu
-        # The result has two and a half tiles. In one-row plans, tiles are so narrow that results may start at
-        # any alignment.
+        # The result has two and a half tiles. The tiles of one-row plans are so narrow that results may start
+        # at any alignment.
         n = 96 if silu and not self.plan.tiled else self.plan.block_n * 5 // 2
         extras = ("norm", "bias", "silu" if silu else "residual")
         if shipped.dtype == FP8:

@@ -1,5 +1,5 @@
-"""Tests that kernels are compiled only once, into Triton's cache, and that the GPU for which they are
-compiled need not be present."""
+"""Tests that kernels are compiled only once, into Triton's cache, and that compilation does not need the
+target GPU."""
 
 from __future__ import annotations
 

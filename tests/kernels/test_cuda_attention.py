@@ -20,7 +20,7 @@ BLOCKS, COLUMNS = 24, 3
 
 @dataclass
 class Pass:
-    """A pass over sequences whose slots are 0, 1, and so on. Slot r has blocks 3r to 3r + 2. Each of `tokens`
+    """A pass over sequences in slots 0, 1, and so on. Slot r has blocks 3r to 3r + 2. Each entry of `tokens`
     is a pair of slot and position. Attention is computed only for the tokens at `ends`."""
 
     tokens: list[tuple[int, int]]

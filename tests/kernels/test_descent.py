@@ -50,8 +50,8 @@ def test_a_descent_runs_rounds_until_one_gains_next_to_nothing() -> None:
 
     timer = Timer(us)
     assert descend({"a": A, "b": A}, {"a": [A, B], "b": [A, B]}, timer) == {"a": B, "b": B}
-    # Each linear is tried twice, and two changes are confirmed. The descent then stops, because neither
-    # linear's plan has changed.
+    # Each linear is tried twice, and two changes are confirmed. The descent then stops, because no plan has
+    # changed since.
     assert [len(asked) for asked in timer.asked] == [2, 2, 2, 2, 2, 2]
     little = Timer(lambda choice: 100.0 - 0.12 * sum(plan == B for plan in choice.values()))
     descend({"a": A, "b": A}, {"a": [A, B, C], "b": [A, B, C]}, little)

@@ -1,6 +1,6 @@
 """Tests that decode attention over an FP8 cache of 65,536 tokens stays within a derived error bound.
 
-Only tests on a GPU check the bound at that length and in bfloat16. In the interpreter, the kernel runs with
+Only tests on a GPU check the bound at that length and in bfloat16. In the interpreter, the kernel runs on
 2,048 tokens.
 
 The exact result is attention over the cache's values in float64. For each element of the output, with N
@@ -42,7 +42,7 @@ SCALE = HEAD_DIM**-0.5
 
 @dataclass
 class Sequence:
-    """The query of one sequence, and its cache, whose blocks are in random order."""
+    """The query of one sequence, and its cache with blocks in random order."""
 
     q: torch.Tensor
     """Query: [1, heads, HEAD_DIM]."""

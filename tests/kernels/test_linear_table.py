@@ -1,5 +1,5 @@
-"""Tests that the right kernel is chosen for a GEMM: from the table, by rules for shapes without an entry, and
-with invalid tables."""
+"""Tests that the right kernel is chosen for a GEMM, from the table or, for shapes without an entry, by rules,
+and that invalid tables are refused."""
 
 from __future__ import annotations
 

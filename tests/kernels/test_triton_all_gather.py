@@ -1,4 +1,4 @@
-"""Tests of the all-gather and of the choice of the best token. The simulated ranks receive words late, run
+"""Tests of the all-gather and of the selection of the best token. The simulated ranks receive words late, run
 ahead of each other, and share arenas with all-reduces."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def best_of(chosen: random.Random, numbers: np.random.Generator, world: int) -> 
 
 
 def best_wanted(call: Best) -> np.ndarray:
-    """Return the result that `engine.parallel.Ranks.best` should have. It is the id of the largest value (the
+    """Return the expected result of `engine.parallel.Ranks.best`. It is the id of the largest value (the
     first one if there are several), or BAD_TOKEN if that value is not finite. NaN counts as larger than any
     number."""
     found = []

@@ -116,7 +116,7 @@ def make(
     blocks: int = 24,
     seed: int = 0,
 ) -> Case:
-    """Make chunks, given as (context, count), over shared random blocks. Three tokens in front of the chunks
+    """Make chunks, given as (context, count), over shared random blocks. The three tokens before the chunks
     belong to no chunk."""
     random_ = torch.Generator().manual_seed(seed)
 
@@ -302,8 +302,8 @@ def test_the_error_is_at_most_twice_that_of_torch(
     caches), plus half a rounding error of the result. The bound applies to the whole tensor and to the worst
     token and head.
 
-    With some windows, there are rows that attend to none of the keys in some of their tile's pages. Several
-    head sizes are tested, because the rounding of the product with the scale depends on the head size.
+    With some windows, a row may attend to none of the keys in one of its tile's pages. Several head sizes are
+    tested, because the rounding of the product with the scale depends on the head size.
     """
     case = make(GPU_CHUNKS[chunks], *shape, window, dtype=dtype, device="cuda", blocks=90)
     case = _fp8(case) if fp8 else case

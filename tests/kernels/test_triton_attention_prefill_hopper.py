@@ -48,13 +48,13 @@ CHUNKS = {
 }
 SMALL = [*cases.CHUNKS, "across blocks of keys", "two blocks of keys"]
 GROUPS = [(8, 8), (16, 8), (8, 1), (16, 1), (32, 1), (64, 1)]
-"""Numbers of heads and KV heads to test in addition to (32, 8)."""
+"""Head and KV head counts to test in addition to (32, 8)."""
 BF16, F16 = torch.bfloat16, torch.float16
 
 
 def make(chunks: str, heads: int = 32, kv_heads: int = 8, dtype: torch.dtype = BF16) -> Case:
-    """Make a case in which every block that must not be read contains NaN. In the block table, such a block
-    follows the blocks of each sequence."""
+    """Make a case in which every block that must not be read contains NaN. In the block table, the blocks of
+    each sequence are followed by one of these blocks."""
     case = cases.make(CHUNKS[chunks], heads, kv_heads, 128, dtype=dtype, device=DEVICE, blocks=90)
     last = len(case.keys)
     unread = torch.ones(last + 1, dtype=torch.bool, device=DEVICE)
@@ -361,7 +361,7 @@ ORDERS = {
 def test_a_wrong_order_is_detected(
     order: str, seed: int, tmp_path: Path, interpreted: Callable[..., None]
 ) -> None:
-    """Each defect is detected whatever order the partitions run in. On a GPU, a defect might go unnoticed for
+    """Each defect is detected in whatever order the partitions run. On a GPU, a defect might go unnoticed for
     years."""
     right, wrong, fault = ORDERS[order]
     defect = Defect(order, "attention_prefill_hopper.py", right, wrong, "")

@@ -50,7 +50,7 @@ class Case:
         self.router[experts - 1] = self.router[0]
         self.top_k = top_k
         self.live = torch.arange(tokens, device=DEVICE) % 4 - 1
-        """Negative numbers mark padding, whose choices are not counted: [tokens] int64."""
+        """Negative numbers mark padding, which is not counted: [tokens] int64."""
 
     def run(
         self,
@@ -86,7 +86,7 @@ def _check(case: Case, found: routes.Routed, normalised: bool) -> None:
     assert (best[:, 1:] <= best[:, :-1] + near).all()
     others = logits.scatter(1, chosen, -torch.inf)
     assert (others.max(dim=1).values <= best[:, -1] + near).all()
-    # Experts whose router rows are equal are chosen in the order of their ids.
+    # Experts with equal router rows are chosen in the order of their ids.
     same = (case.router == case.router[0]).all(dim=1)
     taken = same[chosen]
     expected = same.nonzero().flatten()[(taken.cumsum(dim=1) - 1).clamp(min=0)]

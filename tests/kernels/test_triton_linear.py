@@ -100,7 +100,7 @@ class Case:
         return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * self.norm.double()
 
     def half_normed(self, parts: int) -> DeferredNorm:
-        """Return the deferred norm of x as the preceding GEMM would write it: `parts` partial sums of
+        """Return the deferred norm of x as the preceding GEMM would write it, with `parts` partial sums of
         squares, followed by poison values."""
         assert self.norm is not None
         squares = torch.full((parts + 3, len(self.x)), POISON, device=DEVICE)[:parts]
@@ -169,8 +169,8 @@ def _quantised(case: Fp8Case) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x after the norm and quantisation.
 
     For several rows, use the quantisation kernel that the GEMM launches first, and compare it with the
-    reference here. The reference's values could not be used, because the last bit of a row's largest value
-    affects how many other values are rounded.
+    reference here. The reference's values are not used, because the last bit of a row's largest value affects
+    how many other values are rounded.
     """
     expected, expected_scales = reference.quantise_fp8(case.normed())
     if case.norm is None or len(case.x) == 1:

@@ -39,8 +39,8 @@ SHAPES: list[tuple[int, int, tuple[str, ...], GemmPlan]] = [
 
 
 def plan_for(shape: tuple[int, int, tuple[str, ...], GemmPlan], rows: int, dtype: torch.dtype) -> GemmPlan:
-    """Return a shape's plan, for tokens padded to 8, 16, 32 or 64. A step of its pipeline has the same number
-    of bytes for every dtype."""
+    """Return a shape's plan, for tokens padded to 8, 16, 32 or 64. A pipeline step has the same number of
+    bytes for every dtype."""
     plan = shape[-1]
     padded = next(most for most in (8, 16, 32, 64) if rows <= most)
     return replace(plan, rows=padded, block_k=plan.block_k * 2 // dtype.itemsize)
@@ -72,8 +72,8 @@ def test_weights_are_requested_before_the_wait_and_x_after_it(kernels: dict[str,
 
 def test_loads_of_a_shared_norm_overlap_with_the_gemm(kernels: dict[str, Any]) -> None:
     def loads(name: str) -> tuple[int, int, int]:
-        """Return three numbers of loads: before the wait, between the wait and the first product, and after
-        the first product."""
+        """Return the number of loads before the wait, between the wait and the first product, and after the
+        first product."""
         events = kernels[name]["events"]
         wait, product = events.index("wait"), events.index("product")
         return tuple(part.count("load") for part in (events[:wait], events[wait:product], events[product:]))

@@ -234,10 +234,10 @@ def test_the_error_of_new_tokens_is_at_most_twice_that_of_torch(
     window: int | None,
     norm: bool,
 ) -> None:
-    """The bound is the bound of `test_the_error_is_at_most_twice_that_of_torch` plus half a rounding error,
-    because queries and keys differ from the reference by single rounding errors. In the worst vector, such an
-    error may affect a large element. For the worst vector, the bound is therefore torch's error with queries
-    that are off by one rounding error."""
+    """The bound is that of `test_the_error_is_at_most_twice_that_of_torch` plus half a rounding error,
+    because queries and keys differ from the reference by single rounding errors. In the worst vector, a
+    rounding error may affect a large element. The bound for the worst vector is therefore torch's error with
+    queries that are off by one rounding error."""
     dtype, fp8 = KINDS[kind]
     made = _new_on_gpu(GPU_LENS[lens], shape, norm, dtype, fp8, window)
     expected_case = made.expected_case()
@@ -262,8 +262,8 @@ def _a_last_place_off(case: Case) -> Case:
 @needs_gpu
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 def test_new_tokens_have_the_same_bits_every_time_and_without_pdl(fp8: bool) -> None:
-    """The inputs of the decode kernel are written late by a preceding kernel. Both kernels are launched with
-    and without PDL."""
+    """A preceding kernel writes the inputs of the decode kernel late. Both kernels are launched with and
+    without PDL."""
     made = _new_on_gpu(GPU_LENS["mixed"], LLAMA, True, torch.bfloat16, fp8)
     workspace = kernel.allocate_workspace(len(made.case.lens), *LLAMA, made.qkv.device)
     source = made.qkv.clone()

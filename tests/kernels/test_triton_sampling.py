@@ -7,7 +7,8 @@ logits, the hardware's logarithm, that results with and without PDL are bitwise 
 replays the captured kernels, all with a vocabulary of realistic size.
 
 A sampled token may differ only where two scores, or a token's probability mass and the mass at the boundary,
-are closer than the stated errors. The seeds of the cases are fixed, and no case has such a difference.
+are closer together than the stated errors. The cases have fixed seeds, and none of them has such a
+difference.
 """
 
 from __future__ import annotations
@@ -205,8 +206,8 @@ def test_ties_with_the_last_kept_token_are_kept(
 
 
 def test_the_search_ends_for_any_logits() -> None:
-    """The logits cover the whole range of float32. For such logits, dividing the range by value does not
-    converge, so the search must continue by rank. Some tokens are banned."""
+    """The logits cover the whole range of float32. Dividing this range by value does not converge, so the
+    search must continue by rank. Some tokens are banned."""
     params = [Params(1.0, top_k=k, top_p=p) for k in (3, 300) for p in (0.4, 1.0)]
     logits = _logits(len(params), 3000, spread=20.0)
     logits = logits.sign() * 10 ** logits.clamp(-30, 30)

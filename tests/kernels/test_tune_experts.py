@@ -40,7 +40,8 @@ def test_every_candidate_can_be_run(sizes: tuple, dtype: torch.dtype) -> None:
 def test_the_error_of_plans_is_that_of_the_layer(
     tokens: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compute a layer in the interpreter, with its weights of choices and with other weights."""
+    """Compute a layer in the interpreter, once with the correct routing weights and once with other
+    weights."""
     shape = ExpertsShape(torch.float32, 6, 2, 64, 32, held)
     chain = tune.ExpertsChain(shape, tokens, torch.float32, torch.device("cpu"), pdl=False)
     plans = tune.rules(shape, tokens, HOPPER_SHARED)
@@ -55,8 +56,8 @@ def test_the_error_of_plans_is_that_of_the_layer(
 
 
 class Chain:
-    """A layer whose time depends on its plans only. Wide tiles of `up` and narrow tiles of `down` are fast.
-    The results of one pair of plans are wrong."""
+    """A layer with times that depend only on its plans. Wide tiles of `up` and narrow tiles of `down` are
+    fast. The results of one pair of plans are wrong."""
 
     shape = QWEN
     tokens = 8
