@@ -68,7 +68,7 @@ def main() -> None:
 
 def serve(engine: LocalEngine) -> None:
     """Send requests of all lengths and sampling variants at random times, so that steps have many different
-    numbers of tokens."""
+    token counts."""
     draw = random.Random(0)
     handle = 0
     for step in range(STEPS):

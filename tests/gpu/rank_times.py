@@ -2,9 +2,9 @@
 
     python -m tests.gpu.rank_times --gpus 4 --shape llama-3.1-70b --layers 40 --fp8 --kv-fp8
 
-For each step with a prompt, every rank has a line: the milliseconds from the moment at which rank 0 began to
-launch the step until this rank began and ended its launch, the duration of the parts of the launch, and the
-milliseconds of the step on the device.
+For each step with a prompt, there is a line per rank. It shows when the rank began and ended its launch,
+counted from the start of rank 0's launch, how long each part of the launch took, and how long the step took
+on the device. All times are in milliseconds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ PARTS = ("apply", "stage", "replay", "sample", "eager")
 
 
 class Timed:
-    """A runner that records the times of its launches. Otherwise, it is the runner that it wraps."""
+    """A runner that records the times of its launches. It forwards everything else to the runner that it
+    wraps."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

@@ -203,7 +203,7 @@ def late_rank(memory) -> None:
             torch.cuda.synchronize()
             times.append(began.elapsed_time(ended) / calls)
     if memory.arena.rank == memory.arena.world - 1:
-        # A call takes about 0.05 ms. If each rank in turn made the other ranks wait, it would take 1 ms.
+        # A call takes about 0.05 ms. It would take 1 ms if the ranks kept making each other wait.
         assert sorted(times)[2] < 0.3, times
 
 

@@ -1,5 +1,5 @@
-"""Tests, on a GPU, that a pass may compute the last layer only for the tokens whose logits are needed. Its
-results must be the same as those of a full pass."""
+"""Tests, on a GPU, that a pass may compute the last layer only for the tokens that need logits. Its results
+must be the same as those of a full pass."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def _chunk(row: int, start: int, count: int) -> Chunk:
 def test_restricting_the_last_layer_gives_the_same_rows_as_the_whole_pass(
     kv_cache_dtype: str, allowed: float
 ) -> None:
-    """Slots 0 and 1 decode in the same pass as two chunks. One of the chunks continues a prompt whose earlier
-    tokens are cached. The last layer's GEMMs have four rows instead of hundreds, so they use different
+    """Slots 0 and 1 decode in the same pass as two chunks. One of the chunks continues a prompt that is
+    already partly cached. The last layer's GEMMs have four rows instead of hundreds, so they use different
     kernels. Keys and values are computed as in a full pass."""
     made = engine("cuda", "bfloat16", kv_cache_dtype=kv_cache_dtype)
     runner = made.runner

@@ -1,5 +1,5 @@
-"""Tests of the engine on a GPU: the demo model's answers must be right, and tokens must be the same as on the
-CPU."""
+"""Tests of the engine on a GPU: the demo model's answers must be correct, and tokens must be the same as on
+the CPU."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_float32_generates_the_tokens_of_the_cpu() -> None:
 def test_bfloat16_generates_the_tokens_of_the_cpu_up_to_near_ties(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Uses the Triton kernels, so it does not run in float32, which they do not support. `scripts/quality
-    --device cuda` records the measurements."""
+    """This test uses the Triton kernels, which do not support float32, so it does not run in float32.
+    `scripts/quality --device cuda` records the measurements."""
     parity = measure("cuda")
     with capsys.disabled():
         print(f"\n{parity.summary()}")

@@ -1,5 +1,5 @@
-"""Tests that captured layers and captured halves compute the bits of eager passes. One GPU suffices, because
-a group of one rank runs the same graphs without messages to other ranks."""
+"""Tests that captured layers and captured halves give bitwise the same results as eager passes. One GPU
+suffices, because a group of one rank runs the same graphs without messages to other ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FULL, SHORT, LAYERS = 4096, 512, 12
 
 
 class LoneRank(_Single):
-    """A single rank whose passes of FULL tokens are computed in halves."""
+    """A single rank that computes passes of FULL tokens in halves."""
 
     made: PeerOverlap | None = None
 

@@ -63,7 +63,8 @@ def _loaded(folder: Path, device: str, dtype: torch.dtype, ranks: Any, fp8: bool
 
 @pytest.fixture(params=["cached", "on disk"])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The case "on disk" is simulated, because files this small are always cached."""
+    """Where the weights are read from. The case "on disk" is simulated, because files this small are always
+    cached."""
     if request.param == "on disk":
         monkeypatch.setattr(WeightFile, "_is_cached", lambda *asked: False)
 

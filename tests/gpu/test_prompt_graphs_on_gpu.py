@@ -116,15 +116,15 @@ def test_a_captured_prompt_pass_gives_the_logits_of_an_eager_one(
             allowed = max(ALLOWED, QUANTISED_APART * _apart(plain, launched))
     assert _apart(captured, launched) <= allowed
     for found, tensor in zip(cache, [t for pool in runner.steps.kv for t in pool.tensors()], strict=True):
-        # Padding must not be written to the cache, so blocks that belong to no prompt are still zero.
+        # Padding must not be written to the cache: blocks that belong to no prompt are still zero.
         assert not found[taken:].any()
         if found.dtype == torch.bfloat16:
             assert _apart(found[:taken], tensor[:taken]) <= ALLOWED
 
 
 def test_a_replay_does_not_depend_on_the_previous_one(made: LocalEngine) -> None:
-    """Replays a captured size twice, with another replay in between that has more prompts and cached tokens.
-    The logits of both replays must be bitwise equal."""
+    """Replays a captured size twice, with a replay of more prompts and cached tokens in between. The logits
+    of both replays must be bitwise equal."""
     graphs, tables = made.runner.steps.prompt_graphs, made.runner.steps.tables
     assert graphs is not None
     few, after = _plan([(0, 200)])

@@ -32,7 +32,7 @@ pytestmark = [
 ]
 
 SIZES = [size for size in (2, 4) if size <= max(2, torch.cuda.device_count())]
-"""Numbers of ranks."""
+"""Rank counts to test."""
 NEAR_TIE = 0.125
 """Maximum gap between the best score and the score of the token chosen with a different number of GPUs. The
 logits of these models have magnitudes below 8, where bfloat16 numbers are 1/32 apart. A different order of
@@ -68,7 +68,7 @@ MIXTURE = SHAPE | {
     "norm_topk_prob": True,
 }
 """Every token chooses all experts. Otherwise, the order of summation could change the choice between two
-experts with almost equal logits, and thereby the result by more than the tolerances."""
+experts with almost equal logits, and the result would then change by more than the tolerances."""
 PROMPTS = [[(7 * place + 13 * start) % 900 + 3 for place in range(5 + 30 * start)] for start in range(6)]
 REQUESTS = [
     *(SamplingParams(max_tokens=60, ignore_eos=True) for _ in range(6)),
@@ -187,7 +187,7 @@ def behind(runner: ModelRunner, sequence: list[int], token: int, params: Samplin
 
 
 def _lowest_kept(scores: torch.Tensor, params: SamplingParams) -> float:
-    """Return the score above which top-k and top-p keep a token even if all scores change by up to
+    """Return the score above which top-k and top-p keep a token even if every score changes by up to
     NEAR_TIE."""
     if not params.top_k:
         return -torch.inf
@@ -224,7 +224,8 @@ def test_several_gpus_with_both_layouts_of_experts_generate_the_tokens_of_one(
 def compare_with_one_gpu(
     spec: ReplicaSpec, changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Compare answers and forward passes on several GPUs, whose replica has `changes`, with those on one."""
+    """Compare answers and forward passes of a replica with `changes` on several GPUs with those on one
+    GPU."""
     size = changes["tensor_parallel_size"]
     on_several = structs.replace(spec, **changes)
     processes = start_ranks(size, tmp_path / "ranks", "cuda", answer_and_pass, on_several)
@@ -269,8 +270,8 @@ def fp8_passes(member: Member, spec: ReplicaSpec, quantised_rows: range) -> dict
 
 
 def test_fp8_decodes_with_fused_norms_compute_what_separate_norms_compute(tmp_path: Path) -> None:
-    """Both cases use the same scales, so results may differ only where a number lies close to the boundary
-    between two e4m3 values."""
+    """Both cases use the same scales. Results may therefore differ only where a number lies close to the
+    boundary between two e4m3 values."""
     spec = spec_of(tmp_path, 2, tensor_parallel_size=2, quantization="fp8")
     fused, separate = (
         results(

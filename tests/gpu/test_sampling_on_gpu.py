@@ -122,8 +122,8 @@ def test_batches_with_logits_processors_generate_the_tokens_of_torch(
 
 
 def test_allowed_tokens_and_bad_words_hold_while_steps_overlap(made: LocalEngine) -> None:
-    """Bans every three consecutive tokens of an answer in all later answers. The other slots have no
-    restrictions."""
+    """Bans every sequence of three consecutive tokens of an answer in all later answers. The other slots have
+    no restrictions."""
     prompts, _ = questions()
     allowed, seed = b"\x00" * 20 + b"\xff" * 30, 7
     words: set[tuple[int, ...]] = set()

@@ -39,7 +39,7 @@ def used_bytes() -> int:
 
 @pytest.fixture(autouse=True)
 def freed() -> Iterator[None]:
-    """Free the memory of earlier tests, and of this one."""
+    """Free the memory that earlier tests and this test have used."""
     gc.collect()
     torch.cuda.empty_cache()
     yield
@@ -153,7 +153,7 @@ def test_the_demo_model_gives_the_same_answers_in_fifty_rounds_that_leak_nothing
         awake = used_bytes()
         slept = made.change_memory(True)
         assert slept.asleep, slept.problem
-        # The released memory may be smaller than the weights and the cache only because of torch's other
+        # The released memory may be smaller than the weights and the cache only by the size of torch's other
         # memory.
         assert slept.freed_bytes >= made.info.weight_bytes + made.info.kv_bytes
         assert awake - used_bytes() >= made.info.weight_bytes + made.info.kv_bytes - SLACK
