@@ -318,9 +318,11 @@ class Ops(Protocol):
         in float32, and return `silu(gate) × up` of the chosen experts, as `norm_gate_up` does for one MLP.
         count: the totals to which the choices are added, or None."""
 
-    def experts_sum(self, x: ExpertActivation, experts: Experts) -> torch.Tensor:
+    def experts_sum(
+        self, x: ExpertActivation, experts: Experts, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return each token's sum of `weight × down(activation)` over its chosen experts: `[tokens, hidden]`
-        in the router's dtype."""
+        in the router's dtype. If `out` is given, the result is written to it."""
 
     def experts_add(
         self, x: ExpertActivation, experts: Experts, residual: Residual, next_gain: torch.Tensor | None

@@ -218,9 +218,11 @@ class CudaOps:
         options: dict[str, Any] = {"count": count, "plans": plans, "pdl": self.pdl}
         return moe.activate(x.values, norm_weight, eps, experts, workspace=workspace, **options)
 
-    def experts_sum(self, x: ExpertActivation, experts: Experts) -> torch.Tensor:
+    def experts_sum(
+        self, x: ExpertActivation, experts: Experts, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         workspace = self._workspace(x.chosen.device)
-        return moe.weighted_sum(x, experts, workspace=workspace, pdl=self.pdl)
+        return moe.weighted_sum(x, experts, workspace=workspace, out=out, pdl=self.pdl)
 
     def experts_add(
         self, x: ExpertActivation, experts: Experts, residual: Residual, next_gain: torch.Tensor | None

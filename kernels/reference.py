@@ -137,10 +137,11 @@ def norm_experts(
     return ExpertActivation(chosen, weights, silu_mul(products))
 
 
-def experts_sum(x: ExpertActivation, experts: Experts) -> torch.Tensor:
+def experts_sum(x: ExpertActivation, experts: Experts, out: torch.Tensor | None = None) -> torch.Tensor:
     results = experts_linear(x.values, x.chosen.flatten() - experts.first, experts.down)
     weighted = results.float().mul_(x.weights.view(-1, 1))
-    return weighted.view(*x.chosen.shape, results.shape[1]).sum(dim=1).to(experts.router.dtype)
+    total = weighted.view(*x.chosen.shape, results.shape[1]).sum(dim=1)
+    return total.to(experts.router.dtype) if out is None else out.copy_(total)
 
 
 def experts_add(

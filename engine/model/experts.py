@@ -56,7 +56,7 @@ class MixtureDown:
         self.shared = shared
 
     def __call__(self, x: MixtureActivation, out: torch.Tensor | None = None) -> torch.Tensor:
-        total = self.ops.experts_sum(x.routed, self.experts)
+        total = self.ops.experts_sum(x.routed, self.experts, out)
         if self.shared is not None and x.shared is not None:
             total += self.shared(x.shared)
         return total

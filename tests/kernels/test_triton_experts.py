@@ -412,6 +412,9 @@ def test_the_operations_choose_kernels_by_the_number_of_tokens(tokens: int, here
             totals.append(count.totals)
             if residual is None:
                 results.append(each.experts_sum(activation, layer))
+                out = torch.full_like(made.x, POISON)
+                assert each.experts_sum(activation, layer, out) is out
+                assert torch.equal(out, results[-1])
             else:
                 added = each.experts_add(activation, layer, Residual(residual.clone()), None)
                 results.append(added.values)
