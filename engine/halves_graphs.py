@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine.layer_graphs import captured
+from engine.layer_graphs import captured, first_of_each_kind
 from engine.messages import Progress
 from engine.model.decoder import Decoder
 from engine.model.layers import Layer, LayerInput
@@ -38,7 +38,7 @@ class HalvesGraphs:
     because it computes only some rows.
 
     Call `capture` once. Then call `run` for each pass for which `fits` returns true. `decoder` must have
-    several dense layers (`engine.layer_graphs.captures`).
+    several layers.
     """
 
     def __init__(self, decoder: Decoder, overlap: PeerOverlap, sizes: Sequence[int]) -> None:
@@ -53,6 +53,8 @@ class HalvesGraphs:
         self._qkv = torch.empty((HALVES, rows, (shard.heads + 2 * shard.kv_heads) * width), **made)
         # The rows of padding are read before anything is written to them.
         self._attended = torch.zeros((HALVES, rows, shard.heads * width), **made)
+        # As long as all rows are padding, no choices of experts are counted.
+        self._live = torch.full((HALVES, rows), -1, dtype=torch.int64, device=decoder.device)
 
     def capture(self, progress: ProgressCallback) -> None:
         """Capture the graphs of all sizes, the largest first."""
@@ -77,6 +79,7 @@ class HalvesGraphs:
         graphs, sizes = self._graphs[tokens], _halves(tokens)
         for half, values in enumerate(residual.values.split(sizes)):
             overlap.begin(half, values)
+            self._live[half, : len(values)].copy_(halves[half].kv_slots)
         for index, (layer, pool) in enumerate(zip(self._layers, kv, strict=False)):
             for half, rows in enumerate(sizes):
                 if index:
@@ -93,12 +96,13 @@ class HalvesGraphs:
         return Residual(torch.cat([overlap.finish(half).values for half in range(HALVES)]))
 
     def _capture_size(self, size: int, pool: Any) -> None:
-        """Capture the graphs of one size. The parts of the first layer run before they are captured, to load
+        """Capture the graphs of one size. Before that, the parts of one layer of each kind run once, to load
         their kernels."""
         made = []
         for half, rows in enumerate(_halves(size)):
-            for part in self._parts(self._layers[0], half, rows):
-                part()
+            for index in first_of_each_kind(self._layers):
+                for part in self._parts(self._layers[index], half, rows):
+                    part()
             made.append(
                 [
                     _LayerGraphs(*(captured(part, pool) for part in self._parts(layer, half, rows)))
@@ -113,14 +117,11 @@ class HalvesGraphs:
         overlap = self._overlap
         before, between = (Residual(overlap.result(half, turn, rows)) for turn in range(2))
         qkv, attended, out = self._qkv[half, :rows], self._attended[half, :rows], overlap.part(half, rows)
-
-        def mlp() -> None:
-            layer.mlp.down(layer.mlp.activate(between, layer.post_norm, layer.eps), out)
-
+        live = self._live[half, :rows]
         return (
             lambda: layer.attention.qkv.after_norm(before, layer.input_norm, layer.eps, qkv),
             lambda: layer.attention.o(attended, out),
-            mlp,
+            lambda: layer.mlp.down(layer.activate(between, live), out),
         )
 
 

@@ -16,7 +16,7 @@ import torch
 
 from engine.messages import Progress
 from engine.model.decoder import Decoder
-from engine.model.layers import LayerInput, Mlp
+from engine.model.layers import Layer, LayerInput
 from engine.progress import ProgressCallback
 from kernels import KvPool, Residual
 
@@ -26,7 +26,7 @@ class LayerGraphs:
     because it computes only some rows.
 
     Call `capture` once. Then call `run` for each pass for which `fits` returns true. `decoder` must have
-    several dense layers (`captures`).
+    several layers.
     """
 
     def __init__(self, decoder: Decoder, sizes: Sequence[int]) -> None:
@@ -42,6 +42,8 @@ class LayerGraphs:
         self._qkv = torch.empty((rows, (shard.heads + 2 * shard.kv_heads) * width), **made)
         # The rows of padding are read before anything is written to them.
         self._attended = torch.zeros((rows, shard.heads * width), **made)
+        # As long as all rows are padding, no choices of experts are counted.
+        self._live = torch.full((rows,), -1, dtype=torch.int64, device=decoder.device)
 
     def capture(self, progress: ProgressCallback) -> None:
         """Capture the graphs of all sizes, the largest first. All ranks must call this method."""
@@ -63,6 +65,7 @@ class LayerGraphs:
         values, qkv, attended = self._residual[:rows], self._qkv[:rows], self._attended[:rows]
         before, *graphs = self._graphs[rows]
         values.copy_(residual.values)
+        self._live[:rows].copy_(inputs.kv_slots)
         before.replay()
         for layer, pool, graph in zip(self._layers, kv, graphs, strict=False):
             layer.attention(qkv, inputs, pool, attended)
@@ -70,18 +73,18 @@ class LayerGraphs:
         return Residual(values)
 
     def _capture_size(self, size: int, pool: Any) -> None:
-        """Capture the graphs of one size. The first two graphs run before they are captured, to load their
-        kernels."""
+        """Capture the graphs of one size. Before that, the graph before the first layer's attention and one
+        graph of each kind of layer run once, to load their kernels."""
+        for index in (-1, *first_of_each_kind(self._layers)):
+            self._part(index, size)()
         parts = [self._part(index, size) for index in range(-1, len(self._layers))]
-        for part in parts[:2]:
-            part()
         self._graphs[size] = [captured(part, pool) for part in parts]
 
     def _part(self, index: int, rows: int) -> Callable[[], None]:
         """Return a function that computes a layer from its attention's result to the qkv of the next layer.
         Index -1 computes only the qkv of the first layer."""
         values, qkv, attended = self._residual[:rows], self._qkv[:rows], self._attended[:rows]
-        layers, ranks = self._layers, self._ranks
+        layers, ranks, live = self._layers, self._ranks, self._live[:rows]
         following = layers[index + 1] if index + 1 < len(layers) else None
 
         def run() -> None:
@@ -91,7 +94,7 @@ class LayerGraphs:
                 o, down = layer.attention.o, layer.mlp.down
                 residual = o.add_to(residual, attended, layer.post_norm, layer.eps, ranks)
                 next_gain = None if following is None else following.input_norm
-                activated = layer.mlp.activate(residual, layer.post_norm, layer.eps)
+                activated = layer.activate(residual, live)
                 residual = down.add_to(residual, activated, next_gain, layer.eps, ranks)
             if following is not None:
                 following.attention.qkv.after_norm(residual, following.input_norm, following.eps, qkv)
@@ -99,9 +102,10 @@ class LayerGraphs:
         return run
 
 
-def captures(decoder: Decoder) -> bool:
-    """Return whether the layers of a model can be captured."""
-    return len(decoder.layers) > 1 and all(type(layer.mlp) is Mlp for layer in decoder.layers)
+def first_of_each_kind(layers: Sequence[Layer]) -> list[int]:
+    """Return the index of the first layer of each class."""
+    kinds = [type(layer) for layer in layers]
+    return [kinds.index(kind) for kind in dict.fromkeys(kinds)]
 
 
 def captured(part: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:

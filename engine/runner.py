@@ -109,7 +109,7 @@ class ModelRunner:
             log.info("converting the checkpoint's FP8 block scales to one scale per output")
         self.kv_cache_dtype = FP8 if spec.kv_cache_dtype == FP8 else self.dtype
         self.max_model_len = self._initial_max_model_len()
-        self._captures_layers = on_gpu and ranks.size > 1 and self.config.experts is None
+        self._captures_layers = on_gpu and ranks.size > 1 and self.config.layers > 1
         self._padding = Padding(
             pass_sizes(spec.max_num_batched_tokens, self._captures_layers), gemm_sizes(spec.max_num_seqs)
         )
@@ -369,10 +369,8 @@ class ModelRunner:
         if not (sizes and self._captures_layers and self.decoder.ops.name == "cuda"):
             return None
         # Imported here because this module loads Triton, which a CPU does not need.
-        from engine.layer_graphs import LayerGraphs, captures
+        from engine.layer_graphs import LayerGraphs
 
-        if not captures(self.decoder):
-            return None
         graphs = LayerGraphs(self.decoder, sizes)
         graphs.capture(progress)
         return graphs
@@ -385,14 +383,13 @@ class ModelRunner:
         sizes = {size_for(size, self._padding.tokens) for size in (mixed, full)}
         sizes = {size for size in sizes if self.ranks.overlap(size) is not None}
         overlap = self.ranks.overlap(max(sizes, default=0))
-        if overlap is None:
+        if overlap is None or not self._captures_layers:
             return None
         # Imported here because these modules load Triton, which a CPU does not need.
         from engine.halves_graphs import HalvesGraphs
-        from engine.layer_graphs import captures
         from engine.peer_overlap import PeerOverlap
 
-        if not (isinstance(overlap, PeerOverlap) and captures(decoder)):
+        if not isinstance(overlap, PeerOverlap):
             return None
         graphs = HalvesGraphs(decoder, overlap, sorted(sizes))
         graphs.capture(progress)

@@ -265,13 +265,20 @@ def _activations(config: ModelConfig, shard: Shard, dtype: str, tokens: int) -> 
     width = DTYPE_BYTES[dtype]
     q, kv = shard.heads * config.head_dim, shard.kv_heads * config.head_dim
     attention = (q + 2 * kv) * width + (q + kv) * 4 + 2 * q * width
-    mlp = 3 * shard.intermediate * width + config.hidden_size * width
-    if config.experts is not None:
-        experts = config.experts
-        each = 3 * shard.experts(experts).width + 2 * config.hidden_size
-        shared = 3 * shard.part(experts.shared_intermediate_size or 0)
-        mlp = max(mlp, (experts.top_k * each + shared) * width + experts.count * 4)
+    mlp = _feed_forward_activations(config, shard, width)
     return tokens * (2 * config.hidden_size * width + max(attention, mlp))
+
+
+def _feed_forward_activations(config: ModelConfig, shard: Shard, width: int) -> int:
+    """Return the size, in bytes per token, of the tensors of an MLP or of experts (see `_activations`) for a
+    dtype of `width` bytes."""
+    mlp = (3 * shard.intermediate + config.hidden_size) * width
+    if config.experts is None:
+        return mlp
+    experts = config.experts
+    each = 3 * shard.experts(experts).width + 2 * config.hidden_size
+    shared = 3 * shard.part(experts.shared_intermediate_size or 0)
+    return max(mlp, (experts.top_k * each + shared) * width + experts.count * 4)
 
 
 def _workspace_on_cpu(
@@ -410,20 +417,21 @@ def captured_bytes(
     """Return the memory, in bytes per GPU, of the captured layers and halves of passes with prompts
     (`engine.layer_graphs`, `engine.halves_graphs`).
 
-    It contains the buffers between the graphs, the memory in which the graphs compute an MLP, and the graphs
-    themselves, as in `graph_bytes`. Two numbers of tokens are captured in halves.
+    It contains the buffers between the graphs, the memory in which the graphs compute an MLP or experts, and
+    the graphs themselves, as in `graph_bytes`. Two numbers of tokens are captured in halves.
     """
     sizes = layer_capture_sizes(max_num_batched_tokens)
-    if tensor_parallel_size == 1 or config.experts is not None or not sizes:
+    if tensor_parallel_size == 1 or not sizes:
         return 0
-    shard = config.shard(tensor_parallel_size, 0)
-    attention = 2 * (shard.heads + shard.kv_heads) * config.head_dim
-    mlp, hidden = 3 * shard.intermediate + config.hidden_size, config.hidden_size
-    numbers, graphs = sizes[-1] * (hidden + attention + mlp), len(sizes)
+    shard, width = config.shard(tensor_parallel_size, 0), DTYPE_BYTES[dtype]
+    # The buffers of a layer also have an int64 per token that marks padding.
+    attention = 2 * (shard.heads + shard.kv_heads) * config.head_dim * width + 8
+    mlp = _feed_forward_activations(config, shard, width)
+    count, graphs = sizes[-1] * (config.hidden_size * width + attention + mlp), len(sizes)
     if max_num_batched_tokens >= OVERLAP_FROM_TOKENS:
-        numbers += overlap_split(max_num_batched_tokens) * (2 * attention + mlp)
+        count += overlap_split(max_num_batched_tokens) * (2 * attention + mlp)
         graphs += 2 * 2
-    return numbers * DTYPE_BYTES[dtype] + graphs * config.layers * _GRAPH_LAYER_BYTES
+    return count + graphs * config.layers * _GRAPH_LAYER_BYTES
 
 
 def _tables(config: ModelConfig, max_num_seqs: int, max_model_len: int) -> int:

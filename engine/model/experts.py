@@ -14,7 +14,6 @@ import torch
 from engine.config import ModelConfig, Shard
 from engine.model.layers import (
     Layer,
-    LayerInput,
     Linear,
     Mlp,
     ParameterFactory,
@@ -165,5 +164,5 @@ class ExpertsLayer(Layer):
     feed_forward_type = Mixture
     mlp: Mixture
 
-    def activate(self, residual: Residual, inputs: LayerInput) -> MixtureActivation:
-        return self.mlp.activate(residual, self.post_norm, self.eps, inputs.live)
+    def activate(self, residual: Residual, live: torch.Tensor | None) -> MixtureActivation:
+        return self.mlp.activate(residual, self.post_norm, self.eps, live)

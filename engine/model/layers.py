@@ -443,11 +443,11 @@ class Layer:
             residual = Residual(residual.values.index_select(0, inputs.kept))
         attended = attention(qkv, inputs, kv)
         residual = yield Addition(residual, attention.o, attended, self.post_norm, self.eps)
-        activated = self.activate(residual, inputs)
+        activated = self.activate(residual, inputs.live)
         return (yield Addition(residual, mlp.down, activated, next_gain, self.eps))
 
-    def activate(self, residual: Residual, inputs: LayerInput) -> Any:
-        """Return the input of the last operation of the layer's second half."""
+    def activate(self, residual: Residual, live: torch.Tensor | None) -> Any:
+        """Return the input of the last operation of the layer's second half. `live` is `LayerInput.live`."""
         return self.mlp.activate(residual, self.post_norm, self.eps)
 
     def weight_shards(self, prefix: str) -> list[WeightShard]:

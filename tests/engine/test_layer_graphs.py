@@ -16,7 +16,7 @@ from engine.bench.shapes import write_config
 from engine.families import read_config
 from engine.halves_graphs import HalvesGraphs
 from engine.launch_enumeration import UnconnectedRanks, _MetaMemory
-from engine.layer_graphs import LayerGraphs, captures
+from engine.layer_graphs import LayerGraphs
 from engine.model.decoder import Decoder
 from engine.model.loader import load_dummy
 from engine.peer_overlap import OverlapMemory, PeerOverlap
@@ -25,13 +25,22 @@ from engine.sizing import overlap_split
 from kernels import Residual, select_backend
 from kernels.cuda import CudaOps
 from kernels.triton.peer_arena import Arena
-from tests.engine.model.checkpoints import QWEN2_EXPERTS, Case, make
+from tests.engine.model.checkpoints import QWEN2_EXPERTS, QWEN3_EXPERTS, Case, make
 from tests.engine.model.driver import Driver, Sequence
 from tests.engine.running.thread_ranks import ThreadRank, on_ranks
 
 DENSE = Case(
     "dense", "llama", {"attention_bias": True, "num_hidden_layers": 3, "max_position_embeddings": 1024}
 )
+EXPERTS = Case(
+    "experts",
+    "qwen2_moe",
+    {**QWEN2_EXPERTS, "mlp_only_layers": [1], "num_hidden_layers": 4, "max_position_embeddings": 1024},
+)
+"""A dense layer is between layers with a shared expert."""
+WHOLE = Case("whole", "qwen3_moe", {**QWEN3_EXPERTS, "max_position_embeddings": 1024})
+"""Each rank has complete experts."""
+CASES = pytest.mark.parametrize("case", [DENSE, EXPERTS, WHOLE], ids=lambda case: case.name)
 FULL = 320
 """Number of tokens of a captured pass: halves of 256 and 64."""
 
@@ -70,16 +79,19 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_graphs, "captured", Replayed)
 
 
-def logits_of(
+def results_of(
     folder: Path, rank: ThreadRank, memory: OverlapMemory | None = None, *, layers: bool = False
 ) -> list[torch.Tensor]:
-    """Return the logits of four passes: one with FULL tokens, one with another number of tokens, and two with
-    decodes and FULL tokens. With `memory`, they are computed in halves. With `layers` or `memory`, the passes
-    of FULL tokens are captured."""
+    """Return the logits of four passes, and how many of their tokens have chosen each expert. One pass has
+    FULL tokens, one has another number of tokens, and two have decodes and FULL tokens, the last with
+    padding. With `memory`, they are computed in halves. With `layers` or `memory`, the passes of FULL tokens
+    are captured."""
     ranks = HalvingRank(rank.size, rank.rank, rank._slots, rank._barrier)
-    decoder = Decoder(read_config(folder), ranks, select_backend("cpu"), torch.float32, torch.device("cpu"))
+    config = read_config(folder)
+    if folder.name == WHOLE.name:
+        config = config.with_whole_experts()
+    decoder = Decoder(config, ranks, select_backend("cpu"), torch.float32, torch.device("cpu"))
     load_dummy(decoder, seed=3)
-    assert captures(decoder)
     replays: list[int] = []
     graphs: LayerGraphs | HalvesGraphs | None = None
     if layers:
@@ -105,60 +117,58 @@ def logits_of(
         driver.run([], [(first, tokens[:200]), (second, tokens[:120])]),
         driver.run([(first, 5)], [(third, tokens[:349])]),
         driver.run([(first, 7), (second, 8)], [(third, tokens[349:600]), (fourth, tokens[:67])]),
-        driver.run([(first, 9)], [(fourth, tokens[67:386])]),
+        driver.run([(first, 9)], [(fourth, tokens[67:366])], padding=20),
     ]
     assert len(replays) == (0 if graphs is None else 3)
-    return passes
+    choices = decoder.expert_choices()
+    if choices is None or config.experts is None:
+        return passes
+    expected = sum(len(logits) for logits in passes) * config.experts.top_k
+    assert choices.counts.sum(dim=1).tolist() == [expected] * len(choices.layers)
+    return [*passes, choices.counts]
 
 
+@CASES
 @pytest.mark.parametrize("size", [1, 2])
-def test_captured_layers_give_the_logits_of_eager_passes(size: int, tmp_path: Path) -> None:
-    folder = make(DENSE, tmp_path)
-    eager = on_ranks(size, lambda rank: logits_of(folder, rank))
-    captured = on_ranks(size, lambda rank: logits_of(folder, rank, layers=True))
+def test_captured_layers_give_the_results_of_eager_passes(case: Case, size: int, tmp_path: Path) -> None:
+    folder = make(case, tmp_path / case.name)
+    eager = on_ranks(size, lambda rank: results_of(folder, rank))
+    captured = on_ranks(size, lambda rank: results_of(folder, rank, layers=True))
     for rank in range(size):
         for found, wanted in zip(captured[rank], eager[rank], strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
+@CASES
 @pytest.mark.parametrize("size", [1, 2])
-def test_captured_halves_give_the_logits_of_whole_passes(
-    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_captured_halves_give_the_results_of_whole_passes(
+    case: Case, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = make(DENSE, tmp_path)
+    folder = make(case, tmp_path / case.name)
     hidden = read_config(folder).hidden_size
-    whole = on_ranks(size, lambda rank: logits_of(folder, rank))
+    whole = on_ranks(size, lambda rank: results_of(folder, rank))
     barrier = threading.Barrier(size, timeout=60)
     monkeypatch.setattr(peer_overlap, "all_gather", lambda *_, **__: barrier.wait())
     shapes = OverlapMemory.shapes(size, 256, hidden)
     memory = OverlapMemory(*([torch.full(shape, torch.nan) for _ in range(size)] for shape in shapes))
-    captured = on_ranks(size, lambda rank: logits_of(folder, rank, memory))
+    captured = on_ranks(size, lambda rank: results_of(folder, rank, memory))
     for rank in range(size):
         for found, other, wanted in zip(captured[rank], captured[0], whole[0], strict=True):
             assert torch.equal(found, other)
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
-def test_models_with_experts_and_parts_of_a_model_are_not_captured(tmp_path: Path) -> None:
-    def decoder(case: Case) -> Decoder:
-        config = read_config(make(case, tmp_path / case.name))
-        return Decoder(
-            config,
-            ThreadRank(1, 0, [], threading.Barrier(1)),
-            select_backend("cpu"),
-            torch.float32,
-            torch.device("cpu"),
-        )
-
-    assert not captures(decoder(Case("experts", "qwen2_moe", QWEN2_EXPERTS)))
-    dense = decoder(DENSE)
-    dense.halves_graphs = object()  # type: ignore[assignment]
-    assert dense.with_layers([0, 1]).halves_graphs is None
-    assert not captures(dense.with_layers([0]))
+def test_parts_of_a_model_are_not_captured(tmp_path: Path) -> None:
+    ranks, config = ThreadRank(1, 0, [], threading.Barrier(1)), read_config(make(DENSE, tmp_path))
+    whole = Decoder(config, ranks, select_backend("cpu"), torch.float32, torch.device("cpu"))
+    whole.halves_graphs = whole.layer_graphs = object()  # type: ignore[assignment]
+    part = whole.with_layers([0, 1])
+    assert part.halves_graphs is None and part.layer_graphs is None
 
 
-def test_the_predicted_memory_contains_all_buffers(tmp_path: Path) -> None:
-    config = read_config(write_config("llama-3.1-8b", tmp_path))
+@pytest.mark.parametrize("shape", ["llama-3.1-8b", "qwen3-30b-a3b"])
+def test_the_predicted_memory_contains_all_buffers(shape: str, tmp_path: Path) -> None:
+    config = read_config(write_config(shape, tmp_path))
     ranks = PeerRanks(UnconnectedRanks(4, 0), _MetaMemory(4, 0), pdl=True, overlap_from=4096)
     ranks.prepare_overlap(8192, config.hidden_size, torch.bfloat16, torch.device("meta"))
     overlap = ranks.overlap(8192)
@@ -168,9 +178,16 @@ def test_the_predicted_memory_contains_all_buffers(tmp_path: Path) -> None:
         LayerGraphs(decoder, sizing.layer_capture_sizes(8192)),
         HalvesGraphs(decoder, overlap, [8192]),
     )
-    buffers = [layers._residual, layers._qkv, layers._attended, halves._qkv, halves._attended]
-    width, rows = 3 * config.intermediate_size // 4 + config.hidden_size, 3584 + 4096
+    buffers = [
+        *(layers._residual, layers._qkv, layers._attended, layers._live),
+        *(halves._qkv, halves._attended, halves._live),
+    ]
+    if config.experts is None:
+        token_bytes = 2 * (3 * config.intermediate_size // 4 + config.hidden_size)
+    else:
+        each = 3 * config.experts.intermediate_size // 4 + 2 * config.hidden_size
+        token_bytes = 2 * config.experts.top_k * each + 4 * config.experts.count
     graphs = (14 + 4) * config.layers * sizing._GRAPH_LAYER_BYTES
     predicted = sizing.captured_bytes(config, "bfloat16", 4, 8192)
-    assert predicted == sum(buffer.nbytes for buffer in buffers) + 2 * rows * width + graphs
+    assert predicted == sum(buffer.nbytes for buffer in buffers) + (3584 + 4096) * token_bytes + graphs
     assert sizing.captured_bytes(config, "bfloat16", 1, 8192) == 0

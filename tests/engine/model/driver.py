@@ -38,10 +38,13 @@ class Driver:
         random.Random(seed).shuffle(self.free)
 
     def run(
-        self, decodes: list[tuple[Sequence, int]], chunks: list[tuple[Sequence, list[int]]]
+        self,
+        decodes: list[tuple[Sequence, int]],
+        chunks: list[tuple[Sequence, list[int]]],
+        padding: int = 0,
     ) -> torch.Tensor:
         """Run one pass and return the logits of every token, `[tokens of the pass, vocabulary]`, decodes
-        first."""
+        first. `padding` rows of padding follow, whose logits are not returned."""
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -57,13 +60,14 @@ class Driver:
             positions += range(context, context + len(tokens))
             slots += self._append(sequence, len(tokens))
             spans.append(ChunkSpan(first, len(tokens), context, len(decodes) + len(spans)))
+        count = len(token_ids)
         everyone = [sequence for sequence, _ in [*decodes, *chunks]]
         columns = max(len(sequence.blocks) for sequence in everyone)
         tables = [s.blocks + [0] * (columns - len(s.blocks)) for s in everyone]
         inputs = ForwardInput(
-            token_ids=torch.tensor(token_ids),
-            positions=torch.tensor(positions),
-            kv_slots=torch.tensor(slots),
+            token_ids=torch.tensor(token_ids + [0] * padding),
+            positions=torch.tensor(positions + [0] * padding),
+            kv_slots=torch.tensor(slots + [-1] * padding),
             attention=AttentionInput(
                 block_table=torch.tensor(tables),
                 slots=torch.arange(len(decodes)),
@@ -73,7 +77,7 @@ class Driver:
             ),
         )
         hidden = self.decoder.forward(inputs, self.kv)
-        logits = self.decoder.logits(hidden)
+        logits = self.decoder.logits(hidden[:count])
         return self.decoder.ranks.all_gather_last_dim(logits)[:, : self.decoder.config.vocab_size]
 
     def _append(self, sequence: Sequence, count: int) -> list[int]:
