@@ -314,7 +314,7 @@ class SamplingTables:
         )
 
     def _exclusion(self, allowed_tokens: bytes) -> torch.Tensor:
-        """Return a mask of the tokens whose bit in `allowed_tokens` is not set: `[vocabulary]` bool."""
+        """Return a mask of the tokens that have no bit set in `allowed_tokens`: `[vocabulary]` bool."""
         size = -(-self.vocab_size // 8)
         packed = np.zeros(size, dtype=np.uint8)
         given = np.frombuffer(allowed_tokens, dtype=np.uint8)[:size]

@@ -35,7 +35,7 @@ class ResultCollector:
         self._tables = tables
         self._accounting = accounting
         self._cancelled: deque[Sequence] = deque()
-        """Sequences that are to be cancelled."""
+        """Sequences that are waiting to be cancelled."""
         self._released = 0
         """Number of blocks that cancellations have released since the last step was planned."""
 

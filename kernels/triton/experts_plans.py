@@ -50,7 +50,7 @@ class ExpertsPlan:
 
     @property
     def max_registers(self) -> int:
-        """Maximum number of registers per thread such that `programs` programs fit on a multiprocessor."""
+        """Maximum number of registers per thread that lets `programs` programs fit on a multiprocessor."""
         return min(_MAX_REGISTERS, _REGISTERS // (self.programs * self.warps * 32) // 8 * 8)
 
 

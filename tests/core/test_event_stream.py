@@ -31,8 +31,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def first(snapshots: Iterator[Snapshot], matches: Callable[[Snapshot], bool]) -> Snapshot:
-    """Return the first matching snapshot. Stop after 500 snapshots; the stream sends several per second, so
-    this takes minutes."""
+    """Return the first matching snapshot, or fail after 500 snapshots. The stream sends several per second,
+    so this takes minutes."""
     for _, one in zip(range(500), snapshots, strict=False):
         if matches(one):
             return one

@@ -99,7 +99,7 @@ def test_frames_stay_within_their_mean_size_and_recording_continues() -> None:
     encoder, chance = DetailEncoder(), random.Random(3)
     sizes = []
     for second in range(200):
-        # Every second, all requests are new.
+        # Every second brings a completely new set of requests.
         requests = [a_request(f"req-{chance.getrandbits(96):024x}") for _ in range(1500)]
         encoded = encoder.encode(at(1000.0 + second, requests))
         if encoded is not None:

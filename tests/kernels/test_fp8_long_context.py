@@ -187,7 +187,8 @@ def test_the_reference_stays_within_the_bound_in_float32(kind: str) -> None:
 
 
 def test_sums_with_fewer_bits_exceed_the_bound() -> None:
-    """If the sums over pages are in float32 but are added up in float16, the error exceeds the bound."""
+    """If each page is summed in float32, but these sums are added up in float16, the error exceeds the
+    bound."""
     sequence = make("values that add up", 0, 2, 1, torch.float32, "cpu")
     values = sequence.in_order(sequence.values) * sequence.in_order(sequence.v_scales).unsqueeze(-1)
     scores = sequence.in_order(sequence.keys) @ sequence.q[0].double().T

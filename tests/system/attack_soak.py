@@ -293,7 +293,8 @@ def latencies_of(attacked: Target, requests: int, rate: float, into: Latencies) 
 
 
 def measure(flood: Flood, attacked: Target, key: str, plan: Plan) -> Row:
-    """Measure the requests during a baseline load and during the flood, and the growth of the memory."""
+    """Measure the latencies of requests during a baseline load and during the flood, and the growth of memory
+    use."""
     seconds = plan.start_s + plan.requests / plan.rate + 1.0
     load = Orders("cpu_load", "", seconds, 0)
     flooding = orders_of(flood, attacked, seconds, key)

@@ -32,9 +32,9 @@ class Matrix(NamedTuple):
 
     running: Service
     callers: dict[str, list[Caller]]
-    """Callers of the fronts, by their permissions."""
+    """Callers of the fronts, keyed by their permissions."""
     operators: dict[str, list[Caller]]
-    """Callers of the admin socket, by their permissions."""
+    """Callers of the admin socket, keyed by their permissions."""
     metrics_port: int
 
 
@@ -68,7 +68,7 @@ class Askers:
 
 
 def everybody(running: Service, port: int) -> tuple[dict[str, list[Caller]], dict[str, list[Caller]]]:
-    """Return the callers of the fronts and of the admin socket, by their permissions."""
+    """Return the callers of the fronts and of the admin socket, keyed by their permissions."""
     for tenant in ("acme", "stopped"):
         running.tenant(tenant)
     scopes = ["inference", "admin", "read"]

@@ -252,7 +252,7 @@ class Kills:
         self.kills += 1
 
     def _unit(self, name: str) -> Any:
-        """Return the status of a unit of loading, or None if it is not loaded."""
+        """Return the status of a unit (a version of a model), or None if it is not loaded."""
         models = self.running.status()["models"]
         return next((model for model in models if model["name"] == name), None)
 

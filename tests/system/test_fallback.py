@@ -37,7 +37,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def keys(running: Service) -> dict[str, str]:
-    """Return keys, by their permissions."""
+    """Return API keys by their permissions."""
     options = {
         "allowed": ("--fallback", "allowed"),
         "never": (),

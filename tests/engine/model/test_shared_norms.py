@@ -1,6 +1,6 @@
-"""Compares, in Triton's interpreter, a decoder with norms fused into its GEMMs with the reference
-implementation. Each norm must use its own gain, residual and sum of squares, no matter which GEMMs fuse it.
-Both decoders use the reference attention."""
+"""Compares a decoder that fuses norms into its GEMMs with the reference implementation, in Triton's
+interpreter. Each norm must use its own gain, residual and sum of squares, no matter which GEMMs fuse it. Both
+decoders use the reference attention."""
 
 from __future__ import annotations
 

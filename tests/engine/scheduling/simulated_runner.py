@@ -191,7 +191,7 @@ class Expected:
 
 
 def alone(submit: Submit, sample: int, max_model_len: int) -> Expected:
-    """Return the expected tokens, finish reason and prompt logprobs of one sample if it ran alone."""
+    """Return the tokens, finish reason and prompt logprobs that one sample has when it runs alone."""
     sampling, prompt = submit.sampling, prompt_of(submit)
     known = prompt + submit.output_token_ids
     digest, scores = 0, None
