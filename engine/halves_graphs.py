@@ -1,9 +1,9 @@
-"""Long passes in two halves, replayed from CUDA graphs. On several GPUs, the host needs more time to launch
-the kernels of a pass of several thousand tokens one by one than the devices need to compute them.
+"""Long passes in two halves, replayed from CUDA graphs. On several GPUs, launching the kernels of a pass of
+several thousand tokens one by one takes the host longer than computing the pass takes the devices.
 
-Everything except attention and the sums over the ranks is captured, separately for each layer and half. So
-the passes may contain any prompts and decodes, and the sums of one half overlap with the other half as in
-`engine.model.halves`. The graphs read and write buffers that are allocated once.
+Everything except attention and the sums over the ranks is captured, separately for each layer and half. The
+passes may therefore contain any prompts and decodes, and the sums of one half overlap with the other half as
+in `engine.model.halves`. The graphs read and write buffers that are allocated once.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class HalvesGraphs:
     """The captured parts of passes with one of `sizes` tokens on one rank. The last layer is not included,
     because it computes only some rows.
 
-    Call `capture` once. Then call `run` for each pass for which `fits` returns true. `decoder` must have
-    several layers.
+    Call `capture` once. Then call `run` for each pass that `fits` accepts. `decoder` must have several
+    layers.
     """
 
     def __init__(self, decoder: Decoder, overlap: PeerOverlap, sizes: Sequence[int]) -> None:
@@ -46,14 +46,14 @@ class HalvesGraphs:
         self._overlap = overlap
         self._sizes = sizes
         self._graphs: dict[int, list[list[_LayerGraphs]]] = {}
-        """By number of tokens, the graphs of each half and layer."""
+        """The graphs of each half and layer, keyed by the number of tokens."""
         shard, rows = decoder.shard, overlap_split(max(sizes))
         width = decoder.config.head_dim
         made: dict[str, Any] = {"dtype": decoder.dtype, "device": decoder.device}
         self._qkv = torch.empty((HALVES, rows, (shard.heads + 2 * shard.kv_heads) * width), **made)
-        # The rows of padding are read before anything is written to them.
+        # Padding rows are read before anything is written to them.
         self._attended = torch.zeros((HALVES, rows, shard.heads * width), **made)
-        # As long as all rows are padding, no choices of experts are counted.
+        # No choices of experts are counted as long as all rows are padding.
         self._live = torch.full((HALVES, rows), -1, dtype=torch.int64, device=decoder.device)
 
     def capture(self, progress: ProgressCallback) -> None:

@@ -1,10 +1,10 @@
-"""Passes with prompts on several GPUs, replayed from one CUDA graph per layer. A layer on one of several GPUs
-takes less time than the host needs to launch its kernels one by one.
+"""Passes with prompts on several GPUs, replayed from one CUDA graph per layer. If a layer is split across
+several GPUs, computing it takes less time than launching its kernels one by one.
 
 Everything except attention is captured, so the passes may contain any prompts and decodes. The graph of a
 layer begins after its attention, and ends before the attention of the next layer. The graphs read and write
-buffers that are allocated once. Longer passes are computed in two halves (`engine.halves_graphs`), and short
-passes of prompts alone have one graph (`engine.prompt_graphs`).
+buffers that are allocated once. Longer passes are computed in two halves (`engine.halves_graphs`). Short
+passes that contain only prompts have a single graph (`engine.prompt_graphs`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class LayerGraphs:
     """The captured layers of passes with one of `sizes` tokens on one rank. The last layer is not included,
     because it computes only some rows.
 
-    Call `capture` once. Then call `run` for each pass for which `fits` returns true. `decoder` must have
-    several layers.
+    Call `capture` once. Then call `run` for each pass that `fits` accepts. `decoder` must have several
+    layers.
     """
 
     def __init__(self, decoder: Decoder, sizes: Sequence[int]) -> None:
@@ -34,15 +34,16 @@ class LayerGraphs:
         self._layers = decoder.layers[:-1]
         self.sizes = sorted(sizes)
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
-        """By number of tokens: the graph before the first layer's attention, and the graph of each layer."""
+        """The graph before the first layer's attention and the graphs of the layers, keyed by the number of
+        tokens."""
         shard, rows = decoder.shard, self.sizes[-1]
         width = decoder.config.head_dim
         made: dict[str, Any] = {"dtype": decoder.dtype, "device": decoder.device}
         self._residual = torch.zeros((rows, decoder.config.hidden_size), **made)
         self._qkv = torch.empty((rows, (shard.heads + 2 * shard.kv_heads) * width), **made)
-        # The rows of padding are read before anything is written to them.
+        # Padding rows are read before anything is written to them.
         self._attended = torch.zeros((rows, shard.heads * width), **made)
-        # As long as all rows are padding, no choices of experts are counted.
+        # No choices of experts are counted as long as all rows are padding.
         self._live = torch.full((rows,), -1, dtype=torch.int64, device=decoder.device)
 
     def capture(self, progress: ProgressCallback) -> None:
@@ -81,8 +82,8 @@ class LayerGraphs:
         self._graphs[size] = [captured(part, pool) for part in parts]
 
     def _part(self, index: int, rows: int) -> Callable[[], None]:
-        """Return a function that computes a layer from its attention's result to the qkv of the next layer.
-        Index -1 computes only the qkv of the first layer."""
+        """Return a function that computes a layer from the result of its attention up to the qkv of the next
+        layer. With index -1, it computes only the qkv of the first layer."""
         values, qkv, attended = self._residual[:rows], self._qkv[:rows], self._attended[:rows]
         layers, ranks, live = self._layers, self._ranks, self._live[:rows]
         following = layers[index + 1] if index + 1 < len(layers) else None
@@ -109,8 +110,8 @@ def first_of_each_kind(layers: Sequence[Layer]) -> list[int]:
 
 
 def captured(part: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
-    """Capture a function as a CUDA graph on the current stream. `pool` is a pool for the memory that it
-    allocates."""
+    """Capture a function as a CUDA graph on the current stream. `pool` is the pool from which the graph
+    allocates memory."""
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(pool=pool)
     part()

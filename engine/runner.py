@@ -1,5 +1,4 @@
-"""Defines one rank of a replica, with its decoder, KV pools, device tables and sampler. The rank executes
-plans.
+"""Defines one rank of a replica, which executes plans with its decoder, KV pools, device tables and sampler.
 
 Steps (`engine.steps`) run in launch order on one stream: the current CUDA stream, or a worker thread on a
 CPU. While they run, the step loop reads messages, plans the next step, and sends outputs.
@@ -120,7 +119,7 @@ class ModelRunner:
         self._memory_thread: ThreadPoolExecutor | None = None
         building = self._start_build()
         self.memory = open_memory(self.device, ranks.size)
-        # This callable holds no reference to the runner, so that the runner's memory is freed as soon as the
+        # This callable must not refer to the runner, so that the runner's memory is freed as soon as the
         # runner is deleted.
         self._sleep = RankSleep(self.memory, ranks.size, partial(_totals, ranks, self.device))
         with torch.inference_mode():
@@ -152,7 +151,7 @@ class ModelRunner:
                 vocab_real=self.decoder.shard.vocab_real,
             )
             self._await_build(building, progress)
-            # The graphs do not contain the KV cache, so their memory is measured before the cache is sized.
+            # The graphs' memory does not include the KV cache, so it is measured before the cache is sized.
             # The measurement itself uses eager passes, which need more memory.
             graphs = self._capture_layers(progress), self._capture_halves(progress)
             progress(Progress("build", detail="sizing the KV pool"))
@@ -286,8 +285,8 @@ class ModelRunner:
         """
         per_block = self._predict(None).kv_bytes_per_block
         given = self.spec.kv_blocks is not None
-        # Measure even if the number of blocks is configured, because on a GPU the measurement runs the
-        # largest steps and thereby loads their kernels.
+        # Measure even if the number of blocks is configured: on a GPU, the measurement runs the largest steps
+        # and thereby loads their kernels.
         fitting = self._blocks_that_fit(per_block)
         blocks = self.spec.kv_blocks if self.spec.kv_blocks is not None else fitting
         allowed = self.config.context_length
@@ -364,7 +363,7 @@ class ModelRunner:
         steps.graphs, steps.prompt_graphs = graphs, prompts
 
     def _capture_layers(self, progress: ProgressCallback) -> LayerGraphs | None:
-        """Capture the layers of passes that several GPUs compute faster than a host can launch them."""
+        """Capture the layers of passes that several GPUs compute faster than the host can launch them."""
         sizes = layer_capture_sizes(self.spec.max_num_batched_tokens)
         if not (sizes and self._captures_layers and self.decoder.ops.name == "cuda"):
             return None
@@ -454,14 +453,15 @@ class ModelRunner:
 
 
 def _enter_thread(threads: int, device: torch.device) -> None:
-    # OpenMP stores the number of threads separately for each calling thread, and CUDA the device.
+    # OpenMP stores the number of threads separately for each calling thread, and CUDA does the same with the
+    # device.
     torch.set_num_threads(threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def _totals(ranks: Ranks, device: torch.device, numbers: Sequence[int]) -> list[int]:
-    """Return the sum of each number over all ranks, which must call this function at the same time."""
+    """Return the sum of each number over all ranks. All ranks must call this function at the same time."""
     totals: list[int] = ranks.all_gather_stack(torch.tensor(numbers, device=device)).sum(0).tolist()
     return totals
 

@@ -50,7 +50,7 @@ _GATHERED_BYTES = 4 << 20
 sequence has more."""
 
 _SAMPLED_COPIES = 4
-"""Number of float32 copies of a logit row during sampling on a CPU: logits, noise, sorted values and
+"""Number of float32 copies of a row of logits during sampling on a CPU: logits, noise, sorted values and
 cumulative values."""
 
 _GRAPH_LAYER_BYTES = 300 << 10
@@ -61,7 +61,7 @@ PEER_ARENA_BYTES = 34_603_008
 """Size, in bytes, of the memory through which a GPU exchanges messages with one rank of its group
 (`engine.peer_memory`)."""
 OVERLAP_FROM_TOKENS = 4096
-"""Minimum number of tokens for which a pass on several GPUs overlaps its sums with computation
+"""From this number of tokens on, a pass on several GPUs overlaps its sums with computation
 (docs/parallel.md)."""
 _SPLIT_TOKENS = 256
 """The number of tokens in the first half of an overlapped pass is a multiple of this value, so that GEMM
@@ -171,8 +171,8 @@ def weight_bytes(config: ModelConfig, shard: Shard, dtype: str, weights: str) ->
 def weights_dtype(config: ModelConfig, quantization: str, dtype: str, *, on_gpu: bool) -> str:
     """Return the dtype of the layers' matrices in a replica: `dtype`, "fp8" or "fp8-block".
 
-    Matrices with one scale per block keep these scales only where the reference implementation computes. The
-    GPU kernels support one scale per output, to which the matrices are converted while they are loaded.
+    Matrices with one scale per block keep these scales only if the reference implementation is used. The GPU
+    kernels support one scale per output, so the matrices are converted while they are loaded.
     """
     if quantization == FP8 or (config.fp8 and not config.fp8_blocks):
         return FP8
@@ -216,8 +216,8 @@ def _matrices(config: ModelConfig, shard: Shard) -> list[_Matrices]:
 
 
 def _mlps(config: ModelConfig, shard: Shard, kind: str) -> list[tuple[int, int, bool]]:
-    """Return the number and the width of a layer's MLPs or experts on this rank, and whether they are
-    complete although there are several ranks."""
+    """Return the number and the width of a layer's MLPs or experts on this rank, and whether each is complete
+    although there are several ranks."""
     if kind != EXPERTS or config.experts is None:
         return [(1, shard.intermediate, False)]
     shared, here = config.experts.shared_intermediate_size, shard.experts(config.experts)
@@ -310,9 +310,9 @@ def _workspace_on_gpu(
     """Return the size, in bytes, of a GPU's buffers.
 
     The buffers contain two sets of logits (one is used by the CUDA graphs) and processed logits in float32.
-    They also contain penalty counts for every slot, and exclusions for every slot and for every processed
-    slot of a step. The result also includes the buffer for expanding an FP8 cache, the CUDA graphs, and the
-    memory of CUDA itself.
+    They also contain penalty counts for every slot, and exclusion masks for every slot and for every
+    processed slot of a step. The result also includes the buffer for expanding an FP8 cache, the CUDA graphs,
+    and the memory of CUDA itself.
     """
     width = DTYPE_BYTES[dtype]
     logits = max_num_seqs * shard.vocab * (2 * width + 10)
@@ -348,9 +348,8 @@ def prompt_capture_sizes(max_num_batched_tokens: int) -> list[int]:
 
 
 def gemm_sizes(largest: int) -> list[int]:
-    """Return the numbers of rows, up to `largest`, for which GEMM kernels are loaded at start. Passes are
-    padded to these numbers. The numbers are closer together in ranges where the library often selects a
-    different kernel."""
+    """Return the row counts, up to `largest`, for which GEMM kernels are loaded at start. Passes are padded
+    to these counts. The counts are closer together in ranges where the library often switches kernels."""
     sizes = [*range(8, 513, 8), *range(576, 4097, 64), *range(4352, largest, 256)]
     return [size for size in sizes if size < largest] + [largest]
 
@@ -396,7 +395,7 @@ def peer_bytes(tensor_parallel_size: int) -> int:
 
 
 def overlap_split(tokens: int) -> int:
-    """Return the number of tokens in the first half of a pass whose sums overlap with computation."""
+    """Return the number of tokens in the first half of a pass that overlaps its sums with computation."""
     return -(-tokens // (2 * _SPLIT_TOKENS)) * _SPLIT_TOKENS
 
 
@@ -404,7 +403,7 @@ def overlap_bytes(
     config: ModelConfig, dtype: str, tensor_parallel_size: int, max_num_batched_tokens: int
 ) -> int:
     """Return the size, in bytes per GPU, of the buffers for sums that overlap with a pass. For each half,
-    they contain the part of this rank, the parts of its rows, and two results
+    they contain this rank's part, all ranks' parts for the rows that this rank sums, and two results
     (`engine.peer_overlap.PeerOverlap`)."""
     if tensor_parallel_size == 1 or max_num_batched_tokens < OVERLAP_FROM_TOKENS:
         return 0
@@ -417,8 +416,8 @@ def captured_bytes(
     """Return the memory, in bytes per GPU, of the captured layers and halves of passes with prompts
     (`engine.layer_graphs`, `engine.halves_graphs`).
 
-    It contains the buffers between the graphs, the memory in which the graphs compute an MLP or experts, and
-    the graphs themselves, as in `graph_bytes`. Two numbers of tokens are captured in halves.
+    It consists of the buffers between the graphs, the memory in which the graphs compute an MLP or experts,
+    and the graphs themselves, as in `graph_bytes`. Passes in halves are captured for two token counts.
     """
     sizes = layer_capture_sizes(max_num_batched_tokens)
     if tensor_parallel_size == 1 or not sizes:

@@ -28,10 +28,10 @@ from kernels.reference import expert_weight
 
 @dataclass(frozen=True, slots=True)
 class ExpertChoices:
-    """How many tokens have chosen each expert, by layer."""
+    """Counts of how many tokens have chosen each expert, by layer."""
 
     layers: list[int]
-    """Numbers of the layers with experts."""
+    """Indices of the layers with experts."""
     counts: torch.Tensor
     """[layers with experts, experts] int64."""
 
@@ -142,7 +142,7 @@ class Mixture:
         part, start = self.here.width, self.here.start
         gate_up = expert_weight(self.experts.gate_up, index)
         down = expert_weight(self.experts.down, index)
-        # A rank that has the complete expert reads complete rows. Columns are exchanged between ranks.
+        # If a rank has the complete expert, it reads complete rows. Otherwise, the ranks exchange columns.
         dim = 0 if self.config.whole else 1
         return [
             WeightShard.of(f"{name}.{matrix}.weight", shapes[matrix], weight, of_dim, start)

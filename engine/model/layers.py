@@ -2,10 +2,11 @@
 
 Each kind of layer is a class in `engine.model.kinds.LAYER_KINDS`. A layer contains its parameters, runs its
 part of a forward pass (`run`), and lists its tensors in a checkpoint. Weight loading, kernel compilation and
-kernel tuning use the layers themselves. A new kind of layer therefore only needs an entry in LAYER_KINDS.
+kernel tuning use the layers themselves. To add a new kind of layer, an entry in LAYER_KINDS is therefore
+enough.
 
-Each half of a layer applies a norm to the residual, and ends with a linear whose result is added to the
-residual. q, k and v are fused into one weight, and gate and up are fused into another.
+Each half of a layer begins with a norm of the residual, and ends with a linear that adds its result to the
+residual. The weights of q, k and v are fused into one matrix, and those of gate and up into another.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ class LayerInput:
     attention_plan: Any
     """Result of `Ops.plan_attention` for the forward pass."""
     kept: torch.Tensor | None = None
-    """Indices of the tokens whose results are needed: [rows] int64, the same tokens as in `attention_plan`.
-    For all other tokens, the layer computes only keys and values. None means that all results are needed."""
+    """Indices of the tokens that need results: [rows] int64, the same tokens as in `attention_plan`. For all
+    other tokens, the layer computes only keys and values. None means that all results are needed."""
     live: torch.Tensor | None = None
-    """A negative number for each row of the layer's result that is padding: [rows] int64. Experts count the
-    choices of the other rows. None if choices are not counted."""
+    """A number for each row of the layer's result, negative if the row is padding: [rows] int64. Experts
+    count the choices of the other rows. None if choices are not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,9 @@ class ParameterFactory:
         values = self._empty(shape, torch.float8_e4m3fn)
         if not self.fp8_blocks:
             return Fp8Weight(values, self._empty(shape[:-1], torch.float32))
-        # The split across ranks, or between the tensors fused into one weight, may cut through a quantization
-        # block of the checkpoint. The block is then stored as several smaller blocks with the same scale.
+        # The boundaries between ranks, or between the tensors fused into one weight, may cut through a
+        # quantization block of the checkpoint. The block is then stored as several smaller blocks with the
+        # same scale.
         block = fp8_block(row_part), fp8_block(column_part)
         blocks = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
         return Fp8Weight(values, self._empty(blocks, torch.float32), block)
@@ -114,7 +116,7 @@ class WeightShard:
         return WeightShard(name, shape, weight, dim, start)
 
     def part(self, whole: Any) -> Any:
-        """Return this rank's part of the tensor, or of any object that can be sliced in the same way."""
+        """Return this rank's part of a tensor, or of any object that can be sliced like one."""
         assert self.target is not None
         stop = self.start + self.target.shape[self.dim]
         return whole[self.start : stop] if self.dim == 0 else whole[:, self.start : stop]
@@ -234,14 +236,14 @@ def add_sum(
     eps: float,
     ranks: Ranks,
 ) -> Residual:
-    """Return `residual` plus the sum of `part` over several ranks. weight: the matrix that computed `part`.
-    The other arguments are those of `Linear.add_to`."""
+    """Return `residual` plus the sum of `part` over several ranks. `weight` is the matrix that computed
+    `part`. The other arguments are those of `Linear.add_to`."""
     norm = None if next_gain is None else ops.next_norm(len(part), weight, next_gain, eps)
     return ranks.add_sum(residual, part, norm)
 
 
 class Summand(Protocol):
-    """The last operation of half a layer, whose result is added to the residual: a `Linear`, or experts."""
+    """The last operation of half a layer, a `Linear` or experts. Its result is added to the residual."""
 
     def __call__(self, x: Any, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return this rank's part of the result: `[tokens, hidden]`. It may be written to `out` if `out` is
@@ -325,7 +327,7 @@ class Attention:
         """Apply, in place, the norms over all query heads and over all key heads of `qkv`."""
         q = self.shard.heads * self.config.head_dim
         both = qkv[:, : len(gain)].float()
-        # All ranks have the same number of elements, so the overall mean is the mean of the ranks' means.
+        # All ranks have equally many elements, so the overall mean is the mean of the ranks' means.
         means = [part.square().mean(dim=1) for part in (both[:, :q], both[:, q:])]
         mean = ranks.all_reduce(torch.stack(means)).div(ranks.size).unsqueeze(-1)
         scale_q, scale_k = torch.rsqrt(mean + self.config.rms_norm_eps)
@@ -364,7 +366,7 @@ class FeedForward(Protocol):
 
     @property
     def down(self) -> Summand:
-        """The operation whose result is added to the residual."""
+        """The last operation. Its result is added to the residual."""
 
     def activate(self, x: Residual, norm_weight: torch.Tensor, eps: float) -> Any:
         """Return the input of `down`, computed from the residual."""
@@ -377,8 +379,8 @@ class FeedForward(Protocol):
 
 
 class Mlp:
-    """The MLP `down(silu(gate x) × up x)`. `activate` computes the input of `down`, whose result is added to
-    the residual.
+    """The MLP `down(silu(gate x) × up x)`. `activate` computes the input of `down`, and the result of `down`
+    is added to the residual.
 
     width: width of the full MLP. None selects the model's `intermediate_size`.
     """
@@ -418,7 +420,7 @@ class Layer:
     """The dense layer, which consists of norm, attention, norm and MLP."""
 
     feed_forward_type: type[FeedForward] = Mlp
-    """Class of the layer's second half, which follows attention."""
+    """Class of the layer's second half, after attention."""
 
     def __init__(self, config: ModelConfig, shard: Shard, factory: ParameterFactory, index: int) -> None:
         self.eps = config.rms_norm_eps
