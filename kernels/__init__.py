@@ -1,8 +1,8 @@
 """Defines a decoder's operations (`Ops`) and their data types, and selects a backend.
 
-Every operation has a reference implementation in plain torch, in `kernels.reference`. That module is the CPU
-backend, and the tests compare the GPU kernels with it. Each operation combines all steps that touch the same
-data, so that one fused kernel can implement it.
+`kernels.reference` implements every operation in plain torch. It is the CPU backend, and the tests compare
+the GPU kernels with it. Each operation combines all steps that touch the same data, so that one fused kernel
+can implement it.
 
 In the shapes, *tokens* is the number of packed tokens in one forward pass, and *heads* and *kv_heads* are the
 numbers of heads on this rank. A *page* holds the 64 tokens of one block for one KV head. It is contiguous in
@@ -32,10 +32,10 @@ class Fp8Weight:
     the reference implementation supports blocks."""
 
     values: torch.Tensor
-    """Quantised matrix, [out, in] float8_e4m3fn."""
+    """Quantised matrix: [out, in] float8_e4m3fn."""
     scales: torch.Tensor
-    """Scale of each row, [out] float32. Row i of the weight matrix equals `values[i] × scales[i]`. With
-    `block`, scale of each block: [⌈out / rows⌉, ⌈in / columns⌉] float32."""
+    """Scale of each row: [out] float32. Row i of the weight matrix equals `values[i] × scales[i]`. With
+    `block`, the scale of each block: [⌈out / rows⌉, ⌈in / columns⌉] float32."""
     block: tuple[int, int] | None = None
     """Rows and columns of a block, or None if there is one scale per row. Activations are then quantised with
     one scale per token and group of `columns` inputs."""
@@ -64,7 +64,7 @@ Activation = torch.Tensor | Fp8Activation
 
 @dataclass(frozen=True, slots=True)
 class DeferredNorm:
-    """An RMSNorm whose per-token factor, 1 / √(Σ x² / n + eps), has not been applied yet. The next GEMM
+    """An RMSNorm before its per-token factor, 1 / √(Σ x² / n + eps), has been applied. The next GEMM
     multiplies its result by this factor."""
 
     values: torch.Tensor
@@ -113,11 +113,11 @@ class Experts:
     top_k: int
     """Number of experts that each token chooses."""
     normalised: bool
-    """Whether the softmax covers only the chosen experts' logits, so that their weights add up to one.
+    """Whether the softmax covers only the chosen experts' logits, in which case their weights add up to one.
     Otherwise, it covers the logits of all experts."""
     first: int = 0
-    """Router row of the first expert in `gate_up` and `down`. The results of experts that are only on other
-    ranks are zero."""
+    """Router row of the first expert in `gate_up` and `down`. Experts that are only on other ranks contribute
+    zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class ChoiceCount:
     totals: torch.Tensor
     """Number of tokens that have chosen each expert: [experts of all ranks] int64. The router adds to it."""
     live: torch.Tensor
-    """A negative number for each token that is padding, and is therefore not counted: [tokens] int64."""
+    """A number for each token, negative if the token is padding, which is not counted: [tokens] int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class KvPool:
 
 @dataclass(slots=True)
 class ChunkSpan:
-    """The position of one prompt chunk in its forward pass and in its sequence."""
+    """The position of a prompt chunk in its forward pass and in its sequence."""
 
     first: int
     """Index of the chunk's first token in the pass."""
@@ -203,7 +203,7 @@ class ChunkSpan:
 
     @property
     def end(self) -> int:
-        """Number of tokens that the sequence has in the cache after the pass."""
+        """Number of the sequence's tokens in the cache after the pass."""
         return self.context + self.count
 
 
@@ -213,23 +213,23 @@ class AttentionInput:
     sequence, followed by the prompt chunks."""
 
     block_table: torch.Tensor
-    """Block table on the device, [slots, columns] int64. Entries past the end of a sequence contain arbitrary
-    valid block numbers."""
+    """Block table on the device: [slots, columns] int64. Entries past the end of a sequence contain arbitrary
+    but valid block numbers."""
     slots: torch.Tensor
     """Slot of each decode sequence, [decodes] int64. The slot is the sequence's row in the block table."""
     lens: torch.Tensor
     """Number of cached tokens in each decode sequence, including the new token: [decodes] int64. 0 marks a
     padding entry of a captured pass."""
     columns: int
-    """Maximum number of block-table columns used by any decode sequence. It is computed on the host."""
+    """Maximum number of block-table columns that any decode sequence uses, computed on the host."""
     chunks: list[ChunkSpan]
     tiles: Mapping[int | None, torch.Tensor] | None = None
     """Prefill tiles by attention window, in the format of `kernels.triton.attention_prefill.plan_tiles`.
-    Captured passes use them instead of `chunks`, and the tiles are overwritten in place before each
-    replay."""
+    Captured passes use them instead of `chunks`. They are overwritten in place before each replay."""
     queries: torch.Tensor | None = None
-    """Indices of the tokens whose attention is computed, [decodes] int64: the last token of each sequence.
-    The other tokens are only written to the cache. If None, attention is computed for every token."""
+    """Indices of the tokens for which attention is computed, [decodes] int64: the last token of each
+    sequence. The other tokens are only written to the cache. If None, attention is computed for every
+    token."""
 
 
 class Ops(Protocol):
@@ -253,7 +253,7 @@ class Ops(Protocol):
         self, x: Activation, weight: Weight, bias: torch.Tensor | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return `x [tokens, in] @ weight [out, in].T (+ bias [out])`, which has shape `[tokens, out]`. If
-        `weight` is an `Fp8Weight`, x is first quantised per token (with blocks: per token and group of
+        `weight` is an `Fp8Weight`, x is first quantised per token (or, with blocks, per token and group of
         inputs), unless it is already quantised. If `out` is given, the result is written to it."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -299,11 +299,11 @@ class Ops(Protocol):
         """
 
     def next_norm(self, rows: int, weight: Weight, gain: torch.Tensor, eps: float) -> NextNorm | None:
-        """Return the norm that the all-reduce after `linear_add` should also compute, or None if the next
+        """Return the norm that the all-reduce after `linear_add` should compute as well, or None if the next
         GEMM computes the norm itself.
 
-        rows: number of rows of the result. weight: weight of the linear whose partial results are summed. The
-        next linear's weight must have the same type. gain, eps: parameters of the norm.
+        rows: number of rows of the result. weight: weight of the linear that computes the partial results.
+        The next linear's weight must have the same type. gain, eps: parameters of the norm.
         """
 
     def norm_experts(
@@ -316,7 +316,7 @@ class Ops(Protocol):
     ) -> ExpertActivation:
         """Choose the experts of each token by the logits `rms_norm(x.values) @ router.T`, which are computed
         in float32, and return `silu(gate) × up` of the chosen experts, as `norm_gate_up` does for one MLP.
-        count: the totals to which the choices are added, or None."""
+        count: the counter to which the choices are added, or None."""
 
     def experts_sum(
         self, x: ExpertActivation, experts: Experts, out: torch.Tensor | None = None
@@ -356,8 +356,7 @@ class Ops(Protocol):
         positions, kv_slots: `[tokens]` int64. A KV slot is block × 64 + offset, and all slots are distinct.
         Slot -1 marks padding: no key or value is written, and that row of the result is undefined. A decode
         sequence has one entry in each, for the last of its `lens` tokens. window: each token attends to
-        itself and the window - 1 tokens before it. If it is None, each token attends to itself and all tokens
-        before it.
+        itself and the window - 1 tokens before it, or to all tokens before it if window is None.
         """
 
 
@@ -369,8 +368,8 @@ def select_backend(device_type: str, dtype: torch.dtype = torch.float32, expansi
     On a GPU, a float32 model runs in plain torch, because the Triton kernels support only 16-bit dtypes.
     float32 is used on GPUs only for comparisons.
 
-    Raises ValueError if no backend supports the device. The caller chooses the device; a backend never moves
-    work to another device.
+    Raises ValueError if no backend supports the device. The caller chooses the device: a backend never moves
+    work to another one.
     """
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"device is {device_type!r}; supported devices: cpu, cuda")

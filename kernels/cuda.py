@@ -1,4 +1,4 @@
-"""Implements the operations on NVIDIA GPUs with Triton kernels, and with cuBLAS (through torch) where cuBLAS
+"""Implements the operations on NVIDIA GPUs with Triton kernels, or with cuBLAS (through torch) where cuBLAS
 is faster.
 
 No operation waits for the device or reads a value from it, so a forward pass can be captured in a CUDA graph.
@@ -49,7 +49,7 @@ class _ChunkPlan:
     expanded: torch.Tensor | None
     direct: torch.Tensor | None
     hopper: bool = False
-    """Whether `attention_prefill_hopper` computes the tiles whose keys and values are in the model's dtype.
+    """Whether `attention_prefill_hopper` computes the tiles that have keys and values in the model's dtype.
     With an FP8 cache, these are the expanded tiles; otherwise, they are the direct tiles."""
 
 
@@ -62,7 +62,7 @@ class _AttentionPlan:
 
 class CudaOps:
     """Implements `kernels.Ops` on an NVIDIA GPU. An instance owns its kernels' workspaces, so each replica
-    and each stream needs its own instance.
+    and each stream needs a separate instance.
 
     expansion_blocks: maximum number of FP8 cache blocks that one prefill pass converts to the model's dtype
     before attention (`attention_prefill.Expansion`); 0 disables the conversion. table: measured GEMM plans of
@@ -171,7 +171,7 @@ class CudaOps:
         )
 
     def _sharing_plan(self, rows: int, weight: Weight) -> GemmPlan | None:
-        """Return the plan of a GEMM that can share a norm with an adjacent GEMM, or None if it cannot.
+        """Return the plan of a GEMM if the GEMM can share a norm with an adjacent GEMM, otherwise None.
 
         float16 GEMMs never share norms. A shared norm stores x × gain before the norm's factor is applied,
         and this product may exceed float16's range.

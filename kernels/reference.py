@@ -37,8 +37,8 @@ _FP8_MAX = 448.0
 _GATHERED_BYTES = 4 << 20
 """Maximum number of key bytes, and of value bytes, that decode attention copies at a time. A single sequence
 may exceed the limit. The limit bounds the working memory and keeps the copy in the CPU's cache. It also keeps
-allocations small: for larger buffers, the C library requests new pages from the operating system each time,
-and attention of 64 sequences then takes 4 times as long."""
+allocations small. For larger buffers, the C library requests new pages from the operating system each time,
+and attention for 64 sequences then takes 4 times as long."""
 
 
 def pack_weight(weight: Weight) -> Weight:
@@ -165,7 +165,8 @@ def route(
 
 def experts_linear(x: torch.Tensor, expert: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Multiply each row of `x [rows, in]` by the matrix in `weight [experts, out, in]` that `expert [rows]`
-    selects. The result is `[rows, out]` in x's dtype. It is zero for experts outside `weight`."""
+    selects. The result is `[rows, out]` in x's dtype. Rows that select an expert outside `weight` are
+    zero."""
     held = len(_values(weight))
     expert = torch.where((expert >= 0) & (expert < held), expert, held)
     by_expert = expert.argsort(stable=True)
@@ -194,7 +195,7 @@ def quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     is the row's largest magnitude divided by 448, so no value saturates. A row of zeros has scale 0."""
     x = x.float()
     largest = x.abs().amax(dim=-1, keepdim=True)
-    # Divide by a tensor. If the divisor were a Python number, torch would multiply by its reciprocal, which
+    # Divide by a tensor: if the divisor were a Python number, torch would multiply by its reciprocal, which
     # rounds twice.
     most = torch.full_like(largest, _FP8_MAX)
     inverse = most / torch.where(largest > 0, largest, 1.0)
@@ -306,8 +307,8 @@ def attend(
 
 
 _Pool = tuple[torch.Tensor, torch.Tensor | None]
-"""Keys or values, `[blocks, kv_heads, 64, head_dim]`, and their scales, `[blocks, kv_heads, 64]`. The scales
-are None if the cache is not FP8."""
+"""Keys or values `[blocks, kv_heads, 64, head_dim]`, and their scales `[blocks, kv_heads, 64]`, which are
+None if the cache is not FP8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,8 +328,7 @@ def plan_attention(inputs: AttentionInput) -> _AttentionPlan:
         chunks.append((chunk, inputs.block_table[chunk.slot, :used]))
     tables = inputs.block_table[:, : inputs.columns].index_select(0, inputs.slots)
     # Entries past the end of a sequence may point to other sequences' blocks, which may contain NaN. Masking
-    # multiplies values by 0, and 0 × NaN is NaN. Therefore replace these entries with the sequence's own
-    # first block.
+    # multiplies values by 0, and 0 × NaN is NaN. Replace these entries with the sequence's own first block.
     own = inputs.lens.unsqueeze(1) > torch.arange(tables.shape[1], device=tables.device) * PAGE_TOKENS
     tables = torch.where(own, tables, tables[:, :1])
     return _AttentionPlan(tables, inputs.lens, inputs.queries, chunks)
@@ -344,7 +344,7 @@ def attention(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the attention of a pass whose keys and values are already in the pool. The result has q's
+    """Compute the attention of a pass. Its keys and values must already be in the pool. The result has q's
     dtype. This is the second half of `Ops.attend`."""
     q = q if plan.queries is None else q.index_select(0, plan.queries)
     parts = []
@@ -399,7 +399,7 @@ def paged_attention_decode(
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Sequences whose attention is computed together over the same range of block-table columns."""
+    """Sequences that share one attention computation over the same range of block-table columns."""
 
     rows: list[int]
     first: int
@@ -413,9 +413,8 @@ class _Group:
 
 
 def _length_groups(lens: list[int], window: int | None, most_columns: int) -> list[_Group]:
-    """Group sequences of similar length to limit the padding. The number of copied columns is at most about
-    twice the number needed. A group copies at most `most_columns` columns, unless it contains a single
-    sequence."""
+    """Group sequences of similar length to limit the padding. At most about twice as many columns are copied
+    as needed. A group copies at most `most_columns` columns, unless it contains a single sequence."""
     last = [-(-length // PAGE_TOKENS) for length in lens]
     first = [0 if window is None else max(0, length - window) // PAGE_TOKENS for length in lens]
 
@@ -480,7 +479,7 @@ def paged_attention_prefill(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the causal attention of one chunk whose keys and values are already in the cache. The result
+    """Compute the causal attention of one chunk. Its keys and values must already be in the cache. The result
     has q's shape and dtype.
 
     q: `[tokens, heads, head_dim]`, at positions context, context + 1, …. block_table: `[columns]` int64,

@@ -1,5 +1,5 @@
-"""Tests that captured passes, in halves and as a whole, give the logits of eager passes. No GPU is needed: a
-captured part is a function that is called again."""
+"""Tests that captured passes, in halves and as a whole, give the same logits as eager passes. No GPU is
+needed, because "replaying" a captured part simply calls its function again."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ FULL = 320
 
 
 class Replayed:
-    """Stands for a CUDA graph."""
+    """Stands in for a CUDA graph."""
 
     def __init__(self, part: Callable[[], object], pool: Any) -> None:
         self.replay = part
 
 
 class HalvingRank(ThreadRank):
-    """A rank whose passes of FULL and of more tokens are computed in halves."""
+    """A rank that computes passes of at least FULL tokens in halves."""
 
     made: PeerOverlap | None = None
 

@@ -1,9 +1,9 @@
 """Tests of the GEMMs of mixture-of-experts layers against their reference implementation.
 
-The interpreter verifies indexing and masking in float32 and float16: the expert whose weights are multiplied
-with each token, sizes that are not multiples of a tile, experts chosen by no token or by every token, the
-sort, and the sum of each token. Only the tests marked `gpu` verify the numerics of bfloat16 and e4m3, and
-that results with and without PDL and in graphs are bitwise equal.
+The interpreter verifies indexing and masking in float32 and float16: which expert's weights are multiplied by
+which token, sizes that are not multiples of a tile, experts chosen by no token or by every token, the sort,
+and the sum of each token. Only the tests marked `gpu` verify the numerics of bfloat16 and e4m3, and that
+results with and without PDL and in graphs are bitwise equal.
 
 Tolerances: the error against float64, for the whole result and for each row, is at most twice the reference's
 error, plus one rounding error of the result, plus the error of float32 sums (see `test_triton_linear`). FP8
@@ -108,7 +108,7 @@ class Case:
         self.weights = torch.rand(tokens, top_k, generator=torch.Generator().manual_seed(2)).to(DEVICE)
         self.residual = _random(tokens, hidden, seed=3, dtype=dtype)
         self.live = torch.arange(tokens, device=DEVICE) % 3 - 1
-        """Negative numbers mark padding, whose choices are not counted: [tokens] int64."""
+        """Negative numbers mark padding, which is not counted: [tokens] int64."""
         gate_up = _random(count, 2 * width, hidden, seed=4, dtype=dtype) * hidden**-0.5
         down = _random(count, hidden, width, seed=5, dtype=dtype) * width**-0.5
         self.values = values
@@ -210,8 +210,8 @@ class Case:
 
     def check_some(self, plans: LayerPlans, here: range, pdl: bool = False) -> torch.Tensor:
         """Run a rank that has only the experts in `here`, and return its part of the sum. Check that the
-        results of the rank's experts are those of a rank with all experts, and make the results of all other
-        experts NaN, so that they spoil the sum if they are read."""
+        results of its experts equal those on a rank with all experts. Set the results of all other experts to
+        NaN, so that the sum shows if they are read."""
         weight, scale = _parts(self.gate_up)
         down, down_scale = _parts(self.down)
         some = slice(here.start, here.stop)
@@ -254,7 +254,7 @@ class Case:
         return few.down(*inputs, workspace=self.workspace, first=here.start, **options)
 
     def check_ranks(self, plans: LayerPlans, pdl: bool = False) -> None:
-        """Check that the parts of three ranks, each with some of the experts, add up to the sum of all
+        """Check that the parts of three ranks, each with some of the experts, add up to the sum over all
         experts."""
         count = len(_parts(self.gate_up)[0])
         ranks = [range(1), range(1, count - 1), range(count - 1, count)]
@@ -359,8 +359,8 @@ def test_ranks_with_some_experts_add_up_to_all(
     ("tokens", "count", "top_k"), [(1, 4, 2), (70, 4, 2), (50, 500, 3), (600, 512, 2)], ids=str
 )
 def test_choices_are_sorted_by_expert_then_by_token(tokens: int, count: int, top_k: int, kind: str) -> None:
-    """600 tokens with 512 experts make more blocks than a program adds up at a time. The groups are those of
-    all experts, or of some experts."""
+    """600 tokens with 512 experts make more blocks than a program adds up at a time. The groups cover all
+    experts, or only some."""
     chosen = choices(kind, tokens, count, top_k)
     counts = chosen.flatten().bincount(minlength=count).tolist()
     ends = list(itertools.accumulate(counts))
@@ -498,7 +498,7 @@ def test_the_compiled_kernels_wait_before_they_read_results() -> None:
 QWEN = (128, 8, 2048, 768)
 STREAM = ExpertsPlan("stream", 1, 16, 128, 4, stages=2), ExpertsPlan("stream", 1, 16, 128, 8)
 OTHERS = [(8, 2, 4096, 1024), (60, 6, 2048, 352), (16, 4, 1024, 96)]
-"""Numbers of experts, top_k, hidden and width, for Qwen3-30B-A3B (`QWEN`) and for other models on several
+"""Number of experts, top_k, hidden and width, for Qwen3-30B-A3B (`QWEN`) and for other models on several
 ranks."""
 LAYERS = [(shape, torch.bfloat16, values) for shape in (QWEN, *OTHERS) for values in (None, E4M3)]
 LAYERS += [(QWEN, torch.float16, None), (QWEN, torch.float16, E4M3)]
@@ -611,9 +611,9 @@ def test_8192_tokens_are_accurate(values: torch.dtype | None) -> None:
 def test_pdl_and_graphs_change_no_bit_of_the_experts(
     tokens: int, planned: int, values: torch.dtype | None, stream: bool
 ) -> None:
-    """Run a chain of layers in which a kernel that starts too early reads stale data, because each layer's
-    tokens choose different experts than in the previous layer. `planned` is the number of tokens for which
-    plans are chosen, unless `stream` selects the plans."""
+    """Run a chain of layers in which each layer's tokens choose different experts than in the previous layer,
+    so a kernel that starts too early reads stale data. `planned` is the number of tokens for which plans are
+    chosen, unless `stream` selects the plans."""
     count, top_k, hidden, width = QWEN
     case = Case(tokens, *QWEN, torch.bfloat16, values=values)
     plans = choose(planned, top_k, count, hidden, width, values or torch.bfloat16)

@@ -44,7 +44,7 @@ class Driver:
         padding: int = 0,
     ) -> torch.Tensor:
         """Run one pass and return the logits of every token, `[tokens of the pass, vocabulary]`, decodes
-        first. `padding` rows of padding follow, whose logits are not returned."""
+        first. They are followed by `padding` rows of padding, for which no logits are returned."""
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -94,8 +94,8 @@ class Driver:
 def teacher_forced(
     driver: Driver, tokens: list[int], prompt_lengths: list[int], chunk_sizes: list[int], decode_steps: int
 ) -> list[torch.Tensor]:
-    """Run several sequences that all start with `tokens`, at the same time. Each prompt is computed in chunks
-    of a different size. It is followed by `decode_steps` decodes, whose inputs are the next tokens. Returns
+    """Run several sequences of the same `tokens` at the same time. Each prompt is computed in chunks of a
+    different size, and is followed by `decode_steps` decodes, which take the next tokens as input. Returns
     each sequence's logits, `[prompt length + decode_steps, vocabulary]`."""
     sequences = [Sequence() for _ in prompt_lengths]
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
@@ -121,8 +121,8 @@ def teacher_forced(
 
 
 def greedy(driver: Driver, prompt: list[int], count: int, chunk_size: int) -> tuple[list[int], list[float]]:
-    """Generate `count` greedy tokens after `prompt`. Returns the tokens, and the gap between the top two
-    logits for each."""
+    """Generate `count` greedy tokens after `prompt`. Returns the tokens and, for each, the gap between the
+    top two logits."""
     sequence = Sequence()
     for start in range(0, len(prompt), chunk_size):
         rows = driver.run([], [(sequence, prompt[start : start + chunk_size])])
