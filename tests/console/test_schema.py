@@ -199,7 +199,7 @@ _LISTS = {
     "request-log": set(NamedRequest.__struct_fields__),
     "usage": set(UsageRow.__struct_fields__),
 }
-_OUTSIDE = re.compile(r"NVML [a-z_.]+( throughput)?|/proc/loadavg|kernel log|GET /telemetry")
+_OUTSIDE = re.compile(r"NVML [a-zA-Z_.]+( throughput)?|/proc/loadavg|kernel log|GET /telemetry")
 
 
 def test_every_figure_on_screen_traces_to_a_named_counter_or_field() -> None:
