@@ -29,7 +29,11 @@ Phase = Literal["queued", "prefill", "decode", "ending"]
 BlockState = Literal["free", "cached", "used", "shared"]
 BLOCK_STATES: tuple[BlockState, ...] = ("free", "cached", "used", "shared")
 """The states of a KV block. `BlockMap.states` contains indices into this tuple. A "cached" block is free but
-still contains a prefix. A "shared" block is used by more than one sequence."""
+still contains a prefix. A "shared" block has more than one reference. Samples that were forked from one
+prompt hold one reference together."""
+STALL_FACTOR = 3.0
+"""A step with decodes is a stall if it takes more than this many times the mean duration of a decode-only
+step."""
 NO_OWNER = 0xFFFF
 """Entry of `BlockMap.owners` for a block that no sequence uses."""
 
@@ -140,9 +144,32 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     busy: float | None = None
     """Share of the slice in which a step ran, from 0 to 1."""
     longest_ms: float | None = None
-    """Duration of the longest step in the slice."""
-    longest_request: str = ""
-    """Id of the request with the largest prompt chunk in the longest step."""
+    """Duration of the longest step with decodes in the slice."""
+    longest_decodes: int | None = None
+    """Number of sequences that decoded in the longest step."""
+    longest_prompt_tokens: int | None = None
+    """Prompt tokens computed in the longest step."""
+
+
+class Stall(msgspec.Struct, frozen=True, kw_only=True):
+    """A step that delayed decodes by more than `STALL_FACTOR` times the mean duration of a decode-only
+    step."""
+
+    replica: str
+    at: float
+    """When the replica reported the step, in unix seconds."""
+    ms: float
+    """Duration of the step."""
+    mean_ms: float
+    """Mean duration of a decode-only step at that time."""
+    decodes: int
+    """Number of sequences that decoded."""
+    prompt_tokens: int
+    """Prompt tokens that the step computed."""
+    request: str = ""
+    """Request with the largest chunk of the step. Empty if the step computed no prompt."""
+    tenant: str = ""
+    """Tenant of that request. Empty if the request had ended before the report."""
 
 
 class BlockMap(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,6 +200,8 @@ class KvCache(msgspec.Struct, frozen=True, kw_only=True):
     """Number of blocks used by unfinished sequences."""
     blocks_cached: int
     """Number of free blocks that still contain a cached prefix."""
+    blocks_shared: int | None = None
+    """Number of used blocks with more than one reference."""
     block_tokens: int
     kv_bytes: int | None = None
     kv_cache_dtype: str = ""
@@ -384,6 +413,8 @@ class Snapshot(msgspec.Struct, kw_only=True):
     tenants: list[TenantUse]
     alerts: list[Alert]
     host: Host
+    stalls: list[Stall] = []
+    """The newest stalls of all replicas, oldest first."""
     drains: list[DrainStatus] = []
     fronts: list[FrontStatus] = []
     sockets: list[SocketStatus] = []

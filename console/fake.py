@@ -48,7 +48,16 @@ from appliance.snapshot import (
 from console.fake_machine import alerts_of, gpus_of
 from console.fake_recording import FakeRecording
 from console.fake_rows import FakeRows
-from console.simulation import BLOCK_TOKENS, WINDOW_S, Ended, SimReplica, SimRequest, SimTenant, Simulation
+from console.simulation import (
+    BLOCK_TOKENS,
+    SHARED,
+    WINDOW_S,
+    Ended,
+    SimReplica,
+    SimRequest,
+    SimTenant,
+    Simulation,
+)
 from console.source import ListName, Row, SourceError
 
 FIXED_TIME = 1_790_000_000.0
@@ -221,6 +230,9 @@ class FakeSource:
             models=[] if brief else self._models(),
             tenants=[] if brief else [self._tenant_use(one) for one in sim.tenants.values()],
             alerts=[] if brief else alerts_of(sim, gpus),
+            stalls=sorted(
+                (one for replica in sim.replicas for one in replica.stalls), key=lambda one: one.at
+            ),
             host=self._host(),
             drains=[self._drain(model, since) for model, since in sim.paused.items()],
             fronts=self._fronts(),
@@ -328,7 +340,8 @@ class FakeSource:
             preemptions=0,
             busy=part["busy"],
             longest_ms=part["longest_ms"],
-            longest_request=replica.longest,
+            longest_decodes=int(part["longest_decodes"]),
+            longest_prompt_tokens=int(part["longest_prompt_tokens"]),
         )
 
     def _kv(self, replica: SimReplica, *, brief: bool) -> KvCache:
@@ -340,6 +353,7 @@ class FakeSource:
             blocks_total=replica.blocks,
             blocks_used=replica.used,
             blocks_cached=len(replica.cached),
+            blocks_shared=replica.states.count(SHARED),
             block_tokens=BLOCK_TOKENS,
             kv_bytes=replica.blocks * BLOCK_TOKENS * 160 * 1024,
             kv_cache_dtype="fp8",

@@ -315,7 +315,7 @@ FIGURES: dict[str, Figure] = {
         "blocks",
         _START,
         "Cached blocks that were overwritten by new sequences.",
-        "kv: evictions",
+        "appliance_kv_evictions_total",
     ),
     "preemptions": Figure(
         "preemptions",
@@ -328,8 +328,8 @@ FIGURES: dict[str, Figure] = {
         "free, cached, used, shared",
         "blocks",
         _NOW,
-        "A cached block is free and still contains a prefix. A shared block is used by more than one "
-        "sequence.",
+        "A cached block is free and still contains a prefix. A shared block has more than one reference: "
+        "usually, several requests use it.",
         "kv: blocks.states",
     ),
     "block_age": Figure(
@@ -360,10 +360,9 @@ FIGURES: dict[str, Figure] = {
         "!",
         "ms",
         _SECOND,
-        "The longest step of the slice, if it took more than three times the mean decode step, and the "
-        "request with the "
-        "largest chunk in it.",
-        "batches: longest_ms, longest_request",
+        "The longest step with decodes in the slice, if it took more than three times the mean decode-only "
+        "step, and the request with the largest chunk in it.",
+        "batches: longest_ms; stalls: request, tenant",
     ),
     "computed_tokens": Figure(
         "prompt, out",

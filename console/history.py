@@ -52,8 +52,6 @@ class History:
         self.points: deque[Point] = deque(maxlen=MAX_POINTS)
         self.batches: dict[str, deque[Batch]] = {}
         """The newest slices of each replica, oldest first. A slice is at least a second long."""
-        self.tenants: dict[str, str] = {}
-        """Maps the id of the request that caused a slice's longest step to the request's tenant."""
         self.resolution_s = 0
         """Resolution of recorded history, in seconds; 0 if the points come from live snapshots."""
 
@@ -85,11 +83,6 @@ class History:
             )
         )
         self._add_batches(snapshot.batches)
-        named = {batch.longest_request for batch in snapshot.batches} - self.tenants.keys() - {""}
-        if named:
-            self.tenants.update(
-                (one.request_id, one.tenant) for one in snapshot.requests if one.request_id in named
-            )
 
     def prepend(self, earlier: History) -> None:
         """Add those points of another history that are older than all points of this one."""
@@ -223,7 +216,8 @@ def joined(first: Batch, second: Batch) -> Batch:
         if busy
         else None,
         longest_ms=longest.longest_ms,
-        longest_request=longest.longest_request,
+        longest_decodes=longest.longest_decodes,
+        longest_prompt_tokens=longest.longest_prompt_tokens,
     )
 
 

@@ -10,7 +10,7 @@ from array import array
 from collections import deque
 from dataclasses import dataclass, field
 
-from appliance.snapshot import NO_OWNER
+from appliance.snapshot import NO_OWNER, STALL_FACTOR, Stall
 from console.source import MAX_ROWS
 
 TENANTS = (
@@ -102,7 +102,8 @@ class SimReplica:
     evictions: int = 0
     slice: dict[str, float] = field(default_factory=dict)
     """Steps and tokens of the newest time slice, keyed by name."""
-    longest: str = ""
+    stalls: list[Stall] = field(default_factory=list)
+    """The newest stalls, oldest first."""
     states: bytearray = field(default_factory=bytearray)
     freed_at: list[float] = field(default_factory=list)
     free: deque[int] = field(default_factory=deque)
@@ -201,6 +202,9 @@ class Ended:
 WINDOW_S = 60.0
 _LONGEST = (*[1.0, 1.02, 1.05, 1.1] * 10, 2.4)
 """Possible durations of a slice's longest step, as multiples of the mean."""
+
+
+_MAX_STALLS = 16
 
 
 class Simulation:
@@ -413,13 +417,13 @@ class Simulation:
         mixed = min(-(-pending // replica.budget) + (1 if prefilling else 0), int(seconds * 1000 / mixed_ms))
         left_ms = max(0.0, seconds * 1000 - mixed * mixed_ms)
         decodes = int(left_ms / step_ms) if decoding else 0
-        budget, computed, longest = mixed * replica.budget, 0, (0, "")
+        budget, computed, longest = mixed * replica.budget, 0, (0, "", "")
         for request in prefilling:
             chunk = min(budget, request.prompt - request.computed)
             request.computed += chunk
             computed += chunk
             budget -= chunk
-            longest = max(longest, (chunk, request.id))
+            longest = max(longest, (chunk, request.id, request.tenant))
             if request.computed >= request.prompt:
                 request.first_token = self.now
         steps = decodes + mixed
@@ -438,11 +442,11 @@ class Simulation:
         replica.step += steps
         replica.computed_tokens += computed
         replica.generated_tokens += generated
-        replica.longest = longest[1]
         # Blocks of a cached prefix are shared only while several requests use them.
         for request in replica.running[::9]:
             for block in request.blocks[: request.cached // BLOCK_TOKENS]:
                 replica.states[block] = SHARED
+        longest_tokens = min(longest[0], replica.budget) if mixed else 0
         replica.slice = {
             "decode_steps": decodes,
             "mixed_steps": mixed,
@@ -454,7 +458,21 @@ class Simulation:
             "generated": generated,
             "busy": min(1.0, (mixed * mixed_ms + decodes * step_ms) / (seconds * 1000)),
             "longest_ms": mixed_ms * self.random.choice(_LONGEST) if mixed else step_ms * 1.1,
+            "longest_decodes": len(decoding),
+            "longest_prompt_tokens": longest_tokens,
         }
+        if decodes and (longest_ms := replica.slice["longest_ms"]) > STALL_FACTOR * step_ms:
+            stall = Stall(
+                replica=replica.name,
+                at=self.now,
+                ms=longest_ms,
+                mean_ms=step_ms,
+                decodes=len(decoding),
+                prompt_tokens=longest_tokens,
+                request=longest[1],
+                tenant=longest[2],
+            )
+            replica.stalls = [*replica.stalls, stall][-_MAX_STALLS:]
 
     def _finish(self, request: SimRequest, reason: str) -> None:
         request.ended_at, request.finish_reason = self.now, reason

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from engine.expert_use import expert_use
-from engine.messages import EngineGauges, Finished, LayerExperts, Output
+from engine.messages import EngineGauges, Finished, LayerExperts, LongestStep, Output
 from engine.plan import MemoryPlan, RankPlan, StepPlan, StepTokens
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step import ScheduledStep
@@ -128,6 +128,7 @@ class EngineCore:
         self._expert_layers: tuple[LayerExperts, ...] = ()
         self._collected = 0
         self._collected_at = 0.0
+        self._longest: LongestStep | None = None
         self._credits = self._granted()
 
     @property
@@ -197,9 +198,16 @@ class EngineCore:
         step_ms = 1e3 * (now - max(oldest.began, self._collected_at))
         self._collected_at = now
         self._collected = oldest.scheduled.plan.step
+        if oldest.scheduled.plan.decodes and (self._longest is None or step_ms > self._longest.ms):
+            self._longest = _longest_step(oldest.scheduled, step_ms)
         self.scheduler.collect(oldest.scheduled, tokens)
         idle_us = oldest.launched.host_gap_us if oldest.scheduled.had_work else 0.0
         return StepTiming(oldest.scheduled.plan, step_ms, idle_us, plan_us)
+
+    def take_longest_step(self) -> LongestStep | None:
+        """Return the longest step with decodes since the previous call, or None if there was none."""
+        longest, self._longest = self._longest, None
+        return longest
 
     def _granted(self) -> tuple[int, int]:
         return self.scheduler.accounting.credit_seqs, self.scheduler.accounting.credit_tokens
@@ -219,6 +227,18 @@ class EngineCore:
             blocks_total=pool.total,
             blocks_used=pool.used,
             blocks_cached=pool.cached,
+            blocks_shared=pool.shared,
+            evictions=pool.evictions,
             expert_layers=self._expert_layers,
             **asdict(accounting.totals),
         )
+
+
+def _longest_step(step: ScheduledStep, ms: float) -> LongestStep:
+    largest, request_id, prompt_tokens = 0, "", 0
+    for chunk in step.chunks:
+        tokens = chunk.end - chunk.start
+        prompt_tokens += tokens
+        if tokens > largest:
+            largest, request_id = tokens, chunk.sequence.submission.submit.request_id
+    return LongestStep(ms, len(step.plan.decodes), prompt_tokens, request_id)

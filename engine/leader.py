@@ -176,6 +176,7 @@ class LeaderLoop:
             Report(
                 **msgspec.structs.asdict(self._engine.gauges()),
                 finished=result.finished if result else [],
+                longest_step=self._engine.take_longest_step(),
                 fronts_gone=self._fronts_gone,
                 decode_steps=decode_steps,
                 step_ms=step_ms,

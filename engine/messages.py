@@ -429,7 +429,8 @@ class LayerExperts(msgspec.Struct, frozen=True):
 
 
 class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a replica's engine. Token and preemption counts are totals since the replica started."""
+    """State of a replica's engine. Counts of tokens, evictions and preemptions are totals since the replica
+    started."""
 
     step: int
     """Number of the last step whose tokens were read."""
@@ -447,6 +448,11 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     blocks_total: int = 0
     blocks_used: int = 0
     blocks_cached: int = 0
+    blocks_shared: int = 0
+    """Number of used blocks with more than one reference. Samples that were forked from one prompt hold one
+    reference together."""
+    evictions: int = 0
+    """Number of cached blocks that were overwritten because no block was free."""
     preemptions: int = 0
     prompt_tokens: int = 0
     """Number of prompt tokens of all started submissions. A prompt counts once per submission."""
@@ -478,6 +484,20 @@ class ReplicaStats(EngineGauges, frozen=True, kw_only=True):
     """Number of log lines that rank 0 has dropped since its start because standard error was blocked."""
 
 
+class LongestStep(msgspec.Struct, array_like=True, frozen=True):
+    """The longest of a replica's steps with decodes. Prefill in such a step delays the next tokens of the
+    decoding sequences."""
+
+    ms: float
+    """Duration in milliseconds."""
+    decodes: int
+    """Number of sequences that decoded."""
+    prompt_tokens: int
+    """Number of prompt tokens that the step computed."""
+    request_id: str = ""
+    """Request with the largest chunk of the step, or an empty string if the step computed no prompt."""
+
+
 class Report(ReplicaStats, tag="report", frozen=True, kw_only=True):
     """Sent by rank 0 to the core with the state of the replica. A report is sent after each step that ended a
     submission or granted credit, every 100 ms while steps run, and every 500 ms otherwise. A longer pause is
@@ -492,6 +512,8 @@ class Report(ReplicaStats, tag="report", frozen=True, kw_only=True):
     """
 
     finished: list[Finished] = []
+    longest_step: LongestStep | None = None
+    """The longest step with decodes since the previous report, or None if there was none."""
     fronts_gone: list[str] = []
     """Fronts whose channel was closed. All of their submissions have been reported in `finished`."""
 

@@ -20,7 +20,17 @@ from appliance.monitoring.host import ServiceProcess
 from appliance.monitoring.machine_reader import MachineReader
 from appliance.monitoring.samples import CounterSample, CounterSampler
 from appliance.protocol import ReplicaStatus, Status
-from appliance.snapshot import Alert, Batch, Gpu, KvCache, Queue, Snapshot, TenantUse, UnfinishedRequest
+from appliance.snapshot import (
+    Alert,
+    Batch,
+    Gpu,
+    KvCache,
+    Queue,
+    Snapshot,
+    Stall,
+    TenantUse,
+    UnfinishedRequest,
+)
 from store.policies import Policies, TenantRecord
 
 MAX_TENANTS = 200
@@ -62,6 +72,7 @@ class SnapshotParts:
     ended: EndedRequests
     policies: Callable[[], Policies]
     alerts: Callable[[], list[Alert]]
+    stalls: Callable[[], list[Stall]]
     machine: MachineReader
     burn_rates: BurnRates = field(default_factory=BurnRates)
     choice: TenantChoice = field(default_factory=TenantChoice)
@@ -119,6 +130,7 @@ class SnapshotReader:
             models=status.models,
             tenants=self._tenants(sample),
             alerts=parts.alerts(),
+            stalls=parts.stalls(),
             host=host,
             drains=status.drains,
             fronts=status.fronts,
@@ -161,6 +173,7 @@ class SnapshotReader:
                     max_num_seqs=replica.info.max_num_seqs,
                     max_num_batched_tokens=replica.info.max_num_batched_tokens,
                     **({} if before is None else counters.since(before)),
+                    **({} if before is None else _longest(replica, before.at)),
                 )
             )
         self._slices = slices
@@ -181,7 +194,9 @@ class SnapshotReader:
             cached_tokens=replica.cached_tokens,
             hit_rate=hit_rate,
             hit_window_s=window_s,
+            blocks_shared=replica.blocks_shared,
             preemptions=replica.preemptions,
+            evictions=replica.evictions,
         )
 
     # ── tenants ──
@@ -272,6 +287,18 @@ class _Counters:
             "preemptions": self.preemptions - before.preemptions,
             "busy": min(1.0, (self.seconds - before.seconds) / max(1e-9, self.at - before.at)),
         }
+
+
+def _longest(replica: Replica, since: float) -> dict[str, Any]:
+    """Return the fields of a `Batch` that describe the longest step since the monotonic time `since`."""
+    step = replica.steps.longest.since(since)
+    if step is None:
+        return {}
+    return {
+        "longest_ms": step.ms,
+        "longest_decodes": step.decodes,
+        "longest_prompt_tokens": step.prompt_tokens,
+    }
 
 
 def _processes(status: Status) -> list[ServiceProcess]:

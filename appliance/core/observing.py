@@ -56,6 +56,7 @@ class ObservingParts:
             ended=ended,
             policies=lambda: control.policies,
             alerts=alerts.list,
+            stalls=parts.models.connections.stalls.list,
             machine=MachineReader(reading.threads),
         )
         self._recorder = Recorder(

@@ -106,12 +106,14 @@ class Recorder:
 
 
 def sampled_tree(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the part of a snapshot that is recorded as measurements, as JSON values. Requests and alerts are
-    recorded as details. Individual KV blocks are not recorded, because there are thousands of them."""
+    """Return the part of a snapshot that is recorded as measurements, as JSON values. Requests, alerts and
+    stalls are recorded as details. Individual KV blocks are not recorded, because there are thousands of
+    them."""
     sampled = msgspec.structs.replace(
         snapshot,
         requests=[],
         alerts=[],
+        stalls=[],
         kv=[one if one.blocks is None else msgspec.structs.replace(one, blocks=None) for one in snapshot.kv],
     )
     tree: dict[str, Any] = msgspec.to_builtins(sampled)

@@ -13,10 +13,11 @@ Value = str | float | int | bool | None
 
 def named_values(snapshot: Snapshot) -> dict[str, Value]:
     """Return every numeric and text value of a snapshot, keyed by name, excluding those of individual
-    requests and KV blocks."""
+    requests, stalls and KV blocks."""
     kept = msgspec.structs.replace(
         snapshot,
         requests=[],
+        stalls=[],
         kv=[one if one.blocks is None else msgspec.structs.replace(one, blocks=None) for one in snapshot.kv],
     )
     return dict(leaves(msgspec.to_builtins(kept)))

@@ -1,4 +1,5 @@
-"""The details of snapshots, which are not recorded as numbers: the unfinished requests and the alerts.
+"""The details of snapshots, which are not recorded as numbers: the unfinished requests, the alerts and the
+stalls.
 
 They are recorded every second as frames. A full frame lists everything. A partial frame is a delta: it
 contains the changes since the preceding frame, in a few bytes per request. An hour of frames takes megabytes.
@@ -13,7 +14,8 @@ from typing import NamedTuple
 import msgspec
 
 from appliance.events.frames import let_pass, signature
-from appliance.snapshot import Alert, Snapshot, UnfinishedRequest
+from appliance.snapshot import Alert, Snapshot, Stall, UnfinishedRequest
+from appliance.stalls import merged
 
 MAX_RECORDED_REQUESTS = 1000
 """Maximum number of unfinished requests that are recorded each second. If there are more, the oldest are
@@ -32,6 +34,7 @@ class RecordedDetails(NamedTuple):
     at: float
     requests: list[UnfinishedRequest]
     alerts: list[Alert]
+    stalls: list[Stall]
 
 
 class _Frame(msgspec.Struct, array_like=True, frozen=True):
@@ -47,6 +50,8 @@ class _Frame(msgspec.Struct, array_like=True, frozen=True):
     """Number of new output tokens of each remaining request, in the order of the preceding list."""
     alerts: list[Alert] | None
     """All alerts, or None if they have not changed."""
+    stalls: list[Stall] = []
+    """All stalls in a full frame, and the new ones in a partial frame. Older recordings have none."""
 
 
 class _Known(NamedTuple):
@@ -63,6 +68,7 @@ class DetailEncoder:
         self._since_whole = _WHOLE_EVERY
         self._requests: dict[str, _Known] = {}
         self._alerts: list[Alert] | None = None
+        self._stalls: list[Stall] = []
         self._saved_bytes = _SAVED_BYTES
 
     def encode(self, snapshot: Snapshot) -> tuple[bool, bytes] | None:
@@ -73,7 +79,14 @@ class DetailEncoder:
         self._since_whole += 1
         if self._since_whole >= _WHOLE_EVERY:
             frame = _Frame(
-                self._number, True, snapshot.at, list(requests.values()), [], [], list(snapshot.alerts)
+                self._number,
+                True,
+                snapshot.at,
+                list(requests.values()),
+                [],
+                [],
+                list(snapshot.alerts),
+                snapshot.stalls,
             )
         else:
             frame = self._changes(snapshot, requests)
@@ -86,7 +99,7 @@ class DetailEncoder:
         self._requests = {
             name: _Known(signature(one), one.generated_tokens) for name, one in requests.items()
         }
-        self._alerts = list(snapshot.alerts)
+        self._alerts, self._stalls = list(snapshot.alerts), list(snapshot.stalls)
         if frame.whole:
             self._since_whole = 0
         return frame.whole, document
@@ -109,7 +122,8 @@ class DetailEncoder:
                 tokens.append((one.generated_tokens or 0) - (known.tokens or 0))
         changed += [one for name, one in requests.items() if name not in self._requests]
         alerts = None if snapshot.alerts == self._alerts else list(snapshot.alerts)
-        return _Frame(self._number, False, snapshot.at, changed, ended, tokens, alerts)
+        stalls = [one for one in snapshot.stalls if one not in self._stalls]
+        return _Frame(self._number, False, snapshot.at, changed, ended, tokens, alerts, stalls)
 
 
 def decode_details(documents: Iterable[bytes]) -> RecordedDetails | None:
@@ -118,6 +132,7 @@ def decode_details(documents: Iterable[bytes]) -> RecordedDetails | None:
     number, at = -1, 0.0
     requests: list[UnfinishedRequest] = []
     alerts: list[Alert] = []
+    stalls: list[Stall] = []
     for document in documents:
         try:
             frame = msgspec.msgpack.decode(zlib.decompress(document), type=_Frame)
@@ -130,8 +145,9 @@ def decode_details(documents: Iterable[bytes]) -> RecordedDetails | None:
         else:
             requests = _applied(requests, frame, frame.at - at)
         alerts = alerts if frame.alerts is None else frame.alerts
+        stalls = frame.stalls if frame.whole else merged(stalls, frame.stalls)
         number, at = frame.number, frame.at
-    return None if number < 0 else RecordedDetails(at, requests, alerts)
+    return None if number < 0 else RecordedDetails(at, requests, alerts, stalls)
 
 
 def _applied(requests: list[UnfinishedRequest], frame: _Frame, passed_s: float) -> list[UnfinishedRequest]:

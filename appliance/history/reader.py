@@ -80,6 +80,7 @@ class PastReader:
             snapshot.started_at = _highest(recorded, "started_at") or snapshot.started_at
         if details is not None:
             snapshot.requests, snapshot.alerts = details.requests, details.alerts
+            snapshot.stalls = details.stalls
         else:
             at = snapshot.at
             rows = self._requests.unfinished(at, MAX_RECORDED_REQUESTS)

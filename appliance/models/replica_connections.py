@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -13,6 +14,7 @@ from appliance.background import Background
 from appliance.messages import ServedModel
 from appliance.models.registry import describe
 from appliance.models.replica import Replica
+from appliance.stalls import StallLog
 from appliance.traffic.request_manager import RequestManager
 from engine.messages import Report
 
@@ -50,6 +52,7 @@ class ReplicaConnections:
         reason why no replica of a model can start. `publish` and `note` are those of the model manager."""
         self.was_ready: set[str] = set()
         """Models that have had at least one ready replica since the service started."""
+        self.stalls = StallLog()
         self._models = models
         self._failure = failure
         self._requests = requests
@@ -80,6 +83,10 @@ class ReplicaConnections:
         self._publish()
 
     def replica_reported(self, replica: Replica, report: Report) -> None:
+        # The request that a report names may end with the same report, so its tenant is looked up first.
+        request_id = report.longest_step.request_id if report.longest_step is not None else ""
+        request = self._requests.state.in_flight.get(request_id)
+        self.stalls.add(replica.name, time.time(), report, request.tenant if request is not None else "")
         if replica.account is not None:
             self._requests.report(replica.account, report)
         for front in report.fronts_gone:
@@ -97,6 +104,7 @@ class ReplicaConnections:
 
     def replica_lost(self, replica: Replica) -> None:
         self._channels.disconnect_replica(replica.name)
+        self.stalls.forget(replica.name)
         if replica.account is not None:
             self._requests.lose_replica(replica.account)
 

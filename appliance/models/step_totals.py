@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
+from appliance.stalls import LongestSteps
 from engine.messages import Report
 
 
@@ -26,8 +29,11 @@ class StepTotals:
 
     def __init__(self) -> None:
         self.decode, self.mixed = StepTotal(), StepTotal()
+        self.longest = LongestSteps()
 
     def add(self, report: Report) -> None:
         """Add the steps of a report, which counts the steps since the previous report."""
         self.decode.add(report.decode_steps, report.step_ms, report.idle_us)
         self.mixed.add(report.mixed_steps, report.mixed_step_ms, report.mixed_idle_us)
+        if report.longest_step is not None:
+            self.longest.add(time.monotonic(), report.longest_step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from appliance.snapshot import Batch
+from appliance.snapshot import STALL_FACTOR, Batch, Stall
 from console import units
 from console.context import Context
 from console.glyphs import chart as bars
@@ -18,15 +18,13 @@ _MIN_ROWS, _MAX_ROWS = 6, 24
 """Minimum and maximum number of lines for each replica."""
 _STALL_ROWS = 5
 """Number of lines for the newest stalls in a tall terminal."""
-_STALL_FACTOR = 3.0
-"""A slice contains a stall if its longest step took more than this many times its mean decode step time."""
 
 
 def stalled(batch: Batch) -> bool:
     """Return whether the slice contains a step that noticeably delayed the decodes."""
     if batch.longest_ms is None or not batch.step_ms:
         return False
-    return batch.longest_ms > _STALL_FACTOR * batch.step_ms
+    return batch.longest_ms > STALL_FACTOR * batch.step_ms
 
 
 def shares(batch: Batch) -> tuple[float, float, float] | None:
@@ -126,7 +124,7 @@ class BatchesView(View):
         self.cursor = min(self.cursor, len(visible) - 1) if selected else self.cursor
         at = visible[-1 - self.cursor] if selected else newest
         if selected:
-            self._request = at.longest_request
+            self._request = stall.request if (stall := _stall(context, at)) is not None else ""
         busy = shares(newest)
         note = f"{newest.running}/{newest.max_num_seqs} seqs"
         if newest.waiting:
@@ -231,37 +229,45 @@ def _figures(context: Context, batch: Batch, newest: float, width: int, past: bo
         span(f"in {units.short(batch.computed_tokens)} out {units.short(batch.generated_tokens)}  ", "dim"),
     ]
     if stalled(batch):
-        row.append(span(f"! {units.ms(batch.longest_ms)} {_cause(context, batch)}", "bad"))
+        stall = _stall(context, batch)
+        cause = units.UNKNOWN if stall is None else _cause(stall)
+        row.append(span(f"! {units.ms(batch.longest_ms)} {cause}", "bad"))
     return clip(row, width)
 
 
-def _cause(context: Context, batch: Batch) -> str:
-    tenant = context.history.tenants.get(batch.longest_request, units.UNKNOWN)
-    return f"{batch.longest_request or units.UNKNOWN} ({tenant})"
+def _stall(context: Context, batch: Batch) -> Stall | None:
+    """Return the longest known stall in the slice."""
+    stalls = context.snapshot.stalls if context.snapshot else []
+    inside = [
+        one for one in stalls if one.replica == batch.replica and batch.at - batch.span_s < one.at <= batch.at
+    ]
+    return max(inside, key=lambda one: one.ms, default=None)
+
+
+def _cause(stall: Stall) -> str:
+    if not stall.request:
+        return "no prompt"
+    return f"{stall.request} ({stall.tenant or units.UNKNOWN})"
 
 
 def _stalls(context: Context, width: int, height: int) -> list[Line]:
     """Return the newest stalls of all replicas."""
-    found = [one for slices in context.history.batches.values() for one in slices if stalled(one)]
-    found.sort(key=lambda one: -one.at)
+    found = list(reversed(context.snapshot.stalls)) if context.snapshot else []
     measured = any(slices[-1].longest_ms is not None for slices in context.history.batches.values())
-    count = f"{len(found)} in the last {units.seconds(context.history.span_of())}"
-    lines = [heading("Stalls", width, count if measured else units.UNKNOWN)]
+    lines = [heading("Stalls", width, "the newest of all replicas" if found or measured else units.UNKNOWN)]
     if not found:
-        text = "no step delayed decodes" if measured else "the replicas do not report their longest steps"
-        return [*lines, [span(text, "dim")]]
-    lines.append(
-        [span(f"{'time':<10}{'step':>8}  {'mean':>8}  {'replica':<20} request with the largest chunk", "dim")]
-    )
+        return [*lines, [span("no step has delayed decodes", "dim")]]
+    columns = f"{'time':<10}{'step':>8}  {'mean':>8}  {'decodes':>7}  {'prompt':>6}  {'replica':<20} "
+    lines.append([span(columns + "request with the largest chunk", "dim")])
     for one in found[: height - 2]:
         lines.append(
             clip(
                 [
                     span(f"{units.clock(one.at):<10}"),
-                    span(f"{units.ms(one.longest_ms):>8}  ", "bad"),
-                    span(f"{units.ms(one.step_ms):>8}  ", "dim"),
+                    span(f"{units.ms(one.ms):>8}  ", "bad"),
+                    span(f"{units.ms(one.mean_ms):>8}  {one.decodes:>7}  {one.prompt_tokens:>6}  ", "dim"),
                     span(f"{fit(one.replica, 20)} ", "bold"),
-                    span(_cause(context, one)),
+                    span(_cause(one)),
                 ],
                 width,
             )

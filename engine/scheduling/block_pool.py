@@ -157,6 +157,10 @@ class BlockPool:
         self.gains = 0
         """Total number of blocks freed or cached so far. An admission that failed may succeed after this
         number has increased."""
+        self.evictions = 0
+        """Total number of cached blocks that were overwritten because no block was free."""
+        self.shared = 0
+        """Number of blocks with more than one reference."""
         self._references = [0] * total
         self._keys: list[BlockKey | None] = [None] * total
         self._by_content: dict[Content, Cached] = {}
@@ -195,6 +199,7 @@ class BlockPool:
         elif self._cached:
             block, _ = self._cached.popitem(last=False)
             self._forget_key(block)
+            self.evictions += 1
         else:
             raise InvariantError(f"all {self.total} KV blocks are in use")
         self._references[block] = 1
@@ -206,9 +211,12 @@ class BlockPool:
 
     def share(self, block: int) -> None:
         """Add a reference to a used or cached block."""
-        if self._references[block] == 0:
+        references = self._references[block]
+        if references == 0:
             del self._cached[block]
-        self._references[block] += 1
+        elif references == 1:
+            self.shared += 1
+        self._references[block] = references + 1
 
     def release(self, block: int) -> None:
         """Drop one reference to a block. A block without references becomes cached if its prefix is known,
@@ -223,6 +231,8 @@ class BlockPool:
                 self._free.append(block)
             else:
                 self._cached[block] = None
+        elif left == 1:
+            self.shared -= 1
 
     def release_table(self, table: list[int]) -> None:
         """Release all blocks of a block table. The last block is released first, so that eviction removes
@@ -313,6 +323,9 @@ class BlockPool:
                 )
         free, cached = set(self._free), set(self._cached)
         used = {block for block, references in enumerate(self._references) if references}
+        shared = sum(references > 1 for references in self._references)
+        if shared != self.shared:
+            raise InvariantError(f"{shared} KV blocks are shared, but {self.shared} are counted")
         if len(free) != len(self._free):
             raise InvariantError("a block occurs twice in the free list")
         for names, both in (

@@ -4,7 +4,6 @@ did live in the recorded seconds."""
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from pathlib import Path
 
@@ -55,8 +54,6 @@ def bodies(session: ConsoleSession, size: tuple[int, int]) -> dict[str, list[str
         session.run(f"screen {name}")
         width, height = size
         shown[name] = [plain(row) for row in session.view.render(session.context, width, height - 5)]
-    # For stalls before the newest slice, only the durations are recorded.
-    shown["batches"] = [re.sub(r"(req-\w+|--) \([\w-]+\)$", "", row).rstrip() for row in shown["batches"]]
     return shown
 
 

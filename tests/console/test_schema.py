@@ -16,7 +16,7 @@ from appliance.actions.parameters import CreateTenant, DrainService, SuspendTena
 from appliance.monitoring.metrics.families import Families
 from appliance.pages import AuditAction, LogLine, NamedRequest, UsageRow
 from appliance.protocol import Configuration, Status
-from appliance.snapshot import Alert, Batch, Gpu, KvCache, Snapshot, TenantUse, UnfinishedRequest
+from appliance.snapshot import Alert, Batch, Gpu, KvCache, Snapshot, Stall, TenantUse, UnfinishedRequest
 from console.fake import FIXED_TIME, FakeSource
 from console.figures import FIGURES
 from console.live import LiveSource
@@ -42,7 +42,7 @@ _ONLY_IN_SOME_STATES = (
 )
 """Fields that have a value only in service states that the demo does not simulate."""
 _NOT_MEASURED = (
-    *("kv[].blocks.", "kv[].evictions", "batches[].longest_ms", "batches[].longest_request"),
+    *("kv[].blocks."),
     *("requests[].blocks", "requests[].preemptions"),
 )
 """Fields that the service does not deliver yet. The screens show them as unknown."""
@@ -188,6 +188,7 @@ _TYPES: dict[str, tuple[type[msgspec.Struct], ...]] = {
     "tenants": (TenantUse,),
     "kv": (KvCache,),
     "batches": (Batch,),
+    "stalls": (Stall,),
     "gpus": (Gpu,),
     "alerts": (Alert,),
     "status": (Status,),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import zlib
 from typing import Any
 
 import msgspec
@@ -17,13 +18,20 @@ from appliance.history.details import (
     DetailEncoder,
     decode_details,
 )
-from appliance.snapshot import Alert, Snapshot, UnfinishedRequest
+from appliance.snapshot import Alert, Snapshot, Stall, UnfinishedRequest
+from appliance.stalls import merged
 from tests.core.test_event_stream import a_request
 from tests.core.test_snapshot import snapshot
 
 
 def an_alert(name: str, **fields: Any) -> Alert:
     return Alert(id=name, rule="r", severity="info", state="firing", where="m", what="w", **fields)
+
+
+def a_stall(replica: str, at: float, ms: float) -> Stall:
+    return Stall(
+        replica=replica, at=at, ms=ms, mean_ms=10.0, decodes=3, prompt_tokens=512, request="r", tenant="t"
+    )
 
 
 def at(seconds: float, requests: list[UnfinishedRequest], alerts: list[Alert] | None = None) -> Snapshot:
@@ -37,6 +45,7 @@ def story(seed: int, seconds: int) -> list[Snapshot]:
     end."""
     chance = random.Random(seed)
     requests: list[UnfinishedRequest] = []
+    stalls: list[Stall] = []
     found, now = [], 1000.0
     for second in range(seconds):
         passed_s = chance.choice([1.0, 1.0, 1.5])
@@ -54,7 +63,9 @@ def story(seed: int, seconds: int) -> list[Snapshot]:
             name = f"req-{second}-{number}"
             requests.append(a_request(name, phase="queued", state="queued", generated_tokens=None))
         alerts = [an_alert("a", value=float(second // 7))] if second % 20 > 5 else []
-        found.append(at(now, requests, alerts))
+        if chance.random() < 0.7:
+            stalls = merged(stalls, [a_stall(f"m-{chance.randrange(2)}", now, chance.uniform(100, 200))])
+        found.append(msgspec.structs.replace(at(now, requests, alerts), stalls=stalls))
     return found
 
 
@@ -69,7 +80,7 @@ def test_every_second_is_decoded_from_the_frames_since_the_last_whole_frame(seed
         assert len(frames) <= 30
         decoded = decode_details(frames)
         assert decoded is not None and decoded.at == one.at
-        assert decoded.alerts == one.alerts
+        assert decoded.alerts == one.alerts and decoded.stalls == one.stalls
         # Ages are sums of times between frames, so their last digits differ.
         for known, sent in zip(decoded.requests, one.requests, strict=True):
             assert known.age_s == pytest.approx(sent.age_s) and known.queue_s == pytest.approx(sent.queue_s)
@@ -110,6 +121,15 @@ def test_frames_stay_within_their_mean_size_and_recording_continues() -> None:
         sizes.append(0 if encoded is None else len(encoded[1]))
     assert sum(sizes) <= 200 * DETAIL_BYTES_PER_S + (1 << 20)
     assert any(sizes[150:])
+
+
+def test_frames_that_were_recorded_before_stalls_existed_can_be_read() -> None:
+    encoded = DetailEncoder().encode(at(1000.0, [a_request("r")], [an_alert("a")]))
+    assert encoded is not None
+    former = msgspec.msgpack.decode(zlib.decompress(encoded[1]))[:-1]
+    decoded = decode_details([zlib.compress(msgspec.msgpack.encode(former))])
+    assert decoded is not None and decoded.stalls == []
+    assert [one.request_id for one in decoded.requests] == ["r"] and decoded.alerts == [an_alert("a")]
 
 
 def test_a_damaged_frame_is_reported() -> None:

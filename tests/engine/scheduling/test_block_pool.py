@@ -91,7 +91,19 @@ def test_the_least_recently_used_prefix_is_evicted_first_from_its_end() -> None:
         pool.share(block)
     pool.release_table(old)
     assert [pool.allocate() for _ in range(4)] == [young[1], young[0], old[1], old[0]]
+    assert pool.evictions == 4
     assert found(pool, [*tokens_of(1), 0]) == []
+
+
+def test_a_block_counts_as_shared_while_it_has_several_references() -> None:
+    pool = BlockPool(4)
+    (block,) = cache(pool, tokens_of(1))
+    counts = []
+    for change in (pool.share, pool.share, pool.share, pool.release, pool.release, pool.release):
+        change(block)
+        counts.append(pool.shared)
+    assert counts == [0, 1, 1, 1, 0, 0]
+    assert pool.evictions == 0, "free blocks are used before cached ones"
 
 
 def test_of_equal_blocks_only_the_first_is_in_the_cache() -> None:

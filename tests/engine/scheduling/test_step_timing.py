@@ -60,3 +60,35 @@ def test_a_step_of_an_idle_engine_is_timed_from_the_start_of_its_launch(
             timing = engine.core.step().timing
             lasted += [timing.ms] if timing is not None else []
         assert lasted == pytest.approx([1e3 * STEP_S] * 3)
+
+
+def test_the_longest_step_with_decodes_names_the_request_with_the_largest_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(core, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+
+    class Slow(Device):
+        """A device whose steps with prefill take longer than others."""
+
+        def launch(self, plan: StepPlan) -> SimulatedStep:
+            self._free_at = max(clock.now, self._free_at) + STEP_S * len(plan.chunks)
+            return super().launch(plan)
+
+    engine = SimulatedEngine(overlap=False, runner=Slow(clock))
+    engine.submit(40, max_tokens=30)
+    engine.step()
+    assert engine.core.take_longest_step() is None, "no sequence decoded in the first step"
+    engine.step()
+    alone = engine.core.take_longest_step()
+    assert alone is not None
+    assert (alone.decodes, alone.prompt_tokens, alone.request_id) == (1, 0, "")
+    engine.submit(20, max_tokens=30, request_id="small")
+    engine.submit(50, max_tokens=30, request_id="large")
+    for _ in range(4):
+        engine.step()
+    longest = engine.core.take_longest_step()
+    assert longest is not None
+    assert (longest.decodes, longest.prompt_tokens, longest.request_id) == (1, 70, "large")
+    assert longest.ms == pytest.approx(1e3 * 3 * STEP_S)
+    assert engine.core.take_longest_step() is None, "the step was already returned"

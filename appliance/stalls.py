@@ -1,0 +1,87 @@
+"""The longest steps of a replica, and the stalls of all replicas: steps that noticeably delayed decodes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from appliance.snapshot import STALL_FACTOR, Stall
+from engine.messages import LongestStep, Report
+
+MAX_STALLS = 32
+"""Maximum number of stalls in a snapshot. The newest stalls are kept."""
+_WINDOW_S = 10.0
+"""Time for which the longest steps of a replica are known."""
+_MAX_STEPS = 64
+
+
+class LongestSteps:
+    """The longest steps of a replica within `_WINDOW_S` seconds. Only steps that are longer than all later
+    steps are kept."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, LongestStep]] = deque()
+
+    def add(self, at: float, step: LongestStep) -> None:
+        """Add a step that was reported at the monotonic time `at`."""
+        steps = self._steps
+        while steps and steps[0][0] < at - _WINDOW_S:
+            steps.popleft()
+        while steps and steps[-1][1].ms <= step.ms:
+            steps.pop()
+        if len(steps) < _MAX_STEPS:
+            steps.append((at, step))
+
+    def since(self, at: float) -> LongestStep | None:
+        """Return the longest step reported after the monotonic time `at`, or None if there was none."""
+        return next((step for time, step in self._steps if time > at), None)
+
+
+class StallLog:
+    """The newest stalls of all replicas."""
+
+    def __init__(self) -> None:
+        self._stalls: list[Stall] = []
+        self._means: dict[str, float] = {}
+        """The last reported mean duration of a decode-only step in milliseconds, by replica."""
+
+    def list(self) -> list[Stall]:
+        """Return the newest stalls, oldest first."""
+        return self._stalls
+
+    def add(self, replica: str, at: float, report: Report, tenant: str) -> None:
+        """Record the longest step of a report if it is a stall. `tenant` is the tenant of the request that
+        the report names. The step is compared with the mean of earlier reports, if there is one, because the
+        step may be the only one of its report."""
+        mean_ms = self._means.get(replica) or report.step_ms
+        if report.step_ms:
+            self._means[replica] = report.step_ms
+        step = report.longest_step
+        if step is None or not mean_ms or step.ms <= STALL_FACTOR * mean_ms:
+            return
+        stall = Stall(
+            replica=replica,
+            at=at,
+            ms=step.ms,
+            mean_ms=mean_ms,
+            decodes=step.decodes,
+            prompt_tokens=step.prompt_tokens,
+            request=step.request_id,
+            tenant=tenant,
+        )
+        self._stalls = merged(self._stalls, [stall])
+
+    def forget(self, replica: str) -> None:
+        """Forget the speed of a replica that has exited. Its stalls are kept."""
+        self._means.pop(replica, None)
+
+
+def merged(known: Iterable[Stall], new: Iterable[Stall]) -> list[Stall]:
+    """Return the newest stalls after adding some, oldest first. A replica has at most one stall per second:
+    the longest."""
+    found = {(one.replica, int(one.at)): one for one in known}
+    for one in new:
+        key = one.replica, int(one.at)
+        if key not in found or one.ms > found[key].ms:
+            found[key] = one
+    return sorted(found.values(), key=lambda one: one.at)[-MAX_STALLS:]

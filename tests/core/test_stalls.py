@@ -1,0 +1,64 @@
+"""Tests of the longest steps and the stalls that the core derives from the replicas' reports."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from appliance.snapshot import Stall
+from appliance.stalls import MAX_STALLS, LongestSteps, StallLog
+from engine.messages import LongestStep, Report
+
+
+def report(ms: float, mean_ms: float = 0.0, request: str = "r-1") -> Report:
+    step = LongestStep(ms, 4, 512, request) if ms else None
+    return Report(step=1, credit_seqs=0, credit_tokens=0, step_ms=mean_ms, longest_step=step)
+
+
+def listed(log: StallLog) -> list[tuple[Any, ...]]:
+    return [(one.replica, one.at, one.ms, one.mean_ms, one.request, one.tenant) for one in log.list()]
+
+
+def test_the_longest_step_since_a_moment_is_the_maximum_of_the_later_reports() -> None:
+    chance, steps, known = random.Random(5), LongestSteps(), list[tuple[float, LongestStep]]()
+    for number in range(300):
+        at = number * 0.1
+        step = LongestStep(chance.uniform(1, 100), 1, 0)
+        steps.add(at, step)
+        known.append((at, step))
+        since = at - chance.uniform(0, 4)
+        later = [one for time, one in known if time > since]
+        assert steps.since(since) == max(later, key=lambda one: one.ms, default=None)
+    assert steps.since(at) is None
+
+
+def test_a_step_of_more_than_three_times_the_mean_is_a_stall() -> None:
+    log = StallLog()
+    log.add("a", 10.0, report(0, 10.0), "")
+    log.add("a", 11.0, report(29.0, 11.0), "acme")
+    assert log.list() == []
+    log.add("a", 12.0, report(34.0), "acme")
+    assert listed(log) == [("a", 12.0, 34.0, 11.0, "r-1", "acme")]
+
+
+def test_a_step_is_compared_with_the_mean_before_it() -> None:
+    """A decode-only step can be the only step of its report, and is then the mean of that report."""
+    log = StallLog()
+    log.add("a", 10.0, report(10.0, 10.0), "")
+    log.add("a", 11.0, report(500.0, 500.0, request=""), "")
+    assert listed(log) == [("a", 11.0, 500.0, 10.0, "", "")]
+    log.forget("a")
+    log.add("a", 12.0, report(501.0), "")
+    assert len(log.list()) == 1, "nothing is known about the speed of a new process"
+
+
+def test_a_replica_has_one_stall_per_second_and_the_newest_are_kept() -> None:
+    log = StallLog()
+    for at, ms in ((10.1, 100.0), (10.5, 300.0), (10.9, 200.0)):
+        log.add("a", at, report(ms, 10.0), "")
+        log.add("b", at, report(90.0, 10.0), "")
+    assert [(one.replica, one.ms) for one in log.list()] == [("b", 90.0), ("a", 300.0)]
+    for second in range(20, 20 + MAX_STALLS):
+        log.add("a", float(second), report(100.0, 10.0), "")
+    found: list[Stall] = log.list()
+    assert [one.at for one in found] == [float(second) for second in range(20, 20 + MAX_STALLS)]
