@@ -118,7 +118,7 @@ class ExpertsShard:
     """The routed experts of one rank."""
 
     first: int
-    """The first expert of the rank, which has this expert completely or a slice of it."""
+    """The rank's first expert. The rank has this expert completely, or a slice of it."""
     count: int
     width: int
     """Width of the rank's slice of each expert."""

@@ -1,5 +1,5 @@
-"""Tests that the result of parsing a response does not depend on where the network splits it, and that a
-response that is not HTTP counts as a failure."""
+"""Tests that a response is parsed in the same way wherever the network splits it, and that a non-HTTP
+response counts as a failure."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     python -m tests.gpu.rank_times --gpus 4 --shape llama-3.1-70b --layers 40 --fp8 --kv-fp8
 
 For each step with a prompt, there is a line per rank. It shows when the rank began and ended its launch,
-counted from the start of rank 0's launch, how long each part of the launch took, and how long the step took
-on the device. All times are in milliseconds.
+relative to the start of rank 0's launch. It also shows how long each part of the launch took, and how long
+the step took on the device. All times are in milliseconds.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ which token, sizes that are not multiples of a tile, experts chosen by no token 
 and the sum of each token. Only the tests marked `gpu` verify the numerics of bfloat16 and e4m3, and that
 results with and without PDL and in graphs are bitwise equal.
 
-Tolerances: the error against float64, for the whole result and for each row, is at most twice the reference's
-error, plus one rounding error of the result, plus the error of float32 sums (see `test_triton_linear`). FP8
-results are compared with the GEMM of quantised values, with a tolerance that is 4e-3 higher, because tensor
-cores sum in about 14 bits.
+Tolerances: the error against float64, for the whole result and for each row, is at most the sum of twice the
+reference's error, one rounding error of the result, and the error of float32 sums (see `test_triton_linear`).
+FP8 results are compared with the GEMM of quantised values, with a tolerance that is 4e-3 higher, because
+tensor cores sum in about 14 bits.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Hooks that schemathesis loads. They make most generated requests acceptable to the service: requests name
-the served model, and their fields are compatible."""
+"""Hooks that schemathesis loads. They make most generated requests valid: the requests name the served model,
+and their fields are compatible."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests that FP8 checkpoints with one scale per block of 128 × 128 are read and computed with these scales,
-on one rank and on several, and that they can be converted to one scale per output."""
+"""Tests that FP8 checkpoints with one scale per block of 128 × 128 keep these scales when they are read and
+computed, on one rank and on several. Also tests the conversion to one scale per output."""
 
 from __future__ import annotations
 

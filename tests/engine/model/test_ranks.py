@@ -74,7 +74,8 @@ WIDER = Case("wider", "qwen3_moe", {**QWEN3_EXPERTS, "hidden_size": 192, "moe_in
 
 
 def _quantised(folder: Path) -> list[Path]:
-    """Create two quantised checkpoints, each with an unquantised one that has the dequantised values."""
+    """Create two quantised checkpoints. For each, also create an unquantised checkpoint with the dequantised
+    values."""
     found = []
     for name, meant, case, how in (
         ("quantised", "meant", GROUPS[0], Fp8("per output", per_channel=True, scales_apart=True)),

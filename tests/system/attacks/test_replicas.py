@@ -1,5 +1,5 @@
-"""Tests that replicas that die or stop responding are detected within seconds and replaced, and that their
-requests are completed."""
+"""Tests that the service detects dead and hanging replicas within seconds, replaces them, and completes their
+requests."""
 
 from __future__ import annotations
 
