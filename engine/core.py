@@ -1,8 +1,8 @@
 """The step loop of rank 0. Each iteration schedules and launches a step, collects the tokens of an earlier
 step, and returns outputs.
 
-This module does not load torch, because the device code is passed in as a `StepRunner`. If the runner raises
-an exception, the replica's process exits, and the service starts a new replica.
+The device code is passed in as a `StepRunner`, so this module does not load torch. If the runner raises an
+exception, the replica's process exits, and the service starts a new replica.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _InFlight:
 class EngineCore:
     """Generates the tokens of the scheduler's submissions, one `step` at a time. It is single-threaded.
 
-    Submissions are added and cancelled directly on `scheduler`. With `overlap`, each step is launched before
+    Callers add and cancel submissions directly on `scheduler`. With `overlap`, each step is launched before
     the previous step's tokens are read, so the device stays busy while the host reads tokens, plans the next
     step and sends outputs. With several ranks, `plans` sends each plan to the other ranks.
     """
@@ -118,7 +118,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.plans = plans
         self.before_wait: Callable[[StepPlan], None] | None = None
-        """Called with a step's plan before the loop waits for the end of this step."""
+        """Called with a step's plan before the loop waits for that step to end."""
         self.paused = False
         """Whether planning is suspended because the model's memory is released. Cancelled sequences are still
         reported."""
@@ -187,7 +187,7 @@ class EngineCore:
     def _collect(self, oldest: _InFlight) -> StepTiming:
         plan_us = oldest.plan_us
         if self.plans is not None:
-            # The other ranks cannot finish the step before they have received the complete plan.
+            # The other ranks cannot finish the step until they have received the complete plan.
             began = time.perf_counter()
             self.plans.flush(oldest.scheduled.plan.step)
             plan_us += 1e6 * (time.perf_counter() - began)

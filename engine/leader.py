@@ -60,7 +60,7 @@ class LeaderLoop:
         self._fronts_gone: list[str] = []
         self._selector = selectors.DefaultSelector()
         self._register(control, self._read_control)
-        # `run` polls after every wait, so the descriptor only has to end the wait.
+        # `run` polls after every wait, so the descriptor only needs to end the wait.
         self._selector.register(sleeping, selectors.EVENT_READ)
         self._stopping = False
         self._reported_at = 0.0
@@ -102,7 +102,7 @@ class LeaderLoop:
         self._selector.register(channel, selectors.EVENT_READ, (channel, read))
 
     def _select_backlogs(self) -> None:
-        """Wait for writability only on channels that have queued output."""
+        """Watch a channel for writability only while it has queued output."""
         for key in list(self._selector.get_map().values()):
             if key.fileobj is self._sleeping:
                 continue
@@ -141,8 +141,8 @@ class LeaderLoop:
             self._drop_front(front)
 
     def _drop_front(self, front: str) -> None:
-        """Remove a front whose channel is closed. A channel closes if the front exits, sends an invalid
-        frame, or leaves too much output unread."""
+        """Remove a front process after its channel has closed. A channel closes if the front exits, sends an
+        invalid frame, or leaves too much output unread."""
         self._selector.unregister(self._fronts.pop(front))
         self._scheduler.cancel_origin(front)
         self._fronts_gone.append(front)
@@ -163,7 +163,7 @@ class LeaderLoop:
             self._report(result)
 
     def _announce(self, plan: StepPlan) -> None:
-        """Announce a step that will take longer than a heartbeat interval, so that the core does not consider
+        """Announce a step that will take longer than a heartbeat interval. Otherwise, the core would consider
         this replica hung."""
         expected_s = self._forecast.predict_s(plan)
         if expected_s > HEARTBEAT_S:

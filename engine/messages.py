@@ -1,4 +1,4 @@
-"""Messages between the core and the ranks, and between the fronts and the replicas.
+"""Messages between the core and the ranks, and between the front processes and the replicas.
 
 All structs contain only plain data, which `engine.wire` encodes as msgpack. The plans that rank 0 sends to
 the other ranks are defined in `engine.plan`. Core and fronts import this module, so it does not load torch.
@@ -85,7 +85,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     threads: int | None = None
     """Number of torch CPU threads per rank. None divides the CPU cores equally among the ranks."""
     cpus: tuple[int, ...] = ()
-    """Numbers of the CPUs that the ranks may use. If empty, the ranks use the CPUs of the process that starts
+    """Ids of the CPUs that the ranks may use. If empty, the ranks use the CPUs of the process that starts
     them."""
     share_reads: bool = False
     """Whether other replicas may read the same weights at the same time. The files are then read through the
@@ -169,13 +169,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Tokens that end a sequence: the stop tokens of the request, and the checkpoint's end-of-sequence
     tokens, which the front adds."""
     ignore_eos: bool = False
-    """Whether to ignore `stop_token_ids`. Ignored stop tokens neither end the sequence nor are suppressed."""
+    """Whether to ignore `stop_token_ids`. If ignored, stop tokens do not end the sequence, and they are not
+    suppressed."""
     logprobs: int | None = None
-    """Number of most likely tokens whose log probabilities are returned in addition to the sampled token's
-    log probability. None disables log probabilities."""
+    """How many of the most likely tokens to return log probabilities for, in addition to the sampled token.
+    None disables log probabilities."""
     prompt_logprobs: int | None = None
-    """For every prompt token except the first: number of most likely tokens whose log probabilities are
-    returned in addition to the prompt token's log probability. None disables log probabilities."""
+    """For every prompt token except the first: how many of the most likely tokens to return log probabilities
+    for, in addition to the prompt token. None disables prompt log probabilities."""
 
     @property
     def penalised(self) -> bool:
@@ -184,8 +185,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 _TOKEN_TYPE: Final = "i"
-"""Type code of a packed token id in the modules `array` and `struct`: a signed 32-bit integer in the byte
-order of the machine, on which all processes run."""
+"""Type code of a packed token id in the modules `array` and `struct`: a signed 32-bit integer in the
+machine's byte order. All processes run on the same machine."""
 TOKEN_BYTES = array(_TOKEN_TYPE).itemsize
 
 
@@ -231,8 +232,8 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defau
     """Urgency within priority classes 0 and 1: 0 if the submission is not urgent, otherwise the result of
     `urgency_of`, which is higher for shorter prompts."""
     reserved_slots: int = 0
-    """Number of slots that are reserved for urgent submissions. It applies to all submissions, including
-    earlier ones, until a submission arrives with a different number."""
+    """Number of slots reserved for urgent submissions. It applies to all submissions, including earlier ones,
+    until a submission with a different number arrives."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -263,8 +264,9 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
-    """Natural log probabilities of a sampled or prompt token and of the most likely alternatives, most likely
-    first. They are computed from the model's distribution before temperature, penalties and biases."""
+    """Natural log probabilities of a sampled or prompt token and of the most likely alternatives, in
+    descending order. They are computed from the model's distribution before temperature, penalties and
+    biases."""
 
     token_id: int
     logprob: float
@@ -302,9 +304,9 @@ class StepFrame(msgspec.Struct, tag="step", array_like=True):
 
 
 class Start(msgspec.Struct, tag="start", frozen=True):
-    """First message from the core to each rank, which starts as rank number `rank`. For rank 0, the message
-    carries the file descriptors of the plan channels to the other ranks, in rank order. For every other rank,
-    it carries the descriptor of that rank's plan channel."""
+    """First message from the core to each rank. It tells the process to start as rank number `rank`. For rank
+    0, the message carries the file descriptors of the plan channels to the other ranks, in rank order. For
+    every other rank, it carries the descriptor of that rank's plan channel."""
 
     spec: ReplicaSpec
     rank: int
@@ -318,8 +320,8 @@ class Attach(msgspec.Struct, tag="attach", frozen=True):
 
 
 class CancelSequences(msgspec.Struct, tag="cancel_request", frozen=True):
-    """Sent by the core to rank 0 to end all sequences of a request, because an operator cancelled it or its
-    deadline has passed."""
+    """Sent by the core to rank 0 to end all sequences of a request, because an operator has cancelled the
+    request or its deadline has passed."""
 
     request_id: str
 
@@ -341,9 +343,9 @@ class MemoryChanged(msgspec.Struct, tag="memory_changed", frozen=True):
     problem: str = ""
     """Reason why the operation failed and changed nothing; empty if it succeeded."""
     freed_bytes: int = 0
-    """Memory that was released."""
+    """Number of bytes that were released."""
     host_bytes: int = 0
-    """Host memory that now contains copies of the weights."""
+    """Number of bytes of host memory that now contain copies of the weights."""
     seconds: float = 0.0
     """Duration of the operation."""
 
@@ -353,8 +355,8 @@ class Stop(msgspec.Struct, tag="stop", frozen=True):
 
 
 LoadStage = Literal["start", "read", "convert", "build", "warm up", "ready"]
-"""The stages of a rank's start, in this order: the process starts; weights are read; weights are packed into
-the device's layout; kernels are compiled and the KV pool is sized; steps run before the first request."""
+"""The stages of a rank's start, in order: the process starts; weights are read; weights are packed into the
+device's layout; kernels are compiled and the KV pool is sized; warm-up steps run."""
 
 
 class Progress(msgspec.Struct, tag="progress", frozen=True):
@@ -367,9 +369,9 @@ class Progress(msgspec.Struct, tag="progress", frozen=True):
     unit: str = ""
     """What `done` and `total` count, such as "bytes" or "layers"."""
     detail: str = ""
-    """The current work of the stage, such as the name of a file."""
+    """What the stage is working on, such as the name of a file."""
     note: str = ""
-    """Message for the log that does not concern the progress."""
+    """A message for the log, unrelated to the progress."""
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
@@ -413,8 +415,7 @@ class LayerExperts(msgspec.Struct, frozen=True):
     experts: int
     """Number of experts."""
     choices: int
-    """Number of choices: the number of counted tokens, times the number of experts that each token
-    chooses."""
+    """Number of choices: the number of counted tokens times the number of experts that each token chooses."""
     busiest: int
     """The expert that most tokens have chosen."""
     busiest_choices: int
@@ -449,8 +450,8 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     blocks_used: int = 0
     blocks_cached: int = 0
     blocks_shared: int = 0
-    """Number of used blocks with more than one reference. Samples that were forked from one prompt hold one
-    reference together."""
+    """Number of used blocks with more than one reference. Samples forked from one prompt together hold one
+    reference."""
     evictions: int = 0
     """Number of cached blocks that were overwritten because no block was free."""
     preemptions: int = 0
@@ -515,7 +516,7 @@ class Report(ReplicaStats, tag="report", frozen=True, kw_only=True):
     longest_step: LongestStep | None = None
     """The longest step with decodes since the previous report, or None if there was none."""
     fronts_gone: list[str] = []
-    """Fronts whose channel was closed. All of their submissions have been reported in `finished`."""
+    """Front processes with a closed channel. All of their submissions have been reported in `finished`."""
 
 
 class LongStep(msgspec.Struct, tag="long_step", frozen=True):

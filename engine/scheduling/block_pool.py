@@ -11,8 +11,8 @@ Each block is in exactly one of three states:
 
 The prefix cache uses chained hashes, like vLLM's automatic prefix caching. The digest of a block covers the
 digest of the previous block and the block's own 64 token ids. The chain starts with the cache salt, so
-sequences with different salts never share blocks. A block is found by the digest of the previous block and by
-its own tokens, so a hit needs no further hash.
+sequences with different salts never share blocks. A block is looked up by the digest of the previous block
+and its own tokens, so a hit needs no further hash.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Cached(NamedTuple):
 class PrefixChain:
     """The block keys of one sequence. Each key is computed once, at its first use.
 
-    `prompt` is the packed prompt. The keys of its full blocks are computed only once for all chains that are
-    created by `fork`.
+    `prompt` is the packed prompt. All chains created by `fork` share the keys of its full blocks, which are
+    computed only once.
     """
 
     __slots__ = ("_own", "_prompt", "_root", "_shared")
@@ -78,8 +78,8 @@ class PrefixChain:
         self._shared: list[BlockKey] = []
         """Keys of blocks within the prompt."""
         self._own: list[BlockKey] = []
-        """Keys of the blocks after the prompt's full blocks; empty until the keys of all of those have been
-        computed."""
+        """Keys of the blocks after the prompt's full blocks. Empty until the keys of all full blocks of the
+        prompt have been computed."""
 
     @property
     def _shared_blocks(self) -> int:
@@ -104,7 +104,7 @@ class PrefixChain:
             if index < count:
                 tokens = keys[index].tokens
             elif index < shared:
-                # This line equals `_tokens`, whose call would double the duration of the loop.
+                # This line does the same as `_tokens`. Calling it would double the duration of the loop.
                 tokens = prompt[index * _BLOCK_BYTES : (index + 1) * _BLOCK_BYTES]
             else:
                 tokens = self._tokens(index, token_ids)

@@ -1,4 +1,4 @@
-"""Tests of the block pool and its prefix cache: of single rules, and with random operations."""
+"""Tests of the block pool and its prefix cache: tests of single rules, and tests with random operations."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Clock:
 
 
 class Device(SimulatedRunner):
-    """A device whose steps take `STEP_S` each. A step starts with its first kernel or at the end of the
+    """A device on which each step takes `STEP_S`. A step starts with its first kernel or at the end of the
     previous step, whichever is later."""
 
     def __init__(self, clock: Clock) -> None:
