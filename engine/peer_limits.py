@@ -11,8 +11,8 @@ UNLIMITED = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class AllReduceLimits:
-    """Which all-reduce is used, by message size: the smallest messages use one-shot through peer memory,
-    larger ones two-shot, and the largest the group's (NCCL)."""
+    """The choice of all-reduce by message size: one-shot through peer memory for the smallest messages,
+    two-shot for larger ones, and the group's (NCCL) for the largest."""
 
     two_shot_bytes: int
     """Message size from which the two-shot all-reduce is used."""

@@ -218,8 +218,8 @@ class _Timer:
 
 
 def _difference(layers: LayerChain, first: Choice, second: Choice) -> float:
-    """Return the relative difference ‖b − a‖ / ‖a‖ between the hidden states a and b, which two choices of
-    plans computed."""
+    """Return the relative difference ‖b − a‖ / ‖a‖ between the hidden states a and b of two choices of
+    plans."""
     hidden = []
     for choice in (first, second):
         layers.use(table_of(choice, layers.rows))

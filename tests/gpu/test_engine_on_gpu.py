@@ -18,7 +18,7 @@ def test_the_demo_model_answers_its_questions_as_documented(dtype: str) -> None:
 
 
 def test_float16_with_fp8_weights_answers_as_documented() -> None:
-    """GEMMs with few rows use Triton kernels. GEMMs with many rows use the library, whose results are
+    """GEMMs with few rows use Triton kernels. GEMMs with many rows use the library, which returns
     bfloat16."""
     assert share_right(answers(engine("cuda", "float16", weights="fp8"))) >= 0.95
 
