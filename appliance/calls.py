@@ -75,7 +75,7 @@ class Call(NamedTuple, Generic[Answer]):
                 raise AdminError(
                     status,
                     f"{place} responded to {self.method} {self.path} with a response that this version of "
-                    f"the command cannot read ({error}): after an update, restart the service",
+                    f"the command cannot parse ({error}): after an update, restart the service",
                 ) from error
         try:
             message = msgspec.json.decode(content, type=ErrorBody).message

@@ -510,7 +510,7 @@ class ShadowMeasure(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ShadowDone(msgspec.Struct, tag="shadow_done", frozen=True, kw_only=True):
-    """The result of a copied request."""
+    """The result of a request that was copied to a shadow model."""
 
     name: str
     """Name that the original request used."""

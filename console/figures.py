@@ -478,14 +478,14 @@ FIGURES: dict[str, Figure] = {
         "FIRST",
         "of the figure",
         "the first instant",
-        "The figure at the instant chosen with c.",
+        "The value at the time chosen with the c key.",
         "GET /telemetry",
     ),
     "second": Figure(
         "SECOND",
         "of the figure",
         "the instant on screen",
-        "The figure at the instant on screen.",
+        "The value at the displayed time.",
         "GET /telemetry",
     ),
     "difference": Figure(
@@ -495,7 +495,7 @@ FIGURES: dict[str, Figure] = {
         "CHANGE",
         "% of the first value",
         "both instants",
-        "The difference in relation to the first value.",
+        "The difference as a percentage of the first value.",
         "GET /telemetry",
     ),
     "setting_source": Figure(

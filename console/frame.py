@@ -216,7 +216,7 @@ def _footer(state: FrameState, width: int) -> Line:
     present = state.past is None
     common = [(key.command, key.footer if present else key.past) for key in table]
     common = [one for one in common if one[1]]
-    # While viewing history, the keys that move through time are more important than those of the screen.
+    # While viewing history, the time-navigation keys take precedence over the screen's own keys.
     ordered = [*common[:1], *hints, *common[1:]] if present else [*common, *hints]
     keys = [(key_of(table, command), text, command) for command, text in ordered]
     for name, text, command in keys:

@@ -42,7 +42,7 @@ def impact(action: Action, target: str | None, snapshot: Snapshot | None) -> lis
         f"{len(affected) - queued:,} running and {queued:,} queued requests of {len(tenants)} "
         f"tenant{'s' if len(tenants) > 1 else ''}: "
         f"{names}",
-        f"{generated} output tokens have been generated for them",
+        f"{generated} output tokens generated so far",
     ]
 
 

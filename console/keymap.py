@@ -75,7 +75,9 @@ def read_keymap(named: str | None = None) -> Keymap:
     except OSError as error:
         return _unusable(f"cannot read {path} ({error.strerror}): make it a file that you can read")
     except ValueError as error:
-        return _unusable(f'{path}: {error}: write lines such as "past back" = "b"')
+        return _unusable(
+            f'{path}: {error}: expected lines of the form "<command>" = "<key>", such as "past back" = "b"'
+        )
     return _keymap(path, text, table)
 
 

@@ -111,15 +111,20 @@ KEYS: tuple[KeyBinding, ...] = (
     KeyBinding("quit", ("q", "ctrl+c", "ctrl+q"), "Quit", "Console", "quit"),
     KeyBinding("live", ("N",), "Return to the present", "Past", "", "live"),
     KeyBinding("time", ("T",), "Open a time of the past: 14:03, -20m or a date", "Past", "past", "time"),
-    KeyBinding("past back", ("left_square_bracket",), "Go back by one recorded instant", "Past", "", "back"),
-    KeyBinding("past forward", ("right_square_bracket",), "Go on by one recorded instant", "Past", "", "on"),
+    KeyBinding("past back", ("left_square_bracket",), "Go back by one recorded sample", "Past", "", "back"),
     KeyBinding(
-        "past previous-event", ("left_curly_bracket",), "Go back to an operator action or alert", "Past"
+        "past forward", ("right_square_bracket",), "Go forward by one recorded sample", "Past", "", "on"
+    ),
+    KeyBinding(
+        "past previous-event",
+        ("left_curly_bracket",),
+        "Go back to the previous operator action or alert",
+        "Past",
     ),
     KeyBinding(
         "past next-event",
         ("right_curly_bracket",),
-        "Go on to an operator action or alert",
+        "Go forward to the next operator action or alert",
         "Past",
         "",
         "next event",
@@ -129,12 +134,12 @@ KEYS: tuple[KeyBinding, ...] = (
     KeyBinding(
         "compare",
         ("c",),
-        "Compare two instants: choose the first, then show the figures of both",
+        "Compare two times: choose the first, then show the figures of both",
         "Past",
         "",
         "compare",
     ),
-    KeyBinding("compare pin", ("C",), "Choose the shown instant as the first of the comparison", "Past"),
+    KeyBinding("compare pin", ("C",), "Choose the displayed time as the first of the comparison", "Past"),
     KeyBinding("incident", ("E",), "Export a part of the past as an incident file", "Past", "", "export"),
     KeyBinding("move up", ("up", "k"), "Move up", "Rows"),
     KeyBinding("move down", ("down", "j"), "Move down", "Rows"),

@@ -80,7 +80,7 @@ class LiveSource:
         if self._stream is None or hz != self._hz:
             await self.close()
             self._stream, self._hz = self._client.snapshots(hz), hz
-        # The service sends at least one frame per second. With a longer interval, frames are skipped.
+        # The service sends at least one frame per second. If the refresh interval is longer, skip frames.
         frames = max(1, math.floor(self.interval_s * hz + 0.5))
         try:
             with _explained():

@@ -114,7 +114,7 @@ class TimeTravel:
         elif how in ("slower", "faster"):
             place = SPEEDS.index(source.speed) + (1 if how == "faster" else -1)
             source.speed = SPEEDS[max(0, min(len(SPEEDS) - 1, place))]
-            self._app.session.say(f"plays {source.speed} s of the past in a second", "dim")
+            self._app.session.say(f"playing {source.speed} s of history per second", "dim")
             if (past := self._app.session.past) is not None:
                 past.speed = source.speed
         else:

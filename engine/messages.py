@@ -463,8 +463,8 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     """Number of computed prompt tokens. Tokens that are recomputed after a preemption count again."""
     generated_tokens: int = 0
     expert_layers: tuple[LayerExperts, ...] = ()
-    """The layers with experts. On a GPU, only the tokens of passes that are not replayed from a CUDA graph
-    are counted: prompts of more than about 1,000 tokens, and decodes in the same steps."""
+    """The use of the experts in each layer that has experts, counted in all steps. The counts are up to one
+    second old."""
 
 
 class ReplicaStats(EngineGauges, frozen=True, kw_only=True):

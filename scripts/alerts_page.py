@@ -63,8 +63,8 @@ def _condition(rule: AlertRule) -> str:
             "value": figure,
             "rate": f"{figure} per second over {window}",
             "change": f"change of {figure} within {window}",
-            "deviation": f"deviation of {figure} from its mean of {window}",
-            "time_to": f"time until {figure} is {rule.target:g}, by its trend of {window}",
+            "deviation": f"deviation of {figure} from its mean over {window}",
+            "time_to": f"time until {figure} is {rule.target:g}, extrapolated from its trend over {window}",
         }[rule.measure]
         clear = of_measure(clear_value(rule), rule.unit)
         condition = f"{measure} {side} {of_measure(limit, rule.unit)}, until {clear}"

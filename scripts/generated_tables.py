@@ -69,7 +69,7 @@ def columns(fields: Iterable[Declared]) -> str:
 
 def values(field: Declared) -> str:
     """Describe the values that can be entered for a field."""
-    return {"span": "a time such as 90s", "time": "a time such as 90d, or a date"}.get(
+    return {"span": "a duration such as 90s", "time": "a duration such as 90d, or a date"}.get(
         field.kind, field.expected
     ) + (", or none" if field.optional else "")
 

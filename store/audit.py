@@ -167,7 +167,7 @@ def outcome(
 
 
 def row_hash(row: AuditRow) -> str:
-    """Compute the hash (hex) that a row should have from its other fields as stored."""
+    """Compute a row's expected hash (hex) from its other stored fields."""
     content = {
         name: value for name, value in row._asdict().items() if value is not None and name not in _HASHES
     }

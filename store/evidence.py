@@ -92,9 +92,9 @@ class ActionFilter(NamedTuple):
     action: str | None = None
     """Name of the action, or a prefix ending with a dot, such as `keys.`."""
     since: str | None = None
-    """Earliest time of the first row, in UTC and ISO 8601."""
+    """Return only actions that began at or after this time, in UTC and ISO 8601."""
     until: str | None = None
-    """Latest time of the first row, in UTC and ISO 8601."""
+    """Return only actions that began at or before this time, in UTC and ISO 8601."""
 
 
 _ACTIONS = """

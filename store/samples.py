@@ -75,7 +75,7 @@ class TelemetryLayout:
         return {name: value for name, value in self._leaves if type(value) is str}
 
     def tree(self, numbers: Sequence[float]) -> Tree:
-        """Return the tree with these numbers. NaN becomes None."""
+        """Return the layout's tree with `numbers` filled in. NaN becomes None."""
         found: Tree = _fill(msgspec.json.decode(self.document), iter(numbers))
         return found
 

@@ -337,8 +337,8 @@ class Writer:
                 self._note_failure(str(self._explained(error)))
 
     def _write_one_by_one(self, database: WritableDatabase, batch: list[_Item]) -> None:
-        # One of the operations can never be written. Find it, because it would otherwise block the other
-        # operations.
+        # One operation in the batch can never be written. Write each one separately, so that it does not
+        # block the rest.
         for item in batch:
             try:
                 self._commit(database, [item])
@@ -444,7 +444,7 @@ class Writer:
     def _give_up_the_rest(self) -> None:
         with self._condition:
             if self._close_by is None:
-                self._close_by = time.monotonic()  # the queue is not processed any further
+                self._close_by = time.monotonic()  # stop processing the queue
             rest = list(self._queue)
             self._pop(len(rest))
             self._dropped_rows += len(rest)

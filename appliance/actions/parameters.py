@@ -441,7 +441,7 @@ class ShadowModel(_Parameters):
     Copies run after the originals, in the lowest class, and only when no other request is waiting. Their
     answers are discarded and not billed."""
 
-    name: Annotated[str, Meta(description="The name whose requests are copied.")]
+    name: Annotated[str, Meta(description="The model name whose requests are copied.")]
     target: Annotated[
         str | None,
         Meta(

@@ -78,7 +78,7 @@ class LogReading:
 
         def read() -> RequestPage:
             sequence = self._requests.last_sequence()
-            # One row more than requested shows whether there is a next page.
+            # Fetch one extra row to find out whether there is a next page.
             rows = self._requests.query(query.filter, query.limit + 1, before)[::-1]
             shown = rows[: query.limit]
             size = sum(_size(row) for row in shown)

@@ -14,8 +14,7 @@ from appliance.bench.load import BenchProgress, Load, Record
 from engine.client import module_command, module_environment
 
 START_DELAY_S = 0.05
-"""Time in seconds between the announcement of the start time and the start, which lets all client processes
-start together."""
+"""Seconds between announcing the start time and starting, so that all client processes can start together."""
 
 
 class BenchError(Exception):

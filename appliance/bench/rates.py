@@ -78,8 +78,8 @@ def backlog(requests: Sequence[RequestTimes], duration_s: float) -> Backlog:
     open longer form the backlog. If a server can handle only a fraction 1 − d of the load, the backlog grows
     to about a fraction d of all requests.
 
-    The number of Poisson arrivals has a standard deviation of the square root of its mean. A backlog of up to
-    half that value is allowed; servers that run at up to 90 % of their capacity rarely reach it.
+    The standard deviation of a Poisson arrival count is the square root of its mean. A backlog of up to half
+    a standard deviation is allowed; servers that run at up to 90 % of their capacity rarely reach it.
 
     The response time is measured in the first quarter of the run, before a backlog can affect it. It is the
     90th percentile, or the fastest response if the percentile exceeds RESPONSE_SHARE of the duration.

@@ -104,7 +104,10 @@ history = typer.Typer(help="Export the recorded history of the service.", no_arg
 @history.command("export")
 def history_export(
     file: Annotated[
-        str, typer.Argument(metavar="FILE", help="The file to write. It must not exist.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="FILE", help="The file to write. It must not already exist.", show_default=False
+        ),
     ],
     since: Annotated[
         str,

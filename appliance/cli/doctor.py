@@ -55,7 +55,7 @@ def _find(
         run = Path(run_dir or default_run_dir()).absolute()
     try:
         return run, find_state_dir(state_dir, run, config), settings
-    # The settings are unusable, or the run directory is not trusted. The findings report both cases.
+    # Either the settings are unusable or the run directory is not trusted. The findings already say which.
     except (Failure, UntrustedError):
         return run, Path(state_dir or default_state_dir()).absolute(), settings
 

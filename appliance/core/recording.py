@@ -100,7 +100,7 @@ class Recorder:
                 if not failed:
                     log.exception("the service could not be sampled; sampling will be retried every second")
                 failed = True
-            # Samples that are missed during a pause of the process are skipped.
+            # If the process was paused, skip the samples that it missed.
             due = max(due + _EVERY_S, loop.time() + _EVERY_S / 10)
             await asyncio.sleep(due - loop.time())
 

@@ -163,7 +163,7 @@ class _ResponseStream:
             raise ConnectionResetError("the connection was closed before the end of the response")
         self._parser.feed_data(received)
 
-    # ── called by the parser ──
+    # ── called by the HTTP parser ──
 
     def on_headers_complete(self) -> None:
         self._has_head = True

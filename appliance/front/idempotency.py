@@ -139,7 +139,7 @@ async def _hand_over(state: AppState, request: Request, key_scope: bytes, body: 
     finally:
         os.close(memory)
     connection.abort()
-    # Wait until this process's descriptor is closed.
+    # Wait until this process has closed its descriptor of the connection.
     await request.receive()
 
 

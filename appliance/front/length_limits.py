@@ -35,7 +35,7 @@ class LengthLimit(NamedTuple):
         return self.tokens - self.answer_tokens if self.tokens else None
 
     def exceeded(self, param: str, tokens: int | None) -> ApiError:
-        """Return the 400 for a prompt that has `tokens` tokens (None: unknown)."""
+        """Return the 400 error for a prompt of `tokens` tokens, or of unknown length if `tokens` is None."""
         count = f"more than {self.max_prompt_tokens}" if tokens is None else str(tokens)
         return ApiError(
             400,

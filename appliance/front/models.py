@@ -143,7 +143,7 @@ class Catalog:
     # ── changes by the core ──
 
     def route(self, routes: list[Route] | None) -> None:
-        """Replace the names that applications can use, immediately."""
+        """Immediately replace the model names that applications can use."""
         self._routes = None if routes is None else {route.name: route for route in routes}
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

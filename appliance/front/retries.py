@@ -133,7 +133,7 @@ class KeyedRun:
             else:
                 self.give_up()
         if generation is not None and generation.on_end is not None:
-            # Write the events that were waiting for the client to read, so that they are stored.
+            # Write out the events held back for a slow client, so that they still reach the store.
             generation.on_end()
 
 

@@ -75,7 +75,7 @@ class EventStream:
         self._is_plain = not (task.return_token_ids or task.continuous_usage)
         self._after_text = self._close + b',"logprobs":null,"finish_reason":null}' + self._tail()
 
-    # ── called by the generation ──
+    # ── called by `Generation` ──
 
     def progress(self, sample: Sample) -> None:
         """Schedule a flush, because the sample has processed an output."""

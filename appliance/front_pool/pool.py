@@ -288,7 +288,7 @@ class FrontPool:
         self._replicas[name] = _Endpoint(model, open_channel)
 
     def disconnect_replica(self, name: str) -> None:
-        """Open no further channels to a replica that has exited."""
+        """Stop opening channels to a replica that has exited."""
         self._replicas.pop(name, None)
 
     def channel_closed(self, front: str, replica: str) -> None:

@@ -82,8 +82,8 @@ def export_incident(past: PastSource, since: float, until: float, path: Path) ->
 def _samples(past: PastSource, writer: IncidentWriter, since: float, until: float) -> int:
     count = 0
     for resolution_s in _RESOLUTIONS:
-        # Start earlier than the slice, to include the interval that covers its beginning and the full frame
-        # to which its first changes of details are relative.
+        # Start before the slice. This includes the interval that covers its beginning, and the full frame
+        # that the slice's first changes build on.
         query = StoredQuery(
             since=since - max(_EARLIER_S, resolution_s), until=until, resolution_s=resolution_s
         )

@@ -61,7 +61,7 @@ class Exchange:
         self._expects_continue = head.expects_continue
         self._length_left: int | None = None
 
-    # ── called by the connection ──
+    # ── called by `Connection` ──
 
     def receive_body(self, content: bytes, last: bool) -> None:
         """Append part of the body."""
@@ -113,7 +113,7 @@ class Exchange:
             )
         )
 
-    # ── called by the application ──
+    # ── called by the ASGI application ──
 
     async def receive(self) -> dict[str, Any]:
         """Return the next ASGI event: a part of the body, or the client's disconnection."""

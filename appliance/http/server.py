@@ -149,7 +149,7 @@ class HttpServer:
         while self._tasks and self._loop.time() < deadline + 1.0:
             await asyncio.sleep(0.01)
 
-    # ── called by connections ──
+    # ── called by `Connection` ──
 
     def admit(self, connection: Connection, peer: Peer) -> bool:
         """Give a new connection a place in a pool. Return False if no place is free."""
@@ -157,7 +157,7 @@ class HttpServer:
         if known and self.known_pool.add(connection):
             connection.pool, connection.authenticated = self.known_pool, True
         elif self.unknown_pool.add(connection, source=peer.source):
-            # The pool of known clients is full, so use the other pool to answer this client with 503.
+            # If the pool of known clients is full, a known client gets a place here for its 503 response.
             connection.pool = self.unknown_pool
         else:
             self.refused += 1

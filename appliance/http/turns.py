@@ -118,8 +118,8 @@ class Turns:
             self._used.append(source.budget)
             work()
         if self._used:
-            # The event loop calls `_take` after it has run the tasks that the turns have started and
-            # processed the bytes that were read.
+            # The event loop first runs the tasks that these turns started and processes the bytes it has
+            # read. Then it calls `_take` again.
             self._loop.call_soon(self._take)
             return
         self._scheduled = False

@@ -21,7 +21,7 @@ _LATE_SHARE = 0.5
 """A replica is added when the waiting time or the time to first token exceeds this share of the target."""
 _LATE_USE = 0.3
 """A late first token counts only if the demand uses at least this share of each replica. Below that, the
-cause is long prompts rather than too few replicas, and another replica would not help."""
+cause is long prompts rather than too few replicas, and an additional replica would not help."""
 _AHEAD_S = 30.0
 """How far the prediction of the load looks beyond the time at which a replica started now would be ready."""
 REFUSED_S = 60.0
@@ -85,7 +85,7 @@ class Autoscaler:
         """Time of the first observation."""
 
     def refuse(self, now: float, why: str) -> None:
-        """Record that another replica cannot be started."""
+        """Record that no additional replica can be started."""
         self.refusal, self._refused_at = why, now
 
     def changed(self, now: float) -> None:

@@ -382,7 +382,7 @@ class ModelManager:
             await self._retire(outdated[-1])
         elif len(current) > self._scaling.count(name, wanted):
             retirement = self._begin_retirement(current[-1])
-            if not by_load:  # If the load grows again before then, another replica can be started.
+            if not by_load:  # If the load grows again during this, a new replica can start.
                 await asyncio.shield(retirement)
         elif outdated:
             return await self._replace(outdated[0], current, wanted)

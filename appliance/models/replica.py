@@ -108,7 +108,7 @@ class Replica:
         """Number of starts so far."""
         self.steps = StepTotals()
         self.described: ServedModel | None = None
-        """The model as its folder described it at the latest start."""
+        """The model's description, read from its folder at the replica's latest start."""
         self.sleeping = ReplicaSleep()
         self.group: ReplicaGroup | None = None
         self.info: ReplicaInfo | None = None

@@ -29,7 +29,7 @@ class FrontChannels(Protocol):
         returns the descriptor of a channel for the front with the given name. Raises OSError."""
 
     def disconnect_replica(self, name: str) -> None:
-        """Open no further channels to a replica that has exited."""
+        """Stop opening channels to a replica that has exited."""
 
     def channel_closed(self, front: str, replica: str) -> None:
         """Handle a front that has closed its channel to a replica that is still running."""

@@ -285,7 +285,7 @@ class QueueStats(msgspec.Struct, kw_only=True):
     refused: int
     """Number of requests that the core refused."""
     ended: int
-    """Number of requests that have ended and for which the log row has been closed."""
+    """Number of requests that have ended and have a closed row in the request log."""
     waiting_tokens: int = 0
     """Number of prompt tokens in waiting requests."""
     preemptions: int = 0

@@ -95,7 +95,7 @@ class RequestManager:
         self._unix = unix
         self._tidied_at = 0.0
         self.shadows = ShadowResults()
-        """The results of copied requests."""
+        """The results of requests copied to shadow models."""
 
     # ── changes by operators ──
 

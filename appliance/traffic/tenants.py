@@ -184,7 +184,7 @@ class Tenants:
             outputs.learn(tokens, max_tokens)
 
     def count_answer(self, name: str, sign: int) -> None:
-        """Count an answer to this tenant that begins (`sign` 1) or ends (`sign` -1)."""
+        """Count the start (`sign` 1) or end (`sign` -1) of an answer to this tenant."""
         for outputs in (self.of(name).outputs, self.outputs):
             outputs.running += sign
 

@@ -61,8 +61,8 @@ class FinishedView(TableView[NamedRequest]):
     short = "Reqs"
     alternate = "requests"
     help_text = (
-        f"The newest {MAX_ROWS} requests of the request log that have ended, newest first. Enter shows where "
-        "the time of a request went; {variant} shows the unfinished requests."
+        f"The newest {MAX_ROWS} requests of the request log that have ended, newest first. Press "
+        "Enter to see where a request spent its time; {variant} shows the unfinished requests."
     )
     target: TargetKind = "request"
     sorted_by = "finished_at"

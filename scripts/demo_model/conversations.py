@@ -223,7 +223,7 @@ class ConversationMaker:
             if len(ids) + len(prompt) + len(reply) > limit:
                 if turn == 0:
                     raise ValueError(
-                        f"a turn of {len(prompt) + len(reply)} tokens is longer than a row of {limit}"
+                        f"a turn has {len(prompt) + len(reply)} tokens, but a row holds at most {limit}"
                     )
                 break
             ids += prompt + reply

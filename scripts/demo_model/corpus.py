@@ -39,7 +39,7 @@ QUESTION_MODULES = (
     "stat", "array", "numbers", "ssl", "select", "smtplib",
 )  # fmt: skip
 QUESTION_COUNT = 200
-# These names are chosen first; the other questions are drawn at random.
+# Questions about these names come first. The remaining questions are drawn at random.
 FIRST_QUESTIONS = (
     "textwrap.dedent", "len", "sorted", "enumerate", "zip", "isinstance", "str.split", "str.join",
     "str.strip", "list.append", "list.sort", "dict.get", "dict.items", "os.path.join", "os.makedirs",

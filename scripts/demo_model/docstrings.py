@@ -130,8 +130,8 @@ def _is_clean(sentence: str) -> bool:
 
 
 def collect_purposes(excluded_modules: frozenset[str]) -> list[Purpose]:
-    """Return every public name with a usable first sentence, sorted by name. Duplicates are left out, as are
-    names with a sentence that too many names share."""
+    """Return every public name with a usable first sentence, sorted by name. Leave out duplicates, and
+    names whose sentence is shared by too many others."""
     found: dict[str, Purpose] = {}
     for module_name in _module_names():
         if module_name.split(".")[0] in excluded_modules:

@@ -23,7 +23,7 @@ from demo_model.tokenizer import BEGIN, END_OF_TEXT, special_token_id
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything besides the corpus that determines the training run."""
+    """Everything that determines the training run, apart from the corpus."""
 
     seed: int = 20240711
     steps: int = 3500

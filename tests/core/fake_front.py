@@ -139,7 +139,7 @@ class FakeFront:
             first, self.name, self.models = not self.name, message.front, message.models
             self.configured = message.serial
             while first and any((Path(model.folder) / "hang").exists() for model in self.models):
-                time.sleep(0.05)  # A hanging front reads no messages.
+                time.sleep(0.05)  # A front that hangs does not read messages.
             if first:
                 self.channel.send(FrontReady())
         elif isinstance(message, AttachReplica):

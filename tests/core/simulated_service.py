@@ -197,7 +197,7 @@ class SimulatedService:
     def kill_replica(self, replica: FakeReplica) -> None:
         replica.alive = False
 
-    # ── actions of a front ──
+    # ── messages that a front sends ──
 
     def ask(
         self,

@@ -14,7 +14,7 @@ from engine.messages import SamplingParams, TokenLogprob
 from tests.demo_model.asking import DEMO, END, engine, generated, questions
 
 NEAR_TIE = 0.25
-"""Gap between the reference's top two tokens below which another device may choose the second. The gap is the
+"""Below this gap between the reference's top two tokens, a device may choose the second one. The gap is the
 same in log probabilities (nats) and in logits.
 
 The value is two units in the last place of the largest logit. bfloat16 has 8 significant bits, so numbers
@@ -39,7 +39,7 @@ class Divergence:
     gap: float
     """Gap between the reference's top two tokens at the diverging position."""
     second: bool
-    """Whether the other device chose the reference's second-best token."""
+    """Whether the device under test chose the reference's second-best token."""
 
     @property
     def is_near_tie(self) -> bool:
@@ -60,7 +60,7 @@ class Parity:
     least_gap: float
     """Smallest gap between the reference's top two tokens, over all counted tokens."""
     most_moved: float
-    """Largest difference between the gap on the other device and the gap in the reference."""
+    """Largest difference between the top-two gap on the device under test and the gap in the reference."""
     divergences: list[Divergence]
 
     @property

@@ -103,8 +103,8 @@ class Known:
             if token != expected:
                 self.counts["parted"] += 1
                 assert self._close(submit, reference, place, token), (
-                    f"{submit.request_id} (reference {submit.index}), token {place} is {token}, not "
-                    f"{expected}, and the two were not at a near-tie: {submit.sampling}"
+                    f"{submit.request_id} (reference {submit.index}), token {place} is {token}, "
+                    f"expected {expected}, and the two are not a near-tie: {submit.sampling}"
                 )
                 return
             self.counts["tokens"] += 1

@@ -111,5 +111,5 @@ def test_a_changed_reference_output_is_detected() -> None:
     known._answers = [Answer([1], [TokenLogprob(1, -0.5, [(1, -0.5), (2, -1.0)])])]
     known.counts, known.largest_error = soak.Counter(), 0.0
     entry = Entry("known", SUBMIT, "", {0: Told(token_ids=[2], finish_reason="length")})
-    with pytest.raises(AssertionError, match="token 0 is 2, not 1, and the two were not at a near-tie"):
+    with pytest.raises(AssertionError, match="token 0 is 2, expected 1, and the two are not a near-tie"):
         known.check(entry)

@@ -1,5 +1,5 @@
-"""Tests, on a GPU, that a pass may compute the last layer only for the tokens that need logits. Its results
-must be the same as those of a full pass."""
+"""Tests, on a GPU, that a pass which computes the last layer only for the tokens that need logits gives the
+same results as a full pass."""
 
 from __future__ import annotations
 

@@ -162,8 +162,8 @@ def machine(folder: Path, files: dict[str, str]) -> Iterator[Machine]:
     command = ["unshare", "--mount", "--propagation", "private", "bash", "-c", _MACHINE, "machine"]
     cgroups: list[Path] = []
     if not os.path.isdir("/run/systemd/system"):
-        # No systemd on this host can create a scope for the machine. If two machines were in the same cgroup,
-        # each would kill the other's services.
+        # Without systemd on this host, nothing creates a scope for the machine. Create a cgroup per machine:
+        # machines that share a cgroup kill each other's services.
         command.append("--keep-unit")
         name = f"appliance-test-{os.getpid()}-{time.monotonic_ns()}"
         cgroups = [parent / name for parent in _HIERARCHIES if (parent / "cgroup.procs").exists()]

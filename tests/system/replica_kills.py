@@ -84,7 +84,7 @@ class TokenStream(threading.Thread):
 
 
 class Bystander(threading.Thread):
-    """A client of the other model that sends one stream after another, and compares their tokens."""
+    """A client that sends streams to the model `other`, one at a time, and compares their tokens."""
 
     def __init__(self, running: Service) -> None:
         super().__init__(daemon=True)
@@ -128,7 +128,7 @@ class Kills:
         self._sent += 1
 
     def close(self) -> None:
-        """Check the other model, and the rows of all requests."""
+        """Check that `other` was not affected, and that every request has a row in the request log."""
         self._bystander.stop()
         assert not self._bystander.failures, self._bystander.failures[:3]
         (other,) = self._unit("other")["replicas"]

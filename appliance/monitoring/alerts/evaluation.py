@@ -120,8 +120,8 @@ class Evaluator:
                 if condition is None:
                     condition = self._conditions[key] = Condition(rule, figure.where, figure.scope)
                 elif condition.seen_at == at:
-                    # If several texts of one subject match, such as two reasons for throttling, raise only
-                    # one alert.
+                    # If several texts about the same subject match, such as two reasons for throttling, raise
+                    # only one alert.
                     continue
                 value = None
                 if figure.position >= 0:

@@ -107,7 +107,7 @@ def test_random_plans_give_the_tables_of_a_naive_model(data: st.DataObject) -> N
     next_block = 1
     for step in range(data.draw(st.integers(1, 12), label="steps")):
         plan = StepPlan(step, [], [], [], [], [])
-        # Sequences may end without notice, some slots skip a step, and slots in prefill get a chunk.
+        # In each step, any sequence may end, any slot may be skipped, and a slot in prefill gets a chunk.
         for number in [n for n, row in rows.items() if data.draw(st.integers(0, 9)) == 0]:
             del rows[number]
         decoding = [n for n, row in rows.items() if row.sampled]

@@ -182,7 +182,7 @@ def test_clients_that_read_no_answers_are_cut_off_and_reported(bounded: Target) 
     assert size > MEGABYTE
     memory = Memory(bounded.running)
     with contextlib.ExitStack() as stack:
-        # The kernel's buffers hold part of each answer.
+        # The kernel's socket buffers hold part of each answer, so send twice as many requests as the limit.
         count = 2 * MAX_UNSENT_BYTES // size
         sockets = [stack.enter_context(connect(bounded.unix)) for _ in range(count)]
         for sock in sockets:
