@@ -121,7 +121,7 @@ for them."""
 
 
 class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
-    """The table with which a front process authenticates callers. If `whole` is set, the table replaces the
+    """The table that a front process uses to authenticate callers. If `whole` is set, the table replaces the
     previous one. Otherwise, it contains the changes since the previous message."""
 
     keys: dict[str, Identity | None] = {}

@@ -370,5 +370,5 @@ def _lock(path: Path) -> int:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     except OSError:
-        pass  # the process id is only informative, so the lock is valid without it on a full disk
+        pass  # the process id is only for information; the lock is valid without it
     return descriptor

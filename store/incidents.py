@@ -53,7 +53,7 @@ class IncidentWriter:
         self._layouts: dict[bytes, int] = {}
         self._sequence = 0
         if path.exists():
-            raise StoreError(f"{path} exists already: choose another name, or remove the file")
+            raise StoreError(f"{path} already exists: choose another name, or remove the file")
         try:
             self._partial.unlink(missing_ok=True)
             os.close(os.open(self._partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, _MODE))

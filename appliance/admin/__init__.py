@@ -1,1 +1,1 @@
-"""The admin API, with which operators view and control the service over `admin.sock`."""
+"""The admin API, which operators use to view and control the service over `admin.sock`."""

@@ -47,7 +47,7 @@ _STATUSES: Mapping[type[Exception], int] = {
     UnknownRecordError: 404,
     LookupError: 404,
 }
-"""HTTP status code for each error type with which handlers refuse an action."""
+"""HTTP status code for each error type that handlers raise to refuse an action."""
 
 
 class ActionError(AdminRequestError):

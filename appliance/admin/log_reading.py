@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 MAX_READ_S = 2.0
 """Time limit for reading one page, in seconds."""
 MAX_PAGE_BYTES = 1 << 20
-"""A page of the request log ends after the row with which its texts exceed this size."""
+"""A page of the request log ends with the row that brings the total size of its texts above this limit."""
 _FOLLOWED_ROWS = 200
 _THREADS = 2
 

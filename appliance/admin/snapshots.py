@@ -36,7 +36,7 @@ from store.policies import Policies, TenantRecord
 MAX_TENANTS = 200
 """Maximum number of tenants in a snapshot. Tenants with requests are preferred."""
 _CHOOSE_EVERY_S = 30.0
-"""Seconds between two choices of the tenants if there are more than `MAX_TENANTS`."""
+"""If there are more than `MAX_TENANTS` tenants, seconds between two selections of those to include."""
 _BLOCK_TOKENS = 64
 _COUNT_KEYS_EVERY_S = 15.0
 

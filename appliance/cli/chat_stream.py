@@ -78,7 +78,7 @@ class ChatClient:
 
     def answer(self, body: dict[str, Any]) -> Generator[Piece | End, None, None]:
         """Stream the answer to a chat completion request. Closing the iterator cancels the request. Raises
-        AnswerError if the service refuses the request, sends an error event, or the connection breaks.
+        AnswerError if the service refuses the request or sends an error event, or if the connection breaks.
         """
         asked = time.monotonic()
         first: float | None = None

@@ -47,16 +47,18 @@ from engine.memory_kills import count_memory_kills, memory_kill_note
 log = logging.getLogger(__name__)
 
 _MAX_UNREAD_BYTES = 64 << 10
-"""A front gets no more connections while its control channel has more unread bytes than this."""
+"""The core sends a front no more connections while the front's control channel has more unread bytes than
+this."""
 _MAX_UNTAKEN = 24
-"""A front gets no more connections while this many of the connections sent to it have not been taken.
+"""The core sends a front no more connections while the front has not yet taken this many of them.
 
 The number is lower than the number of descriptors that a front keeps free (`RESERVED_DESCRIPTORS`). It is
 also at most an eighth of this process's descriptor limit: this process keeps a duplicate of each connection's
 descriptor, and the kernel counts descriptors in a channel against the same limit.
 """
 _QUIET_S = 3.0
-"""A front gets no more connections once it has been silent for this long. Fronts report twice a second."""
+"""The core sends a front no more connections once it has been silent for this long. Fronts report twice a
+second."""
 _SLOW_START_S = 30.0
 """A front that has been starting for longer than this is reported as a problem. A front takes about two
 seconds per model to read the tokenizer."""

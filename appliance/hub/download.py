@@ -151,7 +151,7 @@ class Download:
                 continue
             failures += 1
             if failures > _MAX_FAILURES:
-                raise error or HubError(f"{self._hub.endpoint} sends no data of {file.path}")
+                raise error or HubError(f"{self._hub.endpoint} stopped sending data for {file.path}")
             self._stop.wait(min(2.0 ** (failures - 1), _MAX_WAIT_S))
             self._check()
 

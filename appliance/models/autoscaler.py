@@ -61,7 +61,7 @@ class ModelLoad(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A change of the number of replicas."""
+    """A change to the number of replicas."""
 
     replicas: int
     reason: str

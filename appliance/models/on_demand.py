@@ -82,7 +82,7 @@ class Residency(NamedTuple):
 
 
 _REASONS = ("memory", "group", "idle")
-"""Why a unit is unloaded: another model needs the memory, a group forbids another model beside the unit, or
+"""Why a unit is unloaded: another model needs the memory, a group does not allow both models to be loaded, or
 the unit has been idle for its time to live."""
 
 

@@ -45,7 +45,7 @@ class VersionStatus(msgspec.Struct, kw_only=True):
 
 
 class RegisteredFile(msgspec.Struct, kw_only=True):
-    """A file of a version at the time when the version was added."""
+    """A version's file, as it was when the version was added."""
 
     name: str
     bytes: int

@@ -264,8 +264,9 @@ class RestartSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
     """Number of exits within `window_s` after which a replica is not restarted until `retry_s` have passed,
     its files have changed, or an operator has run `appliance models retry`."""
     window_s: PositiveSeconds = 60.0
-    """Time in seconds for which an exit counts. Only time in which the replica serves counts towards this, so
-    a replica that repeatedly exits during loading is also given up, however long loading takes."""
+    """Number of seconds for which an exit counts towards `max_deaths`. Only time that the replica spends
+    serving is counted, so a replica that repeatedly exits during loading is also given up, however long
+    loading takes."""
     retry_s: PositiveSeconds = 300.0
     """Delay in seconds before a replica that was given up is started once more. If it exits again before it
     has served for `window_s`, it is given up again."""

@@ -151,8 +151,8 @@ class CreditAccount:
         return [free(level, LEVELS) for level in range(LEVELS)], levels
 
     def _occupied_at_most(self, running: list[int], spare: list[int]) -> tuple[int, int, int]:
-        """For each tier, return the maximum number of slots that these running sequences can occupy before a
-        sequence of that tier. `running` counts the sequences by level."""
+        """For each tier, return the maximum number of slots that these running sequences can occupy ahead
+        of a new sequence of that tier. `running` counts the sequences by level."""
         in_tiers = [0, 0, 0]
         for tier, count in zip(TIERS, running, strict=False):
             in_tiers[tier] += count

@@ -121,7 +121,7 @@ class ReplicaRates:
         return self.step_s * max(1.0, self.decode_s(size) / now) if now > 0 else self.step_s
 
     def learn(self, report: Report) -> None:
-        """Learn the steps since the previous report."""
+        """Update the rates with the steps since the previous report."""
         self.running = report.running
         computed = report.computed_tokens - self._computed_tokens
         started = report.prompt_tokens - self._prompt_tokens

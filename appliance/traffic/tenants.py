@@ -55,7 +55,7 @@ class Use:
             del self.seqs[model], self.kv_tokens[model]
 
     def add(self, other: Use) -> None:
-        """Add the use of another key to this one."""
+        """Add another key's use to this key's use."""
         self.queued += other.queued
         self.queued_tokens += other.queued_tokens
         self.running += other.running

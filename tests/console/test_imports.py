@@ -1,5 +1,5 @@
-"""Tests of which packages commands import. Importing Textual takes 0.2 s, so only the console may import
-it."""
+"""Tests that commands import only the packages they need. Importing Textual takes 0.2 s, so only the console
+imports it."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from engine.config import FP8_BLOCK
 from kernels.reference import quantise_blocks
 
 _QUANTISED = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
-"""Endings of the names of the matrices that are quantised."""
+"""Suffixes of the quantised matrices' names."""
 _DESCRIPTION = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",

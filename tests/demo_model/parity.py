@@ -22,7 +22,7 @@ from 16 to 32 are 1/8 apart, and the answers' largest logit is 24.75. Rounding c
 a neighbouring number.
 
 Measured on a CPU, bfloat16 changes the answers' gaps by 0.034 (median) and 0.256 (maximum) compared with
-float32. It changes the top token of 211 of 20,480 held-out tokens, the largest gap of which is 0.094. The
+float32. It changes the top token at 211 of 20,480 held-out positions, where the gap is at most 0.094. The
 batch and the number of threads do not change a single bit. The smallest gap in the answers is 3.9, because
 the model has memorised the questions. If the answers of a device diverge at such a gap, the cause is
 therefore not rounding.

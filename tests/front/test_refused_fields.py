@@ -1,4 +1,4 @@
-"""Tests of which fields and values are refused, and of the error messages."""
+"""Tests that unsupported fields and values are refused, with the right error messages."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Repository:
     sizes: dict[str, int] = field(default_factory=dict)
     """Sizes to list for files, overriding their real sizes."""
     token: str | None = None
-    """The only token with which a gated repository can be read."""
+    """The only token that can read a gated repository."""
 
 
 @dataclass

@@ -68,7 +68,7 @@ def test_a_slice_that_is_too_large_leaves_no_file(history, tmp_path):
 def test_an_existing_file_is_not_overwritten(tmp_path):
     path = tmp_path / "precious"
     path.write_text("kept")
-    with pytest.raises(StoreError, match="exists already: choose another name"):
+    with pytest.raises(StoreError, match="already exists: choose another name"):
         IncidentWriter(path, MIB)
     assert path.read_text() == "kept"
     with pytest.raises(StoreError, match="missing"):

@@ -34,7 +34,7 @@ MODELS = {"a": 100, "b": 200, "c": 300}
 """The token that each model generates."""
 SETTINGS = {"kv_blocks": 100, "threads": 1, "max_num_seqs": 16}
 MIN_RESIDENCE_S = 4.0
-"""`on_demand.min_residence_s` in the tests, which should be short."""
+"""`on_demand.min_residence_s` in the tests. A short value keeps the tests short."""
 SLACK_S = 10.0
 """Allowance for draining: a request waits at most as long as the minimum residence, one swap and this
 allowance together."""

@@ -139,8 +139,8 @@ class Bursts:
         self.admin = AdminClient(running.run_dir)
         self.rounds: list[Round] = []
         self.engine: list[tuple[list[int], int]] = []
-        """One entry for each series of rounds without the death of a rank: the rounds, and the number of
-        tokens that the engine generated in them."""
+        """One entry for each series of rounds in which no rank died: the rounds, and the number of tokens
+        that the engine generated in them."""
         self._victim: int | None = None
         """Process id of the last process that was killed."""
         self._since: list[int] = []

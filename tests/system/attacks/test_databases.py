@@ -73,8 +73,8 @@ def running(stopped: Service) -> Iterator[Service]:
 
 @contextmanager
 def load(running: Service, *, logged: bool = True) -> Iterator[None]:
-    """Send requests during the block. Each must be answered and, if `logged` is true, must have its row in
-    the log afterwards."""
+    """Send requests while the `with` block runs. Each must be answered and, if `logged` is true, must have a
+    row in the log afterwards."""
     clients = [Load(running) for _ in range(2)]
     for client in clients:
         client.start()
