@@ -47,7 +47,7 @@ _WITH_FORECAST = ("tenants.set", "keys.set")
 _ROW_TARGETS = ("request", "tenant", "key", "peer")
 """Target kinds for which a target must be chosen before an action starts. Other actions apply to the whole
 service if no target is chosen."""
-_READ_ONLY = "this console is read-only: start it with --write to act on the service"
+_READ_ONLY = "this console is read-only: start it with --write to perform actions"
 
 
 class ConsoleApp(App[int]):
@@ -104,7 +104,7 @@ class ConsoleApp(App[int]):
             self._feeding = self.feed()
         self.set_interval(1.0, self._tick)
         if self._keymap_problems:
-            self.push_screen(TextDialog("The default keys are used", self._keymap_problems))
+            self.push_screen(TextDialog("Keymap not loaded: using the default keys", self._keymap_problems))
 
     # ── drawing ──────────────────────────────────────────────────────────────────────────────
 
@@ -184,7 +184,7 @@ class ConsoleApp(App[int]):
         elif self.session.run(command):
             if word == "theme":
                 self.theme = f"console-{self.session.theme}"
-            if word in ("screen", "history", "variant"):
+            if word in ("screen", "variant"):
                 self._read_lists()
                 if self.session.past is not None:
                     self.travel.read_lists()
@@ -200,7 +200,7 @@ class ConsoleApp(App[int]):
             self._open_prompt(word)
         elif word == "copy":
             self.copy_to_clipboard(self.session.copied())
-            self.session.say("copied to the clipboard of the terminal", "dim")
+            self.session.say("copied to the terminal's clipboard", "dim")
         elif word == "export":
             self._export(rest)
         elif word == "actions":
@@ -238,7 +238,7 @@ class ConsoleApp(App[int]):
             elif word in ("theme", "glyphs", "interval", "sort", "help", "pause", "export", "filter"):
                 self.action_run(f"{word} {rest}".strip())
             else:
-                raise CommandError(f"unknown command {word!r}: press tab for the commands")
+                raise CommandError(f"unknown command {word!r}: press tab to complete a command")
         except ValueError as error:
             self.session.say(str(error), "bad")
         self.redraw()
@@ -348,7 +348,7 @@ class ConsoleApp(App[int]):
         names = [] if given else self._targets_on_screen(action)
         if not given and not names and action.target in _ROW_TARGETS and action.name not in _CREATING:
             self.session.say(
-                f"{action.title}: choose a {action.target} first, or use the command line", "warn"
+                f"{action.title}: select a {action.target} first, or name one on the command line (:)", "warn"
             )
             return
         self.confirm(action, values, names)
@@ -377,7 +377,7 @@ class ConsoleApp(App[int]):
             )
             parameters = await self.push_screen_wait(dialog)
             if parameters is None:
-                self.session.say(f"{action.title}: cancelled, nothing was changed", "dim")
+                self.session.say(f"{action.title}: cancelled; nothing was changed", "dim")
                 break
             await self._perform(action, parameters)
         self.redraw()

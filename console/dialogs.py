@@ -30,12 +30,11 @@ def text(value: str) -> Content:
 
 
 class Switch(Checkbox):
-    """A checkbox that shows its state with a letter, not only with colour."""
+    """A checkbox drawn with ASCII characters, which shows its state with a letter, not only with colour."""
 
-    @property
-    def BUTTON_INNER(self) -> str:  # type: ignore[override]
-        """The letter shown inside the box."""
-        return "X" if self.value else " "
+    def render(self) -> Content:
+        """Return the checkbox."""
+        return Content("[X]" if self.value else "[ ]")
 
 
 class ActionDialog(ModalScreen[msgspec.Struct | None]):
@@ -54,11 +53,12 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
     ActionDialog .field { height: 1; }
     ActionDialog .field Label { width: 24; }
     ActionDialog Input { width: 1fr; background: $panel; }
-    ActionDialog Checkbox { background: transparent; width: 6; }
+    ActionDialog Checkbox { background: transparent; width: 3; }
+    ActionDialog Checkbox:focus { text-style: bold reverse; }
     ActionDialog #hint { height: auto; color: $text-muted; }
     ActionDialog #command { height: auto; text-style: italic; }
     ActionDialog #error { color: $error; height: auto; }
-    ActionDialog #forecast { height: auto; color: $secondary; }
+    ActionDialog #forecast { height: auto; margin-top: 1; color: $secondary; }
     ActionDialog #buttons { height: 1; align-horizontal: right; margin-top: 1; }
     ActionDialog Button { min-width: 12; margin-left: 2; }
     ActionDialog Button:focus { text-style: bold reverse; }
@@ -102,9 +102,9 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
                     yield Input(id="typed", placeholder=span(self._target()).text, compact=True)
             yield Static("", id="hint")
             yield Static("", id="command")
-            yield Static("", id="error")
+            yield _hidden("error")
             if self._what_if is not None:
-                yield Static("", id="forecast")
+                yield _hidden("forecast")
             with Horizontal(id="buttons"):
                 yield Button("Cancel", id="cancel", compact=True)
                 if self._what_if is not None:
@@ -138,7 +138,9 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
         buttons."""
         dialog, form = self.query_one("#dialog"), self.query_one("#form")
         others = sum(
-            one.outer_size.height + one.styles.margin.height for one in dialog.children if one is not form
+            one.outer_size.height + one.styles.margin.height
+            for one in dialog.children
+            if one is not form and one.display
         )
         form.styles.max_height = max(_MIN_FORM, min(_MAX_FORM, int(self.size.height * 0.94) - others - 2))
 
@@ -192,7 +194,13 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
     def _refresh(self) -> None:
         """Show the CLI command for the current values."""
         self.query_one("#command", Static).update(text("$ " + equivalent(self._action, self._collected())))
-        self.query_one("#error", Static).update("")
+        self._show_error("")
+
+    def _show_error(self, message: str) -> None:
+        error = self.query_one("#error", Static)
+        error.update(text(message))
+        error.display = bool(message)
+        self.call_after_refresh(self._fit)
 
     @on(events.DescendantFocus)
     def _explain(self, event: events.DescendantFocus) -> None:
@@ -213,7 +221,7 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
         except CommandError as error:
             problem = problem or str(error)
         if problem:
-            self.query_one("#error", Static).update(text(problem))
+            self._show_error(problem)
             return
         self.dismiss(parameters)
 
@@ -223,9 +231,11 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
         try:
             parameters = build(self._action, self._collected())
         except CommandError as error:
-            self.query_one("#error", Static).update(text(str(error)))
+            self._show_error(str(error))
             return
-        self.query_one("#forecast", Static).update(text("replaying the last minutes…"))
+        forecast = self.query_one("#forecast", Static)
+        forecast.update(text("replaying recent requests…"))
+        forecast.display = True
         self.run_worker(self._forecast(parameters), exclusive=True, group="forecast")
 
     async def _forecast(self, parameters: msgspec.Struct) -> None:
@@ -285,6 +295,7 @@ class TextDialog(ModalScreen[None]):
     TextDialog #dialog { width: 90; max-width: 96%; height: auto; max-height: 90%; border: round $primary;
         padding: 0 1; background: $surface; }
     TextDialog #title { text-style: bold; color: $primary; }
+    TextDialog #close { color: $text-muted; margin-top: 1; }
     """
 
     def __init__(self, title: str, lines: Sequence[str]) -> None:
@@ -297,11 +308,18 @@ class TextDialog(ModalScreen[None]):
         with VerticalScroll(id="dialog"):
             yield Static(text(self._title), id="title")
             yield Static(_lines(self._lines))
-            yield Static(text("esc closes"))
+            yield Static(text("esc to close"), id="close")
 
     def action_close(self) -> None:
         """Close the dialog."""
         self.dismiss(None)
+
+
+def _hidden(name: str) -> Static:
+    """Return a text that takes no space until it is shown."""
+    hidden = Static("", id=name)
+    hidden.display = False
+    return hidden
 
 
 def _description(action: Action, name: str) -> str:

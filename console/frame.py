@@ -38,7 +38,7 @@ class FrameState:
     restarted_at: float | None = None
     paused: bool = False
     past: PastState | None = None
-    """The displayed time while viewing history, or None while showing the present."""
+    """The displayed time while viewing history, or None while the console is live."""
     help: bool = False
     help_scroll: int = 0
     message: str = ""
@@ -71,7 +71,7 @@ def _body(state: FrameState, width: int, height: int, small: bool) -> list[Line]
         state.help_scroll = max(0, min(state.help_scroll, len(lines) - height))
         return lines[state.help_scroll : state.help_scroll + height]
     if state.context.snapshot is None:
-        reason = state.error or "waiting for the first answer of the service"
+        reason = state.error or "waiting for data from the service"
         return [BLANK, *wrap(reason, width - 4, "bad" if state.error else "dim", "  ")]
     if small:
         return state.view.small(state.context, width, height)
@@ -88,7 +88,7 @@ def _header(state: FrameState, width: int) -> Line:
             span(f" · up {units.seconds(snapshot.uptime_s)}", "dim"),
             span(f" · {snapshot.version}", "dim"),
         ]
-    right = _badges(state)
+    right = [Span(" "), *_badges(state)]
     if state.past is None:
         at = state.now if snapshot is None else snapshot.at
         right += [span(f" {units.clock(at)} ", "bold" if state.stale_s is None else "bad")]
@@ -158,6 +158,14 @@ def _tabs(state: FrameState, width: int) -> Line:
         else:
             spans += [span(key, "key", action), span(f" {view.short}", "text", action)]
         spans.append(Span(" "))
+    if width_of(spans) <= width + 1:
+        return spans
+    # In an even narrower terminal, only the current tab has a title.
+    spans = []
+    for view in views:
+        action, key = f"screen {view.key}", _key_of_view(state, view)
+        title = span(f"{key} {view.short}", "tab", action) if view is shown else span(key, "key", action)
+        spans += [title, Span("  ")]
     return spans
 
 
@@ -173,7 +181,7 @@ def _banners(state: FrameState, width: int) -> list[Line]:
         lines.append(clip([span(f" {state.error} ", "badge_bad")], width))
     if snapshot is not None:
         key = key_of(state.context.keys, "act resume") if state.past is None else ""
-        lines += _drains(snapshot, width, f"; {key} resumes" if key else "")
+        lines += _drains(snapshot, width, f"; press {key} to resume" if key else "")
     return lines
 
 
@@ -184,7 +192,7 @@ def _drains(snapshot: Snapshot, width: int, remedy: str) -> list[Line]:
         if one.state == "drained":
             facts = [f"took {units.seconds(one.elapsed_s)}"]
             if one.ended:
-                facts.append(f"{one.ended:,} requests ended after the grace period")
+                facts.append(f"{one.ended:,} requests cancelled after the grace period")
         else:
             facts = [
                 f"{one.running:,} running",

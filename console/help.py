@@ -1,4 +1,4 @@
-"""A screen's help: its keys, and its figures with their units and windows."""
+"""A screen's help: its keys, and its fields and metrics with their units and windows."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def help_lines(view: View, width: int, keys: KeyTable) -> list[Line]:
     doc = _KEY.sub(lambda found: key_of(keys, found[1]), " ".join((view.help_text or "").split()))
     closing = key_of(keys, "back") or key_of(keys, "help")
     lines = [
-        heading(f"Help: {view.title}", width, f"{closing} closes" if closing else ""),
+        heading(f"Help: {view.title}", width, f"{closing} to close" if closing else ""),
         *wrap(doc, width, "bold"),
         BLANK,
     ]
-    lines += [heading("Figures", width, "unit · window · source")]
+    lines += [heading("Fields and metrics", width, "unit · window · source")]
     for name in dict.fromkeys(view.figures):
         figure = FIGURES[name]
         title = clip([span(figure.title, "accent")], _NAME_WIDTH)
@@ -38,7 +38,7 @@ def help_lines(view: View, width: int, keys: KeyTable) -> list[Line]:
         lines += [BLANK, heading("Filter", width, key_of(keys, "filter"))]
         lines += wrap(
             "Rows must match all terms, separated by spaces: text, field:text, !field:text, field>100, "
-            f"field<=2.5k; >100 concerns the column that the table is sorted by. Fields: {names}.",
+            f"field<=2.5k; >100 applies to the column that the table is sorted by. Fields: {names}.",
             width,
         )
     group = ""

@@ -20,7 +20,7 @@ _SHOWN_TENANTS = 3
 def impact(action: Action, target: str | None, snapshot: Snapshot | None) -> list[str]:
     """Return what the action affects: requests, tokens and tenants."""
     if snapshot is None:
-        return ["the present load is not known: the service has not answered yet"]
+        return ["current load unknown: no data received from the service yet"]
     affected = _affected(action, target, snapshot)
     if affected is None:
         return []
@@ -29,9 +29,9 @@ def impact(action: Action, target: str | None, snapshot: Snapshot | None) -> lis
             return [f"request {target} has ended"]
         one = affected[0]
         done = f"{units.count(one.generated_tokens)} output tokens"
-        return [f"tenant {one.tenant}, model {one.model}, {units.seconds(one.age_s)} old, {done} so far"]
+        return [f"tenant {one.tenant}, model {one.model}, age {units.seconds(one.age_s)}, {done}"]
     if not affected:
-        return ["no unfinished request is affected"]
+        return ["no running or queued requests are affected"]
     tenants = sorted({one.tenant for one in affected})
     tokens = [one.generated_tokens for one in affected]
     known = sum(token for token in tokens if token is not None)
@@ -56,7 +56,7 @@ def watch(action: Action, target: str | None, snapshot: Callable[[], Snapshot | 
         after = _fingerprint(action, target, snapshot())
         if after == before:
             return ""
-        text = f"the state has changed from {before} to {after}: review the impact and confirm again"
+        text = f"state changed from {before} to {after}: review the impact and confirm again"
         before = after
         return text
 
@@ -110,22 +110,20 @@ def forecast_lines(forecast: QuotaForecast, concerned: str | None) -> list[str]:
     """Describe what the new limits would have changed: the rejections avoided or added, and the latency of
     other tenants. `concerned` is the tenant whose limits change, if known."""
     minutes = max(1, round((forecast.until - forecast.since) / 60))
-    lines = [
-        f"replay of {forecast.requests:,} requests of the last {minutes} min, recorded → with the change:"
-    ]
+    lines = [f"replay of {forecast.requests:,} requests (last {minutes} min), recorded → new limits:"]
     changed = [one for one in forecast.tenants if one.tenant == concerned or one.predicted != one.recorded]
     for one in sorted(changed, key=lambda one: one.tenant != concerned)[:_SHOWN_TENANTS]:
         before, after = one.recorded, one.predicted
         added = after.over_quota + after.refused - before.over_quota - before.refused
-        rejections = f"{abs(added):,} rejections {'added' if added > 0 else 'avoided'}"
-        rejections = rejections if added else "the same rejections"
+        rejections = f"{abs(added):,} {'more' if added > 0 else 'fewer'} rejections"
+        rejections = rejections if added else "rejections unchanged"
         lines.append(
             f"{one.tenant}: {rejections}, "
-            f"TTFT p99 {units.ms(before.ttft_p99_ms)} → {units.ms(after.ttft_p99_ms)}, "
-            f"E2E p99 {units.ms(before.e2e_p99_ms)} → {units.ms(after.e2e_p99_ms)}"
+            f"p99 TTFT {units.ms(before.ttft_p99_ms)} → {units.ms(after.ttft_p99_ms)}, "
+            f"E2E {units.ms(before.e2e_p99_ms)} → {units.ms(after.e2e_p99_ms)}"
         )
     if not changed:
-        lines.append("no difference for any tenant")
+        lines.append("no change for any tenant")
     if len(changed) > _SHOWN_TENANTS:
         lines.append(f"{len(changed) - _SHOWN_TENANTS} more tenants: appliance tenants set NAME … --what-if")
     return lines

@@ -1,6 +1,6 @@
 """The operator's keymap file, a TOML table that assigns keys to commands of the key table.
 
-"past back" = "b"
+"time back" = "b"
 "act models.load" = ["M", "ctrl+o"]
 "compare pin" = []
 """
@@ -76,7 +76,7 @@ def read_keymap(named: str | None = None) -> Keymap:
         return _unusable(f"cannot read {path} ({error.strerror}): make it a file that you can read")
     except ValueError as error:
         return _unusable(
-            f'{path}: {error}: expected lines of the form "<command>" = "<key>", such as "past back" = "b"'
+            f'{path}: {error}: expected lines of the form "<command>" = "<key>", such as "time back" = "b"'
         )
     return _keymap(path, text, table)
 

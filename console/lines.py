@@ -23,6 +23,8 @@ Line = list[Span]
 BLANK: Line = []
 _TWO_COLUMNS = 76
 _NAME_WIDTH = 18
+_HEADING = Span("─ ", "rule")
+"""The beginning of a heading."""
 """Width of the name column in `fact_lines`."""
 
 
@@ -89,8 +91,8 @@ def spread(left: Sequence[Span], right: Sequence[Span], width: int) -> Line:
 
 
 def heading(title: str, width: int, note: str = "") -> Line:
-    """Return the title line of a panel. `note` names the unit or the window of its figures."""
-    start = [Span("─ ", "rule"), span(title, "title"), Span(" ", "rule")]
+    """Return the title line of a panel. `note` names the unit or the window of its values."""
+    start = [_HEADING, span(title, "title"), Span(" ", "rule")]
     end = [Span(" ", "rule"), span(note, "dim"), Span(" ─", "rule")] if note else []
     room = width - width_of(start) - width_of(end)
     if room < 0 and end:
@@ -98,6 +100,11 @@ def heading(title: str, width: int, note: str = "") -> Line:
         have = width - width_of(start) - 3
         return heading(title, width, fit(note, have).rstrip() if have > 4 else "")
     return clip([*start, Span("─" * max(0, room), "rule"), *end], width)
+
+
+def is_heading(row: Sequence[Span]) -> bool:
+    """Return whether a line is a heading."""
+    return row[:1] == [_HEADING]
 
 
 def beside(

@@ -21,7 +21,7 @@ _CSS = """
     {0} #dialog {{ width: 72; max-width: 96%; height: auto; max-height: 94%; border: round $primary;
         padding: 0 1; background: $surface; }}
     {0} #title {{ text-style: bold; color: $primary; }}
-    {0} #note {{ color: $text-muted; height: auto; }}
+    {0} #note, {0} #keys {{ color: $text-muted; height: auto; }}
     {0} .field {{ height: 1; }}
     {0} .field Label {{ width: 10; }}
     {0} Input {{ width: 1fr; background: $panel; }}
@@ -41,7 +41,7 @@ class Slice(NamedTuple):
 
 
 class TimeDialog(ModalScreen[float | None]):
-    """Asks for a time in the past. Its result is None if the operator cancels."""
+    """Asks for a time in history. Its result is None if the operator cancels."""
 
     BINDINGS: ClassVar = [("escape", "cancel", "Cancel")]
     DEFAULT_CSS = _CSS.format("TimeDialog")
@@ -55,15 +55,14 @@ class TimeDialog(ModalScreen[float | None]):
     def compose(self) -> ComposeResult:
         """Build the dialog."""
         with Vertical(id="dialog"):
-            yield Static(text("Open a time of the past"), id="title")
-            yield Static(
-                text("14:03 or 14:03:20 (the last before now), -20m, or 2026-11-20T14:03"), id="note"
-            )
+            yield Static(text("Go to a time in history"), id="title")
+            yield Static(text("14:03 or 14:03:20 (most recent), -20m, or 2026-11-20T14:03"), id="note")
             yield Static(text(self._note), id="recorded")
             with Horizontal(classes="field"):
                 yield Label("time")
                 yield Input(id="time", placeholder="-20m", compact=True)
             yield Static("", id="error")
+            yield Static(text("enter to open · esc to cancel"), id="keys")
 
     def on_mount(self) -> None:
         """Focus the field."""
@@ -100,8 +99,8 @@ class SliceDialog(ModalScreen[Slice | None]):
             yield Static(text("Export an incident file"), id="title")
             yield Static(
                 text(
-                    "Figures, requests, alerts, operators' actions and log lines of a time span, without "
-                    "prompts and answers. Open it on any machine with: appliance console --replay FILE"
+                    "The file contains metrics, requests, alerts, operator actions and log lines, but no "
+                    "prompts or responses. Open it on any machine: appliance console --replay FILE"
                 ),
                 id="note",
             )
@@ -135,7 +134,7 @@ class SliceDialog(ModalScreen[Slice | None]):
             return
         name = self.query_one("#file", Input).value.strip()
         if not name or since >= until:
-            problem = "give the name of a file" if not name else "the slice ends before it begins"
+            problem = "enter a file name" if not name else "the start (from) must be before the end (to)"
             self.query_one("#error", Static).update(text(problem))
             return
         self.dismiss(Slice(since, until, Path(name).expanduser().absolute()))

@@ -41,7 +41,11 @@ class PromptLine(Input):
         """Show the line. `kind` is ":" for commands or "/" for filters."""
         self.kind, self._before, self._targets = kind, text, targets
         self._at = len(self._past)
-        self.placeholder = "command, tab completes" if kind == ":" else "text, field:text, field>100"
+        self.placeholder = (
+            "type a command (tab completes, esc cancels)"
+            if kind == ":"
+            else "filter: text, field:text, field>100"
+        )
         self.suggester = _CommandSuggester(targets) if kind == ":" else None
         self.value = text
         self.cursor_position = len(text)

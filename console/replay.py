@@ -20,7 +20,7 @@ SPEEDS = (1, 2, 5, 10, 30, 60, 300)
 _HALF_MS = 0.0005
 _GAP_S = 2.5
 """A longer period without samples counts as a gap."""
-PAST_IS_FIXED = "the past cannot be changed: return to the present with the command :live"
+PAST_IS_FIXED = "history is read-only: return to live with the command :live"
 
 
 class ReplaySource:
@@ -79,9 +79,7 @@ class ReplaySource:
             current = await self._recording.instant(current.at + _HALF_MS)
         at = current.next if count > 0 else current.previous
         if at is None:
-            raise SourceError(
-                "this is the newest recorded instant" if count > 0 else "this is the oldest recorded instant"
-            )
+            raise SourceError("this is the newest sample" if count > 0 else "this is the oldest sample")
         return await self.seek(at + _HALF_MS)
 
     async def play(self) -> Snapshot:
@@ -104,7 +102,7 @@ class ReplaySource:
     async def rows(self, name: ListName) -> Sequence[Row]:
         """Return a list as it was at the displayed time."""
         if self.instant is None:
-            raise SourceError("the recording has not been read yet")
+            raise SourceError("no sample has been read yet")
         return await self._recording.rows(name, self.instant.snapshot.at)
 
     async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:

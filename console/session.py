@@ -56,7 +56,7 @@ class ConsoleSession:
         self._hidden = [*alternate_views(), self.comparison]
         """Screens that have no tab."""
         self._live = self.state.context
-        """The input of the screens while they show the present."""
+        """The input of the screens while the console is live."""
         self._received: float | None = None
         """Monotonic time of the newest snapshot."""
         self._newest: Snapshot | None = None
@@ -111,16 +111,16 @@ class ConsoleSession:
             target.row_errors.pop(name, None)
             target.rows[name] = rows
 
-    # ── the past ─────────────────────────────────────────────────────────────────────────────
+    # ── history ─────────────────────────────────────────────────────────────────────────────
 
     @property
     def past(self) -> PastState | None:
-        """The displayed time while viewing history, or None while the present is shown."""
+        """The displayed time while viewing history, or None while the console is live."""
         return self.state.past
 
     @property
     def compared(self) -> Compared | None:
-        """The first moment of a comparison."""
+        """The first time of a comparison."""
         return self.context.compared
 
     def show_past(self, past: PastState, history: History) -> None:
@@ -132,7 +132,7 @@ class ConsoleSession:
         self.context.snapshot, self.context.history = past.instant.snapshot, history
 
     def leave_past(self) -> None:
-        """Show the present again."""
+        """Return to live."""
         if self.state.past is not None:
             self._live.glyphs, self._live.compared = self.context.glyphs, self.context.compared
             self.state.context, self.state.past = self._live, None
@@ -146,7 +146,7 @@ class ConsoleSession:
         return Compared(snapshot, 1 if past is None else past.instant.resolution_s)
 
     def pin(self, instant: Compared) -> None:
-        """Set the first moment of a comparison."""
+        """Set the first time of a comparison."""
         self.context.compared = instant
 
     @property
@@ -180,10 +180,10 @@ class ConsoleSession:
         view = self.view
         if word == "move":
             self._move(rest)
+        elif command in ("screen back", "screen forward"):
+            self._travel(rest)
         elif word == "screen":
             self._screen(rest)
-        elif word == "history":
-            self._travel(rest)
         elif word == "help":
             self.state.help, self.state.help_scroll = not self.state.help, 0
         elif word == "open":
@@ -199,7 +199,7 @@ class ConsoleSession:
         elif word == "jump":
             self.context.jumping = not self.context.jumping
             if self.context.jumping:
-                self.say("type the letter of a row or panel; any other key ends the selection", "dim")
+                self.say("type the letter of a row or panel, or any other key to cancel", "dim")
         elif word == "variant":
             if view.alternate:
                 self._screen(view.alternate)
@@ -236,7 +236,7 @@ class ConsoleSession:
     def export(self, form: str) -> str:
         """Return the table on screen as CSV or JSON. Raises ValueError on screens without a table."""
         if not isinstance(self.view, TableView):
-            raise ValueError(f"{self.view.title} is not a table: export works on screens with rows")
+            raise ValueError(f"{self.view.title} has no table to export: open a screen with a table first")
         names, rows = self.view.export(self.context)
         if form == "json":
             encoded = msgspec.json.encode([dict(zip(names, row, strict=True)) for row in rows])
@@ -340,7 +340,7 @@ class ConsoleSession:
         try:
             wanted = current / 2 if word == "faster" else current * 2 if word == "slower" else float(text)
         except ValueError:
-            self.say(f"{text!r} is not a number of seconds: write for example interval 2", "bad")
+            self.say(f"{text!r} is not a number of seconds: for example, type interval 2", "bad")
             return
         self.source.interval_s = min(MAX_INTERVAL_S, max(MIN_INTERVAL_S, wanted))
         self.say(f"refresh every {self.source.interval_s:g} s", "dim")

@@ -92,7 +92,7 @@ class StoredRecording:
                 ).lines
                 if not lines:
                     raise UnsupportedListError(
-                        "no log lines of this time are kept: earlier lines are in the journal "
+                        "no log lines are stored for this time: older lines are in the journal "
                         "(appliance logs)"
                     )
                 return [log_row(one) for one in reversed(lines)]

@@ -15,6 +15,8 @@ from console.recordings import Mark, PastTimeline
 
 WINDOW_POINTS = 600
 """Number of points that the timeline covers. At a resolution of one second, this is 10 minutes."""
+_SHORT_S = 900.0
+"""In a shorter timeline, the times at its ends include seconds."""
 _BARS: dict[GlyphSet, str] = {"braille": "▁▂▃▄▅▆▇█", "block": "▁▂▃▄▅▆▇█", "ascii": "_.:-=+*#"}
 
 
@@ -36,21 +38,22 @@ class PastState:
 
 def resolution_text(seconds: int) -> str:
     """Return a resolution as text."""
-    return "1 s" if seconds == 1 else f"mean of {seconds} s"
+    return "1 s" if seconds == 1 else f"{seconds} s mean"
 
 
 def badge_text(past: PastState) -> str:
     """Return the text of the badge with the displayed time."""
     at = past.instant.snapshot.at
-    return f"PAST {units.date(at)} · {resolution_text(past.instant.resolution_s)}"
+    return f"HISTORY {units.date(at)} · {resolution_text(past.instant.resolution_s)}"
 
 
 def timeline_lines(past: PastState, width: int, glyphs: GlyphSet) -> list[Line]:
     """Return the timeline as two lines."""
     timeline = past.timeline
     if timeline is None:
-        return [clip([span(" reading the timeline…", "dim")], width), clip([], width)]
-    left, right = (f" {units.clock(at)[:5]} " for at in (timeline.since, timeline.until))
+        return [clip([span(" loading the timeline…", "dim")], width), clip([], width)]
+    digits = 8 if timeline.until - timeline.since < _SHORT_S else 5
+    left, right = (f" {units.clock(at)[:digits]} " for at in (timeline.since, timeline.until))
     size = max(1, width - len(left) - len(right))
     chart = _chart(timeline, past.instant.at, size, glyphs)
     first = clip([span(left, "dim"), *chart, span(right, "dim")], width)
@@ -82,8 +85,8 @@ def _chart(timeline: PastTimeline, at: float, size: int, glyphs: GlyphSet) -> Li
         letter = "!" if mark.is_alert else "^" if glyphs == "ascii" else "▲"
         cells[column] = (letter, "bad" if mark.is_alert else "accent")
     cursor = max(0, min(size - 1, int((at - timeline.since) / column_s)))
-    letter = cells[cursor][0]
-    cells[cursor] = ("|" if letter == " " else letter, "tab")
+    letter, role = cells[cursor]
+    cells[cursor] = ("|" if role == "output" else letter, "tab")
     row: Line = []
     for letter, role in cells:
         if row and row[-1].role == role:

@@ -21,8 +21,8 @@ from console.timeline import WINDOW_POINTS, PastState
 if TYPE_CHECKING:
     from console.app import ConsoleApp
 
-COMMANDS = ("time", "past", "compare", "incident", "live", "mark", "pause")
-_NO_LIVE = "this console shows a recording: there is no live service to return to"
+COMMANDS = ("time", "compare", "incident", "live", "mark", "pause")
+_NO_LIVE = "this console is replaying a file: there is no live service to return to"
 _AROUND_S = 300.0
 _MIN_SPAN_S = 60.0
 _EDGE = 0.05
@@ -60,10 +60,10 @@ class TimeTravel:
             if past is None:
                 return False
             self._toggle_play()
+        elif word == "time" and rest:
+            self._move(rest)
         elif word == "time":
             self._ask_for_time()
-        elif word == "past":
-            self._move(rest)
         elif word == "compare":
             self._compare(rest)
         elif word == "incident":
@@ -114,7 +114,7 @@ class TimeTravel:
         elif how in ("slower", "faster"):
             place = SPEEDS.index(source.speed) + (1 if how == "faster" else -1)
             source.speed = SPEEDS[max(0, min(len(SPEEDS) - 1, place))]
-            self._app.session.say(f"playing {source.speed} s of history per second", "dim")
+            self._app.session.say(f"replay speed: {source.speed}x", "dim")
             if (past := self._app.session.past) is not None:
                 past.speed = source.speed
         else:
@@ -152,7 +152,7 @@ class TimeTravel:
                 await self.source.play()
             except SourceError as error:
                 self._playing = False
-                self._app.session.say(f"the end of the recording: {error}", "dim")
+                self._app.session.say(f"replay stopped: {error}", "dim")
                 self._show()
                 return
             if self.source.instant is not before:
@@ -178,7 +178,7 @@ class TimeTravel:
         if not found:
             side = "after" if forward else "before"
             self._app.session.say(
-                f"no operator action and no alert in the {units.seconds(span_s)} {side}", "warn"
+                f"no operator actions or alerts in the {units.seconds(span_s)} {side} this time", "warn"
             )
             self._app.redraw()
             return
@@ -244,15 +244,15 @@ class TimeTravel:
         session = self._app.session
         shown = session.shown_instant()
         if shown is None:
-            session.say("nothing has been read yet", "warn")
+            session.say("no data received yet", "warn")
         elif rest == "pin" or session.compared is None:
             session.pin(shown)
             session.say(
-                f"the first instant of the comparison is {units.date(shown.at)}: go to another instant, and "
-                f"press {key_of(session.context.keys, 'compare')}"
+                f"first time set to {units.date(shown.at)}: go to another time and press "
+                f"{key_of(session.context.keys, 'compare')} to compare"
             )
         elif session.view.name == "compare":
-            session.run("history back")
+            session.run("screen back")
         else:
             session.run("screen compare")
 
@@ -277,7 +277,7 @@ class TimeTravel:
             self._app.session.say(str(error), "warn")
             self._app.redraw()
             return
-        note = f"recorded from {units.date(newest.first)} to {units.date(newest.last)}"
+        note = f"Recorded from {units.date(newest.first)} to {units.date(newest.last)}"
         now = newest.last if self._app.source is self._source else time.time()
         at = await self._app.push_screen_wait(TimeDialog(now=now, note=note))
         if at is not None:
@@ -286,7 +286,9 @@ class TimeTravel:
     def _ask_for_slice(self) -> None:
         if self._app.is_web:
             # A browser must not write files on the server.
-            self._app.session.say("use appliance history export on the server", "warn")
+            self._app.session.say(
+                "cannot export from a browser: run appliance history export on the server", "warn"
+            )
             return
         self._app.run_worker(self._slice_dialog(), group="past-dialog", exclusive=True)
 

@@ -120,7 +120,7 @@ def keys() -> str:
 def figures() -> str:
     """Return the table of the values that the console displays."""
     return table(
-        ("figure", "unit", "window", "meaning", "source"),
+        ("field or metric", "unit", "window", "meaning", "source"),
         ((one.title, one.unit, one.window, one.text, one.source) for one in FIGURES.values()),
     )
 

@@ -21,7 +21,7 @@ Replay = Annotated[
     typer.Option(
         "--replay",
         metavar="FILE",
-        help="Show the past in an incident file or a history.db instead of a running service.",
+        help="Replay an incident file or a history.db instead of showing a running service.",
         show_default=False,
     ),
 ]
@@ -82,7 +82,7 @@ def top(
         typer.Option(
             "--at",
             metavar="TIME",
-            help="Print the past: a time of day (14:03), a time span before now (20m), or a date.",
+            help="Print a frame from history: a time of day (14:03), a span before now (20m), or a date.",
             show_default=False,
         ),
     ] = None,

@@ -22,8 +22,8 @@ class AlertsView(TableView[Alert]):
     title = "Alerts"
     short = "Alerts"
     help_text = (
-        "Alerts with their likely cause and the next step. Alerts that another alert explains are not "
-        "listed; their number is shown instead."
+        "Alerts with their likely cause and the next step. Alerts that are a consequence of another alert "
+        "are not listed; that alert shows their number."
     )
     sorted_by = "severity"
     empty = "✓ no alerts"

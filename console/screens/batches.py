@@ -47,10 +47,11 @@ class BatchesView(View):
     title = "Batches"
     short = "Batch"
     help_text = (
-        "A column per second, newest at the right. Its height is divided into steps with prefill (bottom), "
-        "decode-only steps, and idle time (empty). Below it are the running sequences. ! marks a second with "
-        "a step that took more than three times the mean decode step. Left and right move the cursor, "
-        "and the line at the bottom names the request with the largest chunk; {open} shows it."
+        "One column per second, newest on the right. Each column shows the share of time spent in steps with "
+        "prefill (bottom), in decode-only steps, and idle (empty). Below it is the number of running "
+        "sequences. ! marks a stall: a step that took more than three times the mean decode step. Left and "
+        "right move the cursor. For a stall, the bottom line names the request with the largest prefill "
+        "chunk; {open} shows it."
     )
     figures = (
         "mixed_steps",
@@ -166,7 +167,7 @@ def _legend(context: Context, width: int) -> Line:
         span("! ", "bad"),
         span("longest step over 3 × the mean", "dim"),
     )
-    return spread(row, [span("a column per second", "dim")] if width >= 100 else [], width)
+    return spread(row, [span("one column per second", "dim")] if width >= 100 else [], width)
 
 
 def _letters(context: Context) -> dict[str, str]:
@@ -254,9 +255,9 @@ def _stalls(context: Context, width: int, height: int) -> list[Line]:
     """Return the newest stalls of all replicas."""
     found = list(reversed(context.snapshot.stalls)) if context.snapshot else []
     measured = any(slices[-1].longest_ms is not None for slices in context.history.batches.values())
-    lines = [heading("Stalls", width, "the newest of all replicas" if found or measured else units.UNKNOWN)]
+    lines = [heading("Stalls", width, "all replicas, newest first" if found or measured else units.UNKNOWN)]
     if not found:
-        return [*lines, [span("no step has delayed decodes", "dim")]]
+        return [*lines, [span("no stalls", "dim")]]
     columns = f"{'time':<10}{'step':>8}  {'mean':>8}  {'decodes':>7}  {'prompt':>6}  {'replica':<20} "
     lines.append([span(columns + "request with the largest chunk", "dim")])
     for one in found[: height - 2]:

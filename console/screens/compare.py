@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,6 +13,9 @@ from console.context import Context
 from console.keys import key_of
 from console.lines import BLANK, Line, heading, span, wrap
 from console.screens.table import TableColumn, TableView
+
+_TIMESTAMP = re.compile(r"(^|\.)at$")
+"""Matches the names of the times at which values were read."""
 
 
 class Difference(NamedTuple):
@@ -39,10 +43,11 @@ class Difference(NamedTuple):
 
 
 def differences(first: Snapshot, second: Snapshot, *, every: bool) -> list[Difference]:
-    """Return the values at two times: all of them if `every` is true, otherwise only those that differ."""
+    """Return the values at two times: all of them if `every` is true, otherwise only those that differ. The
+    times at which values were read are left out."""
     one, other = named_values(first), named_values(second)
     names = [*one, *(name for name in other if name not in one)]
-    rows = [Difference(name, one.get(name), other.get(name)) for name in names if name != "at"]
+    rows = [Difference(name, one.get(name), other.get(name)) for name in names if not _TIMESTAMP.search(name)]
     return rows if every else [row for row in rows if row.first != row.second]
 
 
@@ -54,15 +59,15 @@ class CompareView(TableView[Difference]):
     title = "Compare"
     short = "Compare"
     help_text = (
-        "The figures of two instants: the first was chosen with c, the second is on screen. Names are those "
-        "of the admin API. {variant} shows all figures instead of those that differ."
+        "The metrics at two times: the time chosen first with {compare}, and the displayed time. Names are "
+        "those of the admin API. Press {variant} to switch between the metrics that changed and all metrics."
     )
     variants = ("changed", "all")
     sorted_by = ""
-    empty = "the two instants have equal figures"
+    empty = "no metric changed between the two times"
     columns = (
         TableColumn(
-            "figure", "FIGURE", 30, lambda r: r.name, right=False, flexible=True, role=lambda r: "bold"
+            "metric", "METRIC", 30, lambda r: r.name, right=False, flexible=True, role=lambda r: "bold"
         ),
         TableColumn("first", "FIRST", 14, lambda r: r.first, lambda r: _text(r.first)),
         TableColumn("second", "SECOND", 14, lambda r: r.second, lambda r: _text(r.second)),
@@ -107,12 +112,12 @@ class CompareView(TableView[Difference]):
     def note(self, context: Context) -> str:
         if context.compared is None or context.snapshot is None:
             return ""
-        return f"{units.date(context.compared.at)} and {units.date(context.snapshot.at)}"
+        return f"first {units.date(context.compared.at)} · second {units.date(context.snapshot.at)}"
 
     def render(self, context: Context, width: int, height: int) -> list[Line]:
         if context.compared is None:
             key = key_of(context.keys, "compare")
-            text = f"Go to an instant and press {key}, then go to another and press {key} again."
+            text = f"Go to a time and press {key}, then go to another time and press {key} again."
             return [heading(self.title, width), BLANK, *wrap(text, width, "dim")]
         return super().render(context, width, height)
 

@@ -61,13 +61,14 @@ class FinishedView(TableView[NamedRequest]):
     short = "Reqs"
     alternate = "requests"
     help_text = (
-        f"The newest {MAX_ROWS} requests of the request log that have ended, newest first. Press "
-        "Enter to see where a request spent its time; {variant} shows the unfinished requests."
+        f"The last {MAX_ROWS} finished requests in the request log, newest first. Press {{open}} to see how "
+        "long a request spent in the queue, in prefill and in decode. Press {variant} to see the "
+        "unfinished requests."
     )
     target: TargetKind = "request"
     sorted_by = "finished_at"
     reverse = True
-    empty = "no request has ended yet"
+    empty = "no finished requests yet"
     columns = (
         TableColumn("request_id", "REQUEST", 16, lambda r: r.request_id, right=False, flexible=True),
         TableColumn(
@@ -142,12 +143,12 @@ class FinishedView(TableView[NamedRequest]):
 
     def note(self, context: Context) -> str:
         count = sum(failed(row) for row in self.rows(context))
-        return f"{count} with an error" if count else ""
+        return f"{count} failed" if count else ""
 
     def describe(self, row: NamedRequest, context: Context, width: int) -> list[Line]:
         lines: list[Line] = [
             BLANK,
-            *time_lines("Time from arrival to the end", _seconds(row.e2e_ms), _parts(row), width),
+            *time_lines("Time from arrival to completion", _seconds(row.e2e_ms), _parts(row), width),
             BLANK,
         ]
         facts = (
@@ -166,7 +167,7 @@ class FinishedView(TableView[NamedRequest]):
                 f"{row.model or units.UNKNOWN}" + (f" for {row.fallback_of}" if row.fallback_of else ""),
             ),
             ("answered by", row.unit or row.model or units.UNKNOWN),
-            ("replica", row.replica or "none: it never ran"),
+            ("replica", row.replica or "none (never started)"),
             ("streamed", "yes" if row.stream else "no"),
             ("prompt tokens", f"{units.count(row.prompt_tokens)} ({units.count(row.cached_tokens)} cached)"),
             (

@@ -63,12 +63,11 @@ class GpusView(TableView[Gpu]):
     title = "GPUs"
     short = "GPU"
     help_text = (
-        "All GPUs, read by NVML. Below the table, the memory of each GPU is divided into weights, KV cache "
-        "and other "
-        "use. Enter shows all figures and processes of a GPU."
+        "All GPUs, as reported by NVML. Bars below the table split the memory of each GPU into weights, KV "
+        "cache and other use. Press {open} to see all metrics and the processes of a GPU."
     )
     sorted_by = "number"
-    empty = "no NVIDIA GPU, or this service does not report GPUs"
+    empty = "no NVIDIA GPUs found, or the service does not report GPUs"
     columns = (
         TableColumn("number", "GPU", 3, lambda g: g.number, role=lambda g: "bold"),
         TableColumn(

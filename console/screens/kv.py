@@ -28,10 +28,10 @@ class KvView(View):
     title = "KV cache"
     short = "KV"
     help_text = (
-        "Every block of a replica's KV cache, in the order of the pool. If the map has fewer cells "
-        "than blocks, a cell stands for several blocks and shows the state of most of them. The arrow keys "
-        "move the cursor, and {open} shows the request that uses the block under it. Page down shows the "
-        "next replica, and {variant} colours the blocks by state, tenant, age or sharing."
+        "Every block of a replica's KV cache, in pool order. If there are more blocks than cells, a cell "
+        "shows the most frequent state of several blocks. The arrow keys move the cursor, and {open} shows "
+        "the request that uses the block under it. Page down shows the next replica, and {variant} switches "
+        "the colouring: state, tenant, age or sharing."
     )
     variants = ("state", "tenant", "age", "sharing", "replicas")
     figures = ("kv_used", "hit_rate", "evictions", "preemptions", "block_state", "block_age")
@@ -59,7 +59,7 @@ class KvView(View):
         lines = [heading(f"{one.replica}", width, f"replica {self.replica + 1} of {len(caches)}")]
         lines += _totals(context, one, width)
         if one.blocks is None:
-            reason = "Single blocks are not reported or not recorded."
+            reason = "Individual blocks are not reported, or not recorded in the history."
             lines += [[span(reason, "dim")], BLANK]
             rows = max(2, min(12, (height - len(lines)) // 2 - 2))
             lines.append(heading("Blocks in use", width, f"all replicas, last {shown_span(context, width)}"))
@@ -189,7 +189,7 @@ class KvView(View):
         if len(owners) > 3:
             row.append(span(f"  and {len(owners) - 3} more", "dim"))
         if not owners:
-            row.append(span("  no request uses it", "dim"))
+            row.append(span("  not in use by a request", "dim"))
         return clip(row, width)
 
 
@@ -248,7 +248,7 @@ def _largest(context: Context, one: KvCache, width: int, height: int) -> list[Li
         row for row in (context.snapshot.requests if context.snapshot else []) if row.replica == one.replica
     ]
     requests.sort(key=lambda row: -(row.prompt_tokens + (row.generated_tokens or 0)))
-    lines = [heading("Longest contexts", width, "tokens of the prompt and the output so far")]
+    lines = [heading("Longest contexts", width, "prompt and output tokens so far")]
     for row in requests[: max(0, height - 1)]:
         length = row.prompt_tokens + (row.generated_tokens or 0)
         names = 38 if width >= 100 else 22
@@ -267,7 +267,7 @@ def _largest(context: Context, one: KvCache, width: int, height: int) -> list[Li
             )
         )
     if not requests:
-        lines.append([span("no request runs on this replica", "dim")])
+        lines.append([span("no requests are running on this replica", "dim")])
     return lines
 
 

@@ -58,8 +58,8 @@ class ModelsView(TableView[ModelRow]):
     title = "Models"
     short = "Models"
     help_text = (
-        "All models. Below the table are the replicas of the model under the cursor with the progress of "
-        "loading, memory against the prediction, versions, aliases and splits; {open} shows only them."
+        "All models. Below the table are the replicas of the selected model with load progress, memory use "
+        "and the predicted use, versions, aliases and traffic splits; {open} shows them full-screen."
     )
     target: TargetKind = "model"
     sorted_by = "name"
@@ -136,7 +136,7 @@ class ModelsView(TableView[ModelRow]):
         )
         if entry is not None:
             return lines + _versions(entry, width)
-        reason = context.row_errors.get("models", "reading…")
+        reason = context.row_errors.get("models", "loading…")
         folder = (("folder", model.folder), ("version", model.version))
         return [*lines, heading("Versions", width), *wrap(reason, width, "dim"), *fact_lines(folder, width)]
 
@@ -206,7 +206,7 @@ def _progress_lines(context: Context, one: ReplicaStatus, width: int) -> list[Li
 
 def _scaling(scaling: ScalingStatus, width: int) -> list[Line]:
     facts = [
-        ("replicas", f"{scaling.replicas}, from {scaling.min_replicas} to {scaling.max_replicas}"),
+        ("replicas", f"{scaling.replicas} (minimum {scaling.min_replicas}, maximum {scaling.max_replicas})"),
         ("demand", f"{scaling.demand:.1f} replicas now, {scaling.expected:.1f} expected"),
         ("reason", scaling.reason or units.UNKNOWN),
         ("refusal", scaling.refusal or "none"),
@@ -259,7 +259,7 @@ def _versions(entry: RegisteredModel, width: int) -> list[Line]:
 
 def _step(duration_ms: float, idle_us: float) -> str:
     # The engine reports 0 if it ran no steps of this kind since its previous report.
-    return f"{units.ms(duration_ms)}, {units.us(idle_us)} idle" if duration_ms else "none at present"
+    return f"{units.ms(duration_ms)}, {units.us(idle_us)} idle" if duration_ms else "none"
 
 
 def _devices(one: ReplicaStatus) -> str:

@@ -20,8 +20,8 @@ class OverviewView(View):
     title = "Overview"
     short = "Overview"
     help_text = (
-        "What the service does at present: throughput, latency, queue, KV caches, GPUs, alerts and "
-        "processes. The arrow keys choose a panel; {zoom} shows it alone."
+        "The current state of the service: throughput, latency, queue, KV caches, GPUs, alerts and "
+        "processes. The arrow keys select a panel; {zoom} maximizes it."
     )
     figures = (
         *("generated_tokens_per_s", "prompt_tokens_per_s", "cached", "ttft", "itl", "queue", "e2e"),

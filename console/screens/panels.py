@@ -67,7 +67,7 @@ def shown_span(context: Context, width: int) -> str:
 def throughput(context: Context, snapshot: Snapshot, width: int, height: int) -> list[Line]:
     """Return the charts of output and input tokens per second."""
     rates = snapshot.rates
-    window = f"{units.seconds(rates.window_s)} mean" if rates.window_s else "waiting for a second sample"
+    window = f"{units.seconds(rates.window_s)} mean" if rates.window_s else "waiting for the next sample"
     shown = f"last {shown_span(context, width)}"
     lines = [heading("Tokens per second", width, f"{window} · {shown}" if width >= 50 else shown)]
     rows = max(2, height - 3)
@@ -104,7 +104,7 @@ def latency(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
     latency = snapshot.latency
     window = next((one.window_s for one in (latency.ttft, latency.itl) if one is not None), None)
     counted = latency.ttft.count if latency.ttft else None
-    note = "not reported" if window is None else f"{units.count(counted)} ended in {units.seconds(window)}"
+    note = "not reported" if window is None else f"{units.count(counted)} finished in {units.seconds(window)}"
     lines = [heading("Latency", width, note)]
     size = 9 if width >= 44 else 8
     room = width - 7 - 3 * size - 1
@@ -205,7 +205,7 @@ def gpus(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
     """Return one line per GPU."""
     lines = [heading("GPUs", width, "kernel time, memory, W, °C")]
     if not snapshot.gpus:
-        reason = snapshot.gpu_error or "no NVIDIA GPU, or not reported by this service"
+        reason = snapshot.gpu_error or "no NVIDIA GPUs found, or the service does not report GPUs"
         lines += wrap(reason, width, "dim")
     lines += [gpu_line(context, gpu, width) for gpu in snapshot.gpus]
     return lines
@@ -247,11 +247,11 @@ def alerts(snapshot: Snapshot, width: int, height: int) -> list[Line]:
     active.sort(key=lambda one: (one.state == "acknowledged", order.index(one.severity)))
     lines = [heading("Alerts", width, f"{len(active)} active" if active else "")]
     if not active:
-        lines.append([span("✓ ", "good"), span("no alert is active", "dim")])
+        lines.append([span("✓ ", "good"), span("no active alerts", "dim")])
     room = height - 1
     for number, one in enumerate(active):
         if len(lines) - 1 >= room - 1 and number < len(active) - 1:
-            lines.append([span(f"… {len(active) - number} more on the screen Alerts", "dim")])
+            lines.append([span(f"… {len(active) - number} more on the Alerts screen", "dim")])
             break
         lines.append(alert_line(one, width))
     return lines[:height]

@@ -23,7 +23,7 @@ def time_lines(title: str, total_s: float | None, parts: Sequence[Part], width: 
     """Return a bar of a request's phases, with their durations. The heading shows `total_s`."""
     top = heading(title, width, units.UNKNOWN if total_s is None else _duration(total_s))
     if not parts:
-        return [top, [span("the phases of this request are not known", "dim")]]
+        return [top, [span("the phases of this request are unknown", "dim")]]
     # The clocks of two processes can differ by a few microseconds, so a duration can be negative.
     lengths = [max(0.0, part.seconds) for part in parts]
     whole = sum(lengths) or 1.0

@@ -51,8 +51,8 @@ class RequestsView(TableView[UnfinishedRequest]):
     short = "Reqs"
     alternate = "finished"
     help_text = (
-        "All unfinished requests, oldest first. Press Enter to see where a request spent its time; "
-        "{variant} shows the finished requests."
+        "All unfinished requests, oldest first. Press {open} to see how long a request has spent in the "
+        "queue, in prefill and in decode. Press {variant} to see the finished requests."
     )
     target: TargetKind = "request"
     sorted_by = "age_s"

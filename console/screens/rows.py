@@ -29,6 +29,10 @@ class ListView(TableView[ListRow]):
         """Return the name of the list that is shown."""
         raise NotImplementedError
 
+    def fact_names(self) -> tuple[str, str, str]:
+        """Return the names under which the details show a row's actor, subject and target."""
+        raise NotImplementedError
+
     def lists(self) -> tuple[ListName, ...]:
         return (self.list_name(),)
 
@@ -40,11 +44,9 @@ class ListView(TableView[ListRow]):
 
     def describe(self, row: ListRow, context: Context, width: int) -> list[Line]:
         facts = {
-            "time": units.clock(row.at),
+            "time": units.date(row.at) if row.at is not None else "",
             "level": row.level,
-            "actor": row.actor,
-            "subject": row.subject,
-            "target": row.target,
+            **dict(zip(self.fact_names(), (row.actor, row.subject, row.target), strict=True)),
             **row.detail,
         }
         lines: list[Line] = [BLANK, *wrap(row.text, width), BLANK]
@@ -59,9 +61,9 @@ class AuditView(ListView):
     title = "Audit"
     short = "Audit"
     help_text = (
-        "The audit trail of operators' actions, newest first. Each row contains the hash of the "
-        "previous row, so that a changed row is detected; the heading shows the newest hash and how many "
-        "rows are proven unchanged. The findings on the screen Logs verify the whole chain."
+        "The audit trail of operator actions, newest first. Each row contains the hash of the previous row, "
+        "which reveals any later change. The heading shows the newest hash and the number of rows proven "
+        "unchanged. Doctor's findings, on the Logs screen, include a check of the whole chain."
     )
     sorted_by = "seq"
     reverse = True
@@ -69,17 +71,23 @@ class AuditView(ListView):
     columns = (
         TableColumn("seq", "SEQ", 6, lambda r: int(r.id) if r.id.isdigit() else 0, lambda r: r.id),
         TableColumn("at", "TIME", 14, lambda r: r.at, lambda r: _date(r.at), right=False),
-        TableColumn("actor", "OPERATOR", 18, lambda r: r.actor, right=False, role=lambda r: "bold"),
-        TableColumn("action", "ACTION", 16, lambda r: r.subject, right=False, role=lambda r: "accent"),
-        TableColumn("target", "TARGET", 18, lambda r: r.target, right=False),
+        TableColumn("actor", "OPERATOR", 15, lambda r: r.actor, right=False, role=lambda r: "bold"),
+        TableColumn("action", "ACTION", 15, lambda r: r.subject, right=False, role=lambda r: "accent"),
+        TableColumn("target", "TARGET", 16, lambda r: r.target, right=False, flexible=True),
         TableColumn(
-            "outcome", "RESULT", 10, lambda r: r.text, right=False, flexible=True, role=lambda r: "dim"
+            "outcome", "RESULT", 7, lambda r: r.text, right=False, flexible=True, role=lambda r: "dim"
         ),
     )
     figures = ("seq", "actor", "action", "outcome", "audit_rows")
 
     def list_name(self) -> ListName:
         return "audit"
+
+    def fact_names(self) -> tuple[str, str, str]:
+        return "operator", "action", "target"
+
+    def title_of(self, row: ListRow) -> str:
+        return f"Row {row.id}: {row.subject} {row.target}".rstrip()
 
     def note(self, context: Context) -> str:
         snapshot = context.snapshot
@@ -97,8 +105,8 @@ class LogsView(ListView):
     title = "Logs"
     short = "Logs"
     help_text = (
-        "The newest log lines of the core, the fronts and the replicas; {variant} shows the settings in "
-        "effect with the source of each, and what `appliance doctor` finds."
+        "The newest log lines of the core, the fronts and the replicas; {variant} switches to the current "
+        "settings with the source of each, and to the findings of appliance doctor."
     )
     variants = ("logs", "settings", "findings")
     sorted_by = "at"
@@ -142,6 +150,16 @@ class LogsView(ListView):
 
     def list_name(self) -> ListName:
         return self.variant  # type: ignore[return-value]
+
+    def fact_names(self) -> tuple[str, str, str]:
+        if self.variant == "logs":
+            return "process", "area", "target"
+        return (
+            ("source", "setting", "target") if self.variant == "settings" else ("area", "subject", "target")
+        )
+
+    def title_of(self, row: ListRow) -> str:
+        return f"{row.actor}: {row.subject}" if self.variant == "logs" else row.subject
 
     def next_variant(self) -> None:
         super().next_variant()

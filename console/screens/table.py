@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from console.context import Context
 from console.filters import Cell, FilterError, matcher, sort_rows
 from console.keys import key_of
-from console.lines import BLANK, Line, Span, clip, fit, heading, span, wrap
+from console.lines import BLANK, Line, Span, clip, fit, heading, is_heading, span, wrap
 from console.screens.base import JUMP_LETTERS, View
 
 R = TypeVar("R")
@@ -126,7 +126,7 @@ class TableView(View, Generic[R]):
                     span(key_of(context.keys, "filter"), "key"),
                     span(self.filter, "bold"),
                     span(
-                        f"  {self.error or self._hint(context, '({} clears)')}",
+                        f"  {self.error or self._hint(context, '({} to clear)')}",
                         "bad" if self.error else "dim",
                     ),
                 ]
@@ -144,9 +144,11 @@ class TableView(View, Generic[R]):
             return []
         body = self.describe(row, context, width)
         body = body[next((number for number, one in enumerate(body) if one), 0) :]
-        return [BLANK, heading(self.title_of(row), width, self._hint(context, "{} opens", "open")), *body][
-            :height
-        ]
+        top = heading(self.title_of(row), width, self._hint(context, "{} to open", "open"))
+        lines = [BLANK, top, *body][:height]
+        while lines and is_heading(lines[-1]):  # a heading without its content
+            lines.pop()
+        return lines
 
     @staticmethod
     def _hint(context: Context, text: str, command: str = "back") -> str:
@@ -160,7 +162,7 @@ class TableView(View, Generic[R]):
         for name in self.required_lists():
             if name not in context.rows:
                 error = context.row_errors.get(name, "")
-                return (error, "warn") if error else ("reading…", "dim")
+                return (error, "warn") if error else ("loading…", "dim")
         return None
 
     def facts(self, context: Context) -> list[tuple[str, str, str]]:
@@ -185,7 +187,7 @@ class TableView(View, Generic[R]):
         self, rows: list[R], shown: list[tuple[TableColumn, int]], width: int, height: int
     ) -> list[Line]:
         if not rows:
-            return [[span(self.empty if not self.filter else "no row matches the filter", "dim")]]
+            return [[span(self.empty if not self.filter else "no rows match the filter", "dim")]]
         if self.cursor in self._order:
             self._index = self._order.index(self.cursor)
         self._index = max(0, min(self._index, len(rows) - 1))
@@ -258,9 +260,9 @@ class TableView(View, Generic[R]):
 
     def _detail(self, rows: list[R], context: Context, width: int, height: int) -> list[Line]:
         row = next((row for row in rows if self.id_of(row) == self.detail), None)
-        top = heading(f"{self.title} ▸ {self.detail}", width, self._hint(context, "{} closes"))
+        top = heading(f"{self.title} ▸ {self.detail}", width, self._hint(context, "{} to close"))
         if row is None:
-            return [top, BLANK, [span("no longer in the list", "dim")]]
+            return [top, BLANK, [span("this row is no longer in the list", "dim")]]
         body = self.describe(row, context, width)
         self.scroll_detail = max(0, min(self.scroll_detail, len(body) - height + 1))
         return [top, *body[self.scroll_detail : self.scroll_detail + height - 1]]

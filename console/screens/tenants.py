@@ -44,8 +44,8 @@ class TenantsView(TableView[TenantUse]):
     short = "Tenants"
     alternate = "usage"
     help_text = (
-        "The use of each tenant against its limits and its fair share. Below the table are the limits, keys "
-        "and local users of the tenant under the cursor. {variant} shows the usage by day, tenant and key."
+        "The usage of each tenant, its limits and its fair share. Below the table are the limits, keys and "
+        "local users of the selected tenant. Press {variant} to see usage by day, tenant and key."
     )
     target: TargetKind = "tenant"
     sorted_by = "tokens_per_s"
@@ -147,7 +147,7 @@ class TenantsView(TableView[TenantUse]):
         return ()
 
     def title_of(self, row: TenantUse) -> str:
-        return f"{row.name}: use of limits"
+        return f"{row.name}: usage of limits"
 
     def describe(self, row: TenantUse, context: Context, width: int) -> list[Line]:
         lines: list[Line] = []
@@ -155,9 +155,11 @@ class TenantsView(TableView[TenantUse]):
         for one in row.usage:
             share = one.used / max(1, one.capacity)
             resets = (
-                "when requests end"
+                "until requests end"
                 if one.resets_in_s is None
-                else f"free in {units.seconds(one.resets_in_s)}"
+                else f"resets in {units.seconds(one.resets_in_s)}"
+                if one.used
+                else ""
             )
             lines.append(
                 [
@@ -168,8 +170,8 @@ class TenantsView(TableView[TenantUse]):
                 ]
             )
         if not row.usage:
-            lines.append([span("this tenant has no limits", "dim")])
-        lines.append(heading("Use", width, "totals since the start of the service"))
+            lines.append([span("no limits", "dim")])
+        lines.append(heading("Usage", width, "totals since the service started"))
         facts = (
             ("state", "active" if row.suspended_at is None else "suspended: new requests are refused"),
             ("running, waiting", f"{units.count(row.running)}, {units.count(row.waiting)} requests"),
@@ -189,7 +191,7 @@ def _callers(row: TenantUse, context: Context, width: int) -> list[Line]:
     """Return the keys of a tenant, and the local users and groups that belong to it."""
     lines = [heading("Keys and local users", width, f"{units.count(row.keys)} valid keys")]
     if "callers" not in context.rows:
-        return [*lines, *wrap(context.row_errors.get("callers", "reading…"), width, "dim")]
+        return [*lines, *wrap(context.row_errors.get("callers", "loading…"), width, "dim")]
     now = context.snapshot.at if context.snapshot else 0.0
     for key in context.rows_of("callers", Key):
         if key.tenant != row.name or key.revoked_at is not None:

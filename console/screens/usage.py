@@ -29,12 +29,13 @@ class UsageView(TableView[UsageRow]):
     short = "Tenants"
     alternate = "tenants"
     help_text = (
-        f"The ended requests of the last {USAGE_DAYS} days, with today, by day, tenant and key. The heading "
-        "shows the sum of the rows that match the filter. For other days, and by model, run appliance usage."
+        f"Usage by day, tenant and key, for the requests that finished in the last {USAGE_DAYS} days, "
+        "including today. The heading shows the totals of the rows that match the filter. For other days, or "
+        "usage by model, run appliance usage."
     )
     sorted_by = "day"
     reverse = True
-    empty = f"no request has ended in the last {USAGE_DAYS} days"
+    empty = f"no requests finished in the last {USAGE_DAYS} days"
     columns = (
         TableColumn("day", "DAY", 10, lambda r: r.day, right=False),
         TableColumn(

@@ -65,7 +65,7 @@ def listed(app: ConsoleApp) -> bool:
 
 
 KEYMAP_PROBLEMS = (
-    "/home/ada/.config/appliance/keys.toml, line 2: unknown command 'past bakc': did you mean 'past back'?",
+    "/home/ada/.config/appliance/keys.toml, line 2: unknown command 'time bakc': did you mean 'time back'?",
     "/home/ada/.config/appliance/keys.toml, line 5: \"theme\" = 'ctrl+i': terminals send the same code for "
     "this key as for tab: write 'tab'",
 )
@@ -98,7 +98,7 @@ DIALOGS: dict[str, tuple[str, Callable[[ConsoleApp], object], Callable[[ConsoleA
     ),
     "keymap": (
         "1",
-        lambda app: app.push_screen(TextDialog("The default keys are used", KEYMAP_PROBLEMS)),
+        lambda app: app.push_screen(TextDialog("Keymap not loaded: using the default keys", KEYMAP_PROBLEMS)),
         lambda app: isinstance(app.screen, TextDialog),
     ),
     "command": ("1", lambda app: app.action_run("command"), lambda app: app.prompt.display),
@@ -122,9 +122,7 @@ def test_a_dialog_looks_like_its_picture(utc: None, name: str, size: tuple[int, 
             await until(pilot, lambda: is_open(app))
             if name == "limits":
                 app.screen.query_one("#what-if").press()  # type: ignore[attr-defined]
-                await until(
-                    pilot, lambda: "avoided" in str(app.screen.query_one("#forecast", Static).render())
-                )
+                await until(pilot, lambda: "fewer" in str(app.screen.query_one("#forecast", Static).render()))
             # A pressed button briefly looks different.
             await until(pilot, lambda: not app.screen.query("Button.-active"))
             await pilot.pause()

@@ -34,7 +34,7 @@ def test_v_switches_between_unfinished_and_finished_requests_under_the_same_key(
         await pilot.press("4", "v")
         await until(pilot, lambda: "Finished requests" in shown(app) and " stop " in shown(app))
         await pilot.press("enter")
-        await until(pilot, lambda: "Time from arrival to the end" in shown(app))
+        await until(pilot, lambda: "Time from arrival to completion" in shown(app))
         await pilot.press("escape", "v")
         await until(pilot, lambda: app.session.view.name == "requests")
         await pilot.press("colon", *"finished", "enter")
@@ -90,7 +90,7 @@ def test_the_bar_of_a_request_is_divided_by_the_lengths_of_its_parts() -> None:
     assert plain(top).endswith("4.00s ─")
     assert plain(bar) == "░" * 20 + "▒" * 10 + "█" * 50
     assert plain(legend) == "queue 1.00s   prefill 500ms   decode 2.50s"
-    assert "not known" in plain(time_lines("Time", None, [], 83)[1])
+    assert "unknown" in plain(time_lines("Time", None, [], 83)[1])
 
 
 def test_an_error_is_shown_with_its_status_and_its_text() -> None:
@@ -110,7 +110,7 @@ def test_an_error_is_shown_with_its_status_and_its_text() -> None:
     made.take_rows("finished", [row])
     made.run("screen finished")
     assert any("429 error" in plain(line) for line in made.lines(120, 40))
-    assert "1 with an error" in plain(made.lines(120, 40)[2])
+    assert "1 failed" in plain(made.lines(120, 40)[2])
     made.run("open")
     assert any("tokens_per_minute is exhausted" in plain(line) for line in made.lines(120, 40))
 
@@ -153,7 +153,7 @@ def test_no_action_concerns_a_row_of_the_usage() -> None:
         await pilot.press("7", "v")
         await until(pilot, lambda: "Usage 168" in shown(app))
         await pilot.press("Q")
-        await until(pilot, lambda: "choose a tenant first" in shown(app))
+        await until(pilot, lambda: "select a tenant first" in shown(app))
 
     run(steps, console(write=True))
 
@@ -171,7 +171,7 @@ def _end(log: RequestLog, name: str, arrived: float, ended: float) -> None:
     )
 
 
-def test_the_past_shows_the_requests_that_had_finished_at_its_instant(tmp_path: Path) -> None:
+def test_history_shows_the_requests_that_had_finished_by_its_time(tmp_path: Path) -> None:
     path = record(tmp_path / "history.db", fake_seconds(30))
     writer = Writer(path, HISTORY, synchronous="NORMAL")
     writer.start()

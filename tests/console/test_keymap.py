@@ -68,7 +68,7 @@ def test_every_default_key_can_be_written_as_the_help_shows_it(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('theme = "w"\n"past bakc" = "b"', "line 2: unknown command 'past bakc': did you mean 'past back'?"),
+        ('theme = "w"\n"time bakc" = "b"', "line 2: unknown command 'time bakc': did you mean 'time back'?"),
         ('drain = "D"', "line 1: unknown command 'drain'"),
         ("[act]\ndrain = 'D'", "line 1: unknown command 'act'"),
         ("theme = 7", 'line 1: "theme" = 7: write a key'),
@@ -117,8 +117,8 @@ def test_without_the_users_file_the_default_keys_apply(
 
 
 def test_a_key_of_the_file_is_taken_from_the_command_that_has_it_by_default(tmp_path: Path) -> None:
-    keymap = read_keymap(written(tmp_path, '"past back" = "p"\n"compare pin" = []'))
-    assert key_of(keymap.keys, "past back") == "p"
+    keymap = read_keymap(written(tmp_path, '"time back" = "p"\n"compare pin" = []'))
+    assert key_of(keymap.keys, "time back") == "p"
     assert key_of(keymap.keys, "pause") == key_of(keymap.keys, "compare pin") == ""
     bound = [key for one in keymap.keys for key in one.keys]
     assert len(bound) == len(set(bound))
@@ -165,7 +165,7 @@ def test_help_footer_tabs_and_palette_show_the_keys_of_the_file(tmp_path: Path) 
         assert "H help" in footer and "^o filter" in footer and "pause" not in footer
         await pilot.press("H")
         await until(pilot, lambda: "Help: Requests" in shown(app))
-        assert "^ closes" in shown(app)
+        assert "^ to close" in shown(app)
         app.session.state.help_scroll = 10_000
         app.redraw()
         await until(pilot, lambda: "Load model" in shown(app))

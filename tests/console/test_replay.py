@@ -111,7 +111,7 @@ def test_an_incident_file_has_the_same_screens_on_another_machine(history: Path,
         assert one["overview"][-10:] == other["overview"][-10:]
 
 
-def test_a_file_begins_with_its_incident_and_a_history_with_its_newest_instant(
+def test_a_file_begins_with_its_incident_and_a_history_with_its_newest_sample(
     history: Path, incident: Path
 ) -> None:
     async def first(path: Path) -> float:
@@ -167,7 +167,7 @@ def test_playing_is_as_fast_as_chosen(history: Path, seconds: list[Snapshot]) ->
     assert asyncio.run(play()) == pytest.approx([0, 1, 6, 11], abs=0.001)
 
 
-def test_the_charts_of_a_step_back_end_at_the_instant(history: Path, seconds: list[Snapshot]) -> None:
+def test_the_charts_of_a_step_back_end_at_the_displayed_time(history: Path, seconds: list[Snapshot]) -> None:
     async def walk() -> None:
         replay = ReplaySource(file_recording(history), seconds[-1].at + 0.001)
         await replay.next()
@@ -197,11 +197,11 @@ def test_any_second_opens_in_under_300_ms(history: Path, seconds: list[Snapshot]
     assert asyncio.run(opened()) < 0.3
 
 
-def test_the_past_cannot_be_changed(history: Path) -> None:
+def test_history_cannot_be_changed(history: Path) -> None:
     from appliance.actions.parameters import ResumeService
 
     replay = ReplaySource(file_recording(history))
-    with pytest.raises(SourceError, match="cannot be changed"):
+    with pytest.raises(SourceError, match="history is read-only"):
         asyncio.run(replay.act(ResumeService()))
 
 
@@ -209,7 +209,7 @@ def test_lists_that_are_not_recorded_say_where_they_are(history: Path) -> None:
     async def read() -> None:
         replay = ReplaySource(file_recording(history))
         await replay.next()
-        for name, reason in (("logs", "journal"), ("settings", "not recorded"), ("audit", "control.db")):
+        for name, reason in (("logs", "journal"), ("settings", "does not include"), ("audit", "control.db")):
             with pytest.raises(SourceError, match=reason):
                 await replay.rows(name)  # type: ignore[arg-type]
         await replay.close()

@@ -90,16 +90,16 @@ def test_tables_export_as_csv_and_json() -> None:
     with pytest.raises(ValueError, match="use csv or json"):
         shown.export("xml")
     shown.run("screen overview")
-    with pytest.raises(ValueError, match="not a table"):
+    with pytest.raises(ValueError, match="no table to export"):
         shown.export("csv")
 
 
 def test_back_returns_to_the_screen_before() -> None:
     shown = session(steps=1)
-    for command in ("screen 4", "screen 7", "history back"):
+    for command in ("screen 4", "screen 7", "screen back"):
         shown.run(command)
     assert shown.view.name == "requests"
-    shown.run("history forward")
+    shown.run("screen forward")
     assert shown.view.name == "tenants"
 
 
@@ -205,4 +205,4 @@ def test_a_dialog_notices_that_the_target_has_changed() -> None:
     )
     assert check() == ""
     snapshot.requests.pop(0)
-    assert "has changed from unfinished to ended" in check()
+    assert "state changed from unfinished to ended" in check()

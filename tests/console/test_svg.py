@@ -122,16 +122,16 @@ def history(utc: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
-@pytest.mark.parametrize("name", ["past", "past-compare", "past-time", "past-export"])
-def test_the_past_looks_like_its_picture(history: Path, name: str, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize("name", ["history", "history-compare", "history-time", "history-export"])
+def test_history_looks_like_its_picture(history: Path, name: str, size: tuple[int, int]) -> None:
     app = ConsoleApp(ReplaySource(file_recording(history), FIXED_TIME + 30))
-    dialogs = {"past-time": ("T", TimeDialog), "past-export": ("E", SliceDialog)}
+    dialogs = {"history-time": ("T", TimeDialog), "history-export": ("E", SliceDialog)}
 
     async def drawn() -> str:
         async with app.run_test(size=size) as pilot:
             app.travel.open(FIXED_TIME + 30)
             await until(pilot, lambda: "operator actions" in shown_text(app))
-            if name == "past-compare":
+            if name == "history-compare":
                 app.action_run("compare")
                 app.travel.open(FIXED_TIME + 45)
                 await until(pilot, lambda: app.session.past.instant.at == FIXED_TIME + 45)  # type: ignore[union-attr]

@@ -46,20 +46,20 @@ def past_at(app: ConsoleApp) -> float:
 
 async def enter_past(pilot: Pilot[int], app: ConsoleApp, seconds: float = 20.0) -> None:
     app.travel.open(FIXED_TIME + seconds)
-    await until(pilot, lambda: "PAST" in shown(app) and "operator actions" in shown(app))
+    await until(pilot, lambda: "HISTORY" in shown(app) and "operator actions" in shown(app))
 
 
-def test_a_step_back_shows_the_past_and_n_returns_to_a_live_console_that_went_on() -> None:
+def test_a_step_back_shows_history_and_n_returns_to_a_live_console_that_went_on() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         await pilot.press("left_square_bracket")
-        await until(pilot, lambda: "PAST 2026-" in shown(app))
+        await until(pilot, lambda: "HISTORY 2026-" in shown(app))
         entered = past_at(app)
         await pilot.press("left_square_bracket")
         await until(pilot, lambda: past_at(app) < entered)
         await pilot.press("right_square_bracket")
         await until(pilot, lambda: past_at(app) == entered)
         await pilot.press("N")
-        await until(pilot, lambda: "PAST" not in shown(app))
+        await until(pilot, lambda: "HISTORY" not in shown(app))
         assert app.session.context.snapshot is not None
         assert app.session.context.snapshot.at > FIXED_TIME + entered
         times = [point.at for point in app.session.context.history.points]
@@ -68,12 +68,12 @@ def test_a_step_back_shows_the_past_and_n_returns_to_a_live_console_that_went_on
     run(steps, console())
 
 
-def test_t_opens_a_time_and_names_a_wrong_one() -> None:
+def test_t_goes_to_a_time_and_names_a_wrong_one() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         await pilot.press("T")
         await until(pilot, lambda: isinstance(app.screen, TimeDialog) and app.screen.focused is not None)
         dialog = app.screen
-        assert "recorded from 2026-" in str(dialog.query_one("#recorded").render())
+        assert "Recorded from 2026-" in str(dialog.query_one("#recorded").render())
         await pilot.press(*"soon", "enter")
         await until(pilot, lambda: "'soon' is not a time" in str(dialog.query_one("#error").render()))
         dialog.query_one(Input).value = _local(FIXED_TIME + 15)
@@ -110,13 +110,13 @@ def test_space_plays_and_pauses() -> None:
     run(steps, console())
 
 
-def test_the_past_accepts_no_action_through_any_key_command_or_palette_entry() -> None:
+def test_history_accepts_no_action_through_any_key_command_or_palette_entry() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         acted: list[object] = []
 
         async def act(parameters: object) -> object:
             acted.append(parameters)
-            raise AssertionError("the past was changed")
+            raise AssertionError("history was changed")
 
         app.source.act = act  # type: ignore[method-assign,assignment]
         await enter_past(pilot, app)
@@ -135,7 +135,7 @@ def test_the_past_accepts_no_action_through_any_key_command_or_palette_entry() -
         entries = ConsoleCommands(app.screen)._entries()
         assert not [command for _, _, command in entries if command.startswith("act ")]
         await pilot.press("X")
-        await until(pilot, lambda: "the past cannot be changed" in shown(app))
+        await until(pilot, lambda: "history is read-only" in shown(app))
         assert not acted
 
     run(steps, console(write=True))
@@ -148,7 +148,7 @@ def test_braces_jump_to_operator_actions_which_are_marks_on_the_timeline() -> No
         acted_at = app.source.simulation.now - FIXED_TIME  # type: ignore[attr-defined]
         await until(pilot, lambda: app.session.context.snapshot.at > FIXED_TIME + acted_at + 5)  # type: ignore[union-attr]
         await pilot.press("left_square_bracket")
-        await until(pilot, lambda: "PAST" in shown(app))
+        await until(pilot, lambda: "HISTORY" in shown(app))
         await pilot.press("left_curly_bracket")
         await until(pilot, lambda: "uid:1000 (demo): drain qwen3-8b: ok" in shown(app))
         assert past_at(app) == pytest.approx(acted_at, abs=1.0)
@@ -160,11 +160,11 @@ def test_braces_jump_to_operator_actions_which_are_marks_on_the_timeline() -> No
     run(steps, console(write=True))
 
 
-def test_two_instants_are_compared_figure_by_figure() -> None:
+def test_two_times_are_compared_metric_by_metric() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         await enter_past(pilot, app, 14.0)
         await pilot.press("c")
-        await until(pilot, lambda: "the first instant of the comparison" in shown(app))
+        await until(pilot, lambda: "first time set to" in shown(app))
         first = app.session.context.snapshot
         await enter_past(pilot, app, 25.0)
         second = app.session.context.snapshot
@@ -183,8 +183,8 @@ def test_two_instants_are_compared_figure_by_figure() -> None:
         await pilot.press("c")
         await until(pilot, lambda: app.session.view.name == "overview")
         await pilot.press("N")
-        await until(pilot, lambda: "PAST" not in shown(app))
-        # The present can also be compared with the pinned time.
+        await until(pilot, lambda: "HISTORY" not in shown(app))
+        # The live service can also be compared with the pinned time.
         await pilot.press("c")
         await until(pilot, lambda: "Compare" in shown(app))
 
@@ -195,20 +195,20 @@ def test_two_instants_are_compared_figure_by_figure() -> None:
 def test_the_badge_is_visible_at_every_size(size: tuple[int, int]) -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         app.travel.open(FIXED_TIME + 20)
-        await until(pilot, lambda: "PAST 2026-" in shown(app))
+        await until(pilot, lambda: "HISTORY 2026-" in shown(app))
         for key in "1234567890":
             await pilot.press(key)
-            await until(pilot, lambda: "PAST 2026-" in shown(app).splitlines()[0])
+            await until(pilot, lambda: "HISTORY 2026-" in shown(app).splitlines()[0])
 
     run(steps, console(), size)
 
 
-def test_a_recording_opens_without_a_service_and_has_no_present(tmp_path: Path) -> None:
+def test_a_recording_opens_without_a_service_and_cannot_return_to_live(tmp_path: Path) -> None:
     path = record(tmp_path / "history.db", fake_seconds(20))
     app = ConsoleApp(ReplaySource(file_recording(path)))
 
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await until(pilot, lambda: "PAST 2026-" in shown(app))
+        await until(pilot, lambda: "HISTORY 2026-" in shown(app))
         assert past_at(app) == 20
         await pilot.press("left_square_bracket")
         await until(pilot, lambda: past_at(app) == 19)
@@ -226,7 +226,7 @@ def test_a_slice_is_exported_from_the_console(tmp_path: Path) -> None:
     target = tmp_path / "incident.db"
 
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        await until(pilot, lambda: "PAST 2026-" in shown(app))
+        await until(pilot, lambda: "HISTORY 2026-" in shown(app))
         await pilot.press("E")
         await until(pilot, lambda: isinstance(app.screen, SliceDialog) and app.screen.focused is not None)
         dialog = app.screen

@@ -293,4 +293,4 @@ def test_one_frame_of_the_past_is_printed(running: Service) -> None:
     at = datetime.fromtimestamp(second + 0.001).isoformat()
     printed = msgspec.json.decode(top("--at", at, "--json"), type=Snapshot)
     assert printed.at == pytest.approx(second, abs=0.001)
-    assert "PAST " in top("--at", at, "--screen", "models")
+    assert "HISTORY " in top("--at", at, "--screen", "models")

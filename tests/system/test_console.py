@@ -56,7 +56,7 @@ def terminal(running: Service, tmp_path: Path) -> Iterator[Tmux]:
 def perform(terminal: Tmux, command: str) -> None:
     """Enter an action on the console's command line and confirm its dialog."""
     terminal.keys(":")
-    terminal.wait_for("command, tab completes")
+    terminal.wait_for("type a command")
     terminal.type(command)
     terminal.wait_for(command)
     terminal.keys("Enter")
@@ -83,9 +83,9 @@ def test_an_operator_loads_limits_drains_and_cancels_in_the_console(running: Ser
         perform(terminal, "models load chat")
         running.wait_until(lambda: client.status().models, 90, "the model in the status")
         running.wait_until(lambda: client.status().models[0].state == "ready", 90, "the model to be ready")
-        terminal.wait_for("esc closes")
+        terminal.wait_for("esc to close")
         terminal.keys("Escape")
-        terminal.wait(lambda: "esc closes" not in terminal.screen(), "the result to close")
+        terminal.wait(lambda: "esc to close" not in terminal.screen(), "the result to close")
 
         perform(terminal, "tenants set default --tokens-per-minute 60000")
 

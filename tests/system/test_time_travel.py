@@ -175,4 +175,4 @@ def test_the_screens_of_a_killed_replica_equal_those_that_were_live(tmp_path: Pa
         timeout=120,
         check=False,
     )
-    assert top.returncode == 0 and "PAST" in top.stdout, top.stderr
+    assert top.returncode == 0 and "HISTORY" in top.stdout, top.stderr
