@@ -22,6 +22,7 @@ import msgspec
 from engine.child_log import ChildLog
 from engine.memory_kills import count_memory_kills, memory_kill_note
 from engine.messages import (
+    AskBlocks,
     Attach,
     CancelSequences,
     RankOutbound,
@@ -196,6 +197,10 @@ class ReplicaGroup:
     def cancel_request(self, request_id: str) -> None:
         """Cancel all sequences of a request."""
         self._ranks[0].channel.send(CancelSequences(request_id))
+
+    def ask_blocks(self) -> None:
+        """Ask for the state of the KV blocks. Rank 0 answers with a `BlockUse` message."""
+        self._ranks[0].channel.send(AskBlocks())
 
     def change_memory(self, asleep: bool) -> None:
         """Put the replica to sleep (`asleep`), or wake it. The replica answers with a `MemoryChanged`

@@ -12,9 +12,11 @@ from typing import Any
 
 import msgspec
 
+from engine.block_survey import BlockSurvey
 from engine.core import EngineCore, StepResult, StepTiming
 from engine.logs import log_state
 from engine.messages import (
+    AskBlocks,
     Attach,
     Cancel,
     CancelSequences,
@@ -52,7 +54,8 @@ class LeaderLoop:
     ) -> None:
         self._engine = engine
         self._sleeping = sleeping
-        engine.before_wait = self._announce
+        engine.before_wait = self._before_wait
+        self._survey = BlockSurvey(engine.scheduler)
         self._forecast = forecast
         self._scheduler = engine.scheduler
         self._control = control
@@ -74,7 +77,10 @@ class LeaderLoop:
                 self._control.send(changed)
             if self._engine.has_work:
                 self._emit(self._engine.step())
-            elif time.monotonic() - self._reported_at >= HEARTBEAT_S:
+                continue
+            while self._survey.active:
+                self._survey_blocks()
+            if time.monotonic() - self._reported_at >= HEARTBEAT_S:
                 self._report(None)
 
     def _read_messages(self) -> None:
@@ -126,6 +132,8 @@ class LeaderLoop:
                     self._sleeping.request(True)
                 case Wake():
                     self._sleeping.request(False)
+                case AskBlocks():
+                    self._survey.request()
                 case Stop():
                     self._stopping = True
 
@@ -161,6 +169,16 @@ class LeaderLoop:
         news = result.finished or result.credits_changed or self._fronts_gone
         if news or time.monotonic() - self._reported_at >= REPORT_S:
             self._report(result)
+
+    def _before_wait(self, plan: StepPlan) -> None:
+        """Use the time in which the loop would wait for the device: announce a long step, and survey some
+        blocks if the core has asked for them."""
+        self._announce(plan)
+        self._survey_blocks()
+
+    def _survey_blocks(self) -> None:
+        if (use := self._survey.advance()) is not None:
+            self._control.send(use)
 
     def _announce(self, plan: StepPlan) -> None:
         """Announce a step that will take longer than a heartbeat interval. Otherwise, the core would consider

@@ -17,6 +17,11 @@ from engine.levels import LEVELS, level_of
 BLOCK_TOKENS = 64
 """Number of tokens per KV block. The pool layout, the prefix hashes and the kernels depend on this value."""
 
+BLOCK_CELLS = 16_384
+"""Maximum number of blocks that `BlockUse` describes."""
+NO_OWNER = 0xFFFF
+"""Owner of a block that no request uses, in `BlockUse.owners`."""
+
 MAX_BAD_WORD_TOKENS = 32
 """Maximum length, in tokens, of an entry of `SamplingParams.bad_words`. The device stores the last
 `MAX_BAD_WORD_TOKENS` - 1 tokens of every output."""
@@ -350,6 +355,44 @@ class MemoryChanged(msgspec.Struct, tag="memory_changed", frozen=True):
     """Duration of the operation."""
 
 
+class AskBlocks(msgspec.Struct, tag="ask_blocks", frozen=True):
+    """Sent by the core to rank 0 to ask for the state of the KV blocks. The answer is `BlockUse`. Requests
+    that arrive before the answer are answered together."""
+
+
+class BlockOwner(msgspec.Struct, array_like=True, frozen=True):
+    """An unfinished request and its KV blocks, as part of `BlockUse`."""
+
+    request_id: str
+    blocks: int
+    """Number of entries in the block tables of its samples. A block that several samples found in the prefix
+    cache counts several times."""
+    preemptions: int
+    """Number of preemptions of its unfinished submissions."""
+
+
+class BlockUse(msgspec.Struct, tag="block_use", frozen=True):
+    """Sent by rank 0 to the core with the state of the KV blocks, in the order of the pool.
+
+    At most BLOCK_CELLS blocks are described: in a larger pool, every `stride`-th block. A message therefore
+    takes at most 64 KiB, plus about 40 bytes for each unfinished request. It is collected during several
+    steps, so a block whose owner has changed in between may have no owner.
+    """
+
+    stride: int
+    states: bytes
+    """One byte per described block: 0 (free), 1 (cached), 2 (used) or 3 (used, with more than one
+    reference)."""
+    ages: bytes
+    """One byte per described block: for a cached block, the binary logarithm of 1 + the seconds since it was
+    last used, rounded down; otherwise 0."""
+    owners: bytes
+    """Two bytes per described block, little-endian: an index into `requests`, or NO_OWNER. The owner of a
+    block with several references is the first of its requests."""
+    requests: list[BlockOwner]
+    """The unfinished requests, oldest first."""
+
+
 class Stop(msgspec.Struct, tag="stop", frozen=True):
     """Sent by the core to a rank, which exits immediately. Running sequences are lost."""
 
@@ -528,9 +571,9 @@ class LongStep(msgspec.Struct, tag="long_step", frozen=True):
     (`engine.step_forecast`)."""
 
 
-RankInbound = Start | Attach | CancelSequences | Sleep | Wake | Stop
+RankInbound = Start | Attach | CancelSequences | Sleep | Wake | AskBlocks | Stop
 """Messages from the core to ranks."""
-RankOutbound = Progress | Ready | Report | LongStep | MemoryChanged | Fatal
+RankOutbound = Progress | Ready | Report | LongStep | MemoryChanged | BlockUse | Fatal
 """Messages from ranks to the core."""
 DataInbound = Submit | Cancel
 """Messages from a front to a replica."""

@@ -168,7 +168,11 @@ class BlockPool:
         self._non_finite: set[int] = set()
         self._may_be_non_finite: set[int] = set()
         self._clears: list[int] = []
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached: OrderedDict[int, float] = OrderedDict()
+        """The cached blocks, least recently used first, each with the value of `now` at its last use."""
+        self.now = 0.0
+        """Monotonic time in seconds, which the scheduler updates in every step. Reading the clock for each
+        block would take longer than releasing it."""
 
     @property
     def available(self) -> int:
@@ -230,7 +234,7 @@ class BlockPool:
             if self._keys[block] is None:
                 self._free.append(block)
             else:
-                self._cached[block] = None
+                self._cached[block] = self.now
         elif left == 1:
             self.shared -= 1
 
@@ -270,6 +274,18 @@ class BlockPool:
         self._non_finite.clear()
         self._may_be_non_finite.clear()
         self.gains += 1
+
+    def states(self, blocks: range) -> tuple[bytes, bytes]:
+        """Return the states and the ages of some blocks, as in `BlockUse`."""
+        cached, now = self._cached, self.now
+        references = self._references[blocks.start : blocks.stop : blocks.step]
+        states = bytearray(0 if count == 0 else 2 if count == 1 else 3 for count in references)
+        ages = bytearray(len(blocks))
+        for position, block in enumerate(blocks):
+            if not states[position] and (used_at := cached.get(block)) is not None:
+                states[position] = 1
+                ages[position] = int(1 + now - used_at).bit_length() - 1
+        return bytes(states), bytes(ages)
 
     def is_cached(self, block: int) -> bool:
         """Return whether the prefix cache contains this block. The block may be in use."""

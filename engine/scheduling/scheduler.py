@@ -29,6 +29,7 @@ executed in order, so a freed slot or block can be reused in the next plan.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable
 
 from engine.levels import LEVELS
@@ -202,6 +203,7 @@ class Scheduler:
         collected."""
         step = ScheduledStep(StepPlan(self._step + 1, [], [], [], [], [], []), [], [])
         plan, prefills, admission = step.plan, self._prefills, self._admission
+        self.pool.now = time.monotonic()
         self._results.begin_step()
         prefills.begin_step()
         admission.begin_step()

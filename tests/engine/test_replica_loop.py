@@ -18,7 +18,9 @@ from engine import leader, wire
 from engine.core import EngineCore
 from engine.leader import LeaderLoop
 from engine.messages import (
+    AskBlocks,
     Attach,
+    BlockUse,
     Cancel,
     LongStep,
     MemoryChanged,
@@ -276,6 +278,7 @@ class Served:
         self.core, control = channel_pair(RankOutbound, RankInbound)
         self.reports: list[Report] = []
         self.changes: list[MemoryChanged] = []
+        self.blocks: list[BlockUse] = []
         self.memory = SlowMemory()
         self.replica = loop_of(control, memory=self.memory)
         self.loop = Outcome(self.replica.run)
@@ -309,6 +312,8 @@ class Served:
         for message in self.core.read():
             if isinstance(message, MemoryChanged):
                 self.changes.append(message)
+            elif isinstance(message, BlockUse):
+                self.blocks.append(message)
             else:
                 self.reports.append(message)
 
@@ -565,3 +570,24 @@ def test_another_rank_changes_its_memory_between_the_steps_around_the_plan() -> 
 
 def step_plan(number: int) -> StepPlan:
     return StepPlan(number, [], [], [], [], [])
+
+
+def test_the_blocks_are_sent_on_request_while_steps_run_and_while_the_replica_is_idle() -> None:
+    served = Served()
+    front = Channel[Any](served.attach("front-0"), StepFrame)
+    front.send(submit(1, most=400))
+    front.flush()
+    served.wait_for(lambda report: report.running)
+    served.core.send(AskBlocks())
+    served.core.send(AskBlocks())
+    until(lambda: (served._read(), served.blocks)[1])
+    use = served.blocks.pop(0)
+    assert [one.request_id for one in use.requests] == ["request-1"]
+    assert 2 in use.states and len(use.states) == 80
+    receive(front, lambda outputs: any(output.finish_reason for output in outputs))
+    served.wait_for(lambda report: report.finished)
+    served.blocks.clear()
+    served.core.send(AskBlocks())
+    until(lambda: (served._read(), served.blocks)[1])
+    assert served.blocks[0].requests == [] and 2 not in served.blocks[0].states
+    served.stop()

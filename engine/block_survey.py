@@ -1,0 +1,112 @@
+"""Surveys the KV blocks: the state, the owner and the age of each block, for operators.
+
+A survey reads the tables of all open submissions, which takes milliseconds for a large pool. It is therefore
+divided into short slices, which the step loop runs while it would otherwise wait for the device. Blocks may
+change their owners between two slices.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from array import array
+from collections.abc import Generator, Iterator
+
+from engine.messages import BLOCK_CELLS, NO_OWNER, BlockOwner, BlockUse
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.sequence import Sequence, Submission
+
+_SLICE = 2048
+"""Maximum number of blocks that one slice of a survey reads."""
+_TABLE_COST = 8
+"""Number of blocks that take as long to read as the start of a table."""
+
+
+class BlockSurvey:
+    """Surveys the KV blocks of one scheduler, one survey at a time."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._running: Generator[None, None, BlockUse] | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether a survey is in progress."""
+        return self._running is not None
+
+    def request(self) -> None:
+        """Start a survey, unless one is in progress."""
+        if self._running is None:
+            self._running = _survey(self._scheduler)
+
+    def advance(self) -> BlockUse | None:
+        """Run one slice of the survey in progress. Returns the result after the last slice, and otherwise
+        None."""
+        if self._running is None:
+            return None
+        try:
+            next(self._running)
+        except StopIteration as end:
+            self._running = None
+            result: BlockUse = end.value
+            return result
+        return None
+
+
+def _survey(scheduler: Scheduler) -> Generator[None, None, BlockUse]:
+    pool = scheduler.pool
+    pool.now = time.monotonic()
+    stride = -(-pool.total // BLOCK_CELLS)
+    cells = -(-pool.total // stride)
+    owners = array("H", [NO_OWNER]) * cells
+    requests: dict[str, BlockOwner] = {}
+    submissions = scheduler.accounting.all_open()
+    names = list(dict.fromkeys(one.submit.request_id for one in submissions))[:NO_OWNER]
+    index = {name: number for number, name in enumerate(names)}
+    budget = _SLICE
+    # The first owner of a shared block is written last.
+    for submission in reversed(submissions):
+        name = submission.submit.request_id
+        owner, count = index.get(name, NO_OWNER), 0
+        for table in _tables(submission):
+            count += len(table)
+            for first in range(0, len(table), _SLICE):
+                part = table[first : first + _SLICE]
+                if stride == 1:
+                    for block in part:
+                        owners[block] = owner
+                else:
+                    for block in part:
+                        if block % stride == 0:
+                            owners[block // stride] = owner
+                budget -= len(part) + _TABLE_COST
+                if budget <= 0:
+                    yield
+                    budget = _SLICE
+        known = requests.get(name, BlockOwner(name, 0, 0))
+        requests[name] = BlockOwner(name, known.blocks + count, known.preemptions + submission.preemptions)
+    states, ages = bytearray(cells), bytearray(cells)
+    for first in range(0, cells, _SLICE):
+        yield
+        end = min(cells, first + _SLICE)
+        blocks = range(first * stride, pool.total, stride)[: end - first]
+        states[first:end], ages[first:end] = pool.states(blocks)
+        for cell in range(first, end):
+            if states[cell] < 2:
+                owners[cell] = NO_OWNER
+    if sys.byteorder == "big":
+        owners.byteswap()
+    return BlockUse(stride, bytes(states), bytes(ages), owners.tobytes(), [requests[name] for name in names])
+
+
+def _tables(submission: Submission) -> Iterator[list[int]]:
+    """Yield the block tables of a submission. Blocks that its samples share are yielded once."""
+    seen: set[int] = set()
+    sequences: list[Sequence] = submission.sequences
+    for sequence in sequences:
+        shared = sequence.shared
+        if shared is not None and id(shared) not in seen:
+            seen.add(id(shared))
+            yield shared.blocks
+        if sequence.table:
+            yield sequence.table
