@@ -12,7 +12,7 @@ from appliance.actions import action_of
 from appliance.history.forecasts import QuotaForecast
 from appliance.protocol import Configuration, ErrorBody, Key, PeerMapping, Status, StreamEnd, Tenant
 from appliance.protocol.registry import RegisteredModel
-from appliance.snapshot import Alert, UnfinishedRequest
+from appliance.snapshot import Alert, ReplicaBlocks, UnfinishedRequest
 from store.structs import Silence
 
 if TYPE_CHECKING:
@@ -99,6 +99,8 @@ class Call(NamedTuple, Generic[Answer]):
 STATUS: Call[Status] = Call("GET", "/status", Status)
 IN_FLIGHT: Call[list[UnfinishedRequest]] = Call("GET", "/requests", list[UnfinishedRequest])
 """The unfinished requests, oldest first."""
+KV_BLOCKS: Call[list[ReplicaBlocks]] = Call("GET", "/kv-blocks", list[ReplicaBlocks])
+"""The KV blocks of each replica that answers."""
 KEYS: Call[list[Key]] = Call("GET", "/keys", list[Key])
 """All keys, including revoked keys."""
 TENANTS: Call[list[Tenant]] = Call("GET", "/tenants", list[Tenant])

@@ -23,6 +23,7 @@ from appliance.protocol import (
     ServiceState,
     SocketStatus,
 )
+from engine.messages import NO_OWNER as NO_OWNER
 
 Phase = Literal["queued", "prefill", "decode", "ending"]
 """A running request is in "prefill" until its first token, and in "decode" afterwards."""
@@ -34,8 +35,6 @@ prompt hold one reference together."""
 STALL_FACTOR = 3.0
 """A step with decodes is a stall if it takes more than this many times the mean duration of a decode-only
 step."""
-NO_OWNER = 0xFFFF
-"""Entry of `BlockMap.owners` for a block that no sequence uses."""
 
 
 class LatencyPercentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,7 +172,7 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockMap(msgspec.Struct, frozen=True, kw_only=True):
-    """Every block of a KV cache, in the order of the pool. The arrays are byte strings because caches have
+    """The blocks of a KV cache, in the order of the pool. The arrays are byte strings because caches have
     many blocks."""
 
     states: bytes
@@ -185,9 +184,23 @@ class BlockMap(msgspec.Struct, frozen=True, kw_only=True):
     """Ids of the requests that own blocks."""
     tenants: list[str]
     """The tenant of each entry in `requests`."""
+    stride: int = 1
+    """Number of blocks for which each entry of `states`, `owners` and `ages` stands. An entry describes the
+    first of these blocks."""
+    request_blocks: list[int] = []
+    """The number of blocks of each entry in `requests`."""
+    preemptions: list[int] = []
+    """How often the samples of each entry in `requests` were preempted."""
     ages: bytes | None = None
     """One byte per block: the binary logarithm of 1 + the seconds since the block was last used, rounded
     down."""
+
+
+class ReplicaBlocks(msgspec.Struct, frozen=True, kw_only=True):
+    """The blocks of one replica's KV cache."""
+
+    replica: str
+    blocks: BlockMap
 
 
 class KvCache(msgspec.Struct, frozen=True, kw_only=True):

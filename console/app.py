@@ -132,6 +132,7 @@ class ConsoleApp(App[int]):
         """Show each snapshot as it arrives. If the service does not answer, retry until it does."""
         while True:
             try:
+                self.source.reads_blocks = self.session.view.reads_blocks
                 snapshot = await self.source.next()
             except SourceError as error:
                 self.session.fail(str(error))

@@ -98,6 +98,7 @@ class FakeSource:
         """`now` fixes the clock: each snapshot is then exactly `interval_s` after the previous one, and
         `next` does not wait."""
         self.interval_s = interval_s
+        self.reads_blocks = True
         self._real_time = now is None
         start = time.time() - _PAST_S if now is None else now
         self.simulation = Simulation(
@@ -370,6 +371,8 @@ class FakeSource:
                 owners=replica.owners(index),
                 requests=order,
                 tenants=[one.tenant for one in replica.running],
+                request_blocks=[len(one.blocks) for one in replica.running],
+                preemptions=[one.preemptions for one in replica.running],
                 ages=replica.ages(self.simulation.now),
             ),
         )

@@ -24,7 +24,7 @@ from appliance.history.forecasts import QuotaForecast
 from appliance.ownership import UntrustedError
 from appliance.pages import AuditQuery, LogQuery, RequestLogQuery, UsageQuery, UsageRow
 from appliance.protocol import Configuration
-from appliance.snapshot import Snapshot
+from appliance.snapshot import BlockMap, ReplicaBlocks, Snapshot
 from console.list_rows import audit_row, log_row
 from console.recordings import RecordedPast
 from console.source import MAX_ROWS, USAGE_DAYS, ListName, ListRow, Row, SourceError, UnsupportedListError
@@ -34,6 +34,7 @@ _MAX_HZ = 4
 
 _FINDINGS_EVERY_S = 60.0
 _USAGE_EVERY_S = 15.0
+_BLOCKS_EVERY_S = 1.0
 
 
 class _Finding(msgspec.Struct):
@@ -63,6 +64,11 @@ class LiveSource:
         operators."""
         self.label = str(run_dir)
         self.interval_s = interval_s
+        self.reads_blocks = False
+        self._blocks: dict[str, BlockMap] = {}
+        """The newest known blocks of each replica."""
+        self._blocks_at = -math.inf
+        self._reading: asyncio.Task[list[ReplicaBlocks]] | None = None
         self._run_dir, self._key = run_dir, key
         self._client = AsyncAdminClient(run_dir, key=key, read_only=not write)
         self._stream: AsyncGenerator[Snapshot, None] | None = None
@@ -84,16 +90,37 @@ class LiveSource:
         frames = max(1, math.floor(self.interval_s * hz + 0.5))
         try:
             with _explained():
+                self._read_blocks()
                 for _ in range(frames):
                     snapshot = await anext(self._stream)
+                await self._take_blocks()
             self._host = snapshot.host.name
-            return snapshot
+            return with_blocks(snapshot, self._blocks if self.reads_blocks else {})
         except StopAsyncIteration:
             await self.close()
             raise SourceError(f"the service on {self._client.socket} has stopped") from None
         except SourceError:
             await self.close()
             raise
+
+    def _read_blocks(self) -> None:
+        """Start to read the blocks if they are shown and at least a second old."""
+        due = time.monotonic() - self._blocks_at >= _BLOCKS_EVERY_S
+        if self.reads_blocks and due and self._reading is None:
+            self._blocks_at = time.monotonic()
+            self._reading = asyncio.create_task(self._client.call(calls.KV_BLOCKS))
+
+    async def _take_blocks(self) -> None:
+        """Take the blocks that have been read. Wait for them only if none are known yet, because the answer
+        may take longer than the next snapshot."""
+        reading = self._reading
+        if reading is None or not (reading.done() or not self._blocks):
+            return
+        self._reading = None
+        try:
+            self._blocks = {one.replica: one.blocks for one in await reading}
+        except AdminError:  # an older service has no such route
+            self._blocks = {}
 
     async def rows(self, name: ListName) -> Sequence[Row]:
         """Return a list from the service."""
@@ -178,9 +205,31 @@ class LiveSource:
 
     async def close(self) -> None:
         """Close the stream."""
+        reading, self._reading = self._reading, None
+        if reading is not None:
+            reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError, AdminError, ServiceNotRunningError):
+                await reading
+        self._blocks = {}
         stream, self._stream = self._stream, None
         if stream is not None:
             await stream.aclose()
+
+
+def with_blocks(snapshot: Snapshot, blocks: dict[str, BlockMap]) -> Snapshot:
+    """Return the snapshot with these blocks, by replica, and with the blocks and preemptions of each request
+    on them."""
+    snapshot.kv = [
+        msgspec.structs.replace(one, blocks=blocks.get(one.replica, one.blocks)) for one in snapshot.kv
+    ]
+    known = {
+        request: (count, preemptions)
+        for one in blocks.values()
+        for request, count, preemptions in zip(one.requests, one.request_blocks, one.preemptions, strict=True)
+    }
+    for request in snapshot.requests:
+        request.blocks, request.preemptions = known.get(request.request_id, (None, None))
+    return snapshot
 
 
 @contextlib.contextmanager

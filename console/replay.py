@@ -33,6 +33,7 @@ class ReplaySource:
         the time between two snapshots while playing."""
         self.label = recording.label
         self.interval_s = interval_s
+        self.reads_blocks = False
         self.speed = SPEEDS[0]
         self.instant: PastSnapshot | None = None
         self.history = History()

@@ -65,6 +65,9 @@ class SnapshotSource(Protocol):
     """Description for the header, such as "demo" or the run directory."""
     interval_s: float
     """Time between two snapshots, in seconds."""
+    reads_blocks: bool
+    """Whether the snapshots of a running service contain individual KV blocks and the blocks of each request.
+    The service determines them only on request."""
 
     @property
     def kind(self) -> Literal["live", "demo", "replay"]:

@@ -27,6 +27,7 @@ def read(source: SnapshotSource) -> tuple[Snapshot, History]:
         try:
             if isinstance(source, ReplaySource):
                 return await source.next(), source.history
+            source.reads_blocks = True
             for _ in range(2):
                 snapshot = await source.next()
                 history.add(snapshot)

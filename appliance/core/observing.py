@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 
 from appliance.admin.events import EventFeeds, event_route
+from appliance.admin.kv_blocks import BlockMaps, kv_blocks_route
 from appliance.admin.log_reading import LogReading
 from appliance.admin.log_routes import log_routes
 from appliance.admin.running import RunningRequests
@@ -72,6 +73,7 @@ class ObservingParts:
             *log_routes(reading, self._streams),
             *telemetry_routes(state.history.path, reading.threads),
             event_route(feeds, self._streams),
+            kv_blocks_route(BlockMaps(lambda: parts.models.replicas, parts.requests.state)),
             *what_if_routes(
                 WhatIf(parts.requests.state, lambda: control.policies, lambda: settings.current.queue)
             ),

@@ -19,6 +19,7 @@ from appliance.messages import ServedModel
 from appliance.models.cgroups import LIMITS_REMEDY, ReplicaCgroups, limits_of
 from appliance.models.load_progress import LoadProgress, load_text
 from appliance.models.placement import GpuPlacement, numbered
+from appliance.models.replica_blocks import BlockUseReader
 from appliance.models.replica_events import ReplicaEvents
 from appliance.models.replica_sleep import ReplicaSleep
 from appliance.models.replica_status import reported_fields
@@ -30,6 +31,7 @@ from appliance.settings import ModelSettings
 from appliance.traffic.credits import CreditAccount
 from engine.client import ReplicaGroup
 from engine.messages import (
+    BlockUse,
     Fatal,
     LongStep,
     MemoryChanged,
@@ -110,6 +112,7 @@ class Replica:
         self.described: ServedModel | None = None
         """The model's description, read from its folder at the replica's latest start."""
         self.sleeping = ReplicaSleep()
+        self._blocks = BlockUseReader()
         self.group: ReplicaGroup | None = None
         self.info: ReplicaInfo | None = None
         self.account: CreditAccount | None = None
@@ -242,6 +245,12 @@ class Replica:
             return f"{self.name} is {self.operator_state}"
         return await self.sleeping.change(self.group, True, self.load_timeout_s)
 
+    async def read_blocks(self) -> BlockUse | None:
+        """Return the state of the KV blocks, or None if the replica is not ready or has never answered."""
+        if self.account is None or self.group is None or self.sleeping.asleep:
+            return None
+        return await self._blocks.read(self.group)
+
     async def wake(self) -> str:
         """Restore the memory. If the processes have ended, load the model again, without waiting for it.
         Return the reason if the replica stays asleep."""
@@ -325,6 +334,8 @@ class Replica:
                 self._progress(message)
         elif isinstance(message, Ready):
             self._ready(message.info)
+        elif isinstance(message, BlockUse):
+            self._blocks.received(message)
         elif isinstance(message, MemoryChanged):
             self.sleeping.changed(message)
         elif self._fatal is None:
@@ -374,6 +385,7 @@ class Replica:
         if was_ready:
             self._events.replica_lost(self)
         self.account = self.info = self._report = None
+        self._blocks.reset()
         if self._stopping or self.retiring:
             self.state = "stopped"
             return

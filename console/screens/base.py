@@ -34,6 +34,8 @@ class View:
     """Names of alternative contents. The key `v` cycles through them."""
     alternate = ""
     """Name of the screen that shares this screen's key and to which `v` switches."""
+    reads_blocks = False
+    """Whether the screen shows individual KV blocks, or the blocks of requests."""
     help_text = ""
     """Description of the screen, in one or two sentences."""
     figures: tuple[str, ...] = ()

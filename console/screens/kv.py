@@ -33,6 +33,7 @@ class KvView(View):
         "the request that uses the block under it. Page down shows the next replica, and {variant} switches "
         "the colouring: state, tenant, age or sharing."
     )
+    reads_blocks = True
     variants = ("state", "tenant", "age", "sharing", "replicas")
     figures = ("kv_used", "hit_rate", "evictions", "preemptions", "block_state", "block_age")
 
@@ -162,7 +163,7 @@ class KvView(View):
     def _legend(self, context: Context, blocks: BlockMap, width: int) -> Line:
         marks = _LETTERS[context.glyphs]
         total = len(blocks.states)
-        per_cell = max(1, -(-total // max(1, self._cells)))
+        per_cell = max(1, -(-total // max(1, self._cells))) * blocks.stride
         row: Line = [span(f"1 cell = {per_cell} block{'s' if per_cell > 1 else ''}  ", "dim")]
         if self.variant == "tenant":
             for name in list(dict.fromkeys(blocks.tenants))[:8]:
@@ -172,14 +173,17 @@ class KvView(View):
             row.append(span("0: in use or <1 s, 3: 7 s, 6: 1 min, 9: ≥8 min since the last use", "dim"))
             return clip(row, width)
         for number, name in enumerate(BLOCK_STATES):
-            count = blocks.states.count(number)
+            count = blocks.states.count(number) * blocks.stride
             row += [span(f"{marks[number]} ", _STATE_ROLES[number]), span(f"{name} {count:,}  ", "dim")]
         return clip(row, width)
 
     def _under_cursor(self, context: Context, blocks: BlockMap, width: int) -> Line:
         first, end = self._block_range(blocks)
         last = end - 1
-        where = f"block {first:,}" if first == last else f"blocks {first:,} to {last:,}"
+        first_block, last_block = first * blocks.stride, end * blocks.stride - 1
+        where = f"blocks {first_block:,} to {last_block:,}"
+        if first_block == last_block:
+            where = f"block {first_block:,}"
         row = line(
             span("▸ ", "accent"), span(where, "bold"), span(f"  {BLOCK_STATES[blocks.states[first]]}", "dim")
         )

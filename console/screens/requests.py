@@ -49,6 +49,7 @@ class RequestsView(TableView[UnfinishedRequest]):
     key = "4"
     title = "Requests"
     short = "Reqs"
+    reads_blocks = True
     alternate = "finished"
     help_text = (
         "All unfinished requests, oldest first. Press {open} to see how long a request has spent in the "

@@ -23,7 +23,10 @@ from typing import Any
 from engine.client import Channel
 from engine.levels import LEVELS
 from engine.messages import (
+    AskBlocks,
     Attach,
+    BlockOwner,
+    BlockUse,
     Cancel,
     CancelSequences,
     DataInbound,
@@ -77,6 +80,14 @@ class FakeReplica:
         elif isinstance(message, CancelSequences):
             for run in self.running:
                 run.cancelled |= run.submit.request_id == message.request_id
+        elif isinstance(message, AskBlocks):
+            names = dict.fromkeys(run.submit.request_id for run in self.running)
+            states = bytes([2] * len(names) + [1])
+            owners = b"".join(number.to_bytes(2, "little") for number in range(len(names)))
+            requests = [BlockOwner(name, 1, 0) for name in names]
+            self.control.send(
+                BlockUse(1, states, bytes(len(states)), owners + (0xFFFF).to_bytes(2, "little"), requests)
+            )
         else:
             os._exit(0)
 

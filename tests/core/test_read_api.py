@@ -103,7 +103,15 @@ def test_a_read_key_sees_every_list_and_changes_nothing(running: Service) -> Non
     assert len(reader.call(calls.request_log(RequestLogQuery())).rows) == 5
     assert reader.call(calls.audit(AuditQuery())).rows
     assert reader.call(calls.log_lines(LogQuery())).lines
-    for call in (calls.STATUS, calls.IN_FLIGHT, calls.KEYS, calls.TENANTS, calls.PEERS, calls.CONFIGURATION):
+    for call in (
+        calls.STATUS,
+        calls.IN_FLIGHT,
+        calls.KV_BLOCKS,
+        calls.KEYS,
+        calls.TENANTS,
+        calls.PEERS,
+        calls.CONFIGURATION,
+    ):
         reader.call(call)
     with pytest.raises(AdminError, match="scope 'admin'"):
         reader.act(CreateTenant(name="never"))

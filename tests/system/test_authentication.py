@@ -32,6 +32,7 @@ from appliance.admin.alerts import alert_routes
 from appliance.admin.app import admin_app
 from appliance.admin.callers import Authenticator
 from appliance.admin.events import event_route
+from appliance.admin.kv_blocks import kv_blocks_route
 from appliance.admin.log_routes import log_routes
 from appliance.admin.telemetry_routes import telemetry_routes
 from appliance.admin.what_if import what_if_routes
@@ -74,6 +75,7 @@ ADMIN_RULES = {
     ("GET", "/logs"): "read",
     ("GET", "/usage"): "read",
     ("GET", "/events"): "read",
+    ("GET", "/kv-blocks"): "read",
     ("GET", "/alerts"): "read",
     ("GET", "/alert-log"): "read",
     ("GET", "/silences"): "read",
@@ -135,6 +137,7 @@ def admin_table() -> list[Route]:
     backend.routes = [
         *log_routes(backend, backend),
         event_route(backend, backend),
+        kv_blocks_route(backend),
         *alert_routes(backend),
         *telemetry_routes(backend, backend),
         *what_if_routes(backend),

@@ -1,0 +1,68 @@
+"""The admin API's route for the KV blocks of all replicas. The replicas are asked only while it is read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from appliance.admin.bodies import json_answer
+from appliance.admin.log_routes import answered
+from appliance.http.openapi import Operation
+from appliance.models.replica import Replica
+from appliance.protocol import ErrorBody
+from appliance.scopes import ScopedRoute
+from appliance.snapshot import BlockMap, ReplicaBlocks
+from appliance.traffic.state import TrafficState
+from engine.messages import BlockUse
+
+
+class BlockMaps:
+    """Reads the blocks of all replicas. Must be used on the event loop's thread."""
+
+    def __init__(self, replicas: Callable[[], Iterable[Replica]], traffic: TrafficState) -> None:
+        self._replicas = replicas
+        self._traffic = traffic
+
+    async def read(self) -> list[ReplicaBlocks]:
+        """Return the blocks of the replicas that answer."""
+        replicas = list(self._replicas())
+        found = await asyncio.gather(*(replica.read_blocks() for replica in replicas))
+        return [
+            ReplicaBlocks(replica=replica.name, blocks=self._map(use))
+            for replica, use in zip(replicas, found, strict=True)
+            if use is not None
+        ]
+
+    def _map(self, use: BlockUse) -> BlockMap:
+        in_flight = self._traffic.in_flight
+        return BlockMap(
+            states=use.states,
+            owners=use.owners,
+            ages=use.ages,
+            stride=use.stride,
+            requests=[one.request_id for one in use.requests],
+            tenants=[
+                request.tenant if (request := in_flight.get(one.request_id)) is not None else ""
+                for one in use.requests
+            ],
+            request_blocks=[one.blocks for one in use.requests],
+            preemptions=[one.preemptions for one in use.requests],
+        )
+
+
+def kv_blocks_route(maps: BlockMaps) -> ScopedRoute:
+    """Return the route that reads the blocks."""
+
+    async def show(request: Request) -> Response:
+        return json_answer(await maps.read())
+
+    operation = Operation(
+        "Return the state, the owner and the age of the KV blocks of each replica",
+        answer=list[ReplicaBlocks],
+        description="Each replica is asked at most once per second. Arrays of bytes are in base64.",
+        errors=dict.fromkeys((401, 403, 503), ErrorBody),
+    )
+    return ScopedRoute("GET", "/kv-blocks", answered(show), wanted="read", operation=operation)

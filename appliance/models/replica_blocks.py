@@ -1,0 +1,52 @@
+"""Reads the state of a replica's KV blocks, which the replica determines only on request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from engine.client import ReplicaGroup
+from engine.messages import BlockUse
+
+_EVERY_S = 1.0
+"""Minimum age of an answer before the replica is asked again."""
+_WAIT_S = 0.5
+"""Maximum time to wait for an answer. If a step takes longer, the previous answer is used again."""
+
+
+class BlockUseReader:
+    """Asks one replica, at most once per second. All readers share the answers. All methods must be called on
+    the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._latest: BlockUse | None = None
+        self._at = 0.0
+        self._pending: asyncio.Future[BlockUse | None] | None = None
+
+    async def read(self, group: ReplicaGroup) -> BlockUse | None:
+        """Return the state of the blocks. Return None if the replica has never answered."""
+        if self._latest is not None and time.monotonic() - self._at < _EVERY_S:
+            return self._latest
+        if self._pending is None:
+            self._pending = asyncio.get_running_loop().create_future()
+            group.ask_blocks()
+        try:
+            async with asyncio.timeout(_WAIT_S):
+                return await asyncio.shield(self._pending)
+        except TimeoutError:
+            return self._latest
+
+    def received(self, message: BlockUse) -> None:
+        """Handle the answer of the replica."""
+        self._latest, self._at = message, time.monotonic()
+        self._end(message)
+
+    def reset(self) -> None:
+        """Forget the answers of a replica whose processes have ended."""
+        self._latest = None
+        self._end(None)
+
+    def _end(self, result: BlockUse | None) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None and not pending.done():
+            pending.set_result(result)
