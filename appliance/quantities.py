@@ -75,5 +75,5 @@ def past_time(text: str, now: float) -> float:
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError, OSError):
         raise ValueError(
-            f"{text[:40]!r} is not a time: write for example 14:03, 14:03:20, -20m or 2026-11-20T14:03"
+            f"{text[:40]!r} is not a time: enter, for example, 14:03, 14:03:20, -20m or 2026-11-20T14:03"
         ) from None

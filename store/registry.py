@@ -100,19 +100,20 @@ class ModelRegistry:
                 one.name for one in records.select(connection, AliasRecord) if one.target in names
             ]:
                 raise ConflictError(
-                    f"alias {aliases[0]!r} names what would be removed", "change or delete the alias first"
+                    f"alias {aliases[0]!r} points to a version that would be removed",
+                    "change or delete the alias first",
                 )
             for split in records.select(connection, SplitRecord):
                 if names & split.weights.keys() and not (gone and split.name == model):
                     raise ConflictError(
-                        f"the split of {split.name!r} names what would be removed: change the split first, "
-                        f"or end it with: appliance models split {split.name} --clear"
+                        f"the split of {split.name!r} includes a version that would be removed: change the "
+                        f"split first, or end it with: appliance models split {split.name} --clear"
                     )
             for shadow in records.select(connection, ShadowRecord):
                 if shadow.target in names and not (gone and shadow.name == model):
                     raise ConflictError(
-                        f"the shadow of {shadow.name!r} names what would be removed: end it first with: "
-                        f"appliance models shadow {shadow.name} --clear"
+                        f"the shadow of {shadow.name!r} uses a version that would be removed: end it first "
+                        f"with: appliance models shadow {shadow.name} --clear"
                     )
             if known.default_version == version and not gone:
                 raise ConflictError(

@@ -53,7 +53,7 @@ _OWN_FAULTS = frozenset(
         sqlite3.SQLITE_TOOBIG,
     }
 )
-# Errors after which the connection can still be used once their cause is gone.
+# Errors that leave the connection usable once their cause has been removed.
 _KEEP_CONNECTION = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 
 

@@ -231,7 +231,7 @@ class _Partial:
             rest = rest[written:]
 
     def restart(self) -> int:
-        """Delete the content. Returns the number of bytes that it had."""
+        """Delete the content, and return its former size in bytes."""
         former = self.size
         os.ftruncate(self._descriptor, 0)
         self.size = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MAX_PREFIXES = 4096
-"""Number of beginnings that are remembered for each replica. The least recently used ones are forgotten."""
+"""Maximum number of prompt beginnings remembered per replica. The least recently used are dropped."""
 
 
 class ComputedPrefixes:

@@ -96,7 +96,7 @@ class FakeReplica:
         self.control.send(Progress("read", 1 << 20, 2 << 20, "bytes", "model.safetensors"))
         script = Path(spec.model_path) / "fake.json"
         while "hang" in (does := said(script)):
-            time.sleep(0.05)  # A hanging replica reads no messages, like a rank that is loading.
+            time.sleep(0.05)  # A replica that hangs does not read messages, like a rank that is loading.
         if "fatal" in does:
             self.control.send(Fatal(*does["fatal"]))
         if does:

@@ -30,7 +30,7 @@ def test_fp8_weights_and_cache_cost_no_more_than_they_may() -> None:
 
 
 def test_a_checkpoint_with_block_scales_costs_no_more_than_it_may() -> None:
-    """Computed with its block scales, and converted to one scale per output."""
+    """The checkpoint is tested twice: with its block scales, and converted to one scale per output."""
     _, *blocks = measure("cpu", "float32", asked=20, windows=6, forms=(FORMS[0], *BLOCK_FORMS))
     assert [score.form for score in blocks] == [form.name for form in BLOCK_FORMS]
     for score in blocks:

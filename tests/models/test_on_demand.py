@@ -226,7 +226,7 @@ def test_a_tenant_does_not_unload_a_model_that_another_tenant_uses(tmp_path: Pat
         site.answer("a", "other")
         await site.until(lambda: site.manager.is_parked("a"), "the end of the time to live")
         assert ended + 60.0 <= site.now < ended + 120.0
-        # Only the other tenant may unload the model.
+        # Tenant "acme" no longer uses the model, so the keep-alive of tenant "other" unloads it.
         site.ask("a", "other", keep_alive_s=0.0)
         await site.until(lambda: site.manager.loaded("a"), "the second load")
         site.answer("a", "other")

@@ -116,7 +116,7 @@ def test_a_version_that_a_split_names_cannot_be_removed(registry: ModelRegistry)
         registry.remove(actor="uid:0", model="chat", version=2).result(60)
     registry.delete_alias(actor="uid:0", name="gpt").result(60)
     split(registry, v1=1, v2=1)
-    with pytest.raises(ConflictError, match="the split of 'chat' names"):
+    with pytest.raises(ConflictError, match="the split of 'chat' includes"):
         registry.remove(actor="uid:0", model="chat", version=2).result(60)
     registry.remove(actor="uid:0", model="chat", version=None).result(60)
     assert not registry.current.splits and not registry.current.models

@@ -201,7 +201,7 @@ class Kills:
         self._expect_decodes(streams)
         self.running.act(RollbackModel(name="chat"))
 
-    # ── parts of the states ──
+    # ── helpers ──
 
     def _decodes(self, count: int) -> list[TokenStream]:
         return self._sends([TokenStream(self.running, "chat", "import ", 400) for _ in range(count)])

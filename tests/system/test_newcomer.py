@@ -133,7 +133,7 @@ def test_prune_removes_the_versions_that_nothing_names(running: Service, hub: Hu
         pulled = json.loads(command(running, hub, "models", "pull", "org/many", "--json"))
         assert pulled["version"] == version
         folders.append(pulled["folder"])
-    command(running, hub, "models", "default", "many@2")  # version 1 is the one to roll back to
+    command(running, hub, "models", "default", "many@2")  # the rollback returns to version 1
     command(running, hub, "models", "alias", "newest", "many@4")
     listed = json.loads(command(running, hub, "models", "prune", "--dry-run", "--json"))
     assert [(one["name"], one["version"]) for one in listed["versions"]] == [("many", 3)]

@@ -1,4 +1,4 @@
-"""A short version of `scripts/soak --kills`: two rounds of kills of a replica in every state."""
+"""A short version of `scripts/soak --kills`: two rounds that kill a replica in each state."""
 
 from __future__ import annotations
 
