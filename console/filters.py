@@ -43,7 +43,7 @@ def _term(term: str, getters: Getters, sorted_by: str) -> Callable[[Any], bool]:
             limit = float(found["number"]) * _UNITS[found["unit"]]
         except ValueError as error:
             raise FilterError(
-                f"{found['number']!r} is not a number: write for example >100 or >2.5k"
+                f"{found['number']!r} is not a number: enter, for example, >100 or >2.5k"
             ) from error
         compare = _SIGNS[found["sign"]]
         return lambda row: isinstance(value := get(row), int | float) and compare(value, limit)
