@@ -84,7 +84,7 @@ def test_a_long_answer_continues_after_its_model_was_exchanged(world: Alternatin
     assert not world.failures, world.failures
     assert world.answers[-1].tokens == LONG and world.loads == loads + 2
     assert not psutil.pid_exists(rank)
-    assert "requests continues when" in running.log_path.read_text()
+    assert "requests continue when" in running.log_path.read_text()
 
 
 def stopped_ranks(running: Service, name: str) -> list[int]:
