@@ -22,8 +22,8 @@ EVENTS = re.compile(
 
 
 def launch(sequences: int, fp8: bool) -> None:
-    """Launch decode attention with a different dtype for each kind of data, so that the loads can be told
-    apart in PTX. Lengths, slots and angles have 32 bits, page numbers have 64 bits, and the result of the qkv
+    """Launch decode attention with a different dtype for each kind of data. PTX then shows which data each
+    load reads. Lengths, slots and angles have 32 bits, page numbers have 64 bits, and the result of the qkv
     GEMM has 16 bits."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
