@@ -177,6 +177,7 @@ class Front:
         """Number of connections given to this process."""
         self._untaken: dict[int, Untaken] = {}
         """Connections from which the process has not read anything yet, by number."""
+        self._max_untaken = _max_untaken()
         self._refusals = RefusalWatch()
         self._stopping = False
         self._ended = asyncio.Event()
@@ -194,7 +195,7 @@ class Front:
         channel = self._channel
         if self.operator_state != "ready" or channel is None:
             return False
-        return channel.backlog_bytes < _MAX_UNREAD_BYTES and len(self._untaken) < _max_untaken()
+        return channel.backlog_bytes < _MAX_UNREAD_BYTES and len(self._untaken) < self._max_untaken
 
     @property
     def has_room(self) -> bool:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 LINGER_S = 2.0
 """Time limit for reading and dropping the rest of a refused request before the connection is closed. If it
 were closed immediately, the client would get a reset before reading the response."""
+REFUSAL_DELAY_S = 1.0
+"""Delay of the refusal of a request whose head uses too much memory. Without it, the client could reconnect
+and fill the memory again immediately."""
 UNAUTHENTICATED_LINGER_BYTES = 1 << 20
 """Maximum number of bytes to read and drop before closing a connection without a valid key."""
 _SENT_CHECK_S = 0.01
@@ -79,6 +82,9 @@ class Connection(asyncio.BufferedProtocol):
         self._read_paused = False
         self._waits_to_read = False
         """Whether the connection is waiting for a turn to read again after a large read."""
+        self._given_up = False
+        """Whether the connection is about to refuse its request because unfinished heads use too much
+        memory."""
         self._begun: tuple[int, int] = 0, 0
         """The last second in which a request began, and how many requests began in that second."""
         self._ended = False
@@ -280,13 +286,19 @@ class Connection(asyncio.BufferedProtocol):
         self.server.request_memory.hold(self, size)
 
     def give_up_request(self) -> None:
-        """Refuse the request, because unfinished request heads use too much memory in total. If the request
-        is already complete, close the connection instead, because the application may be answering it."""
+        """Drop the request, because unfinished request heads use too much memory in total, and refuse it
+        after a delay. If the request is already complete, close the connection instead, because the
+        application may be answering it."""
         if self._exchange is not None and self._exchange.request_complete:
             self.transport.abort()
-        else:
-            message = "the headers of unfinished requests use too much memory: retry later"
-            self.refuse(RequestError(503, message, "too_many_header_bytes"))
+            return
+        self._given_up = True
+        self._input.clear()
+        self._reader = HeadReader()
+        self._pause_reading(True)
+        message = "the headers of unfinished requests use too much memory: retry later"
+        refusal = RequestError(503, message, "too_many_header_bytes")
+        self._timer.start(REFUSAL_DELAY_S, partial(self.refuse, refusal))
 
     def _step(self) -> bool:
         """Parse one piece of the input. Return False if nothing can be parsed yet."""
@@ -366,6 +378,8 @@ class Connection(asyncio.BufferedProtocol):
         """Whether the connection should read more bytes. While a request is being answered, one buffer of the
         next request is read ahead, because a disconnection can be noticed only by reading."""
         exchange = self._exchange
+        if self._given_up:
+            return False
         if exchange is None or exchange.wants_body:
             return True
         return exchange.request_complete and not self._input

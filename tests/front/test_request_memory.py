@@ -109,6 +109,22 @@ def test_the_total_memory_of_unfinished_heads_is_bounded(
     serve(tmp_path, monkeypatch, use)
 
 
+def test_a_refusal_is_delayed_so_that_the_client_cannot_fill_the_memory_again_immediately(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("appliance.http.connection.REFUSAL_DELAY_S", 3.0)
+
+    async def use(server: HttpServer, path: Path) -> None:
+        clients = [Client(path) for _ in range(LIMIT // len(UNFINISHED) + 1)]
+        for one in clients:
+            await one.send(UNFINISHED)
+        await until(lambda: server.request_memory.refused == 1)
+        assert not any(one.received() for one in clients)
+        await until(lambda: any(b"503" in (one.received() or b"") for one in clients))
+
+    serve(tmp_path, monkeypatch, use)
+
+
 def test_a_request_of_the_tenant_with_the_most_memory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
