@@ -9,6 +9,7 @@ import io
 import os
 import signal
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar
 
 import msgspec
@@ -415,6 +416,30 @@ class ConsoleApp(App[int]):
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             with contextlib.suppress(NotImplementedError, ValueError, RuntimeError):
                 loop.add_signal_handler(number, self.exit, 128 + number)
+        self._resume_only_if_suspended()
+
+    def _resume_only_if_suspended(self) -> None:
+        """Ignore SIGCONT unless the console was suspended. The kernel sends SIGHUP and SIGCONT when a
+        terminal is lost. Textual would react to SIGCONT by starting a second input thread, which would keep
+        the process running without a terminal."""
+        suspend, resume = signal.getsignal(signal.SIGTSTP), signal.getsignal(signal.SIGCONT)
+        if not callable(suspend) or not callable(resume):
+            return
+        suspended = False
+
+        def on_suspend(number: int, frame: FrameType | None) -> None:
+            nonlocal suspended
+            suspended = True
+            suspend(number, frame)
+
+        def on_continue(number: int, frame: FrameType | None) -> None:
+            nonlocal suspended
+            if suspended:
+                suspended = False
+                resume(number, frame)
+
+        signal.signal(signal.SIGTSTP, on_suspend)
+        signal.signal(signal.SIGCONT, on_continue)
 
     async def on_unmount(self) -> None:
         """Release the source's connections once nothing is reading from it."""

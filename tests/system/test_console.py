@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from appliance import calls
@@ -137,6 +138,21 @@ def test_the_terminal_is_sane_after_a_signal(terminal: Tmux, number: signal.Sign
     subprocess.run(["kill", f"-{number.value}", str(terminal.pid())], check=True)
     assert terminal.modes() >= SANE
     assert terminal.marker.read_text().strip() == str(128 + number)
+
+
+def test_the_terminal_is_sane_if_the_console_is_continued_without_having_been_suspended(
+    terminal: Tmux,
+) -> None:
+    psutil.Process(terminal.pid()).send_signal(signal.SIGCONT)
+    time.sleep(0.5)
+    terminal.keys("q")
+    assert terminal.modes() >= SANE
+
+
+def test_the_console_ends_when_its_terminal_is_lost(terminal: Tmux) -> None:
+    console = psutil.Process(terminal.pid())
+    terminal.tmux("respawn-pane", "-k", "sleep 600")
+    assert psutil.wait_procs([console], timeout=60)[0] == [console]
 
 
 def test_the_console_stays_reconnects_and_leaves_a_sane_terminal(running: Service, terminal: Tmux) -> None:
