@@ -69,3 +69,21 @@ class Tmux:
         shell = self.tmux("list-panes", "-F", "#{pane_pid}").strip()
         found = subprocess.run(["pgrep", "-P", shell], capture_output=True, text=True, check=True).stdout
         return int(found.split()[0])
+
+
+def perform(terminal: Tmux, command: str) -> None:
+    """Enter an action on the console's command line and confirm its dialog."""
+    terminal.keys(":")
+    terminal.wait_for("type a command")
+    terminal.type(command)
+    terminal.wait_for(command)
+    terminal.keys("Enter")
+    confirm(terminal)
+
+
+def confirm(terminal: Tmux) -> None:
+    """Confirm an action's dialog. The focus is on Cancel at first, and there may be a forecast button in
+    between."""
+    terminal.wait_for("$ appliance")
+    terminal.keys(*["Tab"] * (2 if "What if" in terminal.screen() else 1), "Enter")
+    terminal.wait(lambda: "$ appliance" not in terminal.screen(), "the dialog to close")

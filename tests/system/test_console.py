@@ -20,7 +20,7 @@ from appliance import calls
 from appliance.client import AdminClient
 from appliance.pages import AuditQuery
 from tests.checkpoints import write_constant_checkpoint
-from tests.console.tmux import SANE, Tmux
+from tests.console.tmux import SANE, Tmux, confirm, perform
 from tests.system.service import APPLIANCE, Service, service
 
 pytestmark = [
@@ -52,24 +52,6 @@ def terminal(running: Service, tmp_path: Path) -> Iterator[Tmux]:
         yield opened
     finally:
         opened.tmux("kill-server")
-
-
-def perform(terminal: Tmux, command: str) -> None:
-    """Enter an action on the console's command line and confirm its dialog."""
-    terminal.keys(":")
-    terminal.wait_for("type a command")
-    terminal.type(command)
-    terminal.wait_for(command)
-    terminal.keys("Enter")
-    confirm(terminal)
-
-
-def confirm(terminal: Tmux) -> None:
-    """Confirm an action's dialog. The focus is on Cancel at first, and there may be a forecast button in
-    between."""
-    terminal.wait_for("$ appliance")
-    terminal.keys(*["Tab"] * (2 if "What if" in terminal.screen() else 1), "Enter")
-    terminal.wait(lambda: "$ appliance" not in terminal.screen(), "the dialog to close")
 
 
 def audited(running: Service, action: str) -> list[str | None]:
