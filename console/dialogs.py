@@ -136,6 +136,8 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
     def _fit(self) -> None:
         """Limit the height of the form, which scrolls, so that everything else stays visible, especially the
         buttons."""
+        if not self.display:
+            return  # The dialog has been closed since this call was scheduled.
         dialog, form = self.query_one("#dialog"), self.query_one("#form")
         others = sum(
             one.outer_size.height + one.styles.margin.height

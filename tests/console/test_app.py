@@ -326,3 +326,18 @@ def test_the_charts_begin_with_the_recorded_minutes_before_the_start() -> None:
             assert all(len(slices) > 100 for slices in app.session.context.history.batches.values())
 
     asyncio.run(watch())
+
+
+def test_a_layout_that_was_scheduled_before_a_dialog_closed_does_nothing() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("D")
+        await until(pilot, lambda: opened(app))
+        dialog = app.screen
+        assert isinstance(dialog, ActionDialog)
+        dialog._fit()
+        dialog.dismiss(None)
+        # The widgets of the dialog are removed before the dialog stops processing its callbacks.
+        await until(pilot, lambda: not dialog.query("#form"))
+        dialog._fit()
+
+    run(steps, console(write=True))
