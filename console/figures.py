@@ -278,7 +278,7 @@ FIGURES: dict[str, Figure] = {
     ),
     "queued": Figure("QUEUED", "requests", _NOW, "Requests waiting for the model.", "status: models.queued"),
     "weight_bytes": Figure(
-        "WEIGHTS", "bytes", _NOW, "Memory used by the weights, per rank.", "status: replicas.weight_bytes"
+        "WEIGHTS", "bytes", _NOW, "Memory used by the weights on all ranks.", "status: replicas.weight_bytes"
     ),
     "max_model_len": Figure(
         "CONTEXT",

@@ -317,7 +317,8 @@ def _processes(status: Status) -> list[ServiceProcess]:
 def with_replicas(gpu: Gpu, status: Status) -> Gpu:
     """Return the GPU, completed with the replicas that use it, their memory, and the owners of its processes.
     A replica uses the GPU if one of its processes does. If the process ids are not known, the replica's
-    device numbers decide."""
+    device numbers decide. The memory of a replica, which is the sum over its ranks, is divided equally among
+    them."""
     replicas = [replica for model in status.models for replica in model.replicas]
     owners = {pid: replica for replica in replicas for pid in replica.pids}
     processes = gpu.processes or []
@@ -333,6 +334,6 @@ def with_replicas(gpu: Gpu, status: Status) -> Gpu:
         gpu,
         processes=None if gpu.processes is None else named,
         replicas=list(dict.fromkeys(one.name for one in ranks)),
-        weight_bytes=sum(one.weight_bytes for one in ranks),
-        kv_bytes=sum(one.kv_bytes for one in ranks),
+        weight_bytes=sum(one.weight_bytes // max(1, len(one.devices)) for one in ranks),
+        kv_bytes=sum(one.kv_bytes // max(1, len(one.devices)) for one in ranks),
     )

@@ -143,7 +143,7 @@ class ModelsView(TableView[ModelRow]):
 
 def _replica(context: Context, one: ReplicaStatus, width: int) -> list[Line]:
     used = units.ratio(one.blocks_used, one.blocks_total)
-    head = heading(f"{one.name}: {one.state}", width, _devices(one))
+    head = heading(f"{one.name} {one.state}", width, _devices(one))
     head[1] = span(one.name, "title")
     head.insert(2, span(f" {one.state}", STATE_ROLES.get(one.state, "dim")))
     lines = [clip(head, width)]
@@ -169,11 +169,8 @@ def _replica(context: Context, one: ReplicaStatus, width: int) -> list[Line]:
         ("mixed step", _step(one.mixed_step_ms, one.mixed_idle_us)),
         ("fit", f"{units.size(one.predicted_bytes or None)} predicted"),
         ("memory", f"{units.size(one.used_bytes or None)} used{off}"),
-        (
-            "weights",
-            f"{units.size(one.weight_bytes or None)} per rank, loaded in {loaded_in}",
-        ),
-        ("KV cache", f"{units.size(one.kv_bytes or None)} per rank"),
+        ("weights", f"{units.size(one.weight_bytes or None)}, loaded in {loaded_in}"),
+        ("KV cache", units.size(one.kv_bytes or None)),
         ("credit", f"{one.credit_seqs:,} sequences, {units.short(one.credit_tokens)} tokens"),
         ("restarts", f"{one.restarts}, circuit breaker {one.breaker}"),
         ("links", " · ".join(part for part in (one.links, one.collectives) if part)),
@@ -265,5 +262,5 @@ def _step(duration_ms: float, idle_us: float) -> str:
 def _devices(one: ReplicaStatus) -> str:
     devices = list(dict.fromkeys(one.devices))
     held = precision(one.dtype, one.weights, one.kv_cache_dtype) if one.dtype else units.UNKNOWN
-    ranks = f"{len(one.devices)} ranks on " if len(one.devices) > 1 else ""
+    ranks = f"{len(one.devices)} ranks: " if len(one.devices) > len(devices) else ""
     return f"{ranks}{', '.join(devices) or units.UNKNOWN}, {held}"
