@@ -124,7 +124,7 @@ FIGURES: dict[str, Figure] = {
         "appliance_engine_cached_tokens_total",
     ),
     "utilization_percent": Figure(
-        "GPU use",
+        "USE, kernel time",
         "% of time",
         "NVML's sample period, at most 1 s",
         "Share of time during which at least one kernel was running. It does not tell how much of the GPU "
@@ -189,7 +189,11 @@ FIGURES: dict[str, Figure] = {
         "requests, usage: prompt_tokens",
     ),
     "generated_tokens": Figure(
-        "OUT, OUTPUT", "tokens", _LIFE, "Output tokens generated.", "requests, replicas: generated_tokens"
+        "OUT, OUTPUT",
+        "tokens",
+        "a request so far; a model: since its replicas started",
+        "Output tokens generated.",
+        "requests, replicas: generated_tokens",
     ),
     "max_tokens": Figure(
         "MAX",
@@ -370,7 +374,7 @@ FIGURES: dict[str, Figure] = {
         "batches: longest_ms; stalls: request, tenant",
     ),
     "computed_tokens": Figure(
-        "prompt, out",
+        "tokens: prompt, out",
         "tokens",
         _SECOND,
         "Prompt tokens processed and output tokens generated.",

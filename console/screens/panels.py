@@ -166,9 +166,9 @@ def queue(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
     # In wide panels, the space beside the classes is filled with a chart of the waiting requests.
     used = 39 + 5
     if (room := width - used) >= 10 and len(lines) > 2:
-        title = line(span(f"{f'last {shown_span(context, room)}':>{room}}", "dim"))
         trend = history_chart(context, lambda point: point.waiting, room, len(lines) - 2, "warn")
-        lines[1:] = beside(lines[1:], [title, *trend], used - 1, room, 1)
+        lines[1] = spread(lines[1], [span(f"waiting, last {shown_span(context, room)}", "dim")], width)
+        lines[2:] = beside(lines[2:], trend, used - 1, room, 1)
     if queue.overload:
         lines += wrap(queue.overload, width, "bad")
     return [clip(row, width) for row in lines]
@@ -185,7 +185,7 @@ def kv_bar(context: Context, one: KvCache, width: int) -> Line:
 def kv(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
     """Return the KV cache of each replica as a bar."""
     lines = [heading("KV cache", width, "used, cached, free blocks")]
-    name_width = min(max((len(one.replica) for one in snapshot.kv), default=4), max(10, width // 3))
+    name_width = min(max((len(one.replica) for one in snapshot.kv), default=4), max(10, width // 2))
     for one in snapshot.kv:
         used = one.blocks_used / one.blocks_total if one.blocks_total else None
         end = [
@@ -193,9 +193,7 @@ def kv(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
             span(f" hit {units.percent(one.hit_rate):>4}", "dim") if width >= 44 else span(""),
         ]
         size = width - name_width - 1 - sum(len(part.text) for part in end)
-        lines.append(
-            [span(f"{one.replica[:name_width]:<{name_width}} "), *kv_bar(context, one, max(4, size)), *end]
-        )
+        lines.append([span(f"{fit(one.replica, name_width)} "), *kv_bar(context, one, max(4, size)), *end])
     if not snapshot.kv:
         lines.append([span("no replica has reported", "dim")])
     return [clip(row, width) for row in lines]
@@ -269,7 +267,10 @@ def models(snapshot: Snapshot, width: int, height: int) -> list[Line]:
     """Return one line per model."""
     name_width = max(10, width - 36)
     titles = f"{'model':<{name_width}} {'state':<11}{'seqs':>7}{'queued':>8}{'output':>9}"
-    lines = [heading("Models", width), clip([span(titles, "dim")], width)]
+    lines = [
+        heading("Models", width, "output tokens since the replicas started"),
+        clip([span(titles, "dim")], width),
+    ]
     for one in snapshot.models[: height - 2]:
         running = sum(replica.running for replica in one.replicas) if one.replicas else None
         output = sum(replica.generated_tokens for replica in one.replicas) if one.replicas else None
