@@ -336,7 +336,7 @@ class ConsoleApp(App[int]):
             if name is not None:
                 self.begin(action_named(name), {})
 
-        title = f"Action for {', '.join(names[:3])}" if names else "Action"
+        title = f"Actions (selected: {', '.join(names[:3])})" if names else "Actions"
         self.push_screen(
             ChoiceDialog(title, [(one.name, f"{one.title:<36} {one.name}") for one in choices]), chosen
         )

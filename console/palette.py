@@ -18,6 +18,8 @@ class ConsolePalette(CommandPalette):
     """The palette without the blinking cursor, which would use bandwidth over SSH, and without symbols that
     some terminals lack."""
 
+    DEFAULT_CSS = "ConsolePalette SearchIcon { color: $primary; }"
+
     def on_mount(self) -> None:
         """Prepare the input line."""
         self.query_one(Input).cursor_blink = False

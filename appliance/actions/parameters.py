@@ -206,7 +206,8 @@ class UnmapPeer(_Parameters):
 
 
 class DrainService(_Parameters):
-    """Stop accepting requests, and finish the requests that were already accepted."""
+    """Stop accepting requests, and finish the requests that were already accepted. Requests that are
+    unfinished after the grace period end with an error."""
 
     model: ModelOrService = None
     grace_s: Grace = 120.0
