@@ -118,9 +118,11 @@ async def decode(
     context: RequestContext,
     token_ids: list[int],
     skip_special: bool = True,
+    complete: bool = True,
 ) -> str:
-    """Return the text of token ids. All ids must be in the model's vocabulary."""
-    steps = model.tokenizer.decode_steps(token_ids, skip_special)
+    """Return the text of token ids. All ids must be in the model's vocabulary. If `complete` is false, an
+    incomplete character at the end is left out."""
+    steps = model.tokenizer.decode_steps(token_ids, skip_special, complete)
     return await do_work(state, context, steps, len(token_ids), inline=PIECE_CHARACTERS)
 
 
