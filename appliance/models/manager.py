@@ -262,7 +262,7 @@ class ModelManager:
         self._begin_change(unit)
 
     def is_parked(self, unit: str) -> bool:
-        """Return whether the unit has, or will have, no replicas, but accepts requests."""
+        """Return whether the unit accepts requests although it has no replicas or soon will have none."""
         return unit in self._parked
 
     def settings_of(self, unit: str) -> ModelSettings | None:
