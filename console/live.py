@@ -1,4 +1,4 @@
-"""A source that reads a running service's event stream and lists through the admin socket."""
+"""A source that reads the event stream and the lists of a running service through the admin socket."""
 
 from __future__ import annotations
 
