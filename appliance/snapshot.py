@@ -117,8 +117,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     """End of the slice, in unix seconds."""
     span_s: float
-    """Length of the slice, in seconds. The means below cover the slice, or the replica's last report within
-    it."""
+    """Length of the slice, in seconds. This struct's mean values cover the slice, or only the replica's last
+    report within it."""
     step: int
     """Number of the last step whose tokens were read."""
     steps: int | None = None

@@ -151,7 +151,7 @@ immediately."""
 
 
 class ScalingChange(msgspec.Struct, kw_only=True):
-    """A change of a model's number of replicas that was made because of its load."""
+    """A change in a model's number of replicas that was made because of its load."""
 
     at: float
     """Time of the change, in unix seconds."""
@@ -161,7 +161,7 @@ class ScalingChange(msgspec.Struct, kw_only=True):
 
 
 class ScalingStatus(msgspec.Struct, kw_only=True):
-    """The scaling of a model that gets replicas according to its load."""
+    """The scaling status of a model whose number of replicas follows its load."""
 
     replicas: int
     """Number of replicas that the model should have."""

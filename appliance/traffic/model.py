@@ -98,7 +98,7 @@ class ModelTraffic:
         self.ttft = RecentTtft()
         self._tenants = tenants
         self._ends: list[tuple[float, int, Request]] = []
-        """A heap of the expected ends of running requests."""
+        """A heap of the running requests' expected end times."""
         self._ends_pushed = 0
         self._running: dict[str, Request] = {}
         self._tokens_per_seq = 0.0
@@ -430,8 +430,8 @@ class ModelTraffic:
                 fair.charge(tenant, service)
 
     def _expect_longer(self, now: float) -> None:
-        """Postpone expected ends that have passed: the expected run time of a request that is still running
-        is doubled."""
+        """Postpone expected end times that have passed: the expected run time of a request that is still
+        running is doubled."""
         while (end := self._next_end()) is not None and end <= now:
             request = heapq.heappop(self._ends)[2]
             self._expect_end(request, now + max(_MIN_RUN_S, now - (request.began_at or now)))

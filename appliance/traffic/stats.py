@@ -39,7 +39,8 @@ class TenantStats(NamedTuple):
 
 
 def model(one: ModelTraffic, now: float) -> ModelStats:
-    """Return the statistics of a model. The cost does not depend on the number of waiting requests."""
+    """Return the statistics of a model. The cost of this call does not depend on the number of waiting
+    requests."""
     oldest = [one.queue.oldest(number) for number in range(CLASSES)]
     return ModelStats(
         name=one.name,
