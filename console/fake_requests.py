@@ -13,8 +13,8 @@ _STATUS = {"cancelled": 499, "error": 429}
 _PROMPT_PRICE, _CACHED_PRICE, _OUTPUT_PRICE = 0.6, 0.15, 1.8
 """Prices per million tokens."""
 _PREFILL_TOKENS_PER_S = 6000
-"""Prompt tokens that prefill computes per second. One simulation step takes longer than most prefills, so the
-share of prefill in the time to first token is estimated."""
+"""Prompt tokens that prefill computes per second. One simulation step takes longer than most prefills, so
+prefill's share of the time to first token is estimated."""
 _MAX_TOKENS_PER_S = 900
 """Mean usage, on earlier days, of the tenant with the highest weight."""
 

@@ -104,8 +104,8 @@ class Tokenizer:
     def encode_rendered_steps(
         self, text: str, shield: Shield, add_special_tokens: bool = False, max_tokens: int | None = None
     ) -> Steps:
-        """Encode a conversation that was rendered with the texts hidden by a shield. Only special tokens
-        written by the template become control tokens (`appliance.text.control_tokens`)."""
+        """Encode a conversation that was rendered with its special tokens hidden by a shield. Only special
+        tokens written by the template become control tokens (`appliance.text.control_tokens`)."""
         if not shield.used:
             return self.encode_steps([text], add_special_tokens, max_tokens)
         return self._control.encode_steps(
@@ -113,11 +113,11 @@ class Tokenizer:
         )
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`, which is the text that a stream of these tokens emits. Ids outside
-        the vocabulary produce no text. Raises `TokenIdError` for negative ids.
+        """Return the text of `token_ids`. A stream of these tokens emits the same text. Ids outside the
+        vocabulary produce no text. Raises `TokenIdError` for negative ids.
 
         The result equals transformers' decode, with one exception: in a run of ByteFallback tokens that is
-        not valid UTF-8, only the invalid bytes become U+FFFD here, whereas transformers replaces all bytes of
+        not valid UTF-8, only the invalid bytes become U+FFFD here, whereas transformers replaces all bytes in
         the run.
         """
         return run_steps(self.decode_steps(token_ids, skip_special_tokens))
