@@ -115,7 +115,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--expert-parallel",
         action="store_true",
-        help="give each rank some experts completely instead of a part of every expert",
+        help="give each rank a subset of whole experts instead of a slice of every expert",
     )
     parser.add_argument("--again", action="store_true", help="remeasure entries of the table")
     parser.add_argument("--out", type=Path, help="table to update (default: kernels/tuned/<gpu>.json)")

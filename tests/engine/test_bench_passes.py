@@ -80,4 +80,4 @@ def test_too_few_gpus_are_reported(
     monkeypatch.setattr("sys.argv", ["passes", "--gpus", "4"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert passes.main() == 1
-    assert "--gpus is 4, but there are 2" in capsys.readouterr().err
+    assert "--gpus is 4, but this machine has 2" in capsys.readouterr().err

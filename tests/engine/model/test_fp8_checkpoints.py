@@ -260,7 +260,7 @@ def _refused(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], 
         ),
         (
             lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT][:, :32].contiguous()}),
-            f"{{file}}: {WEIGHT} has shape [96, 32], config.json needs [96, 64]",
+            f"{{file}}: {WEIGHT} has shape [96, 32], but config.json needs [96, 64]",
         ),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}),
