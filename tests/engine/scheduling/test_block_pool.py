@@ -127,7 +127,7 @@ def test_without_prefix_cache_no_block_is_found_or_cached() -> None:
 def test_check_reports_each_inconsistency() -> None:
     pool = BlockPool(4)
     block = pool.allocate()
-    with pytest.raises(InvariantError, match="has 1 references, but 0 block tables name it"):
+    with pytest.raises(InvariantError, match="has 1 references, but 0 block tables contain it"):
         pool.check([])
     with pytest.raises(InvariantError, match="twice in one block table"):
         pool.check([[block, block]])
