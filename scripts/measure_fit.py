@@ -250,7 +250,7 @@ def _wait_until_free(unused_bytes: int | None) -> None:
     deadline = time.monotonic() + FREE_WITHIN_S
     while unused_bytes is not None and (_gpu_bytes() or 0) > unused_bytes + FREE_WITHIN_BYTES:
         if time.monotonic() > deadline:
-            raise SystemExit("another process uses the GPU: run the measurement on a GPU without other work")
+            raise SystemExit("another process uses the GPU: run the measurement on an idle GPU")
         time.sleep(0.1)
 
 
