@@ -247,8 +247,8 @@ def reading(path: Path, schema: Schema, limit_s: float | None = None) -> Iterato
     except sqlite3.Error as error:
         if primary_code(error) == sqlite3.SQLITE_INTERRUPT:
             raise SlowQueryError(
-                f"{path.name} was read for longer than the limit of {limit_s:g} s",
-                "select fewer rows, for example by a shorter time span",
+                f"reading {path.name} took longer than the limit of {limit_s:g} s",
+                "select fewer rows, for example with a shorter time span",
             ) from error
         raise explain(path, error) from error
     finally:

@@ -267,8 +267,8 @@ def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
     if found.verdict.ok and newer > ROWS_BETWEEN_HEADS and not waiting:
         problems.append(
             f"no recorded head confirms the last {newer} rows, although the service records a head at "
-            f"least every {ROWS_BETWEEN_HEADS} rows: lines of {folder / HEADS_FILE} were removed or "
-            "never written"
+            f"least every {ROWS_BETWEEN_HEADS} rows: lines were removed from {folder / HEADS_FILE} "
+            "or never written to it"
         )
     return found._replace(problems=found.problems + problems, notes=found.notes + notes, spooled=len(waiting))
 

@@ -217,8 +217,8 @@ def readable_copy(path: Path, folder: Path) -> Path:
             raise explain(path, error) from error
         if "telemetry_1s" not in tables and "requests" not in tables:
             raise StoreError(
-                f"{path} contains no recorded history: open history.db of a service, or a file that "
-                "appliance history export wrote"
+                f"{path} contains no recorded history: open a service's history.db, or a file written by "
+                "appliance history export"
             )
         if schema_version(connection) >= len(HISTORY.migrations):
             return path  # Readers refuse a file written by a newer version.

@@ -296,7 +296,7 @@ class ModelRegistry:
                 records.insert(connection, shadow)
             elif former is None:
                 raise UnknownModelError(
-                    f"{name!r} has no shadow: see what a model has with: appliance models show {name}"
+                    f"{name!r} has no shadow: show the model's details with: appliance models show {name}"
                 )
             return former
 

@@ -161,7 +161,7 @@ class AuditTrail:
         self._spool.put(entry)
         if news:
             place = self._spool.state().path or "memory only"
-            log.error("%s; until control.db can be written, audit entries wait in %s", error, place)
+            log.error("%s; until control.db accepts writes again, audit entries wait in %s", error, place)
 
     def _begin(self, connection: sqlite3.Connection) -> Appended:
         appended = self.append(connection)
