@@ -72,7 +72,7 @@ class Parity:
         widest = max((divergence.gap for divergence in self.divergences), default=None)
         parted = "none" if widest is None else f"at most {widest:.4f}"
         return (
-            f"{self.device} {self.dtype}: {self.same} of {self.asked} answers have every token of the CPU's "
+            f"{self.device} {self.dtype}: {self.same} of {self.asked} answers match the CPU's exactly "
             f"({self.tokens} tokens); gaps at first divergences: {parted} (allowed: below {NEAR_TIE}); "
             f"smallest gap {self.least_gap:.4f}, gaps moved by at most {self.most_moved:.4f}"
             f"{'' if self.passes else '  FAILS'}"
