@@ -198,7 +198,8 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _append_heads(source: Path, target: Path, seq: int) -> None:
-    """Add to the copied heads file the heads of rows up to `seq` that were recorded after it was copied."""
+    """Append to the copied heads file the heads of rows up to `seq` that were recorded after it was
+    copied."""
     with target.open("ab") as file, source.open("rb") as lines:
         lines.seek(file.tell())
         for line in lines:

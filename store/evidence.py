@@ -175,7 +175,7 @@ def matches_action(record: ActionRecord, wanted: ActionFilter) -> bool:
 
 
 def spooled_actions(folder: Path) -> list[ActionRecord]:
-    """Return the actions that wait in this folder's spool, oldest first. Raises `StoreError`."""
+    """Return the actions that are waiting in the spool in `folder`, oldest first. Raises `StoreError`."""
     found: dict[str, ActionRecord] = {}
     for entry in read_spool(folder):
         intended = found.get(entry.act or "")
@@ -210,7 +210,7 @@ def verify_audit(path: Path, recorded: Iterable[Head] = ()) -> Verdict:
 
 
 def read_spool(folder: Path) -> list[Entry]:
-    """Return the entries that wait in this folder's spool. Raises `StoreError`."""
+    """Return the entries that are waiting in the spool in `folder`. Raises `StoreError`."""
     try:
         return spool.read_spool(folder / SPOOL_FILE).entries
     except OSError as error:

@@ -37,7 +37,7 @@ class ModelRegistry:
         """`control` must have been started. Raises `StoreError`."""
         self._control = control
         self.current = read_registry(control.path)
-        """All current records. Every change replaces the object."""
+        """All current records. Every change replaces this object with a new one."""
 
     # ── versions ──
 
@@ -50,7 +50,7 @@ class ModelRegistry:
         files: tuple[ModelFile, ...],
         settings: Mapping[str, Any],
     ) -> Future[VersionRecord]:
-        """Add a version of a model. The first version of a name creates the model and is its default."""
+        """Add a version of a model. The first version creates the model and becomes its default version."""
         now = time.time()
 
         def apply(connection: sqlite3.Connection) -> VersionRecord:
