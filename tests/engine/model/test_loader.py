@@ -157,7 +157,7 @@ def test_unconverted_tensors_are_read_directly_into_the_weights(
     load(_decoder(sharded), sharded, no_progress)
     assert not filled
     load(_decoder(sharded, ranks=PlaceOfRank(2, 0)), sharded, no_progress)
-    # only some columns of each row
+    # A rank has only some columns of each row of these weights.
     assert {name.split(".")[-2] for name in filled} == {"o_proj", "down_proj"}
 
 

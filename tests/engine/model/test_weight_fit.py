@@ -1,4 +1,4 @@
-"""Tests that weights that are too large for a device are refused before memory is allocated. The error must
+"""Tests that weights too large for a device are refused before any memory is allocated. The error must
 contain both sizes and a remedy."""
 
 from __future__ import annotations
