@@ -131,7 +131,7 @@ def narrow_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def large_plan(step: int) -> StepPlan:
-    """Return a plan that is many times larger than the buffer of a narrow socket."""
+    """Return a plan that is many times larger than the buffers of the sockets from `narrow_pair`."""
     return StepPlan(step, [], [], [], [], [Chunk(0, 0, list(range(100_000)), [])])
 
 

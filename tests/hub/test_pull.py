@@ -24,8 +24,8 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 def checkpoint() -> dict[str, bytes]:
-    """Return files with the names of a checkpoint. The weights are random bytes, because nothing loads
-    them."""
+    """Return files that are named like those of a checkpoint. The weights are random bytes, because nothing
+    loads them."""
     noise = random.Random(7)
     return {
         "config.json": b'{"model_type": "llama"}',

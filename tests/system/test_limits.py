@@ -1,5 +1,5 @@
-"""Tests of each quota limit through a real service, for tenants and for keys. Limits are changed while the
-service runs. Usage must survive a restart and a crash."""
+"""Tests of each quota limit of tenants and of keys, on a real service. Limits are changed while the service
+runs. Usage must survive a restart and a crash."""
 
 from __future__ import annotations
 

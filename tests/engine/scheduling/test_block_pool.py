@@ -1,4 +1,5 @@
-"""Tests of the block pool and its prefix cache: tests of single rules, and tests with random operations."""
+"""Tests of the block pool and its prefix cache: tests of individual rules, and tests with random
+operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that huge prompts use time, memory and quota only of the tenant that sends them."""
+"""Tests that a tenant's huge prompts consume only that tenant's share of time, memory and quota."""
 
 from __future__ import annotations
 
