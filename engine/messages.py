@@ -503,7 +503,8 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     """Number of prompt tokens that were found in the prefix cache."""
     computed_tokens: int = 0
-    """Number of computed prompt tokens. Tokens that are recomputed after a preemption count again."""
+    """Number of tokens computed in prefills. Tokens that are recomputed after a preemption, including output
+    tokens, count again."""
     generated_tokens: int = 0
     expert_layers: tuple[LayerExperts, ...] = ()
     """How often tokens have chosen the experts, for each layer that has experts. All steps are counted. The

@@ -62,7 +62,7 @@ class SplitRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The distribution of a name's requests over several models or versions."""
 
     name: str
-    """A model of the registry, or an alias."""
+    """A model in the registry, or an alias."""
     weights: dict[str, float]
     """Weight of each target. A target is a model's name, or NAME@VERSION."""
     created_at: float

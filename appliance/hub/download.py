@@ -119,8 +119,8 @@ class Download:
                 found = partial.digest()
         except OSError as error:
             raise HubError(
-                f"{path} cannot be written ({error.strerror or error}): the received part is kept, and the "
-                "same command continues from there"
+                f"{path} cannot be written ({error.strerror or error}): the received part is kept: run "
+                "the same command again to resume"
             ) from error
         if found != file.digest:
             path.unlink()
@@ -186,7 +186,7 @@ class Download:
         if free < RESERVE_BYTES:
             raise HubError(
                 f"the disk that holds {self._cache.root} has only {of_bytes(free)} free: the received part "
-                "is kept; free disk space, and the same command continues from there"
+                "is kept; free disk space, then run the same command again to resume"
             )
 
     def _count(self, count: int) -> None:

@@ -29,7 +29,7 @@ than `min_residence_s`."""
 
 class Bundle(NamedTuple):
     """Models that are loaded and unloaded together. Most bundles contain only one model. All times are in
-    seconds of one clock that never jumps."""
+    seconds of the monotonic clock."""
 
     units: tuple[str, ...]
     """The units of loading."""
