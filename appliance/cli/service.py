@@ -90,8 +90,8 @@ def admin_client(run_dir: str | None) -> Iterator[AdminClient]:
 
 def service_or_files(run_dir: Path) -> AdminClient | None:
     """Return a client of the service in `run_dir`. Returns None if the caller must read the service's files
-    instead, because no service is running, or because the caller is not permitted to use its admin API and has
-    set no key. The caller may still have permission to read the files.
+    instead, because no service is running, or because the caller is not permitted to use its admin API and
+    has set no key. The caller may still have permission to read the files.
 
     Raises Failure if the directory contains only a socket, which was probably forwarded from another machine:
     the files of a service on this machine must not be shown instead."""
