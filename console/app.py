@@ -148,7 +148,7 @@ class ConsoleApp(App[int]):
 
     @work(group="charts", exit_on_error=True)
     async def read_past(self) -> None:
-        """Fill the charts with what was recorded in the minutes before the console started. Without a
+        """Fill the charts with the values recorded in the minutes before the console started. Without a
         recording, the charts start empty."""
         first = self.session.context.history.points[0].at
         earlier = History()

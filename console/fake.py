@@ -140,7 +140,7 @@ class FakeSource:
             self._past.popleft()
 
     async def rows(self, name: ListName) -> Sequence[Row]:
-        """Return a list of the simulated service."""
+        """Return one of the simulated service's lists."""
         return self._rows.of(name)
 
     async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:
@@ -155,7 +155,7 @@ class FakeSource:
             case CancelRequest(request_id=request_id):
                 if not sim.cancel(request_id):
                     raise SourceError(
-                        f"request {request_id} is not unfinished: choose a request from the list"
+                        f"request {request_id} is not in flight: choose a request from the list"
                     )
                 message = f"request {request_id} cancelled"
             case DrainService(model=model):

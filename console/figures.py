@@ -1,5 +1,5 @@
-"""Explains the fields and metrics on the screens: the unit, the window and the source of each. The help of a
-screen lists those that the screen shows, and a test requires an entry for each of them."""
+"""Explains the fields and metrics on the screens: the unit, the window and the source of each. A screen's
+help lists the fields and metrics that the screen shows, and a test requires an entry for each of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FIGURES: dict[str, Figure] = {
         "cached",
         "%",
         _RATE,
-        "Share of these prompt tokens that came from the prefix cache.",
+        "Share of the prompt tokens that came from the prefix cache.",
         "appliance_engine_cached_tokens_total",
     ),
     "ttft": Figure(

@@ -23,7 +23,7 @@ _MIN_SCREEN = (20, 5)
 
 @dataclass
 class FrameState:
-    """What the frame shows besides the screen."""
+    """The information that the frame shows around the screen."""
 
     context: Context
     view: View

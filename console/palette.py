@@ -34,7 +34,7 @@ class ConsoleCommands(Provider):
         return self.app  # type: ignore[return-value]
 
     def _entries(self) -> list[tuple[str, str, str]]:
-        """Return title, help and command of each entry."""
+        """Return each entry's title, help and command."""
         context = self._console.session.context
         found = [
             (key.title, _key_note(context.keys, key.command), key.command)

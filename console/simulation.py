@@ -40,7 +40,7 @@ _MAX_DISPATCH_S = 0.08
 
 
 KEY_NAMES = ("web", "worker", "mobile")
-"""The names of the keys that each tenant has."""
+"""Names of each tenant's keys."""
 
 
 def key_id(name: str) -> str:
@@ -109,7 +109,7 @@ class SimReplica:
     preemptions: int = 0
     evictions: int = 0
     slice: dict[str, float] = field(default_factory=dict)
-    """Steps and tokens of the newest time slice, keyed by name."""
+    """Statistics of the steps in the newest time slice, keyed by name."""
     stalls: list[Stall] = field(default_factory=list)
     """The newest stalls, oldest first."""
     states: bytearray = field(default_factory=bytearray)
@@ -204,7 +204,7 @@ class SimTenant:
     billed: int = 0
     service: float = 0.0
     recent: deque[tuple[float, float]] = field(default_factory=deque)
-    """Times and weighted tokens of the last minute."""
+    """(end time, weighted tokens) of each request that ended in the last minute."""
 
 
 @dataclass(kw_only=True)

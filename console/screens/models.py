@@ -58,8 +58,8 @@ class ModelsView(TableView[ModelRow]):
     title = "Models"
     short = "Models"
     help_text = (
-        "All models. Below the table are the replicas of the selected model with load progress, memory use "
-        "and the predicted use, versions, aliases and traffic splits; {open} shows them full-screen."
+        "All models. Below the table are the replicas of the selected model with load progress, actual "
+        "and predicted memory use, versions, aliases and traffic splits; {open} shows them full-screen."
     )
     target: TargetKind = "model"
     sorted_by = "name"
@@ -179,7 +179,7 @@ def _replica(context: Context, one: ReplicaStatus, width: int) -> list[Line]:
 
 
 def _progress_lines(context: Context, one: ReplicaStatus, width: int) -> list[Line]:
-    """Return the progress of a load: its stage, a bar, the rate and the remaining time."""
+    """Return a replica's load progress: the stage, a bar, the rate and the remaining time."""
     size = max(8, min(40, width // 3))
     row: Line = [
         *meter(one.fraction, size, context.glyphs, "accent"),
@@ -212,7 +212,7 @@ def _scaling(scaling: ScalingStatus, width: int) -> list[Line]:
 
 
 def _versions(entry: RegisteredModel, width: int) -> list[Line]:
-    """Return the versions of a model, its aliases, splits and shadows."""
+    """Return a model's versions, aliases, splits and shadows."""
     lines = [
         heading("Versions", width, f"from the {entry.source}" if entry.source == "registry" else entry.source)
     ]
@@ -255,7 +255,7 @@ def _versions(entry: RegisteredModel, width: int) -> list[Line]:
 
 
 def _step(duration_ms: float, idle_us: float) -> str:
-    # The engine reports 0 if it ran no steps of this kind since its previous report.
+    # The engine reports 0 if it has run no steps of this kind since its previous report.
     return f"{units.ms(duration_ms)}, {units.us(idle_us)} idle" if duration_ms else "none"
 
 

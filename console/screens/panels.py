@@ -40,7 +40,7 @@ CLASS_ROLES = {"P0": "p0", "P1": "p1", "P2": "p2", "P3": "p3"}
 
 
 def state(name: str) -> Span:
-    """Return the name of a state, styled with its role."""
+    """Return a state's name, styled with the role of that state."""
     return span(name or units.UNKNOWN, STATE_ROLES.get(name, "dim"))
 
 
@@ -52,8 +52,8 @@ def history_chart(
     role: str,
     top: float | None = None,
 ) -> list[Line]:
-    """Return the newest values as a chart. `figure` selects the value from a point. `top` is the value at the
-    chart's upper edge."""
+    """Return the newest values as a chart. `figure` returns the value to plot for a point of the history.
+    `top` is the value at the chart's upper edge."""
     history = context.history
     values = history.last(figure, width * per_cell(context.glyphs))
     return chart(values, width, height, context.glyphs, role, top, phase=history.phase)
@@ -140,7 +140,7 @@ def _percentiles(name: str, one: LatencyPercentiles | None, size: int) -> Line:
 
 
 def queue(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
-    """Return the queue by service class."""
+    """Return a table of the queue, with one row per service class."""
     queue = snapshot.queue
     wide = width >= 50
     limit = f" of {queue.limit:,}" if wide else ""
@@ -175,7 +175,7 @@ def queue(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
 
 
 def kv_bar(context: Context, one: KvCache, width: int) -> Line:
-    """Return a bar of the used and cached blocks."""
+    """Return a bar that shows the fractions of used and cached blocks."""
     if not one.blocks_total:
         return unknown_bar(width)
     used, cached = one.blocks_used / one.blocks_total, one.blocks_cached / one.blocks_total
@@ -256,7 +256,7 @@ def alerts(snapshot: Snapshot, width: int, height: int) -> list[Line]:
 
 
 def alert_line(one: Alert, width: int) -> Line:
-    """Return an alert on one line. The first letter shows the severity."""
+    """Return a line that describes an alert. The first character shows the severity."""
     role = SEVERITY_ROLES[one.severity]
     sign = {"critical": "‼", "warning": "!", "info": "i"}[one.severity]
     what = [span(f"{one.where}: ", "bold"), span(one.what)]
@@ -314,7 +314,7 @@ def tenants(context: Context, snapshot: Snapshot, width: int, height: int) -> li
 
 
 def processes(context: Context, snapshot: Snapshot, width: int, height: int) -> list[Line]:
-    """Return the machine and the processes of the service."""
+    """Return the state of the host and of the service's processes."""
     host = snapshot.host
     cpu = None if host.cpu_percent is None else host.cpu_percent / 100
     memory = units.ratio(host.memory_used_bytes, host.memory_bytes)

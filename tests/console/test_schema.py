@@ -27,7 +27,7 @@ from tests.core.conftest import read_answer, running_core, wait_until
 
 _NOT_RECORDED = ("kv[].blocks.",)
 _ONLY_SHOWN = ("requests[].blocks", "requests[].preemptions")
-"""Fields that a service determines only while they are shown, so that its recording does not contain them."""
+"""Fields that a service determines only while they are shown. A recording therefore does not contain them."""
 _ONLY_IN_SOME_STATES = (
     *("alerts[].acknowledged_by", "alerts[].ended_at", "alerts[].silenced_until"),
     *("current_problems[]", "problems[]", "reason", "queue.overload", "gpu_error", "drains[].model"),

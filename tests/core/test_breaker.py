@@ -1,4 +1,4 @@
-"""Tests of the circuit breaker of a replica in a real core."""
+"""Tests of a replica's circuit breaker in a real core."""
 
 from __future__ import annotations
 
