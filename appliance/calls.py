@@ -66,7 +66,7 @@ class Call(NamedTuple, Generic[Answer]):
     """Whether the service may take minutes to respond (`Action.is_long`)."""
 
     def decode(self, status: int, content: bytes, place: str) -> Answer:
-        """Decode a response from `place`. Raises AdminError."""
+        """Decode a response. Error messages name the sender as `place`. Raises AdminError."""
         if 200 <= status < 300:
             try:
                 answer: Answer = msgspec.json.decode(content, type=self.answer)
@@ -130,7 +130,7 @@ def act(parameters: msgspec.Struct) -> Call[Any]:
 
 
 def what_if(parameters: msgspec.Struct) -> Call[QuotaForecast]:
-    """Return the call that forecasts the effect of the parameters of `tenants.set` or `keys.set`."""
+    """Return the call that forecasts the effect of `tenants.set` or `keys.set` with these parameters."""
     call = act(parameters)
     path = call.path.replace("/actions/", "/what-if/", 1)
     return call._replace(path=path, answer=QuotaForecast, is_long=True)

@@ -45,8 +45,8 @@ class ServiceNotRunningError(Exception):
 
 
 class NotAllowedError(ServiceNotRunningError):
-    """Raised if this user may not open the socket. The caller then cannot tell whether a service is listening
-    on it."""
+    """Raised if this user is not permitted to open the socket. The caller then cannot tell whether a service
+    is listening on it."""
 
 
 class AdminClient:
@@ -174,15 +174,15 @@ class AdminClient:
 
 def call_timeout_s(call: Call[Answer], timeout_s: float) -> float | None:
     """Return the time limit for a call. `timeout_s` is the client's limit for ordinary calls. None means that
-    the client sets no limit, because the service limits the time."""
+    the client sets no limit, because the service enforces one."""
     if call.body is None:
         return timeout_s
     return None if call.is_long else max(timeout_s, ACTION_TIMEOUT_S)
 
 
 def unix_connection(path: Path, timeout_s: float | None) -> HTTPConnection:
-    """Return an HTTP connection to the service's socket at `path`, which is not opened yet. `timeout_s`
-    limits each wait for the answer; None means no limit.
+    """Return an HTTP connection, not yet opened, to the service's socket at `path`. `timeout_s` limits each
+    wait for the answer; None means no limit.
 
     The connection's `connect` method raises OSError if nothing is listening, and UntrustedError unless the
     run directory and the process behind the socket belong to users whom the caller trusts

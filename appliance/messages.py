@@ -204,7 +204,7 @@ class RetryRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeepRules(msgspec.Struct, frozen=True, kw_only=True):
-    """Rules for storing prompts and answers of tenants with a log policy that requires it."""
+    """Rules for storing prompts and answers, for tenants whose log policy requires that they be stored."""
 
     redact: tuple[SecretKind, ...] = ("keys", "bearer_tokens", "passwords", "private_keys")
     """Kinds of secrets that are removed from stored prompts and answers."""
@@ -237,8 +237,8 @@ class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
     reason: str = ""
     """Reason why the service is not ready."""
     silent: dict[str, str] = {}
-    """Names with models that cannot answer requests, each with the reason, which `/health/ready?model=NAME`
-    returns."""
+    """Names whose models cannot answer requests, each with the reason. `/health/ready?model=NAME` returns
+    this reason."""
     log_level: LogLevel = "info"
     retries: RetryRules = RetryRules()
     keeping: KeepRules = KeepRules()
@@ -399,7 +399,7 @@ class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
     max_tokens: int
     """Maximum number of tokens to generate, over all samples."""
     prefixes: tuple[bytes, ...] = ()
-    """Hashes of prefixes of the first prompt (`appliance.channel.prefixes`). Empty if there is only one
+    """Hashes of the first prompt's prefixes (`appliance.channel.prefixes`). Empty if there is only one
     replica to choose from."""
     may_fall_back: bool = False
     """Whether the front process can send the request to another model if this one cannot answer it
@@ -519,7 +519,7 @@ class ShadowDone(msgspec.Struct, tag="shadow_done", frozen=True, kw_only=True):
     outcome: Literal["compared", "dropped", "failed"]
     """"dropped": the copy could not start at once. "failed": the copy was refused, or ended with an error."""
     original: ShadowMeasure | None = None
-    """Set, like `copy`, if the answers were compared."""
+    """Measurements of the original answer. Set only if the answers were compared, like `copy`."""
     copy: ShadowMeasure | None = None
     equal_tokens: int | None = None
     """Number of tokens before the first difference between the answers, over all samples. None unless the

@@ -56,7 +56,7 @@ class RequestLogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
     """Keep the response open, and send each matching request as a line of JSON when it ends or, with `state`
     = "open", when it is admitted."""
     after: Number | None = None
-    """Sequence number of a change. Following starts after this change. Default: the latest change."""
+    """Sequence number of the change after which following begins. Default: the latest change."""
     since: Time | None = None
     """Only requests that arrived at this time or later."""
     until: Time | None = None
@@ -65,7 +65,7 @@ class RequestLogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
     tenant: Text | None = None
     key_id: Text | None = None
     peer: Text | None = None
-    """Only requests of this peer, such as "uid 1000"."""
+    """Only requests from this peer, such as "uid 1000"."""
     model: Text | None = None
     request_class: Literal["P0", "P1", "P2", "P3"] | None = msgspec.field(default=None, name="class")
     state: Literal["open", "ended"] | None = None
@@ -85,19 +85,20 @@ class RequestLogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, 
 
 
 class AuditAction(msgspec.Struct, kw_only=True):
-    """An action of an operator. Times are in ISO 8601."""
+    """An operator's action. Times are in ISO 8601."""
 
     seq: int | None
-    """Seq of the action's intent row in the chain; null while the action waits in the spool."""
+    """Sequence number of the action's intent row in the audit chain; null while the action waits in the
+    spool."""
     result_seq: int | None
-    """Seq of the action's result row."""
+    """Sequence number of the action's result row."""
     at: str
     ended_at: str | None
     actor: str
     host: str | None
     action: str
     params: Any
-    """Parameters of the action, without secrets. This field, `before` and `after` are JSON values, or texts
+    """Parameters of the action, without secrets. This field, `before` and `after` are JSON values, or strings
     if the stored text is not valid JSON."""
     result: str | None
     """"ok", or the error. Null if no result has been recorded."""
@@ -114,7 +115,8 @@ class AuditPage(msgspec.Struct, kw_only=True):
     next: int | None
     """Pass this as `before` to get the next page, which contains older actions. Null if there are none."""
     sequence: int
-    """Seq of the chain's newest row when the page was read. Pass this as `after` to follow the chain."""
+    """Sequence number of the chain's newest row when the page was read. Pass this as `after` to follow the
+    chain."""
 
 
 class AuditQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -128,9 +130,9 @@ class AuditQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_
     """Keep the response open, and send each matching action as a line of JSON: when it begins, and again when
     its result is recorded."""
     after: Number | None = None
-    """Seq of a row of the chain. Following starts after this row. Default: the newest row."""
+    """Sequence number of the chain row after which following begins. Default: the newest row."""
     actor: Text | None = None
-    """Only actions of this actor, such as "uid:0"."""
+    """Only actions by this actor, such as "uid:0"."""
     action: Text | None = None
     """Only this action, such as "keys.create". A name that ends with a dot, such as "keys.", selects all
     actions with this prefix."""
@@ -147,7 +149,7 @@ class AuditQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_
 
 
 def audit_action(record: ActionRecord) -> AuditAction:
-    """Convert an action of the store to the API's format."""
+    """Convert a stored action to the API's format."""
     fields = record._asdict()
     for name in ("params", "before", "after"):
         # The text of a row that was tampered with may not be valid JSON. Show it unchanged.
@@ -157,8 +159,8 @@ def audit_action(record: ActionRecord) -> AuditAction:
 
 
 def iso_utc(seconds: float) -> str:
-    """Return a unix time in the format of the audit trail. Times before 1970 or after 9999 are clamped to
-    this range."""
+    """Return a unix time in the audit trail's format. Times before 1970 or after 9999 are clamped to this
+    range."""
     inside = min(max(seconds, 0.0), 253_402_300_799.0)
     return datetime.fromtimestamp(inside, UTC).isoformat(timespec="microseconds")
 
@@ -167,7 +169,7 @@ def iso_utc(seconds: float) -> str:
 
 
 CORE = "core"
-"""Name of the core in log lines."""
+"""The core's process name in log lines."""
 
 
 class LogLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,8 +183,8 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
     """Part of the program that wrote the line, such as "replica"."""
     message: str
     process: str = CORE
-    """The process that wrote the line: "core", the name of a front process, or the name of a replica, with
-    the rank if it has several."""
+    """The process that wrote the line: "core", the name of a front process, or the name of a replica,
+    followed by the rank if the replica has several ranks."""
 
 
 class LogPage(msgspec.Struct, kw_only=True):
@@ -205,11 +207,11 @@ class LogQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_de
     after: Number | None = None
     """Only lines after the line with this number. When following, the default is the newest line."""
     level: Level | None = None
-    """Only lines of at least this level."""
+    """Only lines at this level or above."""
     text: Text | None = None
     """Only lines that contain this text, ignoring case."""
     process: Text | None = None
-    """Only lines of this process: "core", or the name of a front process or of a replica (with all its
+    """Only lines from this process: "core", or the name of a front process or of a replica (with all its
     ranks)."""
     until: Time | None = None
     """Only lines that were written at this time or before, in unix seconds."""
@@ -237,7 +239,7 @@ class UsageRow(msgspec.Struct, kw_only=True):
     """Empty for requests that named an unknown model."""
     requests: int
     failed: int
-    """Number of the requests that had a status of 400 or more, or an error."""
+    """Number of requests that had a status of 400 or more, or an error."""
     prompt_tokens: int
     """Number of prompt tokens of the requests that ran, including `cached_tokens`."""
     cached_tokens: int

@@ -68,7 +68,7 @@ class RunDirLock:
                 "one with a different --run-dir and --state-dir"
             ) from None
         self.former = last_holder(run_dir)
-        """The process that held the lock before."""
+        """The process that previously held the lock, if any."""
         self._holder = LockHolder(pid=os.getpid(), state_dir=str(state_dir), stopped=False)
         self._write()
         for left in run_dir.glob(f"{_RENDEZVOUS}*"):

@@ -30,8 +30,8 @@ Phase = Literal["queued", "prefill", "decode", "ending"]
 BlockState = Literal["free", "cached", "used", "shared"]
 BLOCK_STATES: tuple[BlockState, ...] = ("free", "cached", "used", "shared")
 """The states of a KV block. `BlockMap.states` contains indices into this tuple. A "cached" block is free but
-still contains a prefix. A "shared" block has more than one reference. Samples that were forked from one
-prompt hold one reference together."""
+still contains a prefix. A "shared" block has more than one reference. Samples that were forked from the same
+prompt share a single reference."""
 STALL_FACTOR = 3.0
 """A step with decodes is a stall if it takes more than this many times the mean duration of a decode-only
 step."""
@@ -48,7 +48,8 @@ class LatencyPercentiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
-    """The latencies of requests over all models. None means that the service does not report the latency."""
+    """The latencies of requests to all models. A field is None if the service does not report that
+    latency."""
 
     ttft: LatencyPercentiles | None = None
     """Time from a request's arrival to its first token."""
@@ -116,8 +117,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     """End of the slice, in unix seconds."""
     span_s: float
-    """Length of the slice, in seconds. The means below cover the slice, or the replica's last report within
-    it."""
+    """Length of the slice, in seconds. This struct's mean values cover the slice, or only the replica's last
+    report within it."""
     step: int
     """Number of the last step whose tokens were read."""
     steps: int | None = None
@@ -151,7 +152,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stall(msgspec.Struct, frozen=True, kw_only=True):
-    """A step that delayed decodes by more than `STALL_FACTOR` times the mean duration of a decode-only
+    """A step with decodes that took more than `STALL_FACTOR` times the mean duration of a decode-only
     step."""
 
     replica: str
@@ -160,15 +161,16 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True):
     ms: float
     """Duration of the step."""
     mean_ms: float
-    """Mean duration of a decode-only step at that time."""
+    """Mean duration of a decode-only step when the step was reported."""
     decodes: int
     """Number of sequences that decoded."""
     prompt_tokens: int
     """Prompt tokens that the step computed."""
     request: str = ""
-    """Request with the largest chunk of the step. Empty if the step computed no prompt."""
+    """Id of the request whose prompt chunk was the largest in the step. Empty if the step computed no prompt
+    tokens."""
     tenant: str = ""
-    """Tenant of that request. Empty if the request had ended before the report."""
+    """Tenant of `request`. Empty if the request had ended before the report."""
 
 
 class BlockMap(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,9 +190,9 @@ class BlockMap(msgspec.Struct, frozen=True, kw_only=True):
     """Number of blocks for which each entry of `states`, `owners` and `ages` stands. An entry describes the
     first of these blocks."""
     request_blocks: list[int] = []
-    """The number of blocks of each entry in `requests`."""
+    """Number of blocks owned by each request in `requests`."""
     preemptions: list[int] = []
-    """How often the samples of each entry in `requests` were preempted."""
+    """Number of times that samples of each request in `requests` were preempted."""
     ages: bytes | None = None
     """One byte per block: the binary logarithm of 1 + the seconds since the block was last used, rounded
     down."""
@@ -264,7 +266,7 @@ class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU, as reported by NVML. None means that the GPU or the driver does not report the value."""
+    """One GPU, as reported by NVML. A field is None if the GPU or the driver does not report the value."""
 
     number: int
     name: str
@@ -312,12 +314,12 @@ class TenantUse(msgspec.Struct, frozen=True, kw_only=True):
     running: int | None = None
     waiting: int | None = None
     tokens_per_s: float | None = None
-    """Number of prompt and output tokens of the tenant per second, over the window of the rates."""
+    """Number of the tenant's prompt and output tokens per second, over the same window as `Rates`."""
     service_tokens: float | None = None
     """Weighted number of tokens computed for the tenant since the start of the service."""
     share: float | None = None
-    """The tenant's share of the weighted tokens computed for all tenants over the window of the rates, from 0
-    to 1."""
+    """The tenant's share of the weighted tokens computed for all tenants over the same window as `Rates`,
+    from 0 to 1."""
     fair_share: float | None = None
     """The share to which the tenant's weight entitles it, relative to the other tenants that have requests,
     from 0 to 1."""
@@ -338,7 +340,7 @@ Severity = Literal["info", "warning", "critical"]
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
-    """A condition that needs the attention of an operator."""
+    """A condition that needs an operator's attention."""
 
     id: str
     rule: str
@@ -351,7 +353,7 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     cause: str = ""
     """Description of the likely cause, based on recent events."""
     remedy: str = ""
-    """Description of the operator's next step."""
+    """Description of what the operator should do next."""
     since: float | None = None
     """When the condition began, in unix seconds."""
     ended_at: float | None = None

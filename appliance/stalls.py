@@ -11,7 +11,7 @@ from engine.messages import LongestStep, Report
 MAX_STALLS = 32
 """Maximum number of stalls in a snapshot. The newest stalls are kept."""
 _WINDOW_S = 10.0
-"""Time for which the longest steps of a replica are known."""
+"""Time in seconds for which a replica's longest steps are remembered."""
 _MAX_STEPS = 64
 
 
@@ -72,7 +72,7 @@ class StallLog:
         self._stalls = merged(self._stalls, [stall])
 
     def forget(self, replica: str) -> None:
-        """Forget the speed of a replica that has exited. Its stalls are kept."""
+        """Forget the mean step duration of a replica that has exited. Its stalls are kept."""
         self._means.pop(replica, None)
 
 

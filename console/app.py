@@ -148,7 +148,7 @@ class ConsoleApp(App[int]):
 
     @work(group="charts", exit_on_error=True)
     async def read_past(self) -> None:
-        """Fill the charts with what was recorded in the minutes before the console started. Without a
+        """Fill the charts with the values recorded in the minutes before the console started. Without a
         recording, the charts start empty."""
         first = self.session.context.history.points[0].at
         earlier = History()
@@ -336,7 +336,7 @@ class ConsoleApp(App[int]):
             if name is not None:
                 self.begin(action_named(name), {})
 
-        title = f"Action for {', '.join(names[:3])}" if names else "Action"
+        title = f"Actions (selected: {', '.join(names[:3])})" if names else "Actions"
         self.push_screen(
             ChoiceDialog(title, [(one.name, f"{one.title:<36} {one.name}") for one in choices]), chosen
         )

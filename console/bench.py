@@ -52,7 +52,7 @@ class Terminal:
         fcntl.ioctl(self._descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", _ROWS, _COLUMNS, 0, 0))
 
     def read_for(self, seconds: float) -> int:
-        """Read all output for the given time and return its number of bytes."""
+        """Read all output for the given time and return its size in bytes."""
         end, count = time.monotonic() + seconds, 0
         while (left := end - time.monotonic()) > 0:
             if select.select([self._descriptor], [], [], left)[0]:
@@ -146,7 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--theme", default="ansi")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each measurement")
-    parser.add_argument("--presses", type=int, default=40, help="number of keys for the echo")
+    parser.add_argument("--presses", type=int, default=40, help="number of keys to press")
     parser.add_argument("--child", metavar="THEME", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.child:
@@ -154,7 +154,7 @@ def main() -> None:
         return
     start = time.monotonic()
     subprocess.run([sys.executable, "-c", "import console.app"], check=True)
-    print(f"import of the console: {time.monotonic() - start:.2f} s, with the interpreter's start")
+    print(f"import of the console: {time.monotonic() - start:.2f} s, including interpreter startup")
     screens = {"overview": "1", "batches": "2", "kv": "3", "requests": "4", "gpus": "5", "tenants": "7"}
     print(f"{'screen':<12}{'cpu':>8}{'bytes/s':>10}{'echo p95':>12}")
     for one in measure(screens, flags.theme, flags.seconds, flags.presses):

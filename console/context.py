@@ -17,7 +17,7 @@ RowT = TypeVar("RowT", bound=Row)
 
 
 class Compared(NamedTuple):
-    """One of the two moments of a comparison."""
+    """The snapshot at one of the two times that are compared."""
 
     snapshot: Snapshot
     resolution_s: int
@@ -41,7 +41,7 @@ class Context:
     rows: dict[ListName, Sequence[Row]] = field(default_factory=dict)
     """Lists that have been read so far."""
     row_errors: dict[ListName, str] = field(default_factory=dict)
-    """Reasons why a list could not be read."""
+    """For each list that could not be read, the reason."""
     compared: Compared | None = None
     """The first moment of a comparison, or None if none has been chosen."""
     jumping: bool = False

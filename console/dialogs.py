@@ -20,7 +20,7 @@ from console.commands import CommandError, build, equivalent, flag_of, is_hidden
 from console.lines import span
 
 Values = dict[str, Any]
-_MIN_FORM, _MAX_FORM = 2, 12
+_MIN_FORM, _MAX_FORM = 2, 20
 """Minimum and maximum height of an action's form, in lines."""
 
 
@@ -47,11 +47,12 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
     ActionDialog #dialog { width: 76; max-width: 96%; height: auto; max-height: 94%; border: round $primary;
         padding: 0 1; background: $surface; }
     ActionDialog #title { text-style: bold; color: $primary; width: 1fr; }
-    ActionDialog #form { height: auto; max-height: 12; }
+    ActionDialog #form { height: auto; }
     ActionDialog #impact { color: $warning; height: auto; }
     ActionDialog #description { height: auto; color: $text-muted; }
-    ActionDialog .field { height: 1; }
+    ActionDialog .field { height: auto; }
     ActionDialog .field Label { width: 24; }
+    ActionDialog .field .help { width: 1fr; height: auto; margin-left: 1; color: $text-muted; }
     ActionDialog Input { width: 1fr; background: $panel; }
     ActionDialog Checkbox { background: transparent; width: 3; }
     ActionDialog Checkbox:focus { text-style: bold reverse; }
@@ -106,7 +107,9 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
             if self._what_if is not None:
                 yield _hidden("forecast")
             with Horizontal(id="buttons"):
-                yield Button("Cancel", id="cancel", compact=True)
+                # Next to a button such as "Cancel request", "Cancel" would be ambiguous.
+                ends_something = action.title.startswith("Cancel")
+                yield Button("Back" if ends_something else "Cancel", id="cancel", compact=True)
                 if self._what_if is not None:
                     yield Button("What if", id="what-if", compact=True)
                 yield Button(
@@ -145,6 +148,15 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
             if one is not form and one.display
         )
         form.styles.max_height = max(_MIN_FORM, min(_MAX_FORM, int(self.size.height * 0.94) - others - 2))
+        if isinstance(self.focused, Button):
+            self.call_after_refresh(self._show_given)
+
+    def _show_given(self) -> None:
+        """Scroll the form to the first field that has a value from the command line."""
+        for name in self._values:
+            for field in self.query(f"#field-{name}"):
+                field.scroll_visible(animate=False)
+                return
 
     def _field(self, field: Any) -> ComposeResult:
         value = self._values.get(field.name)
@@ -154,12 +166,15 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
                 yield Switch(
                     value=bool(value or field.default is True), id=f"field-{field.name}", compact=True
                 )
+                yield Static(text(_description(self._action, field.name)), classes="help")
             else:
                 default = (
                     "" if field.required or field.default in (None, msgspec.UNSET) else str(field.default)
                 )
                 shown = default if value is None else str(value)
                 absent = "none" if field.default is None else "unchanged"
+                if field.name == self._action.named_by:
+                    absent = self._target() or absent
                 yield Input(value=shown, id=f"field-{field.name}", placeholder=absent, compact=True)
 
     def _target(self) -> str:
@@ -206,8 +221,8 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
 
     @on(events.DescendantFocus)
     def _explain(self, event: events.DescendantFocus) -> None:
-        """Explain the field that has the focus."""
-        name = (event.widget.id or "").removeprefix("field-")
+        """Explain the field that has the focus. The explanation of a checkbox is always shown beside it."""
+        name = "" if isinstance(event.widget, Checkbox) else (event.widget.id or "").removeprefix("field-")
         self.query_one("#hint", Static).update(text(_description(self._action, name)))
         self.call_after_refresh(self._fit)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -140,7 +140,7 @@ class FakeSource:
             self._past.popleft()
 
     async def rows(self, name: ListName) -> Sequence[Row]:
-        """Return a list of the simulated service."""
+        """Return one of the simulated service's lists."""
         return self._rows.of(name)
 
     async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:
@@ -155,7 +155,7 @@ class FakeSource:
             case CancelRequest(request_id=request_id):
                 if not sim.cancel(request_id):
                     raise SourceError(
-                        f"request {request_id} is not unfinished: choose a request from the list"
+                        f"request {request_id} is not in flight: choose a request from the list"
                     )
                 message = f"request {request_id} cancelled"
             case DrainService(model=model):
@@ -212,8 +212,8 @@ class FakeSource:
         gpus = gpus_of(sim)
         return Snapshot(
             at=sim.now,
-            started_at=sim.started - 300_000.0,
-            uptime_s=sim.now - sim.started + 300_000.0,
+            started_at=sim.started,
+            uptime_s=sim.now - sim.started,
             version="0.1.0",
             pid=4711,
             state="draining" if None in sim.paused else "ready",
@@ -229,7 +229,7 @@ class FakeSource:
             requests=[] if brief else [self._request(one) for one in self._unfinished()],
             gpus=gpus,
             models=[] if brief else self._models(),
-            tenants=[] if brief else [self._tenant_use(one) for one in sim.tenants.values()],
+            tenants=[] if brief else self._tenant_uses(),
             alerts=[] if brief else alerts_of(sim, gpus),
             stalls=sorted(
                 (one for replica in sim.replicas for one in replica.stalls), key=lambda one: one.at
@@ -356,7 +356,7 @@ class FakeSource:
             blocks_cached=len(replica.cached),
             blocks_shared=replica.states.count(SHARED),
             block_tokens=BLOCK_TOKENS,
-            kv_bytes=replica.blocks * BLOCK_TOKENS * 160 * 1024,
+            kv_bytes=replica.kv_bytes,
             kv_cache_dtype="fp8",
             prompt_tokens=replica.prompt_tokens,
             cached_tokens=replica.cached_tokens,
@@ -406,21 +406,28 @@ class FakeSource:
             preemptions=one.preemptions,
         )
 
-    def _tenant_use(self, one: SimTenant) -> TenantUse:
+    def _tenant_uses(self) -> list[TenantUse]:
+        # Unfinished requests count with their maximum number of tokens.
+        held: Counter[str] = Counter()
+        for request in self._unfinished():
+            held[request.tenant] += request.max_tokens
+        return [self._tenant_use(one, held[one.name]) for one in self.simulation.tenants.values()]
+
+    def _tenant_use(self, one: SimTenant, held: int) -> TenantUse:
         sim = self.simulation
         all_service = sum(cost for tenant in sim.tenants.values() for _, cost in tenant.recent)
         active = sum(tenant.weight for tenant in sim.tenants.values() if tenant.running + tenant.waiting)
         usage = []
         left_s = None
         if one.tokens_per_minute is not None:
-            used = int(min(one.level, one.tokens_per_minute))
+            used = int(min(one.level + held, one.tokens_per_minute))
             usage.append(
                 LimitUsage(
                     limit="tokens_per_minute",
                     capacity=int(one.tokens_per_minute),
                     used=used,
-                    held=used // 3,
-                    resets_in_s=one.level / one.tokens_per_minute * 60.0,
+                    held=held,
+                    resets_in_s=used / one.tokens_per_minute * 60.0,
                 )
             )
             burn = sum(cost for _, cost in one.recent) / WINDOW_S - one.tokens_per_minute / 60.0
@@ -493,10 +500,10 @@ class FakeSource:
             links="NVLink (18 links)" if ranks > 1 else "",
             collectives="peer memory" if ranks > 1 else "",
             parameters=70_600_000_000 if ranks > 1 else 8_200_000_000,
-            weight_bytes=one.weight_bytes // ranks,
-            kv_bytes=one.blocks * BLOCK_TOKENS * 160 * 1024,
-            predicted_bytes=one.weight_bytes // ranks + (20 << 30),
-            used_bytes=one.weight_bytes // ranks + (20 << 30) + (311 << 20),
+            weight_bytes=one.weight_bytes,
+            kv_bytes=one.kv_bytes,
+            predicted_bytes=one.used_bytes - (311 << 20),
+            used_bytes=one.used_bytes,
             load_seconds=41.2 if ranks > 1 else 7.9,
             max_num_seqs=one.max_num_seqs,
             max_num_batched_tokens=one.budget,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from appliance.snapshot import Alert, Gpu, GpuProcess
-from console.simulation import BLOCK_TOKENS, SimReplica, Simulation
+from console.simulation import GPU_MEMORY_BYTES, SimReplica, Simulation
 
-_MEMORY = 141 << 30
 _INCIDENT_EVERY_S, _INCIDENT_S = 180.0, 75.0
 
 
@@ -32,18 +31,16 @@ def _gpu(simulation: Simulation, number: int, replica: SimReplica) -> Gpu:
     utilization = max(0.0, min(100.0, busy * 100 - random.uniform(0, 6)))
     hot = number == simulation.gpus - 1 and incident(simulation) is not None
     ranks = len(replica.gpus)
-    weight_bytes = replica.weight_bytes // ranks
-    kv_bytes = min(replica.blocks * BLOCK_TOKENS * 160 * 1024 // ranks, _MEMORY - weight_bytes - (6 << 30))
     return Gpu(
         number=number,
         name="NVIDIA H200",
         uuid=f"GPU-{number:08x}",
         replicas=[replica.name],
         utilization_percent=utilization,
-        memory_bytes=_MEMORY,
-        used_bytes=weight_bytes + kv_bytes + (4 << 30),
-        weight_bytes=weight_bytes,
-        kv_bytes=kv_bytes,
+        memory_bytes=GPU_MEMORY_BYTES,
+        used_bytes=replica.used_bytes // ranks + (1 << 30),
+        weight_bytes=replica.weight_bytes // ranks,
+        kv_bytes=replica.kv_bytes // ranks,
         power_w=120 + 5.2 * utilization + random.uniform(-12, 12),
         power_limit_w=700.0,
         temperature_c=(84 if hot else 48 + utilization * 0.2) + random.uniform(-1, 1),
@@ -59,7 +56,7 @@ def _gpu(simulation: Simulation, number: int, replica: SimReplica) -> Gpu:
         processes=[
             GpuProcess(
                 pid=5000 + number,
-                memory_bytes=weight_bytes + kv_bytes + (3 << 30),
+                memory_bytes=replica.used_bytes // ranks,
                 name="python",
                 replica=replica.name,
             )

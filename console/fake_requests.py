@@ -12,9 +12,6 @@ from console.source import USAGE_DAYS
 _STATUS = {"cancelled": 499, "error": 429}
 _PROMPT_PRICE, _CACHED_PRICE, _OUTPUT_PRICE = 0.6, 0.15, 1.8
 """Prices per million tokens."""
-_PREFILL_TOKENS_PER_S = 6000
-"""Prompt tokens that prefill computes per second. One simulation step takes longer than most prefills, so the
-share of prefill in the time to first token is estimated."""
 _MAX_TOKENS_PER_S = 900
 """Mean usage, on earlier days, of the tenant with the highest weight."""
 
@@ -30,8 +27,6 @@ def _logged(number: int, one: SimRequest) -> NamedRequest:
     generated = int(one.generated)
     first_s = None if one.first_token is None else one.first_token - one.arrived
     queue_s = None if one.started is None else one.started - one.arrived
-    if first_s is not None:
-        queue_s = max(0.0, first_s - (one.prompt - one.cached) / _PREFILL_TOKENS_PER_S)
     refused = one.finish_reason == "error"
     return NamedRequest(
         request_id=one.id,

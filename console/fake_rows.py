@@ -86,7 +86,9 @@ class FakeRows:
                     state="ready" if number == 2 else "available",
                     added_at=self._simulation.started - (3 - number) * 600_000.0,
                     replicas=len(replicas) if number == 2 else 0,
-                    memory_bytes=sum(one.weight_bytes + (20 << 30) for one in replicas) if number == 2 else 0,
+                    memory_bytes=sum(one.weight_bytes + one.kv_bytes for one in replicas)
+                    if number == 2
+                    else 0,
                 )
                 for number in (1, 2)
             ]
@@ -134,20 +136,17 @@ class FakeRows:
         )
 
     def _log(self) -> list[ListRow]:
-        now, rows = self._simulation.now, []
+        now, rows, replica = self._simulation.now, [], self._simulation.replicas[0]
         for index in range(40):
             at = now - index * 6.5
             number = int(at // 6.5)
+            step = max(400, int(replica.step - (now - at) * 60))
+            steps = f"steps {step - 400:,} to {step:,}: 15.9 ms mean, 6 µs idle"
             level, process, area, text = (
                 ("info", "front-1", "connection", "connection from 10.0.3.7 closed by the client"),
                 ("info", "core", "recording", "history.db: 412 rows committed in 3 ms"),
-                ("info", "llama-3.3-70b-1", "leader", "steps 812,000 to 812,400: 13.9 ms mean, 6 µs idle"),
-                (
-                    "warning",
-                    "front-2",
-                    "gate",
-                    "tenant batch-jobs: 429, tokens_per_minute is exhausted for 12 s",
-                ),
+                ("info", replica.name, "leader", steps),
+                ("warning", "front-2", "gate", "request from 10.0.3.9 denied: unknown API key"),
                 ("info", "core", "heads", "audit head anchored in the journal"),
             )[number % 5]
             rows.append(

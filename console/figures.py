@@ -1,5 +1,5 @@
-"""Explains the fields and metrics on the screens: the unit, the window and the source of each. The help of a
-screen lists those that the screen shows, and a test requires an entry for each of them."""
+"""Explains the fields and metrics on the screens: the unit, the window and the source of each. A screen's
+help lists the fields and metrics that the screen shows, and a test requires an entry for each of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FIGURES: dict[str, Figure] = {
         "cached",
         "%",
         _RATE,
-        "Share of these prompt tokens that came from the prefix cache.",
+        "Share of the prompt tokens that came from the prefix cache.",
         "appliance_engine_cached_tokens_total",
     ),
     "ttft": Figure(
@@ -124,7 +124,7 @@ FIGURES: dict[str, Figure] = {
         "appliance_engine_cached_tokens_total",
     ),
     "utilization_percent": Figure(
-        "GPU use",
+        "USE, kernel time",
         "% of time",
         "NVML's sample period, at most 1 s",
         "Share of time during which at least one kernel was running. It does not tell how much of the GPU "
@@ -189,7 +189,11 @@ FIGURES: dict[str, Figure] = {
         "requests, usage: prompt_tokens",
     ),
     "generated_tokens": Figure(
-        "OUT, OUTPUT", "tokens", _LIFE, "Output tokens generated.", "requests, replicas: generated_tokens"
+        "OUT, OUTPUT",
+        "tokens",
+        "a request so far; a model: since its replicas started",
+        "Output tokens generated.",
+        "requests, replicas: generated_tokens",
     ),
     "max_tokens": Figure(
         "MAX",
@@ -278,7 +282,7 @@ FIGURES: dict[str, Figure] = {
     ),
     "queued": Figure("QUEUED", "requests", _NOW, "Requests waiting for the model.", "status: models.queued"),
     "weight_bytes": Figure(
-        "WEIGHTS", "bytes", _NOW, "Memory used by the weights, per rank.", "status: replicas.weight_bytes"
+        "WEIGHTS", "bytes", _NOW, "Memory used by the weights on all ranks.", "status: replicas.weight_bytes"
     ),
     "max_model_len": Figure(
         "CONTEXT",
@@ -370,7 +374,7 @@ FIGURES: dict[str, Figure] = {
         "batches: longest_ms; stalls: request, tenant",
     ),
     "computed_tokens": Figure(
-        "prompt, out",
+        "tokens: prompt, out",
         "tokens",
         _SECOND,
         "Prompt tokens processed and output tokens generated.",

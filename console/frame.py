@@ -23,7 +23,7 @@ _MIN_SCREEN = (20, 5)
 
 @dataclass
 class FrameState:
-    """What the frame shows besides the screen."""
+    """The information that the frame shows around the screen."""
 
     context: Context
     view: View
@@ -214,7 +214,7 @@ def _footer(state: FrameState, width: int) -> Line:
     spans: Line = [Span(" ")]
     table, view = state.context.keys, state.view
     if state.help:
-        hints = [("back", "close help")]
+        hints = [("move down", "scroll"), ("back", "close help")]
     else:
         hints = [*view.hints]
         if view.alternate or view.variants:
@@ -224,6 +224,8 @@ def _footer(state: FrameState, width: int) -> Line:
     present = state.past is None
     common = [(key.command, key.footer if present else key.past) for key in table]
     common = [one for one in common if one[1]]
+    # In a narrow terminal, which lacks space for all keys, help and quit come before the others.
+    common.sort(key=lambda one: one[0] not in ("help", "quit"))
     # While viewing history, the time-navigation keys take precedence over the screen's own keys.
     ordered = [*common[:1], *hints, *common[1:]] if present else [*common, *hints]
     keys = [(key_of(table, command), text, command) for command, text in ordered]

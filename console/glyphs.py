@@ -1,5 +1,5 @@
 """Bars and charts drawn with characters. The three glyph sets differ in resolution and in what they require
-of the terminal: braille and block need a font with these characters, ascii works everywhere."""
+of the terminal: braille and block need a font with these characters, whereas ascii works everywhere."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class History:
             del self.batches[gone]
 
     def last(self, figure: Callable[[Point], float | None], points: int) -> list[float | None]:
-        """Return one value of each of the newest points, oldest first."""
+        """Return the value of `figure` for each of the newest `points` points, oldest first."""
         skipped = max(0, len(self.points) - points)
         return [figure(self.points[index]) for index in range(skipped, len(self.points))]
 

@@ -9,7 +9,7 @@ import msgspec
 
 from appliance.actions import Action
 from appliance.history.forecasts import QuotaForecast
-from appliance.protocol import ModelStatus
+from appliance.protocol import ModelStatus, NewKey
 from appliance.snapshot import Snapshot, UnfinishedRequest
 from console import units
 
@@ -30,6 +30,12 @@ def impact(action: Action, target: str | None, snapshot: Snapshot | None) -> lis
         one = affected[0]
         done = f"{units.count(one.generated_tokens)} output tokens"
         return [f"tenant {one.tenant}, model {one.model}, age {units.seconds(one.age_s)}, {done}"]
+    tenant = next((one for one in snapshot.tenants if one.name == target), None)
+    if action.name == "tenants.delete" and tenant is not None and (tenant.keys or tenant.peers):
+        return [
+            f"{units.count(tenant.keys)} valid keys and {units.count(tenant.peers)} mapped users or groups",
+            "the service will refuse: revoke the keys and remove the mappings first",
+        ]
     if not affected:
         return ["no running or queued requests are affected"]
     tenants = sorted({one.tenant for one in affected})
@@ -103,7 +109,11 @@ def _version(target: str | None, models: list[ModelStatus]) -> str:
 
 def result_lines(result: msgspec.Struct) -> list[str]:
     """Return a result's fields as lines."""
-    return [f"{name}: {value}" for name, value in msgspec.structs.asdict(result).items() if value is not None]
+    lines = []
+    for name, value in msgspec.structs.asdict(result).items():
+        if value is not None:
+            lines.append(f"{name}: {units.date(value) if name.endswith(('_at', '_until')) else value}")
+    return [*lines, "The key is shown only once: save it now."] if isinstance(result, NewKey) else lines
 
 
 def forecast_lines(forecast: QuotaForecast, concerned: str | None) -> list[str]:

@@ -67,7 +67,7 @@ def read_keymap(named: str | None = None) -> Keymap:
     path = default_path() if named is None else Path(named).expanduser()
     try:
         text = path.read_text()
-        table = tomllib.loads(text + "\n")  # otherwise, an error in the last line has no number
+        table = tomllib.loads(text + "\n")  # without "\n", an error on the last line has no number
     except FileNotFoundError:
         if named is None:
             return DEFAULT_KEYMAP

@@ -1,4 +1,4 @@
-"""A source that reads a running service's event stream and lists through the admin socket."""
+"""A source that reads the event stream and the lists of a running service through the admin socket."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class LiveSource:
         self.interval_s = interval_s
         self.reads_blocks = False
         self._blocks: dict[str, BlockMap] = {}
-        """The newest known blocks of each replica."""
+        """The blocks of each replica, as last read."""
         self._blocks_at = -math.inf
         self._reading: asyncio.Task[list[ReplicaBlocks]] | None = None
         self._run_dir, self._key = run_dir, key
@@ -104,7 +104,7 @@ class LiveSource:
             raise
 
     def _read_blocks(self) -> None:
-        """Start to read the blocks if they are shown and at least a second old."""
+        """Start reading the blocks if they are shown and the last read began at least a second ago."""
         due = time.monotonic() - self._blocks_at >= _BLOCKS_EVERY_S
         if self.reads_blocks and due and self._reading is None:
             self._blocks_at = time.monotonic()
@@ -217,8 +217,8 @@ class LiveSource:
 
 
 def with_blocks(snapshot: Snapshot, blocks: dict[str, BlockMap]) -> Snapshot:
-    """Return the snapshot with these blocks, by replica, and with the blocks and preemptions of each request
-    on them."""
+    """Return the snapshot with the given blocks of each replica. Also set each request's number of blocks and
+    of preemptions, which the block maps contain."""
     snapshot.kv = [
         msgspec.structs.replace(one, blocks=blocks.get(one.replica, one.blocks)) for one in snapshot.kv
     ]

@@ -18,6 +18,8 @@ class ConsolePalette(CommandPalette):
     """The palette without the blinking cursor, which would use bandwidth over SSH, and without symbols that
     some terminals lack."""
 
+    DEFAULT_CSS = "ConsolePalette SearchIcon { color: $primary; }"
+
     def on_mount(self) -> None:
         """Prepare the input line."""
         self.query_one(Input).cursor_blink = False
@@ -32,7 +34,7 @@ class ConsoleCommands(Provider):
         return self.app  # type: ignore[return-value]
 
     def _entries(self) -> list[tuple[str, str, str]]:
-        """Return title, help and command of each entry."""
+        """Return each entry's title, help and command."""
         context = self._console.session.context
         found = [
             (key.title, _key_note(context.keys, key.command), key.command)

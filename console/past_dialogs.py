@@ -118,7 +118,7 @@ class SliceDialog(ModalScreen[Slice | None]):
                 yield Button("Export", id="export", variant="primary", compact=True)
 
     def on_mount(self) -> None:
-        """Focus the name of the file."""
+        """Focus the field for the file name."""
         for one in self.query(Input):
             one.cursor_blink = False
         self.query_one("#file", Input).focus()

@@ -56,7 +56,7 @@ class ConsoleSession:
         self._hidden = [*alternate_views(), self.comparison]
         """Screens that have no tab."""
         self._live = self.state.context
-        """The input of the screens while the console is live."""
+        """The screens' input while the console is live."""
         self._received: float | None = None
         """Monotonic time of the newest snapshot."""
         self._newest: Snapshot | None = None
@@ -65,7 +65,7 @@ class ConsoleSession:
 
     @property
     def context(self) -> Context:
-        """The input of the screens."""
+        """The screens' input."""
         return self.state.context
 
     @property
@@ -103,7 +103,7 @@ class ConsoleSession:
         self, name: ListName, rows: Sequence[Row], error: str = "", *, context: Context | None = None
     ) -> None:
         """Store a list that was read, or the reason why it could not be read. `context` is the screen input
-        that the list belongs to, by default the live one."""
+        that the list belongs to. By default, this is the live screen input."""
         target = self._live if context is None else context
         if error:
             target.row_errors[name] = error
@@ -115,12 +115,12 @@ class ConsoleSession:
 
     @property
     def past(self) -> PastState | None:
-        """The displayed time while viewing history, or None while the console is live."""
+        """The past state that is displayed, or None while the console is live."""
         return self.state.past
 
     @property
     def compared(self) -> Compared | None:
-        """The first time of a comparison."""
+        """The first of the two states that a comparison shows, or None if none has been chosen."""
         return self.context.compared
 
     def show_past(self, past: PastState, history: History) -> None:
@@ -146,7 +146,7 @@ class ConsoleSession:
         return Compared(snapshot, 1 if past is None else past.instant.resolution_s)
 
     def pin(self, instant: Compared) -> None:
-        """Set the first time of a comparison."""
+        """Choose the first of the two states that a comparison shows."""
         self.context.compared = instant
 
     @property

@@ -31,10 +31,16 @@ TENANTS = (
 FREE, CACHED, USED, SHARED = range(4)
 BLOCK_TOKENS = 64
 """Tokens per KV block of the simulated models."""
+GPU_MEMORY_BYTES = 141 << 30
+_KV_TOKEN_BYTES = 160 * 1024
+"""Bytes of a token in the KV cache: 80 layers with 8 KV heads of 128 values, keys and values in FP8."""
+_PREFILL_TOKENS_PER_S = 6000
+_MAX_DISPATCH_S = 0.08
+"""Longest time in the queue of a request that does not have to wait for a free slot."""
 
 
 KEY_NAMES = ("web", "worker", "mobile")
-"""The names of the keys that each tenant has."""
+"""Names of each tenant's keys."""
 
 
 def key_id(name: str) -> str:
@@ -59,6 +65,8 @@ class SimRequest:
     """Number of output tokens after which the request ends."""
     max_tokens: int
     replica: str = ""
+    waited: bool = False
+    """Whether no replica could start the request when it arrived."""
     started: float | None = None
     first_token: float | None = None
     computed: int = 0
@@ -101,7 +109,7 @@ class SimReplica:
     preemptions: int = 0
     evictions: int = 0
     slice: dict[str, float] = field(default_factory=dict)
-    """Steps and tokens of the newest time slice, keyed by name."""
+    """Statistics of the steps in the newest time slice, keyed by name."""
     stalls: list[Stall] = field(default_factory=list)
     """The newest stalls, oldest first."""
     states: bytearray = field(default_factory=bytearray)
@@ -114,6 +122,17 @@ class SimReplica:
         self.states = bytearray(self.blocks)
         self.freed_at = [-1.0] * self.blocks
         self.free = deque(range(self.blocks))
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV cache on all GPUs of the replica."""
+        room = (GPU_MEMORY_BYTES - (6 << 30)) * len(self.gpus) - self.weight_bytes
+        return min(self.blocks * BLOCK_TOKENS * _KV_TOKEN_BYTES, room)
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory that the replica uses on all its GPUs."""
+        return self.weight_bytes + self.kv_bytes + (3 << 30) * len(self.gpus)
 
     @property
     def used(self) -> int:
@@ -185,7 +204,7 @@ class SimTenant:
     billed: int = 0
     service: float = 0.0
     recent: deque[tuple[float, float]] = field(default_factory=deque)
-    """Times and weighted tokens of the last minute."""
+    """(end time, weighted tokens) of each request that ended in the last minute."""
 
 
 @dataclass(kw_only=True)
@@ -384,10 +403,14 @@ class Simulation:
             blocks = -(-request.prompt // BLOCK_TOKENS) + 1
             room = len(replica.free) + len(replica.cached) - blocks
             if len(replica.running) >= replica.max_num_seqs or room < replica.blocks // 50:
+                request.waited = True
                 waiting.append(request)
                 continue
             replica.take(request, blocks)
-            request.replica, request.started = replica.name, max(self.now, request.arrived)
+            # The delay comes from the id, not from the random generator, whose later numbers would change.
+            delay = int(request.id[-2:], 16) / 0xFF * _MAX_DISPATCH_S
+            request.replica = replica.name
+            request.started = self.now if request.waited else min(self.now, request.arrived + delay)
             request.computed = request.cached
             replica.running.append(request)
             replica.prompt_tokens += request.prompt
@@ -414,20 +437,25 @@ class Simulation:
         step_ms = replica.decode_ms * (1 + len(decoding) / 160) * self.random.uniform(0.97, 1.05)
         mixed_ms = step_ms * 2.6
         pending = sum(one.prompt - one.computed for one in prefilling)
-        mixed = min(-(-pending // replica.budget) + (1 if prefilling else 0), int(seconds * 1000 / mixed_ms))
+        mixed = min(-(-pending // replica.budget) + (1 if pending else 0), int(seconds * 1000 / mixed_ms))
         left_ms = max(0.0, seconds * 1000 - mixed * mixed_ms)
         decodes = int(left_ms / step_ms) if decoding else 0
-        budget, computed, longest = mixed * replica.budget, 0, (0, "", "")
+        budget, computed, generated, longest = mixed * replica.budget, 0, 0, (0, "", "")
         for request in prefilling:
             chunk = min(budget, request.prompt - request.computed)
             request.computed += chunk
             computed += chunk
             budget -= chunk
-            longest = max(longest, (chunk, request.id, request.tenant))
-            if request.computed >= request.prompt:
-                request.first_token = self.now
+            if chunk:
+                longest = max(longest, (chunk, request.id, request.tenant))
+            # The simulated time advances in intervals that are longer than most prefills.
+            prefill_s = mixed_ms / 1000 + (request.prompt - request.cached) / _PREFILL_TOKENS_PER_S
+            first_token = (request.started or self.now) + prefill_s
+            if request.computed >= request.prompt and first_token <= self.now:
+                request.first_token = first_token
+                request.generated = min(request.output, 1 + int((self.now - first_token) * 1000 / step_ms))
+                generated += int(request.generated)
         steps = decodes + mixed
-        generated = 0
         for request in decoding:
             before = int(request.generated)
             request.generated = min(request.output, request.generated + steps)
@@ -501,7 +529,7 @@ class Simulation:
             self.ended.append(
                 Ended(
                     at=self.now,
-                    ttft_ms=(first - request.arrived) * 1000 * self.random.uniform(0.6, 1.0),
+                    ttft_ms=(first - request.arrived) * 1000,
                     itl_ms=(self.now - first) * 1000 / max(1, generated),
                     queue_ms=max(1.0, (request.started - request.arrived) * 1000),
                     e2e_ms=(self.now - request.arrived) * 1000,

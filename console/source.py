@@ -53,9 +53,8 @@ class ListRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Row = ListRow | NamedRequest | UsageRow | RegisteredModel | Key | PeerMapping
-"""A row of a list. The finished requests consist of `NamedRequest`, the usage of `UsageRow`, the models with
-their versions of `RegisteredModel`, the callers of `Key` and `PeerMapping`, and the other lists of
-`ListRow`."""
+"""A row of a list: `NamedRequest` for finished requests, `UsageRow` for usage, `RegisteredModel` for models
+with their versions, `Key` or `PeerMapping` for callers, and `ListRow` for all other lists."""
 
 
 class SnapshotSource(Protocol):

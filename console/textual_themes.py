@@ -38,4 +38,5 @@ def textual_theme(name: str) -> Theme:
         surface=background,
         panel=roles["cursor"].split(" on ")[1],
         dark=name != "light",
+        variables={"scrollbar-background": background},
     )

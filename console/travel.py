@@ -100,7 +100,7 @@ class TimeTravel:
         self._app.session.leave_past()
 
     def read_lists(self) -> None:
-        """Read the lists of the screen."""
+        """Read the lists that the screen shows."""
         self._app.run_worker(self._read_lists(), group="past-lists", exclusive=True)
 
     def _move(self, how: str) -> None:

@@ -56,7 +56,7 @@ class FrameWidget(Widget, can_focus=True):
         self._lines: list[Line] = []
         self._theme = "dark"
         self.wants_character: Callable[[str], bool] | None = None
-        """Receives the character of each key, and returns whether it uses the key."""
+        """Called with the character of each pressed key. Returns whether the key has been used."""
 
     def show(self, lines: list[Line], theme: str) -> None:
         """Show lines. Only the differences from the previously shown lines are drawn."""
@@ -85,7 +85,8 @@ class FrameWidget(Widget, can_focus=True):
         return Strip(segments)
 
     def on_key(self, event: events.Key) -> None:
-        """If the application expects a character, pass the key to it before the key bindings see it."""
+        """If the application expects a character, offer the key to the application before the key bindings
+        apply."""
         if self.wants_character is not None and self.wants_character(event.character or ""):
             event.stop()
             event.prevent_default()
@@ -134,8 +135,8 @@ _PLAIN = frozenset(
         *("input", "output", "p0", "p1", "p2", "p3", "prefill", "decode"),
     )
 )
-"""Roles that look the same on spaces in every theme. "warn" is not one of them, because the mono theme
-underlines it."""
+"""Roles between which a space looks the same in every theme. "warn" is not one of them, because the mono
+theme underlines it."""
 
 
 def changed_until(old: Line, new: Line) -> int:

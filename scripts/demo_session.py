@@ -94,7 +94,7 @@ def ask(socket: Path) -> None:
 
 
 def show_row(appliance: str, run_dir: Path) -> None:
-    """Print the request's row. The service writes the row within one second of the answer."""
+    """Print the request's row in the request log. The service writes it within one second of the answer."""
     for _ in range(50):
         rows = json.loads(
             subprocess.run(

@@ -69,7 +69,7 @@ def accepted_values(shape: shapes.Type) -> str:
 
 
 def default_value(field: msgspec.structs.FieldInfo) -> str:
-    """Return the default of a setting as JSON; empty if there is none."""
+    """Return a setting's default value as JSON, or an empty string if there is none."""
     if field.required:
         return "required"
     value: Any = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
@@ -79,7 +79,7 @@ def default_value(field: msgspec.structs.FieldInfo) -> str:
 
 
 def row(cells: Iterable[str]) -> str:
-    """Return a line of a table."""
+    """Return one line of a Markdown table."""
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 

@@ -86,12 +86,12 @@ def unit(field: Declared) -> str:
 
 
 def default(field: Declared) -> str:
-    """Return a field's default value in brackets; empty if it has none."""
+    """Return a field's default value in brackets, or an empty string if it has none."""
     return "" if field.default in (None, msgspec.NODEFAULT) else f" (default {shown(field, field.default)})"
 
 
 def metrics(*groups: Group[Any]) -> str:
-    """Return a table of the metrics in these groups."""
+    """Return a table of the metrics in the given groups."""
     return table(
         ("metric", "kind", "labels", "unit", "meaning"),
         (

@@ -125,8 +125,8 @@ def main() -> int:
 
 
 def is_expected(case: Case, found: Measured, limit_percent: float) -> bool:
-    """Return whether the result is as expected: a refused load must fail, and the memory of any other load
-    must be within the limit of the prediction."""
+    """Return whether the result is as expected: a refused load must fail; any other load must succeed, and
+    its memory must differ from the prediction by no more than the limit."""
     if case.refused:
         return bool(found.error)
     return not found.error and abs(error_of(case, found)) <= limit_percent / 100
@@ -138,8 +138,8 @@ def error_of(case: Case, found: Measured) -> float:
 
 
 def measure(case: Case, unused_bytes: int | None) -> Measured:
-    """Load the case in another process, and read the GPU's memory when it is ready and after its requests.
-    `unused_bytes` is the amount of GPU memory used when no replica runs, or None without a GPU."""
+    """Load the case in another process, and read the GPU's memory use twice: when the replica is ready, and
+    after its requests. `unused_bytes` is the memory in use while no replica runs, or None without a GPU."""
     _wait_until_free(unused_bytes)
     began = time.monotonic()
     command = [sys.executable, __file__, "--load", msgspec.json.encode(case.settings).decode()]
@@ -164,8 +164,8 @@ def measure(case: Case, unused_bytes: int | None) -> Measured:
 
 
 def load(settings: ModelSettings) -> int:
-    """Load the model, run requests, and report after both steps. After each report, wait for a line on
-    standard input. In between, the parent process reads the memory."""
+    """Load the model and run requests, and report after each of these two steps. After each report, wait for
+    a line on standard input, so that the parent process can read the GPU's memory use."""
     from engine.bench.start import FAILURES, leave
     from engine.generate import LocalEngine
     from engine.messages import SamplingParams
@@ -240,7 +240,7 @@ def _build(cases: list[Case]) -> dict[str, Future[None]]:
 
 
 def _gpu_bytes() -> int | None:
-    """Return the used memory of the first GPU, or None without a GPU."""
+    """Return the memory in use on the first GPU, in bytes, or None without a GPU."""
     gpus = read_memory().gpus
     return gpus[0].used_bytes if gpus else None
 
@@ -250,7 +250,7 @@ def _wait_until_free(unused_bytes: int | None) -> None:
     deadline = time.monotonic() + FREE_WITHIN_S
     while unused_bytes is not None and (_gpu_bytes() or 0) > unused_bytes + FREE_WITHIN_BYTES:
         if time.monotonic() > deadline:
-            raise SystemExit("another process uses the GPU: run the measurement on a GPU without other work")
+            raise SystemExit("another process uses the GPU: run the measurement on an idle GPU")
         time.sleep(0.1)
 
 

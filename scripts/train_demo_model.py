@@ -29,28 +29,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--corpus", type=Path, default=CORPUS, help="folder of the corpus (default: %(default)s)"
-    )
+    parser.add_argument("--corpus", type=Path, default=CORPUS, help="corpus folder (default: %(default)s)")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("corpus", help="collect the text, names and questions, and train the tokenizer")
     training = commands.add_parser("train", help="train the model and export the checkpoint")
     training.add_argument("out", type=Path, help="output folder for the checkpoint")
     training.add_argument("--device", default="cuda")
     training.add_argument(
-        "--set", action="append", default=[], metavar="NAME=NUMBER", help="change a field of the recipe"
+        "--set", action="append", default=[], metavar="NAME=NUMBER", help="override a field of the recipe"
     )
     training.add_argument(
         "--smoke", action="store_true", help="use tiny batches to try out the script on a CPU"
     )
     scoring = commands.add_parser(
-        "score", help="measure the accuracy on the frozen questions and the perplexity"
+        "score", help="measure the perplexity, and the accuracy on the frozen questions"
     )
     scoring.add_argument("folder", type=Path)
     scoring.add_argument("--device", default="cpu")
     scoring.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     mixing = commands.add_parser("mixture", help="make a mixture-of-experts model from the demo model")
-    mixing.add_argument("out", type=Path, help="folder to write the checkpoint to")
+    mixing.add_argument("out", type=Path, help="output folder for the checkpoint")
     mixing.add_argument("--steps", type=int, default=60, help="training steps (default: %(default)s)")
     arguments = parser.parse_args()
 

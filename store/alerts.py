@@ -20,7 +20,7 @@ MAX_ALERTS = 10_000
 
 
 class AlertRow(msgspec.Struct, frozen=True, kw_only=True):
-    """An alert. Times are in unix seconds. The fields are the table's columns."""
+    """A row of the table `alerts`. The fields are its columns. Times are in unix seconds."""
 
     id: str
     rule: str
@@ -89,7 +89,7 @@ class AlertReader:
         return self._alerts("WHERE ended_at IS NULL ORDER BY raised_at", ())
 
     def newest(self, limit: int) -> list[AlertRow]:
-        """Return the newest alerts, oldest first."""
+        """Return the newest `limit` alerts, oldest first."""
         return self._alerts("ORDER BY raised_at DESC LIMIT ?", (limit,))[::-1]
 
     def lasting(self, at: float) -> list[AlertRow]:

@@ -27,8 +27,8 @@ INTENT: Final = "intent"
 RESULT: Final = "result"
 
 KEY_ACTION = "audit.key"
-"""Value of `action` in a row that records a new signing key. The chain heads from that row on are signed with
-the key that it names."""
+"""Value of `action` in a row that names a new signing key. From that row on, chain heads are signed with the
+new key."""
 
 _HASHES = frozenset({"previous_hash", "hash"})
 
@@ -92,8 +92,8 @@ class AuditRow(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The result of `verify`. `broken_seq` is the first wrong or missing row, and `problem` describes the
-    fault."""
+    """The result of `verify`. `broken_seq` is the seq of the first wrong or missing row, and `problem`
+    describes the fault."""
 
     rows: int
     head: Head
@@ -175,8 +175,8 @@ def row_hash(row: AuditRow) -> str:
 
 
 def append(connection: sqlite3.Connection, entry: Entry) -> Head:
-    """Append an entry to the chain. Call this within the transaction that makes the change, which commits the
-    change and its entry together.
+    """Append an entry to the chain. Call this within the transaction that makes the change, so that the
+    change and its entry are committed together.
 
     Raises `ValueError` outside a transaction.
     """
@@ -186,7 +186,8 @@ def append(connection: sqlite3.Connection, entry: Entry) -> Head:
             "transaction as the change that it records"
         )
     previous = head(connection)
-    # Use a seq above every seq ever used. If the chain has lost its last rows, their numbers are not reused.
+    # Use a seq above every seq ever used, so that numbers are not reused even if the chain has lost its last
+    # rows.
     seq = max(previous.seq, highest_seq_given(connection)) + 1
     unhashed = AuditRow(seq=seq, previous_hash=previous.hash, hash="", **entry._asdict())
     row = unhashed._replace(hash=row_hash(unhashed))
@@ -246,7 +247,7 @@ def verify(connection: sqlite3.Connection, recorded: Iterable[Head] = ()) -> Ver
     outside the database). Returns the fault with the lowest seq.
 
     Without recorded heads, two kinds of tampering go undetected: rewriting the whole chain, and removing the
-    last rows together with their number in `sqlite_sequence`.
+    last rows while also lowering the number in `sqlite_sequence`.
     """
     return check(all_rows(connection), recorded, highest_seq_given(connection))
 
@@ -278,8 +279,8 @@ def check(chain: Iterable[AuditRow], recorded: Iterable[Head] = (), highest_seq:
 
 
 def _problem(row: AuditRow, last: Head, recorded: set[str] | None, confirmed: int) -> tuple[int, str] | None:
-    """Check one row, assuming that the preceding row is valid. Returns the first wrong seq and a description
-    of the fault, or None if the row is valid."""
+    """Check one row, assuming that the preceding row is valid. Returns the seq of the first wrong or missing
+    row and a description of the fault, or None if the row is valid."""
     if row.seq != last.seq + 1:
         return last.seq + 1, f"missing: row {last.seq} is followed by row {row.seq}"
     if any(value is not None and not isinstance(value, str) for value in row[1:]):

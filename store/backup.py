@@ -94,7 +94,7 @@ def back_up(
     if suffix is None and os.path.isdir(target):
         target = target / f"appliance-{made_at:%Y%m%dT%H%M%SZ}"
     if os.path.lexists(target):
-        raise StoreError(f"{target} already exists", "choose another path, or move it away")
+        raise StoreError(f"{target} already exists", "choose another path, or move the existing one away")
     try:
         unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except FileNotFoundError as error:
@@ -198,7 +198,8 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _append_heads(source: Path, target: Path, seq: int) -> None:
-    """Add to the copied heads file the heads of rows up to `seq` that were recorded after it was copied."""
+    """Append to the copied heads file the heads of rows up to `seq` that were recorded after it was
+    copied."""
     with target.open("ab") as file, source.open("rb") as lines:
         lines.seek(file.tell())
         for line in lines:

@@ -1,6 +1,7 @@
-"""Stores in `contents.db` the prompts and answers that tenants' log policies keep, either as hashes or as
-text with secrets removed. They are more sensitive than the request log, so they are in a separate file that
-only the service's user can open. Operators read them through an audited action of the service."""
+"""Stores prompts and answers in `contents.db`. The tenant's log policy determines whether they are stored,
+and whether as hashes or as text with secrets removed. Prompts and answers are more sensitive than the request
+log, so they are in a separate file that only the service's user can open. Operators read them through an
+audited action of the service."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ counted."""
 
 
 class Content(KeptText, frozen=True, kw_only=True):
-    """One prompt or answer of a request, as a row. The fields are the table's columns."""
+    """One prompt or answer of a request: a row of the table `contents`. The fields are its columns."""
 
     request_id: str
     tenant: str

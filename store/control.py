@@ -192,7 +192,8 @@ class ControlStore:
         """Create a tenant. `changes` contains the fields of `TenantRecord` that differ from the default. For
         a quota, pass a mapping that contains only the fields that differ.
 
-        The future raises `ValueError` for an invalid value, and `ConflictError` if the name exists.
+        The future raises `ValueError` for an invalid value, and `ConflictError` if a tenant with this
+        name exists.
         """
 
         def apply(connection: sqlite3.Connection) -> Change:
@@ -230,7 +231,7 @@ class ControlStore:
         )
 
     def delete_tenant(self, *, actor: Actor | str, name: str) -> Future[Change]:
-        """Delete a tenant. Its old keys and requests keep its name.
+        """Delete a tenant. The records of its old keys and requests keep the tenant's name.
 
         The future raises `UnknownTenantError`, or `ConflictError` while the tenant has a valid key or a peer.
         """

@@ -44,7 +44,7 @@ PAGE_CACHE_BYTES = 512 << 10
 so slowly that its memory seems to leak. Other pages are read from the kernel's page cache."""
 _LEAVE_WAL_TIMEOUT_S = 2.0
 _CHECKED_INSTRUCTIONS = 20_000
-"""Number of SQLite instructions between two checks of a query's time limit, about a millisecond."""
+"""Number of SQLite instructions between two checks of a query's time limit. They take about a millisecond."""
 _COPIED_PAGES = 1000
 """Number of pages that `write_back` copies between two calls of `progress`."""
 
@@ -247,8 +247,8 @@ def reading(path: Path, schema: Schema, limit_s: float | None = None) -> Iterato
     except sqlite3.Error as error:
         if primary_code(error) == sqlite3.SQLITE_INTERRUPT:
             raise SlowQueryError(
-                f"{path.name} was read for longer than the limit of {limit_s:g} s",
-                "select fewer rows, for example by a shorter time span",
+                f"reading {path.name} took longer than the limit of {limit_s:g} s",
+                "select fewer rows, for example with a shorter time span",
             ) from error
         raise explain(path, error) from error
     finally:

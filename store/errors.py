@@ -30,7 +30,7 @@ class SchemaVersionError(StoreError):
 
 
 class NotWritableError(StoreError):
-    """This process may not write the file or its folder."""
+    """This process has no permission to write to the file or its folder."""
 
 
 class DatabaseInUseError(StoreError):

@@ -175,7 +175,7 @@ def matches_action(record: ActionRecord, wanted: ActionFilter) -> bool:
 
 
 def spooled_actions(folder: Path) -> list[ActionRecord]:
-    """Return the actions that wait in this folder's spool, oldest first. Raises `StoreError`."""
+    """Return the actions that are waiting in the spool in `folder`, oldest first. Raises `StoreError`."""
     found: dict[str, ActionRecord] = {}
     for entry in read_spool(folder):
         intended = found.get(entry.act or "")
@@ -210,7 +210,7 @@ def verify_audit(path: Path, recorded: Iterable[Head] = ()) -> Verdict:
 
 
 def read_spool(folder: Path) -> list[Entry]:
-    """Return the entries that wait in this folder's spool. Raises `StoreError`."""
+    """Return the entries that are waiting in the spool in `folder`. Raises `StoreError`."""
     try:
         return spool.read_spool(folder / SPOOL_FILE).entries
     except OSError as error:
@@ -267,8 +267,8 @@ def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
     if found.verdict.ok and newer > ROWS_BETWEEN_HEADS and not waiting:
         problems.append(
             f"no recorded head confirms the last {newer} rows, although the service records a head at "
-            f"least every {ROWS_BETWEEN_HEADS} rows: lines of {folder / HEADS_FILE} were removed or "
-            "never written"
+            f"least every {ROWS_BETWEEN_HEADS} rows: lines were removed from {folder / HEADS_FILE} "
+            "or never written to it"
         )
     return found._replace(problems=found.problems + problems, notes=found.notes + notes, spooled=len(waiting))
 

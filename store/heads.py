@@ -135,7 +135,7 @@ def read_key(path: Path) -> SigningKey:
 
 
 def heads_in(lines: Iterable[str]) -> Iterator[SignedHead]:
-    """Yield the chain heads in the output of a journal, a heads file, or any other text."""
+    """Yield the chain heads in the lines of a journal, a heads file, or any other text."""
     for line in lines:
         for match in _LINE.finditer(line):
             yield SignedHead(
@@ -193,8 +193,8 @@ class HeadKeeper:
         )
 
     def beyond(self, newest: int) -> SignedHead | None:
-        """Return the newest signed head of a row beyond `newest`, the last row of the chain, or None if there
-        is none. A head beyond the end of the chain shows that the chain has lost rows."""
+        """Return the newest signed head of a row after `newest` (the last row of the chain), or None if there
+        is no such head. A head beyond the end of the chain shows that the chain has lost rows."""
         ours = (head for head in self._filed() if head.seq > newest and self._key.signed_head(head))
         return max(ours, key=lambda head: head.seq, default=None)
 

@@ -100,8 +100,8 @@ class IncidentWriter:
     def samples(
         self, resolution_s: int, rows: Iterable[tuple[int, int, int, bytes]], layouts: Mapping[int, bytes]
     ) -> None:
-        """Add stored samples, each as its time in milliseconds, layout id, number of samples and packed
-        numbers. `layouts` contains the layout documents."""
+        """Add rows of a telemetry table. Each is a tuple: time in milliseconds, layout id, number of samples,
+        and packed numbers. `layouts` maps layout ids to layout documents."""
         table = next(one.table for one in RESOLUTIONS if one.seconds == resolution_s)
         ids = {one: self._layout(document) for one, document in layouts.items()}
         self._insert(
@@ -110,8 +110,8 @@ class IncidentWriter:
         )
 
     def details(self, rows: Iterable[tuple[int, bool, bytes]]) -> None:
-        """Add stored details, each as its time in milliseconds, whether its document is a full frame, and the
-        document."""
+        """Add rows of the table of details. Each is a tuple: time in milliseconds, whether the document is a
+        full frame, and the document."""
         self._insert(f"INSERT OR IGNORE INTO {DETAILS} (at, whole, document) VALUES (?, ?, ?)", list(rows))
 
     def requests(self, rows: Iterable[LoggedRequest]) -> None:
@@ -127,11 +127,11 @@ class IncidentWriter:
         self._insert(SAVE_ALERT, [msgspec.structs.astuple(row) for row in rows])
 
     def actions(self, rows: Iterable[tuple[float, int | None, str]]) -> None:
-        """Add operators' actions, each as its time in unix seconds, its number, and its document."""
+        """Add operators' actions. Each is a tuple: time in unix seconds, seq, and document."""
         self._insert("INSERT INTO incident_actions (at, seq, document) VALUES (?, ?, ?)", list(rows))
 
     def lines(self, rows: Iterable[tuple[float, int, str]]) -> None:
-        """Add log lines, each as its time in unix seconds, its number, and its document."""
+        """Add log lines. Each is a tuple: time in unix seconds, number of the line, and document."""
         self._insert("INSERT INTO incident_lines (at, number, document) VALUES (?, ?, ?)", list(rows))
 
     @property
@@ -217,8 +217,8 @@ def readable_copy(path: Path, folder: Path) -> Path:
             raise explain(path, error) from error
         if "telemetry_1s" not in tables and "requests" not in tables:
             raise StoreError(
-                f"{path} contains no recorded history: open history.db of a service, or a file that "
-                "appliance history export wrote"
+                f"{path} contains no recorded history: open a service's history.db, or a file written by "
+                "appliance history export"
             )
         if schema_version(connection) >= len(HISTORY.migrations):
             return path  # Readers refuse a file written by a newer version.

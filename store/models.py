@@ -10,7 +10,7 @@ import msgspec
 
 
 class ModelFile(msgspec.Struct, frozen=True, array_like=True):
-    """A file in a version's folder at the time when the version was added."""
+    """A file in a version's folder, as it was when the version was added."""
 
     name: str
     bytes: int
@@ -24,7 +24,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     created_at: float
     default_version: int
-    """The version that answers requests for the name."""
+    """The version that answers requests for the model's name."""
     previous_version: int | None = None
     """The version that was the default before the latest change. `models rollback` makes it the default
     again."""
@@ -62,7 +62,7 @@ class SplitRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The distribution of a name's requests over several models or versions."""
 
     name: str
-    """A model of the registry, or an alias."""
+    """A model in the registry, or an alias."""
     weights: dict[str, float]
     """Weight of each target. A target is a model's name, or NAME@VERSION."""
     created_at: float

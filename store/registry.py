@@ -37,7 +37,7 @@ class ModelRegistry:
         """`control` must have been started. Raises `StoreError`."""
         self._control = control
         self.current = read_registry(control.path)
-        """All current records. Every change replaces the object."""
+        """All current records. Every change replaces this object with a new one."""
 
     # ── versions ──
 
@@ -50,7 +50,7 @@ class ModelRegistry:
         files: tuple[ModelFile, ...],
         settings: Mapping[str, Any],
     ) -> Future[VersionRecord]:
-        """Add a version of a model. The first version of a name creates the model and is its default."""
+        """Add a version of a model. The first version creates the model and becomes its default version."""
         now = time.time()
 
         def apply(connection: sqlite3.Connection) -> VersionRecord:
@@ -296,7 +296,7 @@ class ModelRegistry:
                 records.insert(connection, shadow)
             elif former is None:
                 raise UnknownModelError(
-                    f"{name!r} has no shadow: see what a model has with: appliance models show {name}"
+                    f"{name!r} has no shadow: show the model's details with: appliance models show {name}"
                 )
             return former
 

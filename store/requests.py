@@ -32,7 +32,7 @@ MAX_EXAMINED = 20_000
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_class": "class"}):
     """The stored record of one request, without its prompt and answer. Times are in unix seconds. A row is
     open while `finished_at` is None; fields such as `finish_reason` are set when the row is closed. The
-    fields are the table's columns (`request_class` is the column `class`)."""
+    fields are the columns of the table `requests` (`request_class` is the column `class`)."""
 
     request_id: str
     created_at: float
@@ -97,7 +97,7 @@ class LoggedRequest(RequestRow, frozen=True, kw_only=True):
     indicates a bug in the service."""
 
     def stored(self, sequence: int) -> tuple[object, ...]:
-        """Return the values that `INSERT_LOGGED` stores, with another sequence number."""
+        """Return the values that `INSERT_LOGGED` stores, with the given sequence number."""
         return (*(_storable(getattr(self, name)) for name in RequestRow.__struct_fields__), sequence)
 
 

@@ -120,9 +120,9 @@ class Emptying:
 
 
 def empty_log(writer: Writer) -> Future[Emptying]:
-    """Copy the write-ahead log into the database and empty the log, because it keeps removed data until it is
-    overwritten. Does not wait for readers, because waiting would block pending writes. If `Emptying.done` is
-    False, call this function again later. The future raises `StoreError`."""
+    """Copy the write-ahead log into the database and empty the log. Otherwise, the log would keep removed
+    data until it is overwritten. Does not wait for readers, because waiting would block pending writes. If
+    `Emptying.done` is False, call this function again later. The future raises `StoreError`."""
 
     def empty(emptying: Emptying) -> None:
         connection = emptying.connection

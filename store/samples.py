@@ -25,8 +25,8 @@ Tree = dict[str, Any]
 _IDENTITY = ("id", "replica", "number", "name", "limit", "where", "model", "kind", "pid")
 """Fields that identify an entry of a list. The first field with a value is used."""
 _CONSTANT = "="
-"""Key of the JSON object that stands for a number in the layout. Numbers that identify a list entry are part
-of the layout."""
+"""Key of the JSON object in which a layout stores a number. A layout stores only the numbers that identify
+list entries."""
 _DOUBLE_BYTES = 8
 _SINGLE_BITS = 23
 """Number of mantissa bits of a single-precision number."""
@@ -56,7 +56,7 @@ class TelemetryLayout:
 
     @classmethod
     def unpacked(cls, packed: bytes) -> TelemetryLayout:
-        """Return the layout with the compressed document `packed`."""
+        """Return the layout whose compressed document is `packed`."""
         return cls(zlib.decompress(packed))
 
     @cached_property
@@ -148,9 +148,9 @@ class Splitter:
 
 
 def rounded(numbers: array[float], mantissa_bits: int = 23) -> array[float]:
-    """Round numbers to fewer significant bits, because they compress better. With 23 bits, the relative error
-    is below 1e-7 and whole numbers are exact. Large numbers, such as times and byte counts, are exact with 23
-    bits, and otherwise only rounded to whole numbers."""
+    """Round numbers to fewer significant bits so that they compress better. With 23 bits, the relative error
+    is below 1e-7 and whole numbers are exact. Numbers from 2²⁴ up, such as times and byte counts, are not
+    rounded at all with 23 bits; with fewer bits, they are rounded to whole numbers."""
     single = array("I")
     single.frombytes(array("f", numbers).tobytes())
     if mantissa_bits < _SINGLE_BITS:

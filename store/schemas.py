@@ -169,7 +169,7 @@ ADD_USAGE = (
     output_tokens = output_tokens + excluded.output_tokens
 """
 )
-"""Adds the ended request with the given id to the usage."""
+"""Adds the ended request with the given id to the daily usage."""
 
 # Each row of a telemetry table contains the numbers of one sample or interval in the order of its layout, in
 # the format of store.samples.pack. The indexes are used to find layouts that no row uses any more.
@@ -250,7 +250,8 @@ CREATE TABLE silences (
 )
 
 
-# The prompts and answers that tenants' log policies keep. Only the service's user can read this file.
+# The prompts and answers that are stored because of tenants' log policies. Only the service's user can read
+# this file.
 _CONTENTS = (
     """
 CREATE TABLE contents (

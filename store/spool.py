@@ -121,7 +121,7 @@ class Spool:
                 log.critical("this audit entry is only in memory: %s", _content(entry))
 
     def retry(self) -> None:
-        """Try again to write the entries that are only in memory to the file."""
+        """Try again to write to the file any entries that are only in memory."""
         with self._lock:
             self._write()
 
@@ -175,7 +175,7 @@ class Spool:
                     self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        """Write as many of the entries that are only in memory to the file as fit."""
+        """Write to the file as many as possible of the entries that are only in memory, oldest first."""
         for entry in self._entries[len(self._entries) - self._in_memory :]:
             try:
                 self._append(entry)

@@ -14,8 +14,8 @@ class KeptText(msgspec.Struct, frozen=True):
     number: int
     """Index of this text among the request's prompts or answers."""
     sha256: str
-    """SHA-256 (hex) of `text`. If only hashes are kept, it is the SHA-256 of the whole original text: JSON
-    without spaces for a conversation, the decoded text for token ids."""
+    """SHA-256 (hex) of `text`. If only hashes are kept, it is the SHA-256 of the whole original text. The
+    original text of a conversation is its JSON without spaces; that of token ids is the decoded text."""
     bytes: int
     """Size of the whole original text, in bytes."""
     text: str | None = None

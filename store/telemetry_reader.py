@@ -172,7 +172,8 @@ class TelemetryReader:
 
     def details(self, at: float) -> list[bytes]:
         """Return the documents with the details of the second at `at` (unix seconds): the newest full frame
-        up to then, and the frames after it. Returns no documents if the details were not recorded."""
+        recorded by that time, and the later frames up to it. Returns no documents if the details of that
+        second were not recorded."""
         end = round(at * 1000)
         with self._reading() as connection:
             rows = connection.execute(
@@ -296,8 +297,8 @@ class TelemetryReader:
 
 
 def _ends(connection: sqlite3.Connection, resolution: Resolution) -> tuple[int, int] | None:
-    # Use two queries. SQLite answers each from one end of the index, but would read all rows for a single
-    # query that asks for both.
+    # Use two queries. SQLite answers each of them from one end of the index, but it would read all rows to
+    # answer a single query for both the minimum and the maximum.
     table = resolution.table
     first = connection.execute(f"SELECT min(at) FROM {table}").fetchone()[0]
     last = connection.execute(f"SELECT max(at) FROM {table}").fetchone()[0]

@@ -26,8 +26,8 @@ from store.writer import Writer
 log = logging.getLogger(__name__)
 
 WITHIN_S = 5.0
-"""Maximum time, in seconds, until a write to the control database must start. After that, a change fails and
-the caller gets a response, and an audit entry goes to the spool."""
+"""Maximum time, in seconds, that a write to the control database waits before it starts. After that, a change
+fails and the caller gets an error; an audit entry goes to the spool."""
 _LOOKED_THROUGH = 10_000
 """Number of the newest rows that are searched at startup for intents without a result."""
 
@@ -146,7 +146,7 @@ class AuditTrail:
 
     def committed(self, appended: Appended) -> None:
         """Record the new head and remove the appended entries from the spool. Call this after the transaction
-        was committed."""
+        has been committed."""
         # Record the head before removing entries from the spool. If the process died in between, rows with
         # neither a recorded head nor a spooled entry would look as if heads had been removed.
         self._heads.saw(appended.head)
@@ -161,7 +161,7 @@ class AuditTrail:
         self._spool.put(entry)
         if news:
             place = self._spool.state().path or "memory only"
-            log.error("%s; until control.db can be written, audit entries wait in %s", error, place)
+            log.error("%s; until control.db accepts writes again, audit entries wait in %s", error, place)
 
     def _begin(self, connection: sqlite3.Connection) -> Appended:
         appended = self.append(connection)

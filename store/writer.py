@@ -1,10 +1,10 @@
 """The thread that writes a database. Each database has exactly one.
 
-Operations are functions that take the connection. They run in the order in which they were submitted, by one
-of two methods:
+Operations are functions that take the connection. They run in the order in which they were submitted. There
+are two methods for submitting them:
 
-- `submit` never blocks and never raises. Operations share commits: a commit follows at the latest after 200
-  ms or 500 operations. While the disk refuses writes, they wait in memory, up to a limit. A full disk
+- `submit` never blocks and never raises. Operations share commits: a commit follows after at most 200 ms or
+  500 operations. While the disk refuses writes, operations wait in memory, up to a limit. A full disk
   therefore does not stop the service from answering requests.
 - `call` returns a future. The operation runs in a separate transaction, which is committed when the future
   resolves.
@@ -73,8 +73,8 @@ class _Item(NamedTuple):
 
 
 class Writer:
-    """Owns the writing connection to the database at `path`, on a separate thread from `start()` to
-    `close()`.
+    """Owns the writing connection to the database at `path`. The connection is used by a separate thread,
+    which runs from `start()` to `close()`.
 
     All methods may be called from any thread. `submit` holds a lock only for microseconds, so it may be
     called on an event loop.
@@ -203,7 +203,7 @@ class Writer:
                 )
 
     def count_dropped(self, rows: int) -> None:
-        """Count rows that the caller dropped instead of submitting them, to limit memory use."""
+        """Count rows that the caller, to limit memory use, dropped instead of submitting."""
         with self._condition:
             self._dropped_rows += rows
 

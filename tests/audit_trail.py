@@ -32,8 +32,8 @@ def forge(folder: Path, sql: str) -> None:
 
 
 def rewrite(folder: Path, seq: int) -> None:
-    """Forge a row's actor, as an attacker with the service's user could. All later hashes are recomputed, and
-    the recorded chain heads are replaced with a newly signed one."""
+    """Forge a row's actor, as an attacker who runs as the service's user could. All later hashes are
+    recomputed, and the recorded chain heads are replaced with a newly signed one."""
     chain = read_audit(folder / "control.db")
     forge(folder, "DELETE FROM audit; DELETE FROM sqlite_sequence WHERE name = 'audit'")
     with closing(sqlite3.connect(folder / "control.db", isolation_level=None)) as connection:

@@ -1,4 +1,4 @@
-"""Writes small checkpoints. An answer shows which of them generated it."""
+"""Writes small checkpoints whose answers differ, so that an answer shows which checkpoint generated it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_confi
 
 
 def write_constant_checkpoint(folder: Path, token_id: int) -> Path:
-    """Write a checkpoint with the shipped model's tokenizer that generates only the token `token_id` with
-    greedy sampling.
+    """Write a checkpoint that has the shipped model's tokenizer and, with greedy sampling, generates only the
+    token `token_id`.
 
     The first feature of every embedding is 1 and no layer changes it, so the head's only non-zero row, which
     belongs to `token_id`, gets the highest logit at every position.

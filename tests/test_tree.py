@@ -38,7 +38,7 @@ def test_the_service_keeps_its_modules_in_packages() -> None:
 
 
 def test_the_engine_and_the_kernels_mean_the_same_block() -> None:
-    # The constant is declared on both sides, because the message structs may not import torch.
+    # The engine and the kernels both define the constant, because the message structs may not import torch.
     assert BLOCK_TOKENS == PAGE_TOKENS
 
 

@@ -44,8 +44,8 @@ class Action(NamedTuple):
     """Parameter that names the target, or empty if there is only one possible target."""
     visibility: Visibility = "shown"
     is_long: bool = False
-    """Whether the service may take minutes to respond. Clients need no time limit, because the service limits
-    the time."""
+    """Whether the service may take minutes to respond. Clients need no time limit, because the service
+    enforces one."""
 
     @property
     def description(self) -> str:
@@ -54,7 +54,7 @@ class Action(NamedTuple):
 
     @property
     def declared_fields(self) -> dict[str, Declared]:
-        """Declared fields of tenants and keys among the parameters, by name."""
+        """The parameters that are declared fields of a tenant or key, by name."""
         return getattr(self.parameters, "DECLARED", {})
 
     @property

@@ -206,7 +206,8 @@ class UnmapPeer(_Parameters):
 
 
 class DrainService(_Parameters):
-    """Stop accepting requests, and finish the requests that were already accepted."""
+    """Stop accepting requests, and finish the requests that were already accepted. Requests that are
+    unfinished after the grace period end with an error."""
 
     model: ModelOrService = None
     grace_s: Grace = 120.0
@@ -244,7 +245,7 @@ class AcknowledgeAlert(_Parameters):
 
 
 class SilenceAlerts(_Parameters):
-    """Stop announcing a rule's alerts for some time. Silenced alerts are still listed and recorded."""
+    """Stop announcing a rule's alerts for a limited time. Silenced alerts are still listed and recorded."""
 
     rule: Annotated[
         str,
@@ -338,8 +339,8 @@ class UnloadModel(_Parameters):
 
 
 class RetryModel(_Parameters):
-    """Immediately restart a model's replicas that have failed or are waiting for their next start. Their
-    earlier exits no longer count."""
+    """Immediately restart a model's replicas that have failed or are waiting to be restarted. Their earlier
+    exits no longer count towards `max_deaths`."""
 
     model: Annotated[
         str,
@@ -352,11 +353,12 @@ class RetryModel(_Parameters):
 
 class SleepModel(_Parameters):
     """Release the memory of a loaded version after its requests have finished. On GPUs, its weights are
-    copied to host memory, from which waking takes about a second. The next request wakes the version."""
+    copied to host memory, so waking the version takes only about a second. The next request wakes it."""
 
     model: ModelVersion
     wait: Annotated[
-        bool, Meta(description="Wait until the version sleeps, or until it is known that it stays awake.")
+        bool,
+        Meta(description="Wait until the version is asleep, or until it is clear that it will stay awake."),
     ] = False
     grace_s: Annotated[
         float,
@@ -374,7 +376,8 @@ class WakeModel(_Parameters):
 
     model: ModelVersion
     wait: Annotated[
-        bool, Meta(description="Wait until the version is awake, or until it is known that it stays asleep.")
+        bool,
+        Meta(description="Wait until the version is awake, or until it is clear that it will stay asleep."),
     ] = False
 
 
@@ -426,12 +429,12 @@ class SplitModel(_Parameters):
     and `user` go to the same target as long as the weights do not change. After the response, the new weights
     apply to all new requests."""
 
-    name: Annotated[str, Meta(description="A model of the registry, or an alias.")]
+    name: Annotated[str, Meta(description="A model in the registry, or an alias.")]
     weights: Annotated[
         Annotated[dict[str, Weight], Meta(min_length=1, max_length=MAX_ARMS)] | None,
         Meta(
-            description="Weight of each target: a version of the model (1), a model's name, or NAME@VERSION. "
-            "Null ends the split."
+            description="Weight of each target: a version number of the model such as 1, a model's name, or "
+            "NAME@VERSION. Null ends the split."
         ),
     ]
 
@@ -445,7 +448,8 @@ class ShadowModel(_Parameters):
     target: Annotated[
         str | None,
         Meta(
-            description="A version of the model (2), a model's name, or NAME@VERSION. Null ends the shadow."
+            description="A version number of the model such as 2, a model's name, or NAME@VERSION. Null ends "
+            "the shadow."
         ),
     ]
     share: Annotated[float, Meta(gt=0, le=1, description="Fraction of the requests that are copied.")] = 0.05

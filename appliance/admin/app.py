@@ -110,7 +110,7 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
             "/models",
             backend.models,
             list[RegisteredModel],
-            "List the models of the settings and of the registry, with their versions",
+            "List the models in the settings and in the registry, with their versions",
         ),
         _shown(
             "/config",

@@ -1,4 +1,4 @@
-"""The admin API's route for the KV blocks of all replicas. The replicas are asked only while it is read."""
+"""The admin API's route for the KV blocks of all replicas. Replicas are queried only when it is read."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def kv_blocks_route(maps: BlockMaps) -> ScopedRoute:
         return json_answer(await maps.read())
 
     operation = Operation(
-        "Return the state, the owner and the age of the KV blocks of each replica",
+        "Return the state, owner and age of each replica's KV blocks",
         answer=list[ReplicaBlocks],
-        description="Each replica is asked at most once per second. Arrays of bytes are in base64.",
+        description="Each replica is queried at most once per second. Byte arrays are base64-encoded.",
         errors=dict.fromkeys((401, 403, 503), ErrorBody),
     )
     return ScopedRoute("GET", "/kv-blocks", answered(show), wanted="read", operation=operation)

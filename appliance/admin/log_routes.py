@@ -114,7 +114,7 @@ def _route(
 def answered(
     endpoint: Callable[[Request], Awaitable[Response]],
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Return an endpoint that converts the errors of the given endpoint to responses."""
+    """Return an endpoint that converts the given endpoint's errors into responses."""
 
     async def answer(request: Request) -> Response:
         try:

@@ -320,8 +320,8 @@ class ModelAdmin:
         self._background.run(finish())
 
     async def retry(self, actor: Actor, asked: RetryModel) -> Effect:
-        """Immediately start the replicas of a model that are waiting for their next start. Raises
-        UnknownModelError, or ConflictError if none is waiting."""
+        """Immediately restart a model's replicas that have failed or are waiting to be restarted. Raises
+        UnknownModelError, or ConflictError if there are none."""
         unit = asked.model
         if not self.manager.is_declared(unit):
             record = self._record(unit, "retried")
@@ -332,7 +332,7 @@ class ModelAdmin:
                 raise ConflictError(
                     f"{unit} is not loaded: load it with: appliance models load {asked.model}"
                 )
-            raise ConflictError(f"{unit} is {before[0]}, and none of its replicas waits for a start")
+            raise ConflictError(f"{unit} is {before[0]}, and none of its replicas is waiting to start")
         return Effect(
             Done(message=f"starting {', '.join(replicas)}"), {"state": before[0]}, {"state": "loading"}
         )
@@ -407,7 +407,7 @@ class ModelAdmin:
             unit = self._target_unit(asked.target)
             if self.routing.unit_of(asked.name) and unit not in self.routing.usable:
                 raise ConflictError(
-                    f"alias {asked.name!r} is in use, and {asked.target} is not loaded: load it first with: "
+                    f"alias {asked.name!r} is in use, but {asked.target} is not loaded: load it first with: "
                     f"appliance models load {asked.target}"
                 )
         await committed(registry.set_alias(actor=actor, name=asked.name, target=asked.target))

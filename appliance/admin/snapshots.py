@@ -36,14 +36,14 @@ from store.policies import Policies, TenantRecord
 MAX_TENANTS = 200
 """Maximum number of tenants in a snapshot. Tenants with requests are preferred."""
 _CHOOSE_EVERY_S = 30.0
-"""If there are more than `MAX_TENANTS` tenants, seconds between two selections of those to include."""
+"""Interval in seconds at which tenants are chosen again if there are more than `MAX_TENANTS`."""
 _BLOCK_TOKENS = 64
 _COUNT_KEYS_EVERY_S = 15.0
 
 
 class TenantChoice:
-    """Chooses the tenants that snapshots contain if there are too many. The choice changes rarely, because
-    each change starts a new layout in the recorded telemetry."""
+    """Chooses which tenants snapshots include if there are more than `MAX_TENANTS`. The choice changes
+    rarely, because each change starts a new layout in the recorded telemetry."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -51,7 +51,7 @@ class TenantChoice:
         self._at = float("-inf")
 
     def choose(self, names: list[str], busy: set[str]) -> list[str]:
-        """Return at most `MAX_TENANTS` of the names, in their order."""
+        """Return at most `MAX_TENANTS` of the names, in their original order."""
         if len(names) <= MAX_TENANTS:
             return names
         now, kept = self._clock(), self._chosen.intersection(names)
@@ -251,8 +251,8 @@ class SnapshotReader:
         return [use(tenant) for tenant in chosen]
 
     def _valid_keys(self, policies: Policies) -> Counter[str]:
-        """Return the number of valid keys by tenant. Keys are counted again when a policy changes and,
-        because keys expire, at intervals."""
+        """Return each tenant's number of valid keys. Keys are counted again when a policy changes and,
+        because keys expire, at regular intervals."""
         known, at, count = self._keys
         if known is not policies or time.monotonic() - at > _COUNT_KEYS_EVERY_S:
             now = time.time()
@@ -315,9 +315,10 @@ def _processes(status: Status) -> list[ServiceProcess]:
 
 
 def with_replicas(gpu: Gpu, status: Status) -> Gpu:
-    """Return the GPU, completed with the replicas that use it, their memory, and the owners of its processes.
-    A replica uses the GPU if one of its processes does. If the process ids are not known, the replica's
-    device numbers decide."""
+    """Return a copy of the GPU that also lists the replicas that use it, their memory, and the replica that
+    owns each process. A replica uses the GPU if one of its processes does or, if the process ids are not
+    known, if one of its device numbers is the GPU's. A replica's memory, which is the sum over its ranks, is
+    divided equally among them."""
     replicas = [replica for model in status.models for replica in model.replicas]
     owners = {pid: replica for replica in replicas for pid in replica.pids}
     processes = gpu.processes or []
@@ -333,6 +334,6 @@ def with_replicas(gpu: Gpu, status: Status) -> Gpu:
         gpu,
         processes=None if gpu.processes is None else named,
         replicas=list(dict.fromkeys(one.name for one in ranks)),
-        weight_bytes=sum(one.weight_bytes for one in ranks),
-        kv_bytes=sum(one.kv_bytes for one in ranks),
+        weight_bytes=sum(one.weight_bytes // max(1, len(one.devices)) for one in ranks),
+        kv_bytes=sum(one.kv_bytes // max(1, len(one.devices)) for one in ranks),
     )

@@ -63,7 +63,7 @@ class SplitAdmin:
         for target in targets:
             if not routing.answers(unit := routing.target_unit(target)):
                 raise ConflictError(
-                    f"model {name!r} answers requests, and {target} is not loaded: load it first with: "
+                    f"model {name!r} answers requests, but {target} is not loaded: load it first with: "
                     f"appliance models load {unit} --wait"
                 )
 

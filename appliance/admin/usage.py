@@ -16,7 +16,7 @@ from store.usage import DailyUsage, UsageFilter, read_usage
 
 DEFAULT_DAYS = 30
 MAX_DAILY_ROWS = 50_000
-"""Maximum number of rows of the usage table that one report may add up."""
+"""Maximum number of usage table rows that one report may add up."""
 _MILLION = 1e6
 
 

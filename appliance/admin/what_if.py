@@ -1,4 +1,4 @@
-"""Forecasts the effect of other limits by replaying the requests of the last minutes. Changes nothing."""
+"""Forecasts the effect of new limits by replaying the requests of the last few minutes. Changes nothing."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class WhatIf:
 
 
 def what_if_routes(what_if: WhatIf) -> list[ScopedRoute]:
-    """Return the routes that forecast the effect of new limits of a tenant or key."""
+    """Return the routes that forecast the effect of new limits for a tenant or key."""
     return [_route(what_if, "tenants.set", SetTenant), _route(what_if, "keys.set", SetKey)]
 
 
@@ -113,7 +113,7 @@ def _route(what_if: WhatIf, action: str, parameters: type[msgspec.Struct]) -> Sc
             return error_answer(error.status, str(error))
 
     operation = Operation(
-        "Replay the last minutes with other limits. Nothing is changed",
+        "Replay the last few minutes with different limits. Nothing is changed",
         body=parameters,
         answer=QuotaForecast,
         errors=_ERRORS,

@@ -13,7 +13,7 @@ class BuiltInRule(AlertRule, forbid_unknown_fields=True, frozen=True, kw_only=Tr
 
 
 _DEAD = ["replica-crash-loop", "replica-failed", "replica-down"]
-"""Rules on dead replicas. Their alerts explain why requests wait or fail."""
+"""Rules about dead replicas. Their alerts explain why requests wait or fail."""
 _BUSY = [*_DEAD, "model-failed", "front-down", "gpu-xid"]
 
 BUILT_IN: tuple[BuiltInRule, ...] = (
@@ -29,11 +29,11 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         clear_for_s=5.0,
         downstream_of=["replica-crash-loop", "replica-failed", "gpu-xid", "gpus-unreadable"],
         what="{where} does not answer requests ({text})",
-        remedy="wait for the restart; if it recurs, see the replica's last error: appliance status",
+        remedy="wait for the restart; if the failure recurs, see the replica's last error: appliance status",
     ),
     BuiltInRule(
         name="replica-failed",
-        reason="The checkpoint, the memory or the device does not permit a start. Waiting does not help.",
+        reason="The replica cannot start because of its checkpoint, memory or device. Waiting does not help.",
         figure="models[*].replicas[*].state",
         severity="critical",
         texts=["failed"],
@@ -44,7 +44,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     ),
     BuiltInRule(
         name="replica-crash-loop",
-        reason="A single restart can be an accident. A third restart within 10 minutes has a persistent "
+        reason="A single restart can be a coincidence. Three restarts within 10 minutes have a persistent "
         "cause.",
         figure="models[*].replicas[*].restarts",
         severity="critical",
@@ -74,7 +74,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         severity="warning",
         texts=["restarting"],
         what="{where} ended; its connections were closed",
-        remedy="see the log for the front's last lines; the service starts it again",
+        remedy="see the front's last lines in the log; the service restarts the front",
     ),
     BuiltInRule(
         name="problem",
@@ -110,7 +110,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         window_s=3600.0,
         above=1.0,
         what="{where}: uncorrectable memory errors: {value}",
-        remedy="drain the GPU's models and reset the GPU; if it recurs, replace the GPU",
+        remedy="drain the GPU's models and reset the GPU; if the errors recur, replace the GPU",
     ),
     BuiltInRule(
         name="gpus-unreadable",
@@ -119,17 +119,18 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         severity="critical",
         texts=["?*"],
         what="the GPU driver does not respond: {text}",
-        remedy="see the kernel's log (journalctl -k); the driver may need a restart of the machine",
+        remedy="see the kernel's log (journalctl -k); the machine may need a restart",
     ),
     BuiltInRule(
         name="gpu-hot",
-        reason="Data-centre GPUs reduce their clocks at about 87 to 90 °C. A minute excludes short peaks.",
+        reason="Data-centre GPUs reduce their clocks at about 87 to 90 °C. Waiting for a minute excludes "
+        "short peaks.",
         figure="gpus[*].temperature_c",
         above=88.0,
         clear=83.0,
         for_s=60.0,
         what="{where} has {value}",
-        remedy="check the fans and the air flow; above about 90 °C the GPU reduces its clocks",
+        remedy="check the fans and the airflow; above about 90 °C the GPU reduces its clocks",
         unit="°C",
     ),
     BuiltInRule(
@@ -142,7 +143,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         clear_for_s=60.0,
         downstream_of=["gpu-hot"],
         what="{where} reduces its clocks: {text}",
-        remedy="check cooling and power supply; nvidia-smi -q -d PERFORMANCE shows the reasons",
+        remedy="check the cooling and the power supply; nvidia-smi -q -d PERFORMANCE shows the reasons",
     ),
     # ── KV cache ──
     BuiltInRule(
@@ -160,8 +161,8 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     ),
     BuiltInRule(
         name="kv-cache-filling",
-        reason="The trend over 5 minutes leaves time to act. Below 60%, it is normal that the use of the "
-        "cache rises with the load.",
+        reason="The trend over 5 minutes leaves time to act. Below 60%, it is normal for cache usage to "
+        "rise with the load.",
         figure="kv[*].blocks_used",
         per="blocks_total",
         measure="time_to",
@@ -179,8 +180,8 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     ),
     BuiltInRule(
         name="preemptions",
-        reason="After each preemption, a sequence is computed again. One preemption every 2 seconds "
-        "already reduces throughput.",
+        reason="Each preempted sequence must be computed again. Even one preemption every 2 seconds reduces "
+        "throughput.",
         figure="kv[*].preemptions",
         measure="rate",
         window_s=60.0,
@@ -188,7 +189,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         clear=0.1,
         for_s=15.0,
         downstream_of=["kv-cache-full"],
-        what="{where} preempts {value} sequences and computes them again",
+        what="{where} preempts sequences ({value}) and computes them again",
         remedy="lower max_num_seqs, or add a replica: the KV cache is too small for the running sequences",
         unit="/s",
     ),
@@ -209,15 +210,15 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     ),
     BuiltInRule(
         name="class-late",
-        reason="The target is the wait that load shedding tries to keep. If the oldest request waits 50% "
-        "longer for 30 seconds, load shedding does not succeed.",
+        reason="Load shedding tries to keep waiting times within the target. If the oldest request has "
+        "exceeded the target by 50% for 30 seconds, load shedding is not succeeding.",
         figure="queue.classes[*].oldest_wait_s",
         per="target_s",
         above=1.5,
         clear=1.0,
         for_s=30.0,
         downstream_of=[*_BUSY, "queue-full", "load-shedding"],
-        what="the oldest request of {where} has waited {value} of the target",
+        what="the oldest request of {where} has waited for {value} of the target time",
         remedy="add capacity, or move batch work to a lower class",
         unit="%",
     ),
@@ -251,8 +252,8 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     ),
     BuiltInRule(
         name="failures",
-        reason="Counts errors of the service, not of clients. If one in twenty requests fails for 15 "
-        "seconds, these are not isolated faults.",
+        reason="Counts errors of the service, not of clients. If one in twenty requests fails over a "
+        "period of 15 seconds, the faults are not isolated.",
         figure="rates.failed_per_s",
         per="rates.requests_per_s",
         severity="critical",
@@ -285,7 +286,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
             "gpu-slowed-down",
         ],
         what="the median time to the first token is {value} standard deviations above its usual value",
-        remedy="compare the load with the time before (appliance requests --since 1h), or add a replica",
+        remedy="compare the current load with earlier load (appliance requests --since 1h), or add a replica",
     ),
     BuiltInRule(
         name="tokens-slow",
@@ -350,14 +351,15 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     ),
     BuiltInRule(
         name="memory-full",
-        reason="Without free memory, the kernel ends processes, usually the largest: a replica.",
+        reason="Without free memory, the kernel kills processes, usually the largest one, which is a "
+        "replica.",
         figure="host.memory_used_bytes",
         per="host.memory_bytes",
         above=0.95,
         clear=0.9,
         for_s=30.0,
         what="{value} of the machine's memory is in use",
-        remedy="find the processes with the most memory; the kernel may end replicas",
+        remedy="find the processes that use the most memory; the kernel may kill replicas",
         unit="%",
     ),
 )

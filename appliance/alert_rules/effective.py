@@ -17,8 +17,8 @@ def effective_rules(configured: Sequence[AlertRule], disabled: Iterable[str]) ->
 
 
 def cycle(rules: Iterable[AlertRule]) -> list[str]:
-    """Return the names of rules that form a cycle of `downstream_of`. Alerts in a cycle would all be hidden,
-    because each would be explained by another. Empty if there is no cycle."""
+    """Return the names of rules that form a cycle through `downstream_of`, or an empty list if there is no
+    cycle. Alerts in a cycle would all be hidden, because each would be explained by another."""
     try:
         TopologicalSorter({rule.name: rule.downstream_of for rule in rules}).prepare()
     except CycleError as error:
@@ -30,8 +30,8 @@ def cycle(rules: Iterable[AlertRule]) -> list[str]:
 def rule_set_faults(
     configured: Sequence[AlertRule], disabled: Sequence[str]
 ) -> list[tuple[int | None, RuleFault]]:
-    """Return the faults of the configured rules, each with the index of its rule. The index is None for a
-    fault of the setting `disabled`."""
+    """Return the faults in the configured rules, each with the index of its rule. The index is None for a
+    fault in the setting `disabled`."""
     faults: list[tuple[int | None, RuleFault]] = []
     seen: set[str] = set()
     known = {rule.name for rule in (*BUILT_IN, *configured)}

@@ -1,4 +1,4 @@
-"""The format of alert rules and of the receivers of alerts in the settings."""
+"""The format of alert rules and alert receivers in the settings."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     distance from its mean over `window_s`, in standard deviations. "time_to": the number of seconds until it
     reaches `target` if its trend over `window_s` continues."""
     window_s: Window = 300.0
-    """Time span of the measure, in seconds."""
+    """Time span over which the measure is computed, in seconds."""
     target: Number = 0.0
     """The target value: "time_to" predicts when the figure will reach it."""
     at_least: Number | None = None
-    """The rule applies only while the figure, divided by `per`, has at least this value."""
+    """The rule applies only while the figure, divided by `per`, is at least this value."""
     above: Number | None = None
     """The alert is raised when the measure reaches this threshold."""
     below: Number | None = None
@@ -53,15 +53,15 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
     """The alert ends when the measure has passed this value. Default: 10% away from the threshold. The gap
     prevents the alert from starting and ending repeatedly."""
     texts: list[str] = []
-    """If the figure is a text: the texts that raise the alert. `*` stands for any characters. Such a rule has
-    no threshold."""
+    """For a figure that is text: the texts that raise the alert. `*` stands for any characters. Such a rule
+    has no threshold."""
     clear_texts: list[str] = []
     """The texts that end the alert. Default: all texts that do not raise it. With this setting, the alert is
     raised only after one of these texts has been seen."""
     for_s: Seconds = 0.0
     """Number of seconds for which the condition must last before the alert is raised."""
     clear_for_s: Seconds = 30.0
-    """Number of seconds for which the condition must be over before the alert ends."""
+    """Number of seconds that must pass after the condition ends before the alert ends."""
     downstream_of: list[str] = []
     """Names of rules that detect possible causes of this alert. While an alert of one of these rules is
     active for the same model, replica or GPU, and for one minute afterwards, this alert is not shown, but is
@@ -76,7 +76,7 @@ class AlertRule(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen
 
 
 class AlertSink(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """A receiver of raised and ended alerts. Every alert is also a line in the service's log."""
+    """A receiver that is notified when alerts are raised and ended. Every alert is also logged."""
 
     command: list[str] = []
     """Program and arguments. The alert is passed as JSON on standard input."""
@@ -96,7 +96,7 @@ SEVERITIES: tuple[Severity, ...] = ("info", "warning", "critical")
 
 
 class RuleFault(NamedTuple):
-    """A fault of a rule or receiver that type checks of its fields do not detect."""
+    """A fault in a rule or receiver that type checks of its fields do not detect."""
 
     field: str
     what: str
@@ -104,7 +104,7 @@ class RuleFault(NamedTuple):
 
 
 def faults_of_rule(rule: AlertRule) -> list[RuleFault]:
-    """Return the faults of a rule."""
+    """Return the faults in a rule."""
     faults = []
     thresholds = (rule.above is not None) + (rule.below is not None) + bool(rule.texts)
     if thresholds != 1:
@@ -130,7 +130,7 @@ def faults_of_rule(rule: AlertRule) -> list[RuleFault]:
 
 
 def faults_of_sink(sink: AlertSink) -> list[RuleFault]:
-    """Return the faults of a receiver."""
+    """Return the faults in the definition of a receiver."""
     if bool(sink.command) == bool(sink.webhook):
         both = "both a command and a webhook" if sink.command else "neither a command nor a webhook"
         return [RuleFault("command", f"the receiver has {both}", "set exactly one of command and webhook")]

@@ -122,7 +122,7 @@ class Exchange:
                 # A chunk with a finish_reason but no text contains no token.
                 if not choice.text:
                     continue
-            # An empty text without a finish_reason stands for a token that ends within a character.
+            # An empty text without a finish_reason stands for a token that ends in the middle of a character.
             self.chunks += 1
             if self.first_at is None:
                 self.first_at = now

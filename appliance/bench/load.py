@@ -101,10 +101,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record(msgspec.Struct):
-    """The measurements of one completed request."""
+    """The measurements of one request, whether it succeeded or failed."""
 
     began_at: float
-    """Time when the request was sent or, in open loop, was due, even if it was sent later."""
+    """Time when the request was sent or, in an open-loop run, was due, even if it was sent later."""
     late_s: float
     """Delay between the time when the request was due and the time when it was sent."""
     ended_at: float

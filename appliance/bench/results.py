@@ -42,7 +42,7 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 class Failures(msgspec.Struct):
-    """The failed requests with the same kind of failure."""
+    """All failed requests that share one kind of failure."""
 
     count: int
     example: str
@@ -93,10 +93,10 @@ class Run(msgspec.Struct, kw_only=True):
 
     requests: int
     seconds: float
-    """Time from the start of the run until the last request finished. In open loop, it is at least the
-    duration of the arrivals."""
+    """Time from the start of the run until the last request finished. In an open-loop run, it is at
+    least as long as the time over which requests arrive."""
     rate: float | None
-    """Number of requests that arrive per second; None in closed loop."""
+    """Number of requests that arrive per second; None for a closed-loop run."""
     succeeded: int
     unfinished: int
     """Number of requests that were still open when the run was stopped."""
@@ -120,11 +120,11 @@ class Run(msgspec.Struct, kw_only=True):
     """Each request's mean time per output token after the first chunk."""
     e2e_ms: Percentiles | None
     late_p99_ms: float
-    """Delays between the time when a request was due and the time when it was sent."""
+    """99th percentile of the delay between the time when a request was due and the time when it was sent."""
     workers: int
     busiest_worker_cpu: float
     backlog: Backlog | None = None
-    """Backlog of an open-loop run; None in closed loop."""
+    """Backlog of an open-loop run; None for a closed-loop run."""
     reasons: list[str] = []
     """Reasons why the rate of a trial is not sustained; empty if it is sustained."""
     per_request: list[RequestTimes] = []
@@ -152,7 +152,7 @@ def percentiles(values: Sequence[float]) -> Percentiles | None:
 
 
 def summarize(raw: RawRun, load: Load, slo: Slo, duration_s: float = 0.0) -> Run:
-    """Return the statistics of a run. In open loop, `duration_s` is the time over which the requests
+    """Return the statistics of a run. For an open-loop run, `duration_s` is the time over which the requests
     arrived."""
     records = sorted(raw.records, key=lambda record: record.began_at)
     good = [record for record in records if not record.failure]

@@ -38,7 +38,7 @@ class Show(Protocol):
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """The results of all runs of a workload or rate."""
+    """The results of all runs with one workload or at one rate."""
 
     name: str
     description: str

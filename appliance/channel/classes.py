@@ -9,7 +9,7 @@ CLASS_NAMES = ("P0", "P1", "P2", "P3")
 
 _ASKED = {name: number for number, name in enumerate(CLASS_NAMES)} | {"priority": 0, "flex": 2}
 """The service class for each class name and for OpenAI's service tiers. The tiers "auto", "default" and
-"scale" are missing, because they select the default class."""
+"scale" are omitted, because they select the default class."""
 
 
 def service_class(asked: str, identity: Identity) -> int:

@@ -39,7 +39,7 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     kept_answers: int = 0
     """Number of runs with an `Idempotency-Key` that are in progress or kept for retries."""
     kept_bytes: int = 0
-    """Memory that these runs' answers occupy, in bytes."""
+    """Memory occupied by the answers of runs with an `Idempotency-Key`, in bytes."""
     dropped_texts: int = 0
     """Number of requests for which prompts and answers were not stored, because too many were waiting to be
     stored."""

@@ -12,8 +12,8 @@ LENGTHS = (64, 256, 1024, 4096)
 """Lengths, in tokens, of the prefixes that are hashed. The first is the size of a KV block. Computing more
 hashes would cost more time per request than a better choice of replica saves."""
 _HASH_BYTES = 8
-"""Size of a hash. The size is small because a wrong match only sends a request to a replica that has not
-cached its prefix."""
+"""Size of a hash, in bytes. Hashes can be this small because a wrong match only sends a request to a replica
+that has not cached its prefix."""
 
 
 def prefix_hashes(token_ids: Sequence[int]) -> tuple[bytes, ...]:

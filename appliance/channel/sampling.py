@@ -25,7 +25,7 @@ class SamplingDefaults(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
     temperature: Temperature | None = None
     """Sampling temperature. 0 selects greedy decoding. Default: the checkpoint's value, otherwise 1."""
     top_p: Fraction | None = None
-    """Cumulative probability of the most likely tokens, from which a token is chosen. Default: the
+    """A token is chosen from the most likely tokens up to this cumulative probability. Default: the
     checkpoint's value, otherwise 1."""
     top_k: TopK | None = None
     """Number of most likely tokens from which a token is chosen; 0 or -1 for all tokens. Default: the

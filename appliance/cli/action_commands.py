@@ -1,8 +1,8 @@
 """Derives commands from the registry's actions: arguments, options, confirmation and help.
 
 A parameter that names the target and has no default becomes an argument; every other parameter becomes an
-option. On the command line, durations and times are texts (90s, 30m, 2026-11-20). The declared fields of
-tenants and keys are texts as well, because "none" is also a value.
+option. On the command line, durations and times are given as text (90s, 30m, 2026-11-20). The declared fields
+of tenants and keys are given as text too, because "none" is also a value.
 """
 
 from __future__ import annotations

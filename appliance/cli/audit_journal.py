@@ -31,8 +31,8 @@ class JournalHeads(NamedTuple):
 
 def heads_in_journal(folder: Path | None) -> JournalHeads:
     """Return the heads of the service with the state directory `folder` or, if `folder` is None, of every
-    service that ran as `UNIT`. If systemd is missing or the caller may not read the journal, the result says
-    so."""
+    service that ran as `UNIT`. If systemd is missing or the caller is not permitted to read the journal, the
+    result says so."""
     command = ["journalctl", "--quiet", "--no-pager", "--reverse", "--output=cat", f"--unit={UNIT}"]
     with tempfile.TemporaryFile() as said:
         try:

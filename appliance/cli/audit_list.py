@@ -65,8 +65,8 @@ def list_actions(
             place = str(client.socket)
         elif follow:
             raise Failure(
-                "--follow needs a running service whose admin API you may use: start the service, or omit "
-                "--follow"
+                "--follow needs a running service and permission to use its admin API: start the service, or "
+                "omit --follow"
             )
         else:
             location = chain_location(run_dir, state_dir, file)

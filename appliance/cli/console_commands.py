@@ -113,12 +113,12 @@ def history_export(
         str,
         typer.Option(
             metavar="TIME",
-            help="Begin: a time of day (14:03), a time span before now (20m), or a date (2026-11-20T14:03).",
+            help="Start: a time of day (14:03), a time span before now (20m), or a date (2026-11-20T14:03).",
         ),
     ] = "15m",
     until: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="End, in the same forms. Default: now.", show_default=False),
+        typer.Option(metavar="TIME", help="End, in the same format. Default: now.", show_default=False),
     ] = None,
     run_dir: RunDir = None,
     state_dir: StateDir = None,

@@ -25,7 +25,7 @@ _METAVARS = {
 
 
 def field_option(field: Declared) -> inspect.Parameter:
-    """Return the option for a declared field, as a parameter of a command's function. Its value is a text,
+    """Return the option for a declared field, as a parameter of a command's function. Its type is str,
     because "none" is also a valid value."""
     known = field.default not in (None, msgspec.NODEFAULT)
     default = f" (default {shown(field, field.default)})" if known else ""
@@ -64,7 +64,7 @@ def _value(field: Declared, text: str) -> Any:
     if field.kind == "time":
         return moment(text, name, ahead=True)
     value = _parsed(field, text)
-    # Texts and names are checked by the service, which reports errors just as clearly.
+    # The service checks texts and lists, and reports errors just as clearly.
     if value is None or (field.kind not in ("text", "list") and not allows(field, value)):
         expected = "P0, P1, P2 or P3" if field.kind == "class" else field.expected
         lifted = ", or none" if field.optional else ""

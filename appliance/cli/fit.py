@@ -1,4 +1,4 @@
-"""Implements `appliance models fit`, which predicts the memory of a model before it is loaded."""
+"""Implements `appliance models fit`, which predicts how much memory a model needs before it is loaded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FitGpu(msgspec.Struct, kw_only=True):
     name: str
     memory_bytes: int
     used_bytes: int
-    """Memory that is currently used by all processes together."""
+    """GPU memory currently used by all processes together."""
 
 
 class FitSequences(msgspec.Struct, kw_only=True):
@@ -65,20 +65,20 @@ class FitReport(msgspec.Struct, kw_only=True):
     needed_bytes: int
     total_bytes: int
     used_bytes: int
-    """Memory of the GPU that other processes use."""
+    """GPU memory used by other processes."""
     usable_bytes: int
     max_model_len: int
     max_num_seqs: int
     kv_tokens: int
-    """Number of tokens that the KV cache holds."""
+    """Number of tokens that fit in the KV cache."""
     sequences: list[FitSequences]
 
 
 def show_fit(run_dir: str | None, target: str, settings: Mapping[str, Any], *, as_json: bool) -> int:
-    """Predict and print the memory of a model. `target` is a folder, or the NAME[@VERSION] of a model in the
-    registry of the service in `run_dir`. `settings` contains settings of the model, keyed by their names in
-    settings files; they take precedence over the version's settings. Returns exit code 1 if the model does
-    not fit. Raises Failure if the model or the settings cannot be used."""
+    """Predict how much memory a model needs, and print the prediction. `target` is a folder, or the
+    NAME[@VERSION] of a model in the registry of the service in `run_dir`. `settings` contains settings of the
+    model, keyed by their names in settings files; they take precedence over the version's settings. Returns
+    exit code 1 if the model does not fit. Raises Failure if the model or the settings cannot be used."""
     folder = target
     if os.sep not in target and not os.path.exists(target):
         folder, registered = _registered(run_dir, target)
@@ -99,7 +99,7 @@ def show_fit(run_dir: str | None, target: str, settings: Mapping[str, Any], *, a
 
 
 def fit_report(model: ModelSettings, found: MemoryFit) -> FitReport:
-    """Return the document for a memory prediction."""
+    """Return the JSON document that describes a memory prediction."""
     shortage = shortage_of(model, found)
     note = shortage or limited_length(model, found)
     return FitReport(
@@ -144,8 +144,8 @@ def fit_lines(report: FitReport, width: int | None) -> Iterator[str]:
     yield f"{printable(report.folder)}: {report.model_type}, {millions} in {held}"
     for gpu in report.gpus:
         yield (
-            f"GPU {gpu.number}: {printable(gpu.name)}, {of_bytes(gpu.memory_bytes)}, of which "
-            f"{of_bytes(gpu.used_bytes)} are in use"
+            f"GPU {gpu.number}: {printable(gpu.name)}, {of_bytes(gpu.memory_bytes)} of memory, "
+            f"{of_bytes(gpu.used_bytes)} in use"
         )
     if not report.gpus:
         yield "CPU: no GPU is used"
@@ -187,13 +187,13 @@ def _registered(run_dir: str | None, target: str) -> tuple[str, dict[str, Any]]:
                 names.append(model.name)
             if target in names and model.source != REGISTRY:
                 raise Failure(
-                    f"model {model.name!r} is {model.source}, where its settings are: check the file with: "
+                    f"model {model.name!r} is {model.source}, with its settings: check the settings with: "
                     f"appliance config check; or give the folder: appliance models fit {version.folder}"
                 )
             if target in names:
                 return version.folder, version.settings
     raise Failure(
-        f"{target!r} is neither a folder nor a model of the registry: give the folder of a checkpoint, or a "
+        f"{target!r} is neither a folder nor a model in the registry: give the folder of a checkpoint, or a "
         "name that 'appliance models list' shows"
     )
 

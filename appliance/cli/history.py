@@ -30,7 +30,7 @@ def export_history(
     end = now if until is None else moment(until, "--until", ahead=False, now=now)
     if begin >= end:
         raise CommandLineError(
-            f"--since is {local(begin)}, which is not before --until, {local(end)}: exchange the two times"
+            f"--since is {local(begin)}, which is not before --until, {local(end)}: swap the two times"
         )
     with as_failure(PastError):
         past = _source(run_dir, state_dir)

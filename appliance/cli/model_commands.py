@@ -60,7 +60,7 @@ def models_fit(
         str,
         typer.Argument(
             metavar="FOLDER|NAME[@VERSION]",
-            help="Folder of a Hugging Face checkpoint, or a model of the registry.",
+            help="Folder of a Hugging Face checkpoint, or a model in the registry.",
             show_default=False,
         ),
     ],
@@ -69,8 +69,8 @@ def models_fit(
     json: Json = False,
 ) -> None:
     """Predict how much memory a model needs before it is loaded, and how many sequences can run at the same
-    time. The exit code is 1 if the model does not fit into the free memory. If a folder is given, no service
-    needs to run."""
+    time. The exit code is 1 if the model does not fit into the free memory. If a folder is given, the
+    service need not be running."""
     from appliance.cli.fit import show_fit
     from appliance.cli.models import version_settings
 
@@ -117,7 +117,7 @@ def models_pull(
     Downloads the safetensors, tokenizer and configuration files, and verifies their checksums. If the pull is
     interrupted, run the same command again to resume it. The hub is $HF_ENDPOINT (default:
     https://huggingface.co). The token for private and restricted repositories is $HF_TOKEN, or the token that
-    'hf auth login' stored. The service needs no network.
+    'hf auth login' stored. The service itself needs no network access.
     """
     # huggingface_hub reads this variable when it is imported.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -187,14 +187,14 @@ def models_alias(
 def models_split(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="The model of the registry, or the alias.", show_default=False),
+        typer.Argument(metavar="NAME", help="A model in the registry, or an alias.", show_default=False),
     ],
     weights: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="TARGET=WEIGHT...",
-            help="A version of the model (1), another model's name, or NAME@VERSION, and its weight relative "
-            "to the other weights.",
+            help="A version number of the model such as 1, another model's name, or NAME@VERSION, and its "
+            "weight relative to the other weights.",
             show_default=False,
         ),
     ] = None,
@@ -222,7 +222,7 @@ def models_shadow(
         typer.Option(
             "--to",
             metavar="TARGET",
-            help="A version of the model (2), another model's name, or NAME@VERSION.",
+            help="A version number of the model such as 2, another model's name, or NAME@VERSION.",
             show_default=False,
         ),
     ] = None,

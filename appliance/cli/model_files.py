@@ -68,7 +68,7 @@ def prune(run_dir: str | None, *, dry_run: bool, files: bool, yes: bool, as_json
     if as_json:
         print_json({"versions": found, "deleted": deleted})
     elif not found:
-        print("every version is loaded or has a name")
+        print("nothing to remove: no version is unused")
     elif not dry_run:
         print(f"{len(found)} versions removed" if len(found) > 1 else "1 version removed")
         _show_deleted(deleted)

@@ -10,7 +10,7 @@ from appliance.protocol.registry import ShadowStatus
 
 
 def set_split(run_dir: str | None, name: str, weights: list[str], *, clear: bool, as_json: bool) -> None:
-    """Set or end the split of a name. `weights` are texts of the form TARGET=WEIGHT."""
+    """Set or end the split of a name. `weights` contains strings of the form TARGET=WEIGHT."""
     if clear == bool(weights):
         raise CommandLineError("give either the weights of the split, such as 1=90 2=10, or --clear")
     action = SplitModel(name=name, weights=None if clear else _weights(weights))

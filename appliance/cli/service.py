@@ -90,20 +90,27 @@ def admin_client(run_dir: str | None) -> Iterator[AdminClient]:
 
 def service_or_files(run_dir: Path) -> AdminClient | None:
     """Return a client of the service in `run_dir`. Returns None if the caller must read the service's files
-    instead, because no service is running, or because the caller may not use its admin API and has set no
-    key. The caller may still have permission to read the files."""
+    instead, because no service is running, or because the caller is not permitted to use its admin API and
+    has set no key. The caller may still have permission to read the files.
+
+    Raises Failure if the directory contains only a socket, which was probably forwarded from another machine:
+    the files of a service on this machine must not be shown instead."""
     from appliance import calls
     from appliance.client import AdminClient, AdminError, ServiceNotRunningError
+    from appliance.rundir import last_holder
 
     client = AdminClient(run_dir, key=admin_key())
     try:
         client.call(calls.PEERS)
-    except ServiceNotRunningError:
+    except (ServiceNotRunningError, AdminError) as error:
+        if isinstance(error, AdminError) and (error.status != 403 or admin_key() is not None):
+            raise Failure(str(error)) from error
+        if os.path.lexists(run_dir / _SOCKET) and last_holder(run_dir) is None:
+            raise Failure(
+                f"{error}. No service on this machine uses {run_dir}, so its files are on another machine: "
+                "check the forwarded socket, or name a folder of files with --state-dir"
+            ) from error
         return None
-    except AdminError as error:
-        if error.status == 403 and admin_key() is None:
-            return None
-        raise Failure(str(error)) from error
     return client
 
 

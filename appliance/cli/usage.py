@@ -52,7 +52,7 @@ def show_usage(
         print_json(report)
         return
     if not report.rows:
-        print("No requests have ended in this time.", file=sys.stderr)
+        print("No requests ended in this period.", file=sys.stderr)
         return
     shown = [column for column in USAGE_COLUMNS if column in columns]
     priced = report.total.cost is not None
@@ -70,7 +70,7 @@ def show_usage(
     print(paint(lines[-1], "bold"))
     if report.unpriced_models:
         names = printable(", ".join(report.unpriced_models))
-        print(f"No prices are set for: {names}. Their tokens are not part of the costs.", file=sys.stderr)
+        print(f"No prices are set for: {names}. Their tokens are not included in the costs.", file=sys.stderr)
 
 
 def _day(text: str | None, option: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Prints the forecast of new limits (`--what-if`)."""
+"""Prints the forecast of the effect of new limits (`--what-if`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def print_forecast(run_dir: str | None, asked: msgspec.Struct, *, as_json: bool)
         "the new limits; nothing was changed"
     )
     if forecast.left_out:
-        print(f"{of_count(forecast.left_out)} requests are left out: invalid, or no ready replica")
+        print(
+            f"{of_count(forecast.left_out)} requests are left out: they are invalid, or no ready replica has "
+            "a known speed"
+        )
     rows = []
     for one in forecast.tenants:
         before, after = one.recorded, one.predicted

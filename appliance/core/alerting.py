@@ -1,5 +1,5 @@
-"""The alerts of the running service: connects the rules in the settings, the manager, the database and the
-receivers."""
+"""The alerts of the running service. This module connects the rules in the settings, the alert manager, the
+database and the receivers."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ DAY_S = 86400.0
 _MAX_BYTES = 64 << 20
 """Maximum size of one request's texts, in bytes of UTF-8."""
 _MAX_WAITING = 256
-"""Maximum number of requests whose texts are waiting to be read from their memfds. Each of them occupies a
+"""Maximum number of requests whose texts are waiting to be read from their memfds. Each request occupies a
 file descriptor."""
 
 

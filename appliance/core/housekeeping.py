@@ -72,7 +72,7 @@ class Housekeeper:
             await asyncio.wait(self._tasks)
 
     async def _retry_audit(self) -> None:
-        # This runs in a thread, because the disk may not respond.
+        # This runs in a thread, because the disk might not respond.
         await asyncio.to_thread(self._control.trail.retry)
 
     async def _record_head(self) -> None:

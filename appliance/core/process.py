@@ -49,7 +49,7 @@ def run(flags: Flags) -> int:
     import uvloop
 
     # The service manager's watchdog kills a hanging process with SIGABRT. The log then contains a stack trace
-    # of the place where the process was hanging.
+    # that shows where the process hung.
     faulthandler.enable()
     return_freed_memory()
 

@@ -46,9 +46,9 @@ class Readiness:
     def worth_waiting_for(self) -> bool:
         """Return whether the service manager should keep waiting for startup to complete.
 
-        It should wait while a replica is loading. It should also wait if one model is already being served:
-        otherwise it would stop the service, and a model that cannot start would make the working model
-        unavailable.
+        It should wait while a replica is loading. It should also wait if one model is already being served.
+        Otherwise, the service manager would stop the service, and a model that cannot start would make the
+        working model unavailable.
         """
         return any(replica.state in ("starting", "loading", "ready") for replica in self.models.replicas)
 

@@ -37,7 +37,7 @@ class State(NamedTuple):
     """Writes to `contents.db`, which holds stored prompts and answers."""
     requests: RequestLog
     former: LockHolder | None
-    """The service that used the run directory before, if any."""
+    """The service that previously used the run directory, if any."""
 
     @property
     def stalled_s(self) -> float:

@@ -1,5 +1,5 @@
 """The admin client for asyncio programs, such as the console. All other programs use `appliance.client`. Both
-make the calls defined in `appliance.calls`."""
+clients make the calls defined in `appliance.calls`."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from appliance.scopes import OPEN, InsufficientScopeError, check_routes
 _DESCRIPTION = """\
 OpenAI-compatible API for the models of one server. On TCP, every request needs a key. On the Unix socket,
 the peer's uid identifies the user, and a valid key takes precedence. `x-appliance-class` (P0 to P3) or
-`service_tier` select the service class. With `x-appliance-deadline-ms`, a request is refused immediately if
+`service_tier` selects the service class. With `x-appliance-deadline-ms`, a request is refused immediately if
 its answer cannot be complete in time. Every response contains the header `x-request-id`."""
 _MAX_CHARS_SHOWN = 100
 """Maximum number of characters of a path or method that an error message quotes."""

@@ -15,8 +15,8 @@ from appliance.front.validation import Body, FieldError, parse_struct
 _BYTES_PER_VALUE = 8
 _BYTES_PER_NAME = 32
 _BYTES_PER_CONTAINER = 128
-"""Limits on the contents of a body. For every 8 bytes of the maximum body size, it may have one JSON value;
-for every 32 bytes, one name in an object; and for every 128 bytes, one list or object. A maximum of 2 MiB
+"""Limits on the contents of a body. A body may have one JSON value for every 8 bytes of the maximum body
+size, one name in an object for every 32 bytes, and one list or object for every 128 bytes. A maximum of 2 MiB
 allows 262,144 values, 65,536 names and 16,384 lists or objects. Parsing runs on the event loop and takes
 about 0.1 µs per value, 0.2 µs per name and 1 µs per list or object.
 

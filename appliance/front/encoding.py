@@ -60,6 +60,6 @@ async def do_work(
 
 
 def too_much_work(state: AppState, error: TooMuchWorkError) -> ApiError:
-    """Count and return the 503 for a tenant that has too much text in progress."""
+    """Count the refusal, and return the 503 for a tenant that has too much text in progress."""
     state.refused_prompts += 1
     return ApiError(503, str(error), code="too_many_prompts", retry_after_s=_RETRY_AFTER_S)

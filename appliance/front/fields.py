@@ -58,7 +58,7 @@ class PositiveOrMinusOne(int):
 
 
 class KeepAliveField(float):
-    """A duration in seconds, or a text such as "10m". A negative duration means no limit."""
+    """A duration in seconds, or a string such as "10m". A negative duration means no limit."""
 
     json_schema: ClassVar[dict[str, Any]] = {
         "anyOf": [
@@ -73,8 +73,8 @@ class KeepAliveField(float):
         seconds = _seconds(value)
         if seconds is None or seconds > MAX_KEEP_ALIVE_S:
             raise FieldError(
-                f'must be a number of seconds up to {MAX_KEEP_ALIVE_S:g}, or a text such as "30s", "10m" or '
-                f'"1h30m", not {shown(value)}'
+                f'must be a number of seconds up to {MAX_KEEP_ALIVE_S:g}, or a string such as "30s", "10m" '
+                f'or "1h30m", not {shown(value)}'
             )
         return seconds
 
@@ -272,8 +272,8 @@ class AllowedTokenIdsField(list[int]):
 
 
 class PromptsField(list[str | list[int]]):
-    """The field `prompt`: a text, a list of texts, a list of token ids (one prompt), or a list of token id
-    lists."""
+    """The field `prompt`: a string, a list of strings, a list of token ids (one prompt), or a list of lists
+    of token ids."""
 
     json_schema: ClassVar[dict[str, Any]] = {
         "anyOf": [
@@ -291,7 +291,7 @@ class PromptsField(list[str | list[int]]):
 
     @classmethod
     def parse(cls, value: Any) -> list[str] | list[list[int]]:
-        """Return the prompts as a list of texts or a list of token id lists. Raises FieldError."""
+        """Return the prompts as a list of strings or a list of lists of token ids. Raises FieldError."""
         if isinstance(value, str):
             return [value]
         if not isinstance(value, list) or not value:

@@ -78,7 +78,7 @@ class GenerationTask:
     may_lower: bool = False
     """Same as `Admit.may_lower`."""
     fall_back: Callable[[], Awaitable[GenerationTask]] | None = None
-    """Prepares the request for another model if this one cannot take it. Raises `ApiError`."""
+    """Prepares the request for the fallback model if `model` cannot take it. Raises `ApiError`."""
     copy: RequestCopy | None = None
     """How to copy the request to another unit after it has finished, if it was selected for shadow
     traffic."""

@@ -51,7 +51,7 @@ class _Health:
 
     async def simple(self, request: Request) -> Response:
         """Report readiness as /health/ready does, but without the reason, because the reason contains model
-        names. Other inference servers have the same path."""
+        names. Other inference servers use the same path."""
         is_ready = self._state.ready and not self._state.catalog.problem
         return _answer(200, "ready") if is_ready else _answer(503, "not_ready")
 
@@ -67,7 +67,7 @@ class _Health:
             return _answer(200, "ready")
         reason = state.catalog.problem if state.ready else state.not_ready_reason or "no reason was reported"
         if identity is None or identity.models is not None:
-            reason = "not ready: send a key that permits all models to see the reason"
+            reason = "not ready: to see the reason, send a key that permits all models"
         return _answer(503, "not_ready", reason)
 
     def _ready_model(self, model: str, identity: Identity | None) -> Response:

@@ -63,8 +63,8 @@ class Transcript(NamedTuple):
 
 
 class Keeper:
-    """Prepares texts for storage according to its rules and the callers' policies. All methods must be called
-    on the event loop's thread."""
+    """Prepares texts for storage according to `rules` and the log policies of the callers' tenants. All
+    methods must be called on the event loop's thread."""
 
     def __init__(self, hand_over: Callable[[Keep, tuple[int, ...]], None]) -> None:
         """`hand_over` sends a descriptor. The caller must still close it."""

@@ -112,7 +112,7 @@ class Catalog:
 
     @property
     def preparing(self) -> tuple[str, ...]:
-        """The units that requests are being prepared for."""
+        """The units of loading for which requests are being prepared."""
         return tuple(self._preparing)
 
     @property
@@ -134,7 +134,7 @@ class Catalog:
         return self.unit_of(name) in self._models or self._is_on_demand(name)
 
     def unit_of(self, name: str) -> str:
-        """Return the unit that answers requests for the name; empty if there is none."""
+        """Return the unit of loading that answers requests for the name; empty if there is none."""
         if self._routes is None:
             return name
         route = self._routes.get(name)
@@ -230,10 +230,10 @@ class Catalog:
 
     def get(self, name: str, identity: Identity, caller: str = "") -> LoadedModel:
         """Return the model for this name. If the name is split, `caller` determines the arm. Raises a 403 if
-        the identity may not use it, a 404 if it is not served, or a 503 if its tokenizer could not be read or
-        if the model is not loaded yet."""
+        the identity is not permitted to use the model, a 404 if the model is not served, or a 503 if its
+        tokenizer could not be read or if the model is not loaded yet."""
         if not allows(identity, name):
-            # A caller who may not use a model must not learn whether it exists.
+            # A caller who is not permitted to use a model must not learn whether it exists.
             raise model_not_allowed(name)
         if self._waits(name):
             raise _still_loading(name, "its files are being read")
@@ -258,13 +258,13 @@ class Catalog:
         raise model_not_found(name)
 
     def _unit_for(self, name: str, caller: str) -> str:
-        """Return the unit that answers the caller's requests for the name; empty if there is none."""
+        """Return the unit of loading that answers the caller's requests for the name; empty if none does."""
         route = self.route_of(name)
         arms = () if route is None else [arm for arm in route.arms if arm.unit in self._models]
         return choose_arm(name, arms, caller).unit if arms else self.unit_of(name)
 
     def loaded(self, unit: str) -> LoadedModel | None:
-        """Return the model of a unit, or None if it is not loaded."""
+        """Return the model of a unit of loading, or None if it is not loaded."""
         return self._models.get(unit)
 
     def route_of(self, name: str) -> Route | None:
@@ -279,8 +279,8 @@ class Catalog:
         return route.fallback if may and route is not None and allows(identity, route.fallback) else ""
 
     def describe(self, name: str, identity: Identity, caller: str) -> Route:
-        """Return the description of a name for `GET /v1/models/NAME`. This does not load a model that is
-        loaded on demand. Raises the same errors as `get`."""
+        """Return the description of a name for `GET /v1/models/NAME`. The call does not cause a model to be
+        loaded. Raises the same errors as `get`."""
         route = self.route_of(name)
         if allows(identity, name) and route is not None and route.on_demand and not route.problem:
             return route

@@ -51,7 +51,9 @@ async def completion_task(
                 prompt.echo_text = texts[index]
             else:
                 skips = body.skip_special_tokens is not False
-                prompt.echo_text = await decode(state, model, context, token_ids, skips)
+                # The answer's stream emits a character that begins in the prompt.
+                complete = body.max_tokens == 0
+                prompt.echo_text = await decode(state, model, context, token_ids, skips, complete)
         prompts.append(prompt)
     return await make_task(
         state,

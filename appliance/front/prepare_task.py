@@ -17,8 +17,8 @@ from appliance.text.stop import StopSet, StopStringsError
 from engine.messages import SamplingParams
 
 MAX_PROMPT_LOGPROBS = 131_072
-"""Maximum number of prompt log probabilities in one answer with `prompt_logprobs`. Decoding this many blocks
-the event loop for 40 ms."""
+"""Maximum number of prompt log probabilities in one answer with `prompt_logprobs`. Decoding this many log
+probabilities blocks the event loop for 40 ms."""
 MAX_ANSWER_LOGPROBS = 262_144
 """Maximum number of log probabilities of generated tokens in one answer that is not streamed. Such an answer
 is held in memory until it is complete, and each log probability takes about 200 bytes."""
@@ -31,7 +31,7 @@ prompt is sent to the replica with its own copy of these lists."""
 
 async def named_model(state: AppState, context: RequestContext, body: GenerationRequest) -> LoadedModel:
     """Return the model that the request names, and keep it loaded until the request has been sent to the
-    core. Raises `ApiError` if there is no such model, or if the caller may not use it."""
+    core. Raises `ApiError` if there is no such model, or if the caller is not permitted to use it."""
     context.model = body.model[:200]
     context.stream = bool(body.stream)
     context.user = body.user or ""

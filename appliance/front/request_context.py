@@ -53,7 +53,7 @@ class RequestContext:
     """Whether `Admit` has been sent. If so, the request is closed with `Settle` or `Refused`, never with
     `Rejected`."""
     prepared: Callable[[], None] = lambda: None
-    """Must be called when `Admit` has been sent, or when the request has ended before that
+    """Must be called once `Admit` has been sent, or when the request ends without being sent to the core
     (`Catalog.prepare`)."""
     retry_of: str = ""
     """Request id of an earlier run with the same `Idempotency-Key` whose answer is no longer kept."""

@@ -23,7 +23,8 @@ _STREAM_HEADERS = [
 
 
 class GenerationResponse(Response):
-    """The response to a generation request. It always settles the request at the end, even after an error."""
+    """The response to a generation request. It always reports the end of the request to the core, even
+    after an error."""
 
     def __init__(self, state: AppState, context: RequestContext, task: GenerationTask) -> None:
         super().__init__()

@@ -34,8 +34,8 @@ _RUN_BYTES = 1024
 
 
 class KeyedRun:
-    """One run, whose response is stored for retries. After the run has finished, the object no longer refers
-    to a connection or a prompt, because `held_bytes` does not count their memory."""
+    """One run of a request. Its response is stored for retries. After the run has finished, this object no
+    longer refers to a connection or a prompt, because `held_bytes` does not count their memory."""
 
     def __init__(self, retries: Retries, claim: Claim, fingerprint: bytes) -> None:
         """Create a run that has not been claimed yet. `fingerprint` is a hash of the request's body."""
@@ -45,7 +45,7 @@ class KeyedRun:
         self.claimed: asyncio.Future[Claimed] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.Event()
         self.answer: Response | None = None
-        """The response to retries, or None if no complete response is stored."""
+        """The response that retries get, or None if no complete response is stored."""
         self.status = 500
         self.finish_reason = "error"
         self.request_class: int | None = None
@@ -67,7 +67,7 @@ class KeyedRun:
         """Number of output tokens that had been written when the last client disconnected."""
 
     def follow(self, connection: Connection) -> None:
-        """Add a client of a run that has not ended. It is removed when it disconnects."""
+        """Add a client to a run that has not ended. The client is removed when it disconnects."""
         self.timer.stop()
         self._clients.add(connection)
         connection.on_lost = partial(self.leave, connection)
@@ -89,7 +89,7 @@ class KeyedRun:
             self._retries.grew(self, len(data))
 
     def complete(self, response: GenerationResponse) -> None:
-        """Create the response to retries from the stored parts, if they are complete."""
+        """Build the response that retries get from the stored parts, if all parts have been stored."""
         self.status = response.status
         self.finish_reason = response.generation.finish_reason(response.status)
         self.request_class = response.generation.context.request_class
@@ -147,7 +147,7 @@ class Retries:
         self._to_core = to_core
 
     def claim(self, claim: Claim, fingerprint: bytes) -> KeyedRun:
-        """Add a run, and ask the core whether this front may have it (`KeyedRun.claimed`)."""
+        """Add a run, and ask the core whether this front may execute it (`KeyedRun.claimed`)."""
         run = self.runs[claim.scope] = KeyedRun(self, claim, fingerprint)
         self.kept_bytes += run.held_bytes
         self._to_core(claim)
@@ -162,8 +162,8 @@ class Retries:
         run.claimed.set_result(message)
 
     def grew(self, run: KeyedRun, size: int) -> None:
-        """Count an addition to an answer. If the memory limit is exceeded, drop the oldest finished answers,
-        or this answer if there are none."""
+        """Count `size` bytes that were added to a run's answer. If the memory limit is exceeded, drop the
+        oldest finished answers, or this answer if there are no finished ones."""
         run.held_bytes += size
         self.kept_bytes += size
         while self.kept_bytes > self.rules.max_bytes and run.is_kept:

@@ -41,13 +41,13 @@ from appliance.scopes import ScopedRoute
 Body = TypeVar("Body", bound=GenerationRequest)
 
 SECURITY: tuple[dict[str, list[str]], ...] = ({"key": []},)
-"""OpenAPI security requirement for these routes."""
+"""OpenAPI security requirement of the API's routes."""
 
 _IDEMPOTENCY_KEY = {
     "name": "Idempotency-Key",
     "in": "header",
-    "description": "A retry with the same key and body joins the first request while it runs, or gets its "
-    "answer again. A request with the same key and a different body is refused with 422.",
+    "description": "A retry with the same key and body joins the first request if it is still running, or "
+    "gets the stored answer. A request with the same key and a different body is refused with 422.",
     "schema": {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[!-~]+$"},
 }
 
@@ -95,7 +95,7 @@ def api_routes(state: AppState, describe: Callable[[], dict[str, Any]]) -> list[
             "/tokenize",
             api.tokenize,
             _tokens(
-                "Convert a text or a conversation to token ids", TokenizeRequest, documents.TokenizeDocument
+                "Convert text or a conversation to token ids", TokenizeRequest, documents.TokenizeDocument
             ),
         ),
         _route(
@@ -134,15 +134,15 @@ class _Api:
         return await self._generate(request, CompletionRequest, completion_task)
 
     async def deployment_chat_completions(self, request: Request) -> Response:
-        """Answer a conversation with the model named in the path."""
+        """Answer a conversation, using the model named in the path."""
         return await self._generate(request, DeploymentChatRequest, chat_task)
 
     async def deployment_completions(self, request: Request) -> Response:
-        """Continue prompts with the model named in the path."""
+        """Continue prompts, using the model named in the path."""
         return await self._generate(request, DeploymentCompletionRequest, completion_task)
 
     async def tokenize(self, request: Request) -> Response:
-        """Convert a text or a conversation to token ids."""
+        """Convert text or a conversation to token ids."""
         state, context = self._state, context_of(request)
         body = await read_body(request, TokenizeRequest, state.limits.max_body_bytes)
         model = await self._named(context, body.model)
@@ -186,8 +186,8 @@ class _Api:
         kind: type[Body],
         make_task: Callable[[AppState, LoadedModel, RequestContext, Body], Awaitable[GenerationTask]],
     ) -> Response:
-        """Answer a generation request whose body has this type. A model in the path overrides the model in
-        the body."""
+        """Answer a generation request whose body is of type `kind`. A model in the path overrides the model
+        in the body."""
         state, context = self._state, context_of(request)
         data = await receive_body(request, state.limits.max_body_bytes)
         body = parse_body(data, kind, state.limits.max_body_bytes, context)

@@ -54,9 +54,9 @@ class Sample:
     ) -> None:
         self.prompt = prompt
         self.number = number
-        """Index among the samples for the same prompt."""
+        """Index of this sample among the samples for the same prompt."""
         self.index = index
-        """Index in the answer."""
+        """Index of this sample in the answer."""
         self.token_ids: list[int] = []
         """All generated tokens, which a resubmission needs."""
         self.pieces: list[str] = []
@@ -67,7 +67,7 @@ class Sample:
         """Number of tokens in the answer, including end tokens. Tokens after the token that completed a stop
         string are not counted."""
         self.cumulative_logprob = 0.0
-        """Sum of the reported log probabilities of the delivered tokens."""
+        """Sum of the log probabilities that were reported for the delivered tokens."""
         self.counted = 0
         """Number of delivered tokens that have been written to a stream."""
         self.finish_reason: FinishReason = ""

@@ -67,7 +67,7 @@ def _refusing(*fields: RefusedField) -> Mapping[str, RefusedName]:
 
 
 class StreamOptions(RequestStruct, kw_only=True):
-    """Options for the additional content of a stream."""
+    """Options for additional content in a stream."""
 
     include_usage: Annotated[bool | None, _about("Send a final chunk with the token counts.")] = None
     continuous_usage_stats: Annotated[
@@ -95,15 +95,15 @@ class GenerationRequest(RequestStruct, kw_only=True):
     top_k: Annotated[
         TopK | None,
         _about(
-            "Sample only from this many most likely tokens. With 0 or -1, sample from all tokens. "
-            "Default: the model's, otherwise all tokens."
+            "Sample only from the most likely tokens, up to this number of tokens. With 0 or -1, sample "
+            "from all tokens. Default: the model's, otherwise all tokens."
         ),
     ] = None
     min_p: Annotated[
         Fraction | None,
         _about(
-            "Sample only from tokens with at least this fraction of the highest probability. Default: "
-            "the model's, otherwise 0."
+            "Sample only from tokens whose probability is at least this fraction of the most likely "
+            "token's. Default: the model's, otherwise 0."
         ),
     ] = None
     n: Annotated[Samples | None, _about("Number of answers per prompt. Default 1.")] = None
@@ -199,10 +199,10 @@ class GenerationRequest(RequestStruct, kw_only=True):
     keep_alive: Annotated[
         KeepAliveField | None,
         _about(
-            'How long the model stays loaded without further requests: seconds, or a text such as "10m" or '
-            '"1h30m". 0 unloads it after this request; a negative value keeps it loaded. Applies to the '
-            "use by the request's tenant, until its next request for the model. Default: the model's setting "
-            "`idle_unload_s`."
+            "How long the model stays loaded without further requests: a number of seconds, or a duration "
+            'such as "10m" or "1h30m". 0 unloads it after this request; a negative value keeps it loaded. '
+            "Applies to the request's tenant until that tenant's next request for the model. Default: the "
+            "model's setting `idle_unload_s`."
         ),
     ] = None
 
@@ -219,8 +219,8 @@ class ChatMessage(RequestStruct, kw_only=True):
     content: Annotated[
         ContentField | None,
         _about(
-            "A text, or text parts, which are joined with line breaks. In an assistant's message, "
-            "missing or null content is treated as an empty text."
+            "Text, or a list of text parts that are joined with line breaks. In an assistant's message, "
+            "missing or null content is treated as empty text."
         ),
     ] = None
     name: Annotated[str | None, _about("Name of the message's author, for chat templates that use it.")] = (
@@ -297,7 +297,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     prompt: Annotated[
         PromptsField,
-        _about("One or more prompts, each a text or a list of token ids. Each prompt gets `n` answers."),
+        _about("One or more prompts, each either text or a list of token ids. Each prompt gets `n` answers."),
     ]
     max_tokens: Annotated[
         CountOrMinusOne | None,

@@ -52,7 +52,8 @@ class ShadowTraffic:
 
     @staticmethod
     def selects(route: Route | None) -> str:
-        """Return the unit to which this request is copied, or an empty string if it is not selected."""
+        """Return the unit to which a request is copied, or an empty string if the request is not selected for
+        copying."""
         shadow = None if route is None else route.shadow
         return shadow.unit if shadow is not None and random.random() < shadow.share else ""
 
@@ -130,9 +131,9 @@ class ShadowTraffic:
 
 
 def _equal_tokens(original: Generation, copy: Generation) -> int | None:
-    """Return how many tokens the two answers have in common before they first differ, over all samples. None
-    if the request is not greedy, or if the prompts have different tokens because the tokenizer or the
-    template differs."""
+    """Return the number of tokens before the first difference between the two answers, added up over all
+    samples. None if the request is not greedy, or if the prompts have different tokens because the tokenizer
+    or the template differs."""
     prompts = [[prompt.token_ids for prompt in one.task.prompts] for one in (original, copy)]
     greedy = original.task.sampling.temperature == 0 and copy.task.sampling.temperature == 0
     if not greedy or prompts[0] != prompts[1]:

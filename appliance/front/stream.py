@@ -151,8 +151,8 @@ class EventStream:
             if generation.first_bytes_at is None:
                 generation.first_bytes_at = time.monotonic()
         if last:
-            # Settle now, because clients disconnect after reading the last event, without waiting for the end
-            # of the response.
+            # Report the end of the request now, because clients disconnect after reading the last event,
+            # without waiting for the end of the response.
             if generation.failure is not None:
                 generation.settle(generation.failure.status, generation.failure.message)
             else:

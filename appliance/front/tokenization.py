@@ -118,9 +118,11 @@ async def decode(
     context: RequestContext,
     token_ids: list[int],
     skip_special: bool = True,
+    complete: bool = True,
 ) -> str:
-    """Return the text of token ids. All ids must be in the model's vocabulary."""
-    steps = model.tokenizer.decode_steps(token_ids, skip_special)
+    """Convert token ids to text. All ids must be in the model's vocabulary. If `complete` is false, an
+    incomplete character at the end is left out."""
+    steps = model.tokenizer.decode_steps(token_ids, skip_special, complete)
     return await do_work(state, context, steps, len(token_ids), inline=PIECE_CHARACTERS)
 
 
@@ -142,7 +144,7 @@ def conversation_size(messages: Sequence[ChatMessage]) -> tuple[int, int]:
 
 
 def prompt_param(index: int, prompts: Sequence[object]) -> str:
-    """Return the name of one of a completion's prompts, as error messages write it."""
+    """Return the name that error messages use for one of a completion's prompts."""
     return "prompt" if len(prompts) == 1 else f"prompt[{index}]"
 
 
@@ -159,7 +161,7 @@ def _checked_size(variables: dict[str, Any]) -> int:
     size = len(json.dumps(variables))
     if size > MAX_VARIABLES_BYTES:
         raise invalid(
-            "chat_template_kwargs", f"has {size} bytes; at most {MAX_VARIABLES_BYTES} bytes are allowed"
+            "chat_template_kwargs", f"takes {size} bytes as JSON; at most {MAX_VARIABLES_BYTES} are allowed"
         )
     return size
 

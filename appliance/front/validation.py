@@ -104,7 +104,7 @@ def parse_struct(kind: type[Body], value: Any) -> Body:
 
 
 def shown(value: Any) -> str:
-    """Return a shortened value for an error message."""
+    """Return the value as text for an error message, shortened if it is long."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):

@@ -57,8 +57,8 @@ also at most an eighth of this process's descriptor limit: this process keeps a 
 descriptor, and the kernel counts descriptors in a channel against the same limit.
 """
 _QUIET_S = 3.0
-"""The core sends a front no more connections once it has been silent for this long. Fronts report twice a
-second."""
+"""The core sends a front no more connections once the front has been silent for this long. Fronts report
+twice a second."""
 _SLOW_START_S = 30.0
 """A front that has been starting for longer than this is reported as a problem. A front takes about two
 seconds per model to read the tokenizer."""
@@ -100,8 +100,8 @@ class FrontEvents(Protocol):
         connections again."""
 
     def name_wanted(self, name: str) -> None:
-        """Handle requests that are waiting in a front for a name whose model is loaded or woken on demand.
-        Called for every report while requests are waiting."""
+        """Handle requests that are waiting in a front until the model for `name` is loaded or woken on
+        demand. Called for every report while requests are waiting."""
 
     def request_message(self, front: Front, message: AboutRequest) -> None:
         """Handle a message about a request."""
@@ -156,7 +156,7 @@ class Front:
         self.restarts = 0
         self.last_error = ""
         self.max_connections = 0
-        """Maximum number of connections of authenticated clients, according to the settings."""
+        """Maximum number of connections from authenticated clients, according to the settings."""
         self._events = events
         self.hang_timeout_s = hang_timeout_s
         self.load_timeout_s = load_timeout_s
@@ -176,7 +176,7 @@ class Front:
         self._given = 0
         """Number of connections given to this process."""
         self._untaken: dict[int, Untaken] = {}
-        """Connections from which the process has not read anything yet, by number."""
+        """Connections from which the process has not read anything yet, keyed by the connection's number."""
         self._max_untaken = _max_untaken()
         self._refusals = RefusalWatch()
         self._stopping = False

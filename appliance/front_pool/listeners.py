@@ -41,7 +41,7 @@ _SAME_SHORTAGE_S = 60.0
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 NoteProblem = Callable[[str, str], None]
-"""Reports a problem to the operator. The arguments are its location and its description."""
+"""Reports a problem to the operator. The arguments are the problem's location and description."""
 
 
 class Listener:

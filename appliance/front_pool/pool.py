@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 _CONFIGURED_WITHIN_S = 2.0
 """Maximum time to wait for fronts to apply a configuration. After that, the caller continues without waiting
-for the rest."""
+for the remaining fronts."""
 _ROUTED_WITHIN_S = 20.0
 """Time limit for a front to confirm new routes. Confirming them takes milliseconds."""
 _CLOSE_S = 1.0
@@ -104,8 +104,8 @@ class FrontPool:
         - `keep` stores prompts and answers.
         - `note` reports a problem (its location and description) to the operator.
         - `on_availability` is called when a front may have begun or ceased to accept connections.
-        - `on_wanted` is called repeatedly while requests wait for a name whose model is loaded or woken on
-          demand.
+        - `on_wanted` is called with a name, repeatedly, while requests wait for the name's model to be loaded
+          or woken on demand.
         - `module` is the Python module to run as a front process.
         """
         self.fronts: list[Front] = []
@@ -185,7 +185,7 @@ class FrontPool:
         self._leaving.discard(front)
 
     def set_timeouts(self) -> None:
-        """Update, from the settings, the time limits after which processes are killed."""
+        """Apply the settings that determine after how long a process is killed."""
         for front in self.fronts:
             front.hang_timeout_s = self._settings().hang_timeout_s
             front.load_timeout_s = self._settings().load_timeout_s
@@ -373,7 +373,7 @@ class FrontPool:
         self._requests.lose_front(name)
         if lost := self._claims.lose_front(name):
             log.warning(
-                "%s exited and lost %d stored answers: retries of these requests will run again", name, lost
+                "%s exited and lost %d stored answers: retries will run these requests again", name, lost
             )
         self.balancer.assign_again(front.take_back())
         self._on_availability()

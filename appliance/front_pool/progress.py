@@ -1,5 +1,6 @@
 """Reads the progress of requests from the fronts, because only fronts count a request's tokens while it runs.
-They are queried once per second for the recorded telemetry, and more often while an operator is watching."""
+The fronts are queried once per second for the recorded telemetry, and more often while an operator is
+watching."""
 
 from __future__ import annotations
 

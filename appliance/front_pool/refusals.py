@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from appliance.messages import FrontReport
 
 MANY_DENIALS = 100
-"""Minimum number of requests without a valid key per minute that is reported as a problem. It is higher than
-the rate of clients that are merely misconfigured."""
+"""A problem is reported if at least this many requests within a minute have no valid key. Clients that are
+merely misconfigured send fewer requests."""
 _MINUTE_S = 60.0
 
 
@@ -22,7 +22,7 @@ _REFUSALS = {
     ),
     "evicted_connections": (
         "the number of connections without a valid key has reached limits.max_unauthenticated_connections; "
-        "each new one replaces the oldest connection of the address with the most connections"
+        "each new one replaces the oldest connection from the address with the most connections"
     ),
     "cut_off_connections": (
         "connections were closed because their clients did not read the answers; the front's log lists "
@@ -41,7 +41,8 @@ _REFUSALS = {
         "the tenants (appliance requests)"
     ),
 }
-"""Text of the report when a count of refused clients has grown, by the count's field in `FrontReport`."""
+"""Text of the report that is made when a count of refused clients has grown. The keys are the names of the
+counts in `FrontReport`."""
 
 
 class RefusalWatch:
@@ -54,7 +55,7 @@ class RefusalWatch:
         self._denials_before = 0
 
     def problems(self, report: FrontReport) -> Iterator[str]:
-        """Return the new problems since the last report."""
+        """Return the problems that are new since the last report."""
         now = time.monotonic()
         for reason, text in self._refusals(report, now):
             if now - self._told_at.get(reason, -_MINUTE_S) >= _MINUTE_S:
@@ -73,6 +74,6 @@ class RefusalWatch:
         if report.unauthenticated - self._denials_before >= MANY_DENIALS:
             yield (
                 "denials",
-                f"more than {MANY_DENIALS} requests within a minute had no valid key; the front's log "
+                f"at least {MANY_DENIALS} requests within a minute had no valid key; the front's log "
                 "lists client addresses",
             )

@@ -1,4 +1,4 @@
-"""The forecast of the effect of new limits, as returned by the admin API (`POST /what-if/tenants.set`)."""
+"""The predicted effect of new limits, as returned by the admin API (`POST /what-if/tenants.set`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantForecast(msgspec.Struct, frozen=True, kw_only=True):
-    """The effect that new limits would have had on one tenant in the last minutes."""
+    """The effect that new limits would have had on one tenant in the last few minutes."""
 
     tenant: str
     recorded: Outcome

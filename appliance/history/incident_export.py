@@ -42,9 +42,10 @@ class Incident(msgspec.Struct, kw_only=True):
 
 
 def export_incident(past: PastSource, since: float, until: float, path: Path) -> Incident:
-    """Write the slice between two times (unix seconds) to `path`, which must not exist. Raises PastError."""
+    """Write the slice between two times (unix seconds) to `path`, which must not exist yet. Raises
+    PastError."""
     if not since < until:
-        raise PastError("the slice ends before it begins: exchange the two times")
+        raise PastError("the slice ends before it begins: swap the two times")
     if until - since > MAX_INCIDENT_S:
         raise PastError(f"a slice is at most {MAX_INCIDENT_S / 3600:g} h long: select a shorter time span")
     try:

@@ -46,7 +46,7 @@ class PastSnapshot(msgspec.Struct, kw_only=True):
     last: float
     """Time of the newest recorded sample."""
     details: bool
-    """Whether the unfinished requests and the alerts were recorded at that second. Otherwise, they are
+    """Whether the unfinished requests and the alerts were recorded at the time `at`. Otherwise, they are
     derived from the request log and the alert log, and values such as the tokens so far are null."""
     snapshot: Snapshot
 
@@ -55,8 +55,8 @@ class TelemetryQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     """Parameters of `GET /telemetry`."""
 
     figures: Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
-    """Names of figures, separated by commas, such as queue.running,gpus[*].power_w. * stands for any
-    characters."""
+    """Names of figures (measured values), separated by commas, such as queue.running,gpus[*].power_w. In a
+    name, * stands for any characters."""
     since: Time
     """First time, in unix seconds."""
     until: Time
@@ -75,7 +75,7 @@ class TelemetryColumns(msgspec.Struct, kw_only=True):
     at: list[float]
     """Times of the samples, or starts of the intervals, in unix seconds."""
     figures: dict[str, list[float | None]]
-    """For each figure, by name, one value per time. Unknown values are null."""
+    """For each figure, by name, one value per time in `at`. Unknown values are null."""
 
 
 class StoredQuery(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -98,7 +98,7 @@ class StoredRow(msgspec.Struct, kw_only=True):
 
 
 class StoredDetailsRow(msgspec.Struct, kw_only=True):
-    """The unfinished requests and alerts of a second, as stored in `history.db`."""
+    """The unfinished requests and the alerts at one second, as stored in `history.db`."""
 
     at: int
     whole: bool
@@ -110,9 +110,9 @@ class StoredPage(msgspec.Struct, kw_only=True):
 
     rows: list[StoredRow]
     layouts: dict[int, bytes]
-    """The layouts of the rows, keyed by id."""
+    """The layouts of the samples in `rows`, keyed by layout id."""
     details: list[StoredDetailsRow]
-    """The details for the seconds of the rows. Empty if the resolution is not 1."""
+    """The details recorded at the same seconds as the samples in `rows`. Empty if the resolution is not 1."""
     next: float | None
     """Pass this as `since` to get the next page. Null on the last page."""
 

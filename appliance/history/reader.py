@@ -35,7 +35,7 @@ from store.telemetry_reader import RecordedSample, TelemetryReader, TooManyValue
 _SHOWN_ENDED_S = 3600.0
 _SHOWN_ALERTS = 200
 _LITERAL = str.maketrans({"[": "[[]", "?": "[?]"})
-"""Escapes the characters other than `*` that have a meaning in patterns of `fnmatch`."""
+"""Escapes the characters other than `*` that have a special meaning in `fnmatch` patterns."""
 
 
 class NotRecordedError(LookupError):
@@ -47,7 +47,7 @@ class PastReader:
     """Reads the recorded history in one file."""
 
     def __init__(self, path: Path, *, limit_s: float | None = None) -> None:
-        """`limit_s` is the time limit of a query. A query that exceeds it raises `SlowQueryError`."""
+        """`limit_s` is the time limit for each query. A query that exceeds it raises `SlowQueryError`."""
         self._telemetry = TelemetryReader(path, limit_s=limit_s)
         self._requests = RequestReader(path, limit_s=limit_s)
         self._alerts = AlertReader(path)

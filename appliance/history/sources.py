@@ -55,7 +55,7 @@ class PastSource(Protocol):
     """Reads recorded history. All methods raise PastError."""
 
     label: str
-    """Description of the source for the header, such as the run directory or the name of the file."""
+    """Description of the source, shown in the header, such as the run directory or the file's name."""
 
     def snapshot(self, query: SnapshotQuery) -> PastSnapshot:
         """Return the state of the service at a given time."""

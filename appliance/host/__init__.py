@@ -1,1 +1,1 @@
-"""Wrappers of operating system functions that several processes of the service use."""
+"""Wrappers for operating system functions that several processes of the service use."""

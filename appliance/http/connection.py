@@ -27,8 +27,8 @@ LINGER_S = 2.0
 """Time limit for reading and dropping the rest of a refused request before the connection is closed. If it
 were closed immediately, the client would get a reset before reading the response."""
 REFUSAL_DELAY_S = 1.0
-"""Delay of the refusal of a request whose head uses too much memory. Without it, the client could reconnect
-and fill the memory again immediately."""
+"""Delay before a request whose head uses too much memory is refused. Without the delay, the client could
+reconnect and fill the memory again immediately."""
 UNAUTHENTICATED_LINGER_BYTES = 1 << 20
 """Maximum number of bytes to read and drop before closing a connection without a valid key."""
 _SENT_CHECK_S = 0.01
@@ -354,8 +354,7 @@ class Connection(asyncio.BufferedProtocol):
         if self.pool is not None:
             self.pool.mark_busy(self)
         if self._input and not self.authenticated:
-            # Known clients may pipeline requests; a connection of an unknown client closes after one
-            # response.
+            # Known clients may pipeline requests; an unknown client's connection closes after one response.
             exchange.keep_alive = False
 
     def skip_body(self) -> bool:

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 5.0
 MANY = 100
-"""Minimum number of events within `LOG_EVERY_S` that is reported to operators as a problem."""
+"""If at least this many events occur within `LOG_EVERY_S`, a problem is reported to operators."""
 
 
 class CountedLog:
@@ -28,7 +28,7 @@ class CountedLog:
         self._timer: asyncio.TimerHandle | None = None
 
     def note(self, peer: Peer | None, what: str = "") -> None:
-        """Count an event. `what` describes it further."""
+        """Count an event. `what` is an additional description of the event."""
         self.total += 1
         self._latest = ("an unknown address" if peer is None else str(peer)) + (what and f": {what}")
         if self._timer is None:

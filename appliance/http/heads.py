@@ -3,8 +3,8 @@
 The head is collected up to the empty line at its end and then parsed as a whole. The parser never gets a byte
 beyond the head, so at most one of a client's pipelined requests is parsed at a time.
 
-This module also determines where the body ends. It refuses every request whose end two servers could
-determine differently.
+This module also determines where the body ends. It refuses every request for which two servers
+could disagree about the end of the body.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Operation(NamedTuple):
 
 
 class DescribedRoute(Protocol):
-    """The properties of a route that the document needs."""
+    """The route properties that the OpenAPI document needs."""
 
     operation: Operation | None
     methods: set[str] | None

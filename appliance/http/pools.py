@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Protocol
 
 OTHERS_SHARE = 8
-"""One tenant must leave the fraction 1 / `OTHERS_SHARE` of the places to other tenants."""
+"""Each tenant must leave the fraction 1 / `OTHERS_SHARE` of the places to other tenants."""
 
 
 class Occupant(Protocol):
@@ -112,7 +112,7 @@ class Pool:
 
     def _make_room(self, tenant: str) -> bool:
         """Close the tenant's longest-waiting connections until the tenant has a free place. Return False if
-        it has none and none of its connections is waiting."""
+        all of the tenant's places belong to connections that are not waiting."""
         while tenant and self._by_tenant[tenant] >= self.max_per_tenant:
             members = self._members
             oldest = next((one for one in self._waiting if members[one] == tenant), None)

@@ -157,7 +157,8 @@ class HttpServer:
         if known and self.known_pool.add(connection):
             connection.pool, connection.authenticated = self.known_pool, True
         elif self.unknown_pool.add(connection, source=peer.source):
-            # If the pool of known clients is full, a known client gets a place here for its 503 response.
+            # If the pool of known clients is full, a known client gets a place in this pool for its 503
+            # response.
             connection.pool = self.unknown_pool
         else:
             self.refused += 1

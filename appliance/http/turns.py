@@ -14,8 +14,9 @@ from appliance.background import TimeBudgets
 from appliance.http.peers import Peer
 
 TURN_S = 0.002
-"""The next iteration of the event loop may take one turn for every interval of this length in the last
-iteration. A single turn usually takes less time."""
+"""The maximum number of turns in the next iteration of the event loop is the duration of the last iteration
+divided by this time, but at least 1 and at most `MAX_TURNS_PER_PASS`. A single turn usually takes less
+time."""
 MAX_TURNS_PER_PASS = 8
 MAX_SHARE = 1 / 3
 """Maximum share of the event loop's time that the turns of one budget take in the long run."""
@@ -32,7 +33,7 @@ class Source(NamedTuple):
     """The tenant, the address or the local user for whom work is done."""
 
     name: str
-    """Name of a tenant, an address or a local user. Sources take turns."""
+    """The tenant's name, the address or the local user. Sources take turns."""
     budget: str
     """Name of the budget. Sources with the same budget share one allotment of the event loop's time."""
 
@@ -68,7 +69,7 @@ class Turns:
         self._loop = asyncio.get_running_loop()
         self._last_pass = 0.0
         self._scheduled = False
-        """Whether `_take` runs in the next iteration."""
+        """Whether `_take` is scheduled for the next iteration."""
         self._rest: asyncio.TimerHandle | None = None
         """Timer for the next turn while all waiting sources are pausing."""
 

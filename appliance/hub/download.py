@@ -31,12 +31,12 @@ _THREADS = 8
 """Number of files that are received at the same time; the same as in huggingface_hub."""
 _CHUNK_BYTES = 1 << 20
 _MAX_FAILURES = 5
-"""Number of consecutive attempts without a received byte after which a download fails."""
+"""Maximum number of consecutive retries in which no byte arrives. After that, the download fails."""
 _MAX_WAIT_S = 8.0
 _SHOW_EVERY_S = 0.2
 _STOP_S = 2.0
-"""Time in seconds that threads get to end once the download has been stopped. A thread that still waits for
-the network after this time does not delay the end of the process."""
+"""Time in seconds that threads have to end after the download has been stopped. A thread that is still
+waiting for the network after this time does not keep the process from ending."""
 _RETRIED_STATUS = (408, 416, 429, 500, 502, 503, 504)
 _RETRIED = (httpx2.TimeoutException, httpx2.NetworkError, httpx2.RemoteProtocolError)
 
@@ -119,8 +119,8 @@ class Download:
                 found = partial.digest()
         except OSError as error:
             raise HubError(
-                f"{path} cannot be written ({error.strerror or error}): the received part is kept, and the "
-                "same command continues from there"
+                f"{path} cannot be written ({error.strerror or error}): the received part is kept: run "
+                "the same command again to resume"
             ) from error
         if found != file.digest:
             path.unlink()
@@ -185,8 +185,8 @@ class Download:
         free = shutil.disk_usage(path.parent).free
         if free < RESERVE_BYTES:
             raise HubError(
-                f"the disk of {self._cache.root} has only {of_bytes(free)} free: the received part is kept; "
-                "free disk space, and the same command continues from there"
+                f"the disk that holds {self._cache.root} has only {of_bytes(free)} free: the received part "
+                "is kept; free disk space, then run the same command again to resume"
             )
 
     def _count(self, count: int) -> None:

@@ -109,7 +109,7 @@ def list_files(hub: Hub, reference: Reference) -> Listing:
             f"{hub.endpoint} does not answer like a Hugging Face hub ({error!r:.200}): check $HF_ENDPOINT"
         ) from error
     if info.sha is None or not _COMMIT.fullmatch(info.sha):
-        raise HubError(f"{hub.endpoint} returned {info.sha!r} as commit of {reference.repository}")
+        raise HubError(f"{hub.endpoint} returned {info.sha!r} as the commit of {reference.repository}")
     files = {}
     for sibling in info.siblings or []:
         path = sibling.rfilename
@@ -120,7 +120,7 @@ def list_files(hub: Hub, reference: Reference) -> Listing:
 
 
 def configuration_files(listing: Listing) -> list[RemoteFile]:
-    """Return the configuration and tokenizer files, including the index of the weights. Raises HubError if
+    """Return the configuration and tokenizer files, including the weight index. Raises HubError if
     the weights or the tokenizer are in a format that the product cannot read."""
     name = listing.reference.repository
     if SINGLE not in listing.files and INDEX not in listing.files:
@@ -128,8 +128,8 @@ def configuration_files(listing: Listing) -> list[RemoteFile]:
     for needed, what in (("config.json", "the architecture"), ("tokenizer.json", "the tokenizer")):
         if needed not in listing.files:
             raise HubError(
-                f"{name} has no {needed}, which describes {what}: choose a repository in the format of "
-                "transformers"
+                f"{name} has no {needed}, which describes {what}: choose a repository in the transformers "
+                "format"
             )
     return [
         _checked(listing, file)
@@ -147,7 +147,7 @@ def weight_files(listing: Listing, snapshot: Path) -> list[RemoteFile]:
     try:
         shards = set(json.loads((snapshot / INDEX).read_bytes())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise HubError(f"{INDEX} of {name} is not a valid index of weights ({error!r})") from error
+        raise HubError(f"{INDEX} of {name} is not a valid weight index ({error!r})") from error
     files = []
     for shard in sorted(map(str, shards)):
         if shard not in listing.files or Path(shard).name != shard:
@@ -161,11 +161,11 @@ def _no_safetensors(name: str, paths: Iterable[str]) -> str:
     if any(path.endswith(".safetensors") for path in paths):
         return (
             f"{name} has safetensors files, but neither {SINGLE} nor {INDEX}: choose a repository in the "
-            "format of transformers"
+            "transformers format"
         )
     if ".gguf" in found:
         return (
-            f"{name} has its weights only in GGUF, which is the format of llama.cpp: choose the repository "
+            f"{name} has its weights only in GGUF, the format of llama.cpp: choose the repository "
             "with safetensors files from which it was converted (see its model card)"
         )
     formats = f"; it has {', '.join(found)} files" if found else ""
@@ -183,7 +183,7 @@ def _checked(listing: Listing, file: RemoteFile) -> RemoteFile:
 
 @contextmanager
 def hub_errors(hub: Hub, reference: Reference) -> Iterator[None]:
-    """Convert the errors of huggingface_hub and of HTTP into HubErrors."""
+    """Convert errors of huggingface_hub and HTTP errors into HubErrors."""
     name, revision = reference
     page = f"{hub.endpoint}/{name}"
     try:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 from appliance.models.demand import Demand, DemandForecast
 
 TARGET_USE = 0.7
-"""Replicas are added until the expected demand uses at most this share of each."""
+"""Replicas are added until the expected demand uses at most this share of each replica."""
 LOW_USE = 0.5
 """A replica is removed only if the remaining replicas would each be used less than this. The gap to
-`TARGET_USE` prevents small changes of the load from removing a replica and adding it again."""
+`TARGET_USE` prevents small changes in the load from removing a replica and adding it again."""
 _LATE_SHARE = 0.5
 """A replica is added when the waiting time or the time to first token exceeds this share of the target."""
 _LATE_USE = 0.3
@@ -29,15 +29,15 @@ REFUSED_S = 60.0
 
 
 class ScalingRules(NamedTuple):
-    """The limits of a model's number of replicas."""
+    """The rules for the number of replicas of a model."""
 
     min_replicas: int
     max_replicas: int
     ttft_target_s: float
     """Target for the time to first token of a request."""
     cooldown_s: float
-    """Time after a change during which no replica is removed, and none is added because of late requests. It
-    lets the change take effect."""
+    """Time after a change during which no replica is removed, and none is added because of late requests.
+    This lets the change take effect."""
     idle_s: float
     """How long the load must have been low before a replica is removed."""
 
@@ -55,7 +55,7 @@ class ModelLoad(NamedTuple):
     """How long the oldest request has been waiting, or how long a new one is expected to wait, whichever is
     longer."""
     ttft_s: float | None
-    """99th percentile of the time to the first token of recent requests, or None if there were none."""
+    """99th percentile of the times to first token of recent requests, or None if there were no requests."""
     load_s: float
     """Time from a replica's start until it is ready."""
 
@@ -68,7 +68,7 @@ class Decision(NamedTuple):
 
 
 class Autoscaler:
-    """The number of replicas of one model. All times are in seconds of one monotonic clock."""
+    """Decides the number of replicas of one model. All times are in seconds of one monotonic clock."""
 
     def __init__(self) -> None:
         self.forecast = DemandForecast()
@@ -110,15 +110,15 @@ class Autoscaler:
         return self._late(now, rules, load) or self._fewer(now, rules, load)
 
     def _more(self, now: float, rules: ScalingRules, load: ModelLoad) -> Decision | None:
-        """Return an increase to the number of replicas that the expected demand needs, or None if there are
-        enough."""
+        """Return a decision to add the replicas that the expected demand needs, or None if there are enough
+        replicas."""
         needed = min(math.ceil(self.expected.replicas / TARGET_USE), rules.max_replicas)
         if needed <= load.replicas or now - self._refused_at < REFUSED_S:
             return None
         return Decision(needed, self.expected.reason)
 
     def _late(self, now: float, rules: ScalingRules, load: ModelLoad) -> Decision | None:
-        """Return an increase by one replica if requests are late and no replica is being started."""
+        """Return a decision to add one replica if requests are late and no replica is being started."""
         full = load.replicas >= rules.max_replicas or load.ready < load.replicas
         if full or now - self._refused_at < REFUSED_S:
             return None

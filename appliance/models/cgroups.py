@@ -33,7 +33,7 @@ class ReplicaLimits(NamedTuple):
     """The limits of one replica, over all of its ranks."""
 
     cpus: float | None = None
-    """CPU time per second, in CPUs."""
+    """CPU time that the replica may use per second, as a number of CPUs."""
     memory_bytes: int | None = None
 
 

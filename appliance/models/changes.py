@@ -1,4 +1,4 @@
-"""Describes changes to models' settings for operators."""
+"""Describes to operators what a change to a model's settings does."""
 
 from __future__ import annotations
 

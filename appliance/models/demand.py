@@ -12,7 +12,7 @@ from typing import NamedTuple
 _RECENT_S, _TREND_S = 10.0, 300.0
 """Period over which the current demand is averaged, and period over which its trend is computed."""
 _MIN_TREND_S = 30.0
-"""Minimum period of known demand before a trend is used."""
+"""A trend is used only if the demand is known for at least this long."""
 _MAX_GROWTH = 2.0
 """A trend predicts at most this multiple of the current demand."""
 _DAY_S, _MINUTE_S = 86_400.0, 60.0
@@ -34,9 +34,9 @@ class DemandForecast:
 
     def __init__(self) -> None:
         self._recent: deque[tuple[float, float]] = deque()
-        """Times and demands of the last `_TREND_S`."""
+        """Times and demands of the last `_TREND_S` seconds."""
         self._minutes: dict[int, float] = {}
-        """Highest mean demand in each minute of the last day, by the number of the minute."""
+        """Highest mean demand in each minute of the last day, keyed by the number of the minute."""
 
     def add(self, now: float, demand: float) -> None:
         """Add the current demand. Call this at regular intervals of about a second."""
@@ -50,7 +50,7 @@ class DemandForecast:
         self._minutes[minute] = max(self._minutes.get(minute, 0.0), self.present(now))
 
     def present(self, now: float) -> float:
-        """Return the mean demand of the last seconds, or 0 if it is unknown."""
+        """Return the mean demand over the last few seconds, or 0 if it is unknown."""
         total, count = 0.0, 0
         for at, demand in reversed(self._recent):
             if at < now - _RECENT_S:
@@ -80,7 +80,8 @@ class DemandForecast:
         return best
 
     def _slope(self) -> float:
-        """Return the growth of the demand per second by linear regression, or 0 if too little is known."""
+        """Return the growth of the demand per second, computed by linear regression, or 0 if too little is
+        known."""
         if len(self._recent) < 2 or self._recent[-1][0] - self._recent[0][0] < _MIN_TREND_S:
             return 0.0
         count = len(self._recent)

@@ -62,7 +62,7 @@ class MemoryFit(msgspec.Struct, frozen=True, kw_only=True):
     total_bytes: int
     """Memory of the device. On a CPU, it is the available memory divided by the number of ranks."""
     used_bytes: int
-    """Memory of the GPU that other processes use. Always 0 on a CPU."""
+    """GPU memory used by other processes. Always 0 on a CPU."""
     usable_bytes: int
     """The share of the memory that `gpu_memory_utilization` allows, minus `used_bytes`."""
     weight_bytes: int
@@ -147,7 +147,7 @@ def fit(model: ModelSettings, memory: MachineMemory, chosen: Sequence[int] = ())
         )
     except sizing.ModelError as error:
         raise UnfitError(error.cause, error.remedy) from error
-    except Exception as error:  # such as the overflow of a size in config.json
+    except Exception as error:  # for example, a size in config.json overflows
         raise UnfitError(str(error), "fix the model's folder or settings") from error
     room = max(0, usable - predicted.fixed_bytes)
     most = room if on_gpu else min(room, sizing.CPU_MAX_KV_BYTES // ranks)
@@ -172,12 +172,12 @@ def fit(model: ModelSettings, memory: MachineMemory, chosen: Sequence[int] = ())
 
 
 class MemoryShortage(NamedTuple):
-    """The additional memory that a model needs to run beside the running replicas."""
+    """The additional memory that a model needs to run alongside the running replicas."""
 
     bytes: int = 0
-    """Missing memory, over all ranks; 0 if the model fits."""
+    """Missing memory in bytes, summed over all ranks; 0 if the model fits."""
     why: str = ""
-    """The reason, with the values; empty if the model fits."""
+    """Reason why the model does not fit, with the values; empty if it fits."""
 
 
 def shortage_beside(
@@ -188,8 +188,8 @@ def shortage_beside(
     others: Sequence[ModelSettings] = (),
     limit_bytes: int | None = None,
 ) -> MemoryShortage:
-    """Return how much more memory `count` replicas with these settings need beside the running replicas. On
-    GPUs, only one replica is checked, because additional replicas get other GPUs.
+    """Return how much more memory `count` replicas with these settings need alongside the running replicas.
+    On GPUs, only one replica is checked, because additional replicas get other GPUs.
 
     - `chosen`: the numbers of the GPUs that the replica would use; if empty, the first GPUs are used.
     - `others`: the settings of each running replica. With `limit_bytes`, all replicas that run on the CPU may

@@ -12,7 +12,7 @@ _MIN_RATE_S = 0.5
 
 
 class LoadProgress:
-    """The progress of one start of a replica. Times are in seconds of a monotonic clock."""
+    """A replica's progress during one start. Times are in seconds of a monotonic clock."""
 
     def __init__(self, now: float) -> None:
         self._latest = Progress("start")

@@ -46,7 +46,7 @@ _POLL_S = 0.05
 _STOP_S = 2.0
 _MAX_FAILED_LOADS = 2
 """Number of failed starts after which a registered version counts as impossible to load. A second start is
-attempted because the first may have failed only because another process had not freed its memory yet."""
+attempted, because the first one also fails if another process has not freed its memory yet."""
 _MAX_FAILED_STARTS = 3
 """If a successor fails to start this many times, the previous replica is kept."""
 
@@ -96,7 +96,7 @@ class ModelManager:
         self._changes: dict[str, asyncio.Task[None]] = {}
         self._retirements: dict[Replica, asyncio.Task[None]] = {}
         self._grace_s: dict[str, float] = {}
-        """Grace period for a unit's requests when it is unloaded, if it differs from the settings."""
+        """Grace period for a unit's requests when the unit is unloaded, if not the one in the settings."""
         self._parked: set[str] = set()
         """Units without replicas whose requests wait until the unit is loaded again."""
         self._given_up: set[str] = set()
@@ -142,8 +142,8 @@ class ModelManager:
         return [replica for replica in self.replicas if replica.model == model]
 
     def unusable(self, model: str) -> str:
-        """Return the reason if no replica of the model has ever started and none can start until an operator
-        corrects the model's files or settings. Otherwise return an empty string."""
+        """Return the reason why no replica of the model can start until an operator corrects the model's
+        files or settings. Return an empty string if a replica can start, or if one has ever been ready."""
         replicas = self.of(model)
         if model in self.connections.was_ready or not replicas:
             return ""
@@ -176,7 +176,7 @@ class ModelManager:
         return [replica.name for replica in self.of(unit) if replica.retry()]
 
     def set_timeouts(self) -> None:
-        """Update, from the settings, the timeouts after which replicas are killed."""
+        """Apply the settings that determine after how long a replica is killed."""
         for replica in self.replicas:
             replica.hang_timeout_s = self._settings().hang_timeout_s
             replica.load_timeout_s = self._settings().load_timeout_s
@@ -262,7 +262,7 @@ class ModelManager:
         self._begin_change(unit)
 
     def is_parked(self, unit: str) -> bool:
-        """Return whether the unit has, or will have, no replicas, but accepts requests."""
+        """Return whether the unit accepts requests although it has no replicas or soon will have none."""
         return unit in self._parked
 
     def settings_of(self, unit: str) -> ModelSettings | None:
@@ -298,8 +298,8 @@ class ModelManager:
         return self._requests.state.finished(unit)
 
     async def shortage(self, settings: ModelSettings, count: int | None = None) -> MemoryShortage:
-        """Return how much more memory `count` replicas with these settings need beside the running replicas.
-        By default, `count` is the number of replicas with which the model is loaded."""
+        """Return how much more memory `count` replicas with these settings need alongside the running
+        replicas. By default, `count` is the number of replicas with which the model is loaded."""
         limit_gb = self._settings().on_demand.memory_gb
         if not self.replicas and limit_gb is None:
             return MemoryShortage()  # the replica itself reports why it cannot load
@@ -313,8 +313,8 @@ class ModelManager:
         )
 
     async def why_not_beside(self, settings: ModelSettings, count: int = 1) -> str:
-        """Return the reason why `count` replicas with these settings cannot run beside the running replicas,
-        or an empty string if they can."""
+        """Return the reason why `count` replicas with these settings cannot run alongside the running
+        replicas, or an empty string if they can."""
         return (await self.shortage(settings, count)).why
 
     # ── replicas by load (ScaledModels) ──
@@ -327,7 +327,7 @@ class ModelManager:
         return {unit: one for unit, one in self._wanted.items() if unit in units}
 
     def begin_change(self, unit: str) -> None:
-        """Start and stop replicas until the unit has its target number."""
+        """Start and stop replicas until the unit has its target number of replicas."""
         if unit in self._wanted:
             self._begin_change(unit)
 
@@ -362,7 +362,7 @@ class ModelManager:
             self._note(name, "applying the new settings failed: see the log for the cause")
 
     async def _next_step(self, name: str) -> bool:
-        """Take one step. Return whether another step may be possible."""
+        """Take one step towards the wanted replicas. Return whether another step may be possible."""
         wanted = self._wanted.get(name)
         by_load = wanted is not None and wanted.max_replicas is not None
         for replica in self.of(name):
@@ -382,7 +382,7 @@ class ModelManager:
             await self._retire(outdated[-1])
         elif len(current) > self._scaling.count(name, wanted):
             retirement = self._begin_retirement(current[-1])
-            if not by_load:  # If the load grows again during this, a new replica can start.
+            if not by_load:  # If the load grows again meanwhile, a new replica can start.
                 await asyncio.shield(retirement)
         elif outdated:
             return await self._replace(outdated[0], current, wanted)
@@ -425,7 +425,7 @@ class ModelManager:
         await asyncio.shield(self._begin_retirement(replica))
 
     def _begin_retirement(self, replica: Replica) -> asyncio.Task[None]:
-        """Start to retire a replica, unless its retirement has already begun. Return the task."""
+        """Start retiring a replica, unless its retirement has already begun. Return the task."""
         if (task := self._retirements.get(replica)) is None:
             replica.retiring = True
             task = asyncio.get_running_loop().create_task(self._finish_and_end(replica))

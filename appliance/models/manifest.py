@@ -1,4 +1,4 @@
-"""The manifest of a model's folder: the size and the SHA-256 of each file. Reading a manifest takes as long
+"""The manifest of a model's folder: the size and the SHA-256 of each file. Creating a manifest takes as long
 as reading the files, so it must not be done on the event loop."""
 
 from __future__ import annotations
@@ -75,6 +75,6 @@ def _changed(path: Path, how: str) -> ManifestError:
 
 def _unreadable(error: OSError) -> ManifestError:
     return ManifestError(
-        f"{error.filename} cannot be read ({error.strerror}): check that the file exists and that the user "
-        "of the service may read it"
+        f"{error.filename} cannot be read ({error.strerror}): check that the file exists and that the "
+        "service's user may read it"
     )

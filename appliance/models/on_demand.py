@@ -72,7 +72,8 @@ def _key(unit: str) -> tuple[str, int]:
 
 
 class Residency(NamedTuple):
-    """How often a unit was loaded on demand and unloaded again since the service started."""
+    """Whether a unit is in memory, and how many times it has been loaded on demand and unloaded without a
+    command since the service started."""
 
     in_memory: bool
     loads: int
@@ -191,7 +192,8 @@ class OnDemand:
         return time.time() + max(0.0, leaves_at - self._clock())
 
     def stats(self, unit: str) -> Residency:
-        """Return how often the unit was loaded on demand and unloaded again."""
+        """Return whether the unit is in memory, and how many times it has been loaded on demand and unloaded
+        without a command since the service started."""
         return Residency(
             in_memory=bool(self._manager.of(unit)),
             loads=self.loads[unit],
@@ -367,7 +369,7 @@ class OnDemand:
         self._fronts.publish_configuration()
 
     async def _load_at_start(self, bundles: list[Bundle]) -> None:
-        """Load the next optional model of the settings, if it fits."""
+        """Load the next optional model in the settings, if it fits."""
         if not self._at_start or any(one.state in ("starting", "loading") for one in self._manager.replicas):
             return
         unit = self._at_start.pop(0)
@@ -498,7 +500,7 @@ class OnDemand:
         return (unit,)
 
     def _excluded(self, wanted: Bundle, other: Bundle) -> bool:
-        """Return whether a group forbids loading the two together."""
+        """Return whether a group forbids loading the two bundles together."""
         names, others = ({self._name(unit) for unit in one.units} for one in (wanted, other))
         return any(
             one != two and {one, two} <= set(group.models)
@@ -571,7 +573,7 @@ class OnDemand:
         return int(_GPU_FACTOR * sum(one.weight_bytes + one.kv_bytes for one in statuses)) + _GPU_BYTES
 
     async def _measure(self, bundles: list[Bundle]) -> list[Bundle]:
-        """Predict the memory of the units on the CPU, and return the bundles with these values."""
+        """Predict how much memory the units on the CPU need, and return the bundles with the predictions."""
         settings = {
             unit: one
             for bundle in bundles

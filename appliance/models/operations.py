@@ -173,7 +173,7 @@ class ModelOperations:
                 return
             if not self._manager.failure(unit):
                 return
-            # Its replicas have failed since it was loaded. Load it again from the beginning.
+            # The version's replicas have failed since it was loaded. Load it again from the beginning.
             self._routing.usable.discard(unit)
             await self._manager.unload(unit, 0.0)
         task = self._shared(self._loads, unit, lambda: self._load(unit, record))
@@ -241,7 +241,7 @@ class ModelOperations:
         served = await _described(unit, record, settings)
         if why_not := (await self._manager.shortage(settings)).why:
             raise NoRoomError(
-                f"{unit} does not fit beside the models that are loaded: {why_not}; unload another model "
+                f"{unit} does not fit alongside the models that are loaded: {why_not}; unload another model "
                 "first with: appliance models unload"
             )
         self._manager.load(served, settings)
@@ -283,7 +283,7 @@ class ModelOperations:
         await self._fronts.routed()
 
     async def bring_back(self, unit: str) -> None:
-        """Load a unit that was introduced or parked. Raises LoadError. In that case, the unit is parked again
+        """Load a unit that was introduced or parked. If this raises LoadError, the unit is parked again,
         unless its replicas are themselves waiting for its files to be corrected."""
         model, version = split_target(unit)
         record = self.registry.current.versions.get((model, version or 0))
@@ -456,8 +456,8 @@ class ModelOperations:
     ) -> None:
         """Make `wanted` the default version of its model. When this method returns, every new request gets
         the new version. If the model is not loaded, nothing is loaded. `commit` stores the change. The
-        previous version gets `grace_s` to finish its requests. Raises LoadError and any error of `commit`. In
-        either case, the previous version stays the default."""
+        previous version gets `grace_s` to finish its requests. Raises LoadError, or any error
+        that `commit` raises. In either case, the previous version stays the default."""
         name = wanted.model
         if name in self._swapping:
             raise LoadError(

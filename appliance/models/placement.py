@@ -43,7 +43,7 @@ class GpuPlacement:
         self._of.pop(replica, None)
 
     def cpus(self, gpus: Sequence[int]) -> tuple[int, ...]:
-        """Return the CPUs of the NUMA nodes of these GPUs. Empty if the machine has only one node, or if the
+        """Return the CPUs in these GPUs' NUMA nodes. Empty if the machine has only one node, or if the
         nodes are not known."""
         nodes = self._topology.nodes
         return cpus_near({nodes[gpu] for gpu in gpus}) if gpus and nodes else ()

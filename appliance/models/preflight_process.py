@@ -23,7 +23,7 @@ _TIMEOUT_S = 120.0
 """Time limit for the checks of all models."""
 
 Findings = dict[str, list[ModelFinding]]
-"""The findings of each model, by the model's name."""
+"""The findings about each model, by the model's name."""
 
 
 Check = Callable[[Mapping[str, ModelSettings]], Findings]
@@ -38,7 +38,7 @@ def check_files_here(models: Mapping[str, ModelSettings]) -> Findings:
 
 def check_apart(models: Mapping[str, ModelSettings]) -> Findings:
     """Run all checks of the models in a separate process, and wait for the result. If the process does not
-    end in time, or ends without a result, this is reported as a problem of every model."""
+    end in time, or ends without a result, this is reported as a problem with every model."""
     if not models:
         return {}
     try:
@@ -53,12 +53,12 @@ def check_apart(models: Mapping[str, ModelSettings]) -> Findings:
 
 
 class ModelChecks(NamedTuple):
-    """The checks that the core runs. Both block, so they must not run on the event loop's thread."""
+    """The checks that the core runs. Both checks block, so they must not run on the event loop's thread."""
 
     files: Check = check_files_here
-    """Quick checks, before the service starts and before a failed replica is started again."""
+    """Quick checks, which run before the service starts and before a failed replica is started again."""
     everything: Check = check_apart
-    """All checks, before the settings of a running service change."""
+    """All checks, which run before the settings of a running service change."""
 
     def problem(self, name: str, model: ModelSettings) -> str:
         """Return the problem that the quick checks find, with its remedy; empty if there is none."""

@@ -12,9 +12,9 @@ from appliance.ownership import SERVICE_USER, user_name
 from appliance.rundir import unit_is_installed
 
 _UNIT_USER = "appliance"
-"""User of the service in systemd/appliance.service."""
+"""The service's user according to systemd/appliance.service."""
 _HIDDEN_BY_UNIT = (Path("/home"), Path("/root"), Path("/run/user"))
-"""Directories that the option ProtectHome= of the unit hides from the service."""
+"""Directories that the systemd unit hides from the service with ProtectHome=."""
 
 
 class FileReader(NamedTuple):
@@ -23,7 +23,7 @@ class FileReader(NamedTuple):
     uid: int
     groups: frozenset[int]
     is_this_process: bool
-    """Whether the user is the user of this process, so that the kernel can check its permissions."""
+    """Whether this process runs as the user, so that the kernel can check the user's permissions."""
 
 
 class Unreadable(NamedTuple):
@@ -34,13 +34,13 @@ class Unreadable(NamedTuple):
 
 
 def this_process() -> FileReader:
-    """Return the user of this process."""
+    """Return the user that this process runs as."""
     return FileReader(os.geteuid(), frozenset((os.getegid(), *os.getgroups())), is_this_process=True)
 
 
 def service_user() -> FileReader:
-    """Return the user that runs the service. It is the user of this process, unless root runs a command on a
-    machine where the service runs as another user."""
+    """Return the user that runs the service. This is the user that this process runs as, unless root runs a
+    command on a machine where the service runs as another user."""
     if os.geteuid() == 0:
         named = os.environ.get(SERVICE_USER) or (_UNIT_USER if unit_is_installed() else "")
         try:

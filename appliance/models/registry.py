@@ -22,8 +22,8 @@ _SAMPLE_BYTES = 1 << 20
 
 
 def model_faults(loaded: Loaded, findings: Findings) -> list[Fault]:
-    """Return the models' problems as settings faults. Each names the setting that contains the model's
-    folder."""
+    """Return the models' problems as settings faults. Each fault names the setting that contains the
+    model's folder."""
     return [
         _fault(loaded, name, finding)
         for name, found in findings.items()

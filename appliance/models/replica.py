@@ -49,7 +49,7 @@ SILENT_AFTER_S = 3.0
 """A ready replica that has not reported for this long gets no new requests. Replicas report at least twice a
 second. If a replica has announced a long step, the predicted time of the step is added to this limit."""
 _MAX_STEP_FACTOR = 10.0
-"""A replica is considered hung if a step takes longer than this multiple of its predicted time."""
+"""A replica is considered hung if a step takes longer than this multiple of the step's predicted time."""
 _AFTER_FATAL_S = 5.0
 _CHECK_AGAIN_S = 10.0
 """Delay after which the files of a model with a known problem are checked again."""
@@ -103,7 +103,7 @@ class Replica:
         """Reason why requests are refused instead of waiting for this replica. It is set in the state
         "failed". It is cleared when the replica becomes ready or exits for another reason."""
         self.bad_checkpoint = False
-        """Whether `failure` is a problem of the model's files or settings."""
+        """Whether `failure` is a problem with the model's files or settings."""
         self.fallback = ""
         """Reason why the replica runs on the CPU instead of a GPU."""
         self.incarnation = 0
@@ -184,8 +184,8 @@ class Replica:
 
     @property
     def hang_limit_s(self) -> float:
-        """How long the replica may send no message before it is killed, in seconds. It is longer than any
-        announced step."""
+        """How long the replica may go without sending a message before it is killed, in seconds. The limit is
+        longer than any announced step."""
         return max(self.hang_timeout_s, _MAX_STEP_FACTOR * self._expected_s)
 
     # ── start and stop ──
@@ -220,7 +220,7 @@ class Replica:
         log.info("%s is starting (%s, pid %s)", self.name, self.spec.model_path, _join(self.group.pids))
 
     def _limit(self, pids: list[int]) -> None:
-        """Apply the limits of the settings to the ranks."""
+        """Apply the CPU and memory limits in the settings to the ranks."""
         self._memory_kills = self._cgroups.memory_kills(self.name)
         problem = self._cgroups.limit(self.name, pids, limits_of(self.settings))
         if problem and problem != self._without_limits:

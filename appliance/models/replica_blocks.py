@@ -15,8 +15,8 @@ _WAIT_S = 0.5
 
 
 class BlockUseReader:
-    """Asks one replica, at most once per second. All readers share the answers. All methods must be called on
-    the event loop's thread."""
+    """Asks one replica for the state of its KV blocks, at most once per second. All callers share the
+    answers. All methods must be called on the event loop's thread."""
 
     def __init__(self) -> None:
         self._latest: BlockUse | None = None
@@ -37,7 +37,7 @@ class BlockUseReader:
             return self._latest
 
     def received(self, message: BlockUse) -> None:
-        """Handle the answer of the replica."""
+        """Handle the replica's answer."""
         self._latest, self._at = message, time.monotonic()
         self._end(message)
 

@@ -18,7 +18,7 @@ class ReplicaSleep:
         self.asleep = False
         """Whether the replica has released its memory. It is true until the memory is restored."""
         self.sleeps = self.wakes = 0
-        """How often the replica has gone to sleep, and how often it has woken up."""
+        """Number of times that the replica has gone to sleep, and number of times that it has woken up."""
         self.wake_s = 0.0
         """Total time that the engine needed to wake, in seconds."""
         self._latest = MemoryChanged(False)
@@ -27,7 +27,7 @@ class ReplicaSleep:
 
     @property
     def freed_bytes(self) -> int:
-        """Device memory that is released, in bytes."""
+        """Device memory that the sleeping replica has released, in bytes."""
         return self._latest.freed_bytes if self.asleep else 0
 
     @property

@@ -24,12 +24,12 @@ DRAIN_S = 5.0
 continue when the model is loaded again."""
 MIN_SERVICE_S = 1.0
 """Minimum time for which a model answers requests after it has become ready, even if its load took longer
-than the minimum residence."""
+than `min_residence_s`."""
 
 
 class Bundle(NamedTuple):
     """Models that are loaded and unloaded together. Most bundles contain only one model. All times are in
-    seconds of one clock that never jumps."""
+    seconds of the monotonic clock."""
 
     units: tuple[str, ...]
     """The units of loading."""
@@ -41,14 +41,14 @@ class Bundle(NamedTuple):
     """Whether requests are running or waiting."""
     waiting_since: float | None = None
     """When the oldest waiting request began to wait, or when the bundle was unloaded, whichever is later;
-    None if no request is waiting. If only the request counted, a model with a long queue would get its memory
-    back immediately."""
+    None if no request is waiting. If only the time of the request counted, a model with a long queue
+    would get its memory back immediately."""
     load_began_at: float = 0.0
     ready_at: float = 0.0
     used_at: float = 0.0
     """When the latest request arrived or ended."""
     memory_bytes: int = 0
-    """Memory that the units in memory occupy."""
+    """Memory that the loaded units occupy, in bytes."""
     kept: str = ""
     """Reason why the bundle always stays loaded, such as "'chat' is pinned"; empty if it may be unloaded."""
 
@@ -72,7 +72,7 @@ class Evict(NamedTuple):
 
 
 class Refuse(NamedTuple):
-    """Refuse the requests of the units, because they cannot be loaded."""
+    """Refuse the requests for the units, because the units cannot be loaded."""
 
     units: tuple[str, ...]
     why: str
@@ -132,7 +132,7 @@ def next_step(
             + (f" ({kept})" if kept else ""),
         )
     for one in reversed(list(chosen)):
-        # An earlier choice may be unnecessary because a later one frees enough memory alone.
+        # An earlier choice may be unnecessary if a later one frees enough memory on its own.
         if freed - one.memory_bytes >= missing_bytes:
             chosen.remove(one)
             freed -= one.memory_bytes

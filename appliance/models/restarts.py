@@ -40,9 +40,9 @@ class Restart(NamedTuple):
 
     delay_s: float
     failure: str = ""
-    """Reason why requests are refused until then. If it is empty, requests wait for the start."""
+    """Reason why requests are refused until the next start. If it is empty, requests wait for the start."""
     bad_checkpoint: bool = False
-    """Whether `failure` is a problem of the model's files or settings."""
+    """Whether `failure` is a problem with the model's files or settings."""
 
 
 class Restarts:
@@ -62,9 +62,9 @@ class Restarts:
         self._expected_failures = 0
         """Number of consecutive loads that failed for an expected reason."""
         self._served_s = 0.0
-        """Time in service over all incarnations that have exited."""
+        """Total time in service of all incarnations that have exited."""
         self._deaths: list[float] = []
-        """The unexpected exits. Each is recorded as the value of `_served_s` at that time."""
+        """The unexpected exits. Each is recorded as the value of `_served_s` at the time of the exit."""
         self._open = False
 
     def reset(self) -> None:
@@ -80,7 +80,7 @@ class Restarts:
         self._retry.reset()
 
     def exited(self, exit: Exit) -> Restart:
-        """Record an exit, and return when the replica is started again."""
+        """Record an exit, and return the time and the conditions of the replica's next start."""
         served_s = exit.served_s or 0.0
         self._served_s += served_s
         if exit.kind not in ("", "internal") and exit.served_s is None:
@@ -131,7 +131,7 @@ class StartTimer:
 
     @property
     def left_s(self) -> float:
-        """Time in seconds until the call."""
+        """Time in seconds until the function is called."""
         return max(0.0, self._due_at - asyncio.get_running_loop().time())
 
     def start(self, delay_s: float, begin: Callable[[], None], watch: Watch | None = None) -> None:
@@ -160,7 +160,7 @@ class StartTimer:
 
 
 class Watch(NamedTuple):
-    """The folder whose files can end the wait of a `StartTimer`."""
+    """A folder that a `StartTimer` watches. A change to one of its files ends the delay."""
 
     folder: str
     changed: Callable[[], None]

@@ -18,7 +18,7 @@ from store.models import Registry, SplitRecord
 
 
 def unit_name(model: str, version: int) -> str:
-    """Return the unit of loading of a registered version."""
+    """Return the name of the unit of loading for a registered version."""
     return f"{model}@{version}"
 
 
@@ -39,8 +39,8 @@ class Routing:
         self.held: set[str] = set()
         """Names of registered models whose requests are waiting because a version is being loaded."""
         self.failures: dict[str, str] = {}
-        """Units whose latest load failed, with the reason for each. They are not listed, but a request for
-        them starts another load."""
+        """Units whose latest load failed, with the reason for each. `GET /v1/models` does not list them, but
+        a request for one of them starts another load."""
         self.problems: dict[str, str] = {}
         """Units whose latest load on demand failed, with the reason for each. Their requests are refused
         until the next attempt is due."""

@@ -36,7 +36,7 @@ class ScaledModels(Protocol):
         """Return the replicas of a unit."""
 
     def begin_change(self, unit: str) -> None:
-        """Start and stop replicas until the unit has its target number."""
+        """Start and stop replicas until the unit has its target number of replicas."""
 
     async def why_not_beside(self, settings: ModelSettings, count: int = 1) -> str:
         """Return the reason why `count` more replicas do not fit into memory, or an empty string if they
@@ -78,8 +78,8 @@ class ModelScaling:
         self._background = Background()
 
     def check(self) -> None:
-        """Change the number of replicas of each unit that needs it. Must be called at least once per
-        second."""
+        """Change the number of replicas of each unit that needs more or fewer replicas. Must be called at
+        least once per second."""
         now = self._clock()
         if now - self._checked_at < _EVERY_S:
             return
@@ -102,7 +102,7 @@ class ModelScaling:
         self._units.pop(unit, None)
 
     def count(self, unit: str, settings: ModelSettings) -> int:
-        """Return the target number of replicas of a unit."""
+        """Return a unit's target number of replicas."""
         least, most = settings.replica_range()
         scaled = self._units.get(unit)
         return min(max(scaled.replicas if scaled is not None else settings.replicas, least), most)

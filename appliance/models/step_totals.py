@@ -15,7 +15,7 @@ class StepTotal:
         self.steps = 0
         self.seconds = 0.0
         self.idle_s = 0.0
-        """Time that the device spent waiting for the host before these steps."""
+        """Time that the device spent waiting for the host before steps of this kind."""
 
     def add(self, steps: int, mean_ms: float, mean_idle_us: float) -> None:
         """Add steps, given their mean durations."""

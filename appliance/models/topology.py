@@ -71,7 +71,7 @@ class Topology(NamedTuple):
     rank."""
 
     def between(self, gpus: Sequence[int]) -> list[GpuLink]:
-        """Return the links between every pair of these GPUs that has one."""
+        """Return the links between these GPUs, one for each linked pair."""
         return [self.links[pair] for pair in combinations(sorted(gpus), 2) if pair in self.links]
 
 

@@ -11,7 +11,7 @@ from appliance.protocol import LimitUsage
 WINDOW_S = 60.0
 _EVERY_S = 2.0
 _MIN_SPAN_S = 10.0
-"""Time in seconds for which a limit's usage must be known before it is predicted."""
+"""Time in seconds for which a limit's usage must be known before its exhaustion is predicted."""
 
 
 class _Use(NamedTuple):
@@ -20,7 +20,7 @@ class _Use(NamedTuple):
 
 
 class BurnRates:
-    """Keeps the usage of limits over the last minute."""
+    """Records how the usage of limits has developed over the last minute."""
 
     def __init__(self) -> None:
         self._uses: dict[tuple[str, str], deque[_Use]] = {}

@@ -1,4 +1,4 @@
-"""Counts ended requests, and keeps the latencies of the most recent ones, for the service's snapshots."""
+"""Counts requests that have ended, and keeps the latencies of the last ones, for the service's snapshots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ snapshot."""
 
 
 class TenantCounts:
-    """Counts of one tenant's ended requests."""
+    """Counts of one tenant's requests that have ended."""
 
     __slots__ = ("billed_tokens", "cached_tokens", "prompt_tokens", "refused", "requests")
 
@@ -49,8 +49,8 @@ class _Ended(NamedTuple):
 
 
 class EndedRequests:
-    """Passes rows on to the request log, and counts ended requests. Must be used on the event loop's
-    thread."""
+    """Passes rows on to the request log, and counts requests that have ended. Must be used on the event
+    loop's thread."""
 
     def __init__(self, rows: RowSink, is_tenant: Callable[[str], bool]) -> None:
         """`is_tenant` returns whether a tenant exists. Requests of unknown tenants are counted only in the
@@ -63,11 +63,11 @@ class EndedRequests:
         self._latency, self._computed_at = Latency(), float("-inf")
 
     def open(self, row: RequestRow) -> bool:
-        """Pass on an admitted request's row."""
+        """Pass an admitted request's row on to the request log."""
         return self._rows.open(row)
 
     def end(self, row: RequestRow) -> bool:
-        """Count an ended request, and pass on its row."""
+        """Count a request that has ended, and pass its row on to the request log."""
         how, tenant = outcome(row), row.tenant or ""
         self.failed += how == "failed"
         self.cancelled += how == "cancelled"

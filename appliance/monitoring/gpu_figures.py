@@ -52,7 +52,7 @@ class GpuReader:
         self._open = False
         self._retry_at = 0.0
         self._events: Any = None
-        """NVML's set of events, in which Xid errors arrive."""
+        """The NVML event set that receives Xid errors."""
         self._xids: dict[int, int] = {}
         """The newest Xid error of each GPU that reports Xid errors; 0 if there was none."""
         self._links: dict[int, _LinkBytes] = {}
@@ -60,7 +60,7 @@ class GpuReader:
         """Reason why the GPUs could not be read. Empty on a machine without an NVIDIA driver."""
 
     def read(self) -> list[Gpu]:
-        """Return all GPUs, in NVML's order."""
+        """Return the measurements of all GPUs, in NVML's order."""
         nvml = self._nvml
         if self._clock() < self._retry_at:
             return []
@@ -203,7 +203,7 @@ class GpuReader:
 
 
 def _process_name(pid: int) -> str:
-    """Return the name of a process, or an empty string for a process of another PID namespace."""
+    """Return the name of a process, or an empty string for a process in another PID namespace."""
     try:
         return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except OSError:

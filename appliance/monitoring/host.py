@@ -37,7 +37,7 @@ class HostReader:
         self._is_first = True
 
     def read(self, processes: Sequence[ServiceProcess]) -> Host:
-        """Return the load of the machine and of these processes."""
+        """Return the load of the machine and of `processes`."""
         psutil = self._psutil
         memory = psutil.virtual_memory()
         try:

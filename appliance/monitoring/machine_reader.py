@@ -49,8 +49,8 @@ class MachineReader:
         return self._figures
 
     def _look(self, state_dir: str, processes: list[ServiceProcess]) -> MachineFigures:
-        # Only one thread uses these objects at a time, because a new read begins only after the previous one
-        # has ended.
+        # Only one thread uses the two readers at a time, because a new read begins only after the previous
+        # one has ended.
         self._host = self._host or HostReader(state_dir)
         self._gpus = self._gpus or GpuReader()
         gpus = self._gpus.read()

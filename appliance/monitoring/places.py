@@ -35,7 +35,7 @@ class SocketState(NamedTuple):
 
 
 def directories(run_dir: Path, state_dir: Path) -> Iterator[Finding]:
-    """Check that both directories can be used and have enough disk space left."""
+    """Check that the run directory and the state directory can be used and have enough disk space left."""
     for name, path, flag in (("run", run_dir, "--run-dir"), ("state", state_dir, "--state-dir")):
         yield _directory(name, path, flag)
     longest = max(len(os.fsencode(run_dir / name)) for name in _SOCKETS)
@@ -113,8 +113,8 @@ def leftovers(run_dir: Path, state_dir: Path, running: bool) -> Iterator[Finding
             subject="service.lock",
             level="problem",
             text=f"process {holder} uses the run directory {run_dir} but does not respond on admin.sock",
-            remedy=f"see the log of the process; if it hangs, stop it with kill {holder} or kill -9 {holder} "
-            "(written log entries are kept)",
+            remedy=f"see the process's log; if the process hangs, stop it with kill {holder} or kill -9 "
+            f"{holder} (log entries already written are kept)",
         )
     elif not running:
         for name in _SOCKETS:
@@ -208,7 +208,7 @@ def _missing(path: Path) -> Path | None:
 def _disk(state_dir: Path) -> Finding:
     there = next(part for part in (state_dir, *state_dir.parents) if os.path.isdir(part))
     usage = shutil.disk_usage(there)
-    text = f"{of_bytes(usage.free)} of {of_bytes(usage.total)} free on the disk of {state_dir}"
+    text = f"{of_bytes(usage.free)} of {of_bytes(usage.total)} free on the disk that holds {state_dir}"
     if usage.free >= _LITTLE_DISK_BYTES:
         return Finding(area="directories", subject="disk", level="ok", text=text)
     return Finding(

@@ -1,5 +1,5 @@
-"""Samples the counters of the service once a second. From the samples, snapshots get totals that include
-replicas that have exited, and rates over a short window."""
+"""Samples the service's counters once a second. Snapshots use the samples for rates over a short window and
+for totals that include replicas that have exited."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class CounterSample(NamedTuple):
     """Time of the sample, on the monotonic clock."""
     totals: ServiceTotals
     service: Mapping[str, float]
-    """Weighted number of tokens computed for each tenant that has ended requests."""
+    """Weighted number of tokens computed for each tenant's ended requests."""
     tokens: Mapping[str, int]
     """Number of prompt and output tokens of each tenant's ended requests."""
     prefix: Mapping[str, tuple[int, int]]
-    """Numbers of prompt tokens and of cached prompt tokens of each replica."""
+    """Each replica's number of prompt tokens and number of cached prompt tokens."""
 
 
 class CounterSampler:
@@ -91,7 +91,7 @@ class CounterSampler:
         return next((one for one in self._samples if now.at - one.at <= window_s + _EVERY_S / 2), None)
 
     def rates(self, now: CounterSample) -> Rates:
-        """Return the changes per second until `now`."""
+        """Return the counters' increases per second over the rate window that ends at `now`."""
         then = self.before(now, RATE_WINDOW_S)
         if then is None or now.at - then.at < _EVERY_S / 2:
             return Rates()

@@ -104,7 +104,7 @@ class ReplicaStatus(ReplicaStats, frozen=True, kw_only=True):
     freed_bytes: int = 0
     """Memory that a sleeping replica has released."""
     host_bytes: int = 0
-    """Host memory that holds the weights of a sleeping replica on GPUs."""
+    """Host memory that holds the weights of a sleeping replica that runs on GPUs."""
     sleeps: int = 0
     """Number of times that the replica went to sleep."""
     wakes: int = 0
@@ -151,7 +151,7 @@ immediately."""
 
 
 class ScalingChange(msgspec.Struct, kw_only=True):
-    """A change of a model's number of replicas that was made because of its load."""
+    """A change in a model's number of replicas that was made because of its load."""
 
     at: float
     """Time of the change, in unix seconds."""
@@ -161,7 +161,7 @@ class ScalingChange(msgspec.Struct, kw_only=True):
 
 
 class ScalingStatus(msgspec.Struct, kw_only=True):
-    """The scaling of a model that gets replicas according to its load."""
+    """The scaling status of a model whose number of replicas follows its load."""
 
     replicas: int
     """Number of replicas that the model should have."""
@@ -226,14 +226,14 @@ DrainState = Literal["announced", "draining", "drained"]
 
 
 class DrainStatus(msgspec.Struct, kw_only=True):
-    """A drain, which lasts from its beginning until an operator resumes service."""
+    """A drain. It lasts until an operator resumes service."""
 
     model: str | None
     """The drained model, or null for the whole service."""
     state: DrainState
     grace_s: float
     """Grace period in seconds, measured from the time when the drain begins to refuse requests. Requests that
-    are still running after it are stopped."""
+    are still running when the grace period ends are stopped."""
     grace_left_s: float
     """Seconds until the remaining requests are stopped."""
     queue: bool
@@ -260,17 +260,17 @@ class DrainStatus(msgspec.Struct, kw_only=True):
 
 
 class ClassStatus(msgspec.Struct, kw_only=True):
-    """A service class, over all models."""
+    """The status of a service class across all models."""
 
     name: str
     """Name of the class, from "P0" to "P3"."""
     waiting: int
     oldest_wait_s: float
     expected_wait_s: float
-    """Predicted wait of a request that arrives now, based on measured rates; 0 if there are no
-    measurements."""
+    """Predicted waiting time, in seconds, of a request that arrives now, based on measured rates; 0 if there
+    are no measurements."""
     target_s: float | None
-    """Target for the wait, or None for P3."""
+    """Target for the waiting time in seconds, or None for P3."""
 
 
 class QueueStats(msgspec.Struct, kw_only=True):
@@ -289,10 +289,10 @@ class QueueStats(msgspec.Struct, kw_only=True):
     waiting_tokens: int = 0
     """Number of prompt tokens in waiting requests."""
     preemptions: int = 0
-    """Number of preemptions, over all finished requests."""
+    """Total number of preemptions of all finished requests."""
     overload: str = ""
-    """Description of the overloaded models and of the requests that are refused for them. Empty if no model
-    is overloaded."""
+    """Description of the overloaded models and of the requests that are refused because of the overload.
+    Empty if no model is overloaded."""
     overload_step: int = 0
     """Step of the load shedder; 0 if there is no overload."""
     classes: list[ClassStatus] = []
@@ -319,16 +319,16 @@ class AuditStatus(msgspec.Struct, kw_only=True):
     """The audit trail of operators' actions."""
 
     rows: int = 0
-    """Number of rows in the chain. The newest row's seq is the same number."""
+    """Number of rows in the chain, which is also the newest row's sequence number."""
     head: str = ""
     """Hash of the newest row."""
     recorded_rows: int = 0
-    """Number of rows that are proven unchanged by heads recorded outside the database."""
+    """Number of rows that are proven unchanged by chain heads recorded outside the database."""
     spooled: int = 0
     """Number of rows that the database has not accepted yet. They are added to the chain when the database
     accepts them."""
     spooled_since: float | None = None
-    """Time when the oldest of the rows that the database has not accepted was spooled, in unix seconds."""
+    """Time at which the oldest row that the database has not accepted yet was spooled, in unix seconds."""
     places: list[str] = []
     """Files that contain the rows that the database has not accepted yet."""
     in_memory: int = 0
@@ -405,7 +405,7 @@ class Status(msgspec.Struct, kw_only=True):
     """Number of the core's log lines that were dropped since startup because standard error was not being
     read."""
     current_problems: list[CurrentProblem] = []
-    """The current problems, which `doctor` reports too."""
+    """The current problems. `doctor` reports them too."""
     problems: list[Problem]
     """Recent problems, most recent first."""
     drains: list[DrainStatus] = []
@@ -427,11 +427,11 @@ class InFlight(msgspec.Struct, kw_only=True):
     front: str
     replica: str
     attempt: int | None
-    """None if unknown, for a past request."""
+    """Number of the attempt. None for a past request whose attempt is not known."""
     age_s: float
     prompt_tokens: int
     max_tokens: int | None
-    """None if unknown, for a past request."""
+    """The request's token limit. None for a past request whose limit is not known."""
 
 
 class LimitUsage(msgspec.Struct, kw_only=True):
@@ -439,8 +439,8 @@ class LimitUsage(msgspec.Struct, kw_only=True):
 
     limit: str
     """Name of the limit: "requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrent_requests",
-    "queued_requests" or "kv_share". For "kv_share", amounts are tokens in the KV cache, for the model of
-    which the tenant or key uses the largest share."""
+    "queued_requests" or "kv_share". For "kv_share", amounts are tokens in the KV cache of the model for which
+    the share of the tenant or key is largest."""
     capacity: int
     """Capacity of the limit: the amount that refills within `burst_s` seconds for a per-minute limit, or
     within a day for a per-day limit."""
@@ -463,7 +463,7 @@ class Key(KeyFields, frozen=True, kw_only=True):
 
 
 class NewKey(msgspec.Struct, kw_only=True):
-    """A newly created key. No other answer contains its secret."""
+    """A newly created key. No other response contains its secret."""
 
     id: str
     key: str
@@ -524,7 +524,7 @@ class AuditHead(msgspec.Struct, kw_only=True):
 
 
 class Done(msgspec.Struct, kw_only=True):
-    """The result of an action without data."""
+    """The result of an action that returns only a message."""
 
     message: str
 

@@ -1,4 +1,4 @@
-"""The types of the registry of models: models, their versions and files, splits and shadows."""
+"""The types of the model registry: models, their versions and files, splits and shadows."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class RegisteredVersion(msgspec.Struct, kw_only=True):
 
 
 class ShadowTimes(msgspec.Struct, kw_only=True):
-    """Mean timings of the original or the copied answers of a shadow, measured from the time when a request
-    is sent to the replica."""
+    """Mean timings of a shadow's original or copied answers, measured from the time when a request is sent to
+    the replica."""
 
     ttft_ms: float
     e2e_ms: float

@@ -56,9 +56,9 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Target for the time to first token, in seconds. A model with `max_replicas` gets another replica when
     requests come close to this target."""
     required: bool = True
-    """Whether the service needs this model to be ready. The startup of the service, including `systemctl
-    start`, waits for required models, which then stay loaded. A model that is not required is loaded at
-    startup if it fits, otherwise at its first request ([models.md](models.md))."""
+    """Whether the service reports that it is ready only while this model is ready. The startup of the
+    service, including `systemctl start`, waits for required models, which then stay loaded. A model that is
+    not required is loaded at startup if it fits, otherwise at its first request ([models.md](models.md))."""
     pinned: bool = False
     """Whether the model, once loaded, always stays loaded."""
     idle_unload_s: Seconds = 0.0
@@ -104,7 +104,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Number of CPU threads per rank. Default: the number of usable cores, or `cpu_limit`, divided by the
     number of ranks."""
     cpu_limit: Cpus | None = None
-    """Maximum CPU time of a replica, in CPUs. It needs a cgroup that systemd delegates to the service
+    """Maximum CPU time of a replica, in CPUs. This limit needs a cgroup that systemd delegates to the service
     ([models.md](models.md#limits-of-replicas)). Default: no limit."""
     memory_limit_gb: Gigabytes | None = None
     """Maximum host memory of a replica in GB (1,000,000,000 bytes). Like `cpu_limit`, it needs a delegated
@@ -162,8 +162,8 @@ class OnDemandSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
     """Total host memory in GB (10^9 bytes) that models on the CPU may use, according to the prediction of
     `appliance models fit`. Default: the available memory. On GPUs, `gpu_memory_utilization` is the limit."""
     min_residence_s: Seconds = 10.0
-    """Minimum time in seconds for which a model keeps its memory after its load has begun. A model that has
-    requests also keeps its memory until requests for another model have waited this long."""
+    """Minimum time in seconds for which a model keeps its memory, counted from when it begins to load. A
+    model that has requests also keeps its memory until requests for another model have waited this long."""
 
 
 class UnixSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -239,8 +239,8 @@ class MetricsSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
     """Whether `listen` may be an address other than a loopback address. Metrics contain the names of tenants
     and models."""
     tenants: Positive = 200
-    """Maximum number of tenants with separate metrics. These are the first tenants that send requests after a
-    start of the service; the metrics of all other tenants are summed."""
+    """Maximum number of tenants with separate metrics. These are the first tenants that send requests after
+    the service has started; the metrics of all other tenants are summed."""
 
     def address(self) -> tuple[str, int] | None:
         """Return `listen` as host and port; None if it is not set."""
@@ -253,7 +253,7 @@ class TelemetrySettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True,
 
     days: TelemetryDays = 30.0
     """Number of days after which one-minute values are removed. One-second values are kept for an hour, and
-    ten-second values for a day, but neither longer than this."""
+    ten-second values for a day, but never for longer than `days`."""
 
 
 class RestartSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -265,11 +265,11 @@ class RestartSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
     its files have changed, or an operator has run `appliance models retry`."""
     window_s: PositiveSeconds = 60.0
     """Number of seconds for which an exit counts towards `max_deaths`. Only time that the replica spends
-    serving is counted, so a replica that repeatedly exits during loading is also given up, however long
-    loading takes."""
+    serving is counted, so the limit also applies to a replica that repeatedly exits during loading, however
+    long loading takes."""
     retry_s: PositiveSeconds = 300.0
-    """Delay in seconds before a replica that was given up is started once more. If it exits again before it
-    has served for `window_s`, it is given up again."""
+    """Delay in seconds before a replica that is no longer restarted is started once more. If it exits again
+    before it has served for `window_s`, the delay begins again."""
 
 
 class AutoscalingSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -287,11 +287,11 @@ class AlertSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_
     [alerts.md](alerts.md)."""
 
     disabled: list[str] = []
-    """Names of built-in rules that raise no alerts."""
+    """Names of the built-in rules that are turned off."""
     rules: list[AlertRule] = []
     """Rules in addition to the built-in rules. A rule with the name of a built-in rule replaces that rule."""
     sinks: list[AlertSink] = []
-    """Receivers of raised and ended alerts, in addition to the service's log."""
+    """Receivers that are notified when an alert is raised or ends, in addition to the service's log."""
 
 
 class LimitSettings(Limits, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -350,12 +350,12 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def api_socket(self) -> Path:
-        """The Unix socket of the API."""
+        """The API's Unix socket."""
         return Path(self.run_dir) / "api.sock"
 
     @property
     def admin_socket(self) -> Path:
-        """The Unix socket of the operators."""
+        """The operators' Unix socket."""
         return Path(self.run_dir) / "admin.sock"
 
     def address(self) -> tuple[str, int] | None:

@@ -7,7 +7,7 @@ from appliance.settings.fields import Settings
 
 
 def check_on_demand(settings: Settings, converter: Converter) -> None:
-    """Check the models' `idle_unload_s` and the groups, and add their faults."""
+    """Check each model's `idle_unload_s` and the groups, and add the faults found to `converter`."""
     for name, model in settings.models.items():
         if model.required and model.idle_unload_s:
             converter.add(
@@ -27,7 +27,7 @@ def _check_groups(settings: Settings, converter: Converter) -> None:
             converter.add(
                 path,
                 f"groups.{group}.models = {one.models!r} is not valid",
-                "name at least two models, each of them once",
+                "list at least two models, each only once",
             )
         if one.load == "one":
             required = [name for name in one.models if _stays_loaded(settings, name)]

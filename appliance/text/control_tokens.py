@@ -9,8 +9,8 @@ therefore encoded in three steps:
 2. After rendering, all special tokens in the text come from the template. They are replaced with secret
    names, and the placeholders are replaced with the client's original text.
 3. The text is encoded in one pass with a copy of the tokenizer, in which the special tokens have these secret
-   names. The copy encodes all other text in the same way as the original tokenizer, whatever its normalizer
-   and pre-tokenizer.
+   names. The copy encodes all other text in the same way as the original tokenizer, whatever normalizer
+   and pre-tokenizer it has.
 
 A conversation that does not contain the text of a special token skips these steps and is encoded as in
 transformers.

@@ -1,8 +1,8 @@
 """Splits texts at positions (cuts) where encoding the pieces gives the same token ids as encoding the whole
 text. Also determines the maximum length of a token.
 
-Both are derived from a tokenizer's components: added tokens, normalizer and pre-tokenizer. If no such
-positions can be derived, texts are encoded without splitting.
+The positions and the maximum length are derived from a tokenizer's components: added tokens, normalizer and
+pre-tokenizer. If no such positions can be derived, texts are encoded without splitting.
 """
 
 from __future__ import annotations

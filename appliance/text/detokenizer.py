@@ -122,7 +122,9 @@ class WindowDetokenizer:
         self._skip = skip_special_tokens
         self._ids = list(context)
         self._emitted_tokens = len(self._ids)
-        self._emitted = self._decode(self._ids)  # The part of the window's text that has been emitted.
+        # The part of the window's text that has been emitted. An incomplete character at the end of the
+        # context belongs to the stream.
+        self._emitted = self._decode(self._ids).rstrip(REPLACEMENT)
 
     def push(self, token_ids: Sequence[int]) -> str:
         ids = self._ids

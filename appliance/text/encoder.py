@@ -43,10 +43,11 @@ takes at most 0.25 s, measured with the demo model's tokenizer and random letter
 context of 131,072 tokens at 4 bytes per token."""
 MAX_CACHED_WORDS = 500
 """Number of words for which the tokenizers library caches the tokens, in each encoding thread. The longest
-words that it caches have 256 characters and take 9 KB each.
+words that it caches are 256 characters long and take 9 KB each.
 
-The library's default of 10,000 words takes up to 89 MB per thread, which are not freed when the tokenizer is
-deleted. With this limit, encoding ordinary text takes about 10% longer (tokenizers 0.23, demo model).
+The library's default of 10,000 words takes up to 89 MB per thread, and this memory is not freed when the
+tokenizer is deleted. With this limit, encoding ordinary text takes about 10% longer (tokenizers 0.23, demo
+model).
 """
 _SHOWN_CHARACTERS = 20
 _MAX_CHARACTER_BYTES = 4

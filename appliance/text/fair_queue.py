@@ -88,7 +88,7 @@ class TextMemory:
         share = self._max_bytes // len(self._used.keys() | {tenant})
         if used and used + size > share:
             raise TooMuchWorkError(
-                f"{used} bytes of prompts of tenant {tenant!r} are waiting to be tokenized, and the "
+                f"tenant {tenant!r} has {used} bytes of prompts waiting to be tokenized, and the "
                 f"limit is {share} bytes; send fewer or shorter prompts at the same time"
             )
         self._used[tenant] = used + size
@@ -110,7 +110,7 @@ class _Job:
 
 
 def _lower_priority() -> None:
-    """Set this thread's priority below the priority of the event loop."""
+    """Set this thread's priority below the event loop's priority."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
@@ -121,7 +121,7 @@ class _Lane:
     def __init__(self, name: str) -> None:
         self._budgets = TimeBudgets(MAX_SHARE, BURST_S)
         self._wakes = False
-        """Whether all tenants' work is pausing, and the next step is scheduled for the end of a pause."""
+        """Whether all tenants' work is paused, and the next step is scheduled for the end of a pause."""
         self._queue: TenantQueue[_Job] = TenantQueue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_lower_priority)
         self._busy = False

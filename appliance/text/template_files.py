@@ -7,7 +7,7 @@ from pathlib import Path
 from appliance.text.tokenizer_files import TokenizerFilesError, read_json_object, read_regular_file
 
 MAX_TEMPLATE_BYTES = 1 << 20
-"""Maximum size of one template file. The longest template of a known model has 20 kB."""
+"""Maximum size of one template file. The largest template of any known model is 20 kB."""
 
 
 def read_template_sources(folder: Path, replacement: str | None = None) -> dict[str, str]:

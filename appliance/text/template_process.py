@@ -66,8 +66,8 @@ class TemplateProcess:
     """One model's chat templates: `default`, and additional templates by name. Must be used on one event
     loop.
 
-    The process renders one conversation at a time and serves the tenants in turn. `compile` or the first
-    conversation starts it; after it has been killed, it is started again.
+    The process renders one conversation at a time and serves the tenants in turn. It is started by `compile`
+    or by the first conversation, and started again after it has been killed.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class TemplateProcess:
                     ) from error
                 raise TokenizerFilesError(
                     f"the chat template process could not be started ({type(error).__name__}: {error})",
-                    "check the memory and the number of processes of the machine",
+                    "check the machine's free memory and its number of processes",
                 ) from error
 
     async def render(

@@ -52,7 +52,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     for end in (signal.SIGINT, signal.SIGTERM):
-        # Ignore the signal: only the front process stops this process, by closing the channel.
+        # Ignore SIGINT and SIGTERM: only the front process stops this process, by closing the channel.
         signal.signal(end, signal.SIG_IGN)
     channel = socket.socket(fileno=arguments.channel)
     channel.setblocking(True)

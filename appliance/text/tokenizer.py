@@ -9,7 +9,7 @@ import tokenizers
 
 from appliance.text.control_tokens import ControlTokens, Shield
 from appliance.text.cuts import longest_token_bytes
-from appliance.text.detokenizer import Detokenizer, TableDetokenizer, WindowDetokenizer
+from appliance.text.detokenizer import REPLACEMENT, Detokenizer, TableDetokenizer, WindowDetokenizer
 from appliance.text.encoder import Encoder, Steps
 from appliance.text.fair_queue import run_steps
 from appliance.text.stop import StopMatcher, StopSet
@@ -104,8 +104,8 @@ class Tokenizer:
     def encode_rendered_steps(
         self, text: str, shield: Shield, add_special_tokens: bool = False, max_tokens: int | None = None
     ) -> Steps:
-        """Encode a conversation that was rendered with the texts hidden by a shield. Only special tokens
-        written by the template become control tokens (`appliance.text.control_tokens`)."""
+        """Encode a conversation that was rendered with its special tokens hidden by a shield. Only special
+        tokens written by the template become control tokens (`appliance.text.control_tokens`)."""
         if not shield.used:
             return self.encode_steps([text], add_special_tokens, max_tokens)
         return self._control.encode_steps(
@@ -113,20 +113,21 @@ class Tokenizer:
         )
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`, which is the text that a stream of these tokens emits. Ids outside
-        the vocabulary produce no text. Raises `TokenIdError` for negative ids.
+        """Return the text of `token_ids`. A stream of these tokens emits the same text. Ids outside the
+        vocabulary produce no text. Raises `TokenIdError` for negative ids.
 
         The result equals transformers' decode, with one exception: in a run of ByteFallback tokens that is
-        not valid UTF-8, only the invalid bytes become U+FFFD here, whereas transformers replaces all bytes of
+        not valid UTF-8, only the invalid bytes become U+FFFD here, whereas transformers replaces all bytes in
         the run.
         """
         return run_steps(self.decode_steps(token_ids, skip_special_tokens))
 
     def decode_steps(
-        self, token_ids: Sequence[int], skip_special_tokens: bool = True
+        self, token_ids: Sequence[int], skip_special_tokens: bool = True, complete: bool = True
     ) -> Generator[None, None, str]:
         """Decode in steps, yielding after each step (`appliance.text.fair_queue`). The result is the same as
-        that of `decode`."""
+        that of `decode`. If `complete` is false, an incomplete character at the end is left out, because a
+        `detokenizer` with these ids as its context emits it."""
         if token_ids and min(token_ids) < 0:
             raise TokenIdError(
                 f"token id {min(token_ids)} is negative; ids are 0 to {self.vocabulary_size - 1}"
@@ -134,13 +135,14 @@ class Tokenizer:
         if self.table is None:
             known = [token_id for token_id in token_ids if token_id < self.vocabulary_size]
             # Unlike `decode_batch`, `decode` holds the GIL.
-            return self._backend.decode_batch([known], skip_special_tokens=skip_special_tokens)[0]
+            text = self._backend.decode_batch([known], skip_special_tokens=skip_special_tokens)[0]
+            return text if complete else text.rstrip(REPLACEMENT)
         detokenizer = TableDetokenizer(self.table, skip_special_tokens)
         texts = []
         for begin in range(0, len(token_ids), _DECODE_STEP_TOKENS):
             texts.append(detokenizer.push(token_ids[begin : begin + _DECODE_STEP_TOKENS]))
             yield
-        return "".join([*texts, detokenizer.finish()])
+        return "".join([*texts, detokenizer.finish() if complete else ""])
 
     def detokenizer(self, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> Detokenizer:
         """Return a detokenizer for one stream.

@@ -54,11 +54,11 @@ class TokenizerFiles:
 
 
 MAX_JSON_BYTES = 256 << 20
-"""Maximum size of one file. The largest `tokenizer.json` of a known model has 35 MB."""
+"""Maximum size of one file. The largest `tokenizer.json` of any known model is 35 MB."""
 
 
 def read_regular_file(path: Path, max_bytes: int) -> bytes:
-    """Return a file's bytes. Raises OSError, and ValueError if the file is too long or not a regular file.
+    """Return a file's bytes. Raises OSError, and ValueError if the file is too large or not a regular file.
     (Reading a device or a named pipe may never end.)"""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         status = os.fstat(file.fileno())

@@ -165,7 +165,8 @@ def failed_model(name: str, why: str) -> Refusal:
 
 
 def no_replica(name: str) -> Refusal:
-    """Return a refusal for a request that may use another model, while no replica of this model is ready."""
+    """Return a refusal for a request whose model has no ready replica, and which another model may answer
+    instead."""
     message = f"no replica of model {name!r} is ready: try again later"
     return Refusal(503, "model_failed", message, _FAILED_RETRY_S)
 
@@ -199,7 +200,7 @@ def _no_place(
     for scope, name, use, most in limits:
         if most is not None and use.queued >= most:
             message = (
-                f"{use.queued} requests of {scope} {name!r} are waiting, and the limit is {most}: try "
+                f"{use.queued} requests from {scope} {name!r} are waiting, and the limit is {most}: try "
                 "again later"
             )
             after_s = _retry_after_s(wait_s, model.oldest_wait_s(now))
@@ -216,7 +217,7 @@ def _no_place(
         rules.limit - waiting.requests
     ) or use.queued_tokens >= _MAX_FREE_MULTIPLE * (rules.tokens - waiting.tokens):
         message = (
-            f"{waiting.requests} requests are waiting, including {use.queued} of tenant "
+            f"{waiting.requests} requests are waiting, including {use.queued} from tenant "
             f"{tenant.name!r}, and the remaining space in the queue is reserved for other tenants"
         )
     else:

@@ -81,7 +81,7 @@ class Bucket:
         return min(self.rate.capacity, self.level + self.held)
 
     def refill(self, now: float) -> None:
-        """Add the refill up to `now`. The level does not change if the clock has gone back."""
+        """Add the refill up to `now`. The level does not change if the clock has gone backwards."""
         elapsed_s = now - self.updated_at
         self.updated_at = now
         if elapsed_s > 0.0:
@@ -141,7 +141,7 @@ class Peaks:
         self._numbers: list[int] = []
         """The serial number of the take that follows each peak."""
         self._levels: list[float] = []
-        """The level at each peak, descending."""
+        """The level at each peak, in descending order."""
 
     def take(self, level: float) -> int:
         """Begin a take and return its number. `level` is the level before it."""

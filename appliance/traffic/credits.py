@@ -84,8 +84,8 @@ class CreditAccount:
         return self.tokens - sum(self._spent_tokens[:end]) + sum(self._returned_tokens[:end])
 
     def reserved_slots(self, share: float) -> int:
-        """Return the number of slots that are reserved for urgent requests if the fraction `share` is
-        reserved."""
+        """Return the number of slots that are reserved for urgent requests if `share` is the reserved
+        fraction."""
         if share <= 0:
             return int(self.slots >= _MANY_SLOTS)
         return max(1, int(share * self.slots)) if self.slots >= _FEW_SLOTS else 0

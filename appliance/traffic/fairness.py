@@ -57,7 +57,7 @@ class Ticket(Generic[Item]):
 
 @dataclass(slots=True)
 class QueuedTokens:
-    """Number of waiting requests and their tokens."""
+    """Number of waiting requests, and the number of their tokens."""
 
     tickets: int = 0
     prompt_tokens: float = 0.0
@@ -243,7 +243,7 @@ class FairQueue(Generic[Item]):
         parked.add(ticket.due, ticket.serial, ticket.prompt_tokens, ticket.output_tokens, ticket)
 
     def unpark(self, tenant: str, key_id: str, most: int | None = None) -> None:
-        """Put a key's first parked requests back into the order: at most `most`, or all of them if it is
+        """Put a key's first parked requests back into the order: at most `most`, or all of them if `most` is
         None."""
         line = self._lines.get(tenant)
         while line is not None and key_id in line.parked and (most is None or most > 0):

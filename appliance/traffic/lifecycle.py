@@ -72,7 +72,7 @@ class RequestLifecycle:
         self._serial = 0
 
     def set_rules(self, rules: QueueRules) -> None:
-        """Apply new rules, also to requests that are already waiting."""
+        """Apply new rules, including to requests that are already waiting."""
         self.rules = rules
         now = self._state.clock()
         for request in self._state.in_flight.values():
@@ -266,7 +266,7 @@ class RequestLifecycle:
 
     def _fall_back(self, request: Request, why: Refusal) -> None:
         """Withdraw a request from a model that cannot run it. Its front then sends the first attempt for the
-        fallback, or settles the request."""
+        fallback model, or settles the request."""
         request.falls_back = True
         request.begin_by, request.promised_s, request.most_tokens = None, 0.0, None
         if (model := self._state.models.get(request.unit)) is not None:

@@ -31,8 +31,8 @@ _NEARLY_EQUAL_PART = 8
 divided by this."""
 _BUSY_HALF_LIFE_S = 4.0
 _MAX_TAKEN_S = 10.0
-"""Maximum amount of started service that is carried over to later ticks. It is capped because predicted
-output lengths are often too high."""
+"""Maximum amount of unfinished service, in seconds, that started requests carry over to later ticks. It is
+capped because predicted output lengths are often too high."""
 _OFFERED_HALF_LIFE_S = 0.5
 _LIGHT_LOAD, _FULL_LOAD = 0.2, 0.8
 """Two levels of offered load, as fractions of the capacity. Up to `_LIGHT_LOAD`, the number of busy slots is
@@ -98,7 +98,7 @@ class ModelTraffic:
         self.ttft = RecentTtft()
         self._tenants = tenants
         self._ends: list[tuple[float, int, Request]] = []
-        """A heap of the expected ends of running requests."""
+        """A heap of the running requests' expected end times."""
         self._ends_pushed = 0
         self._running: dict[str, Request] = {}
         self._tokens_per_seq = 0.0
@@ -177,7 +177,7 @@ class ModelTraffic:
         self.stranded[request.request_id] = request
 
     def reconsider(self, tenant: TenantTraffic, key_id: str = "", most: int | None = None) -> None:
-        """Update the order after a change to a tenant's weight, limits or use. Put the tenant and at most
+        """Update the order after a change to a tenant's weight, limits or usage. Put the tenant and at most
         `most` of the key's parked requests back into the order."""
         for number, fair in enumerate(self.queue.classes):
             fair.set_tenant(tenant.name, tenant.weight, self._may_be_urgent(number, tenant))
@@ -352,7 +352,8 @@ class ModelTraffic:
         return account.reserved_slots(self._reserved_share())
 
     def stop(self, request: Request) -> None:
-        """Stop counting a request as running. No replica holds any of its submissions any more."""
+        """Stop counting a request as running. Call this when no replica holds any of its submissions any
+        more."""
         del self._running[request.request_id]
         self._tenants.count_answer(request.tenant, -1)
 
@@ -429,8 +430,8 @@ class ModelTraffic:
                 fair.charge(tenant, service)
 
     def _expect_longer(self, now: float) -> None:
-        """Postpone expected ends that have passed: the expected run time of a request that is still running
-        is doubled."""
+        """Postpone expected end times that have passed: the expected run time of a request that is still
+        running is doubled."""
         while (end := self._next_end()) is not None and end <= now:
             request = heapq.heappop(self._ends)[2]
             self._expect_end(request, now + max(_MIN_RUN_S, now - (request.began_at or now)))

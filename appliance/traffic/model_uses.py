@@ -1,7 +1,7 @@
 """Computes how long a model that was loaded on demand stays loaded, based on each tenant's use.
 
-`keep_alive` in a request concerns only the use of its own tenant. Otherwise, a tenant could unload a model
-that other tenants use.
+`keep_alive` in a request applies only to the use by the request's own tenant. Otherwise, a tenant could
+unload a model that other tenants use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class _Use:
 
 
 class ModelUses:
-    """All tenants' use of one model. All times are in seconds of one clock that never jumps."""
+    """All tenants' use of one model. All times are in seconds on the same clock, which never jumps."""
 
     def __init__(self) -> None:
         self._uses: dict[str, _Use] = {}

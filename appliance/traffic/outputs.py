@@ -23,9 +23,9 @@ factor approaches 1."""
 _ALL_BUT = 0.98
 """An answer that reaches this fraction of its token limit counts as having reached the limit."""
 UNKNOWN_TOKENS = 256.0
-"""Expected length of an answer while no lengths have been learned."""
+"""Expected length of an answer until enough answers have finished."""
 _UNKNOWN_MOST_TOKENS = 2048.0
-"""Likely maximum length of an answer while no lengths have been learned."""
+"""Likely maximum length of an answer until enough answers have finished."""
 
 
 class OutputLengths:

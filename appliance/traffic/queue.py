@@ -36,7 +36,7 @@ class Next(NamedTuple, Generic[Item]):
 
 
 class RequestQueue(Generic[Item]):
-    """Waiting requests of one model. The caller passes in all times, in seconds of one clock."""
+    """One model's waiting requests. The caller passes in all times, in seconds on the same clock."""
 
     def __init__(self, rules: QueueRules) -> None:
         self.rules = rules
@@ -90,10 +90,10 @@ class RequestQueue(Generic[Item]):
         slot_levels: int = -1,
         free_levels: int = 0,
     ) -> Next[Item] | None:
-        """Return the next request of the open levels, or None if there is none. Bit `l` of `open_levels` is
-        set if level `l` is open, bit `l` of `slot_levels` if it has a slot, and bit `l` of `free_levels` if
-        it has a slot without a preemption. `promises_from` is the earliest time at which promised requests
-        can be served."""
+        """Return the next request at an open level, or None if there is none. Bit `l` of `open_levels` is set
+        if level `l` is open, bit `l` of `slot_levels` if it has a slot, and bit `l` of `free_levels` if it
+        has a slot without a preemption. `promises_from` is the earliest time at which promised requests can
+        be served."""
         if not open_levels >> self._best_level():
             return None
         for ticket in (self._promised(promises_from), self._lifted(now)):
@@ -144,7 +144,7 @@ class RequestQueue(Generic[Item]):
     def _overtaking_level(self, ticket: Ticket[Item]) -> int:
         """Return the level of a request that is served before higher-priority classes. The request runs at
         the level of the highest-priority waiting class, but never as P0; at a lower level, the engine would
-        serve that class first."""
+        serve the highest-priority waiting class first."""
         number = ticket.request_class
         level = level_of(number, self.classes[number].urgency(ticket))
         for better, fair in enumerate(self.classes[:number]):

@@ -107,7 +107,7 @@ class Shortage:
 
     @property
     def message(self) -> str:
-        """Error message. It contains the limit, its current use, the requested amount, and the time until
+        """Error message. It contains the limit, its current usage, the requested amount, and the time until
         that amount is available."""
         bucket, words = self._bucket, LIMITS[self._bucket.limit]
         limit, used = math.floor(bucket.rate.capacity), math.ceil(bucket.rate.capacity - bucket.level)
@@ -253,7 +253,7 @@ class Quotas:
         return RateLimits(*_remaining(requests), *_remaining(tokens))
 
     def usage(self, scope: str, name: str) -> list[LimitUsage]:
-        """Return the use of each rate limit of a tenant or key, for operators."""
+        """Return a tenant's or key's usage of each of its rate limits, for operators."""
         account = (self._tenants if scope == "tenant" else self._keys).get(name)
         if account is None:
             return []
@@ -304,7 +304,7 @@ class Quotas:
         return [_levels(account, monotonic, now) for account in changed], gone
 
     def used_levels(self, now: float) -> list[QuotaLevels]:
-        """Return the levels at unix time `now` of the accounts that have used some of a limit."""
+        """Return the levels, at unix time `now`, of all accounts that have used part of a limit."""
         monotonic = self._clock()
         return [
             _levels(account, monotonic, now)
@@ -380,7 +380,7 @@ def _levels(account: Account, monotonic: float, now: float) -> QuotaLevels:
 
 
 def _replay(bucket: Bucket, level: float | None, at: float, used: Iterable[Used], now: float) -> None:
-    """Compute a bucket's level at `now` from its level at unix time `at` (None: full) and the use recorded
+    """Compute a bucket's level at `now` from its level at unix time `at` (None: full) and the usage recorded
     after `at`."""
     moment = min(at, now)
     left = bucket.rate.capacity if level is None else level

@@ -1,12 +1,12 @@
-"""The speed of a replica: predicted at first, then learned from the replica's reports.
+"""A replica's speed: predicted at first, then measured from the replica's reports.
 
 All measurements are decaying sums over recent steps, so none of them depends on how often the replica
 reports. A replica's initial (warm-up) steps are ignored, because they can take many times as long as later
 steps.
 
-Until enough steps have been learned, the engine's prediction is used. The prediction is a lower bound, so a
-request that is refused because of it would also be refused with measured rates. Without a prediction, no rate
-is known, and no request is refused because of its waiting time.
+Until enough steps have been measured, the times that the engine predicts are used. The predicted times are
+lower bounds, so a request that is refused because of them would also be refused with measured times. Without
+a prediction, no rate is known, and no request is refused because of its waiting time.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from __future__ import annotations
 from engine.messages import Report
 
 _HALF_LIFE_S = 2.0
-"""Busy time after which the weight of a measurement has halved."""
+"""Busy time, in seconds, after which the weight of a measurement has halved."""
 _ENOUGH_S = 0.1
-"""Busy time of learned steps after which measurements replace the prediction."""
+"""Total duration of the measured steps, in seconds, after which measurements replace the prediction."""
 FIRST_STEPS = 16
 """Number of initial (warm-up) steps of each kind that are ignored after a replica has started. During these
 steps, kernels are loaded, memory is allocated, and caches are empty."""
 _SPREAD_SEQS = 2.0
 """Minimum variance of the batch size. If it is smaller, the time that an additional sequence adds to a step
-cannot be learned."""
+cannot be measured."""
 
 
 class DecayingMean:
@@ -67,7 +67,7 @@ class ReplicaRates:
 
     def __init__(self) -> None:
         self.busy_s = 0.0
-        """Total time of the learned steps since the replica started."""
+        """Total time of the measured steps since the replica started, in seconds."""
         self.running = 0
         """Number of running sequences at the last report."""
         self._predicted_step_s = 0.0
@@ -85,8 +85,8 @@ class ReplicaRates:
         self._cached_tokens = 0
 
     def predict(self, step_s: float, prompt_token_s: float) -> None:
-        """Set lower bounds for the time of a step and of a prompt token; 0 if unknown. They are used until
-        enough steps have been learned."""
+        """Set lower bounds for the duration of a step and for the time that a prompt token adds to it; 0 if
+        unknown. They are used until enough steps have been measured."""
         self._predicted_step_s, self._predicted_prompt_token_s = step_s, prompt_token_s
 
     @property
@@ -96,7 +96,7 @@ class ReplicaRates:
 
     @property
     def measured(self) -> bool:
-        """Whether enough steps have been learned to replace the prediction."""
+        """Whether enough steps have been measured to replace the prediction."""
         return self.busy_s >= _ENOUGH_S
 
     @property
@@ -156,8 +156,8 @@ class ReplicaRates:
         self._batch_size_by_s.add(size * seconds, steps, keep)
 
     def decode_s(self, size: float) -> float:
-        """Return the time of a decode-only step with `size` sequences, by linear regression over the learned
-        steps. If no step has been learned, return the prediction."""
+        """Return the time of a decode-only step with `size` sequences, by linear regression over the measured
+        steps. If no step has been measured, return the prediction."""
         if not self._decode.weight:
             return self._predicted_step_s
         mean_s, mean_size = self._decode.ratio, self._batch_size.ratio

@@ -73,8 +73,8 @@ class RecentRequests:
 
     def start(self, since: float) -> tuple[float, list[QuotaLevels]]:
         """Return the first time after unix time `since` from which the requests can be replayed, and the
-        levels at that time. If there is none, return the latest earlier one. Raises LookupError right after
-        the start of the service."""
+        levels at that time. If there is no such time, return the latest time before `since` and its levels.
+        Raises LookupError if the service has just started."""
         if len(self._ended) == MAX_RECENT:
             since = max(since, self._ended[0][0])
         if not self._levels:

@@ -42,7 +42,7 @@ class Outstanding:
 
     def __init__(self) -> None:
         self._begun: dict[str, Request] = {}
-        """Requests that have started and not ended."""
+        """Requests that have started but not ended."""
         self._waiting: dict[str, _Work] = {}
         self._prompts = 0
         self._outputs = 0.0

@@ -69,9 +69,9 @@ class Request:
         self.most_tokens: int | None = None
         """The value for `Admitted.most_tokens`."""
         self.is_logged = False
-        """Whether the request log has an open row of the request."""
+        """Whether the request log has an open row for the request."""
         self.falls_back = False
-        """Whether the request is between two models: its front is preparing it for the fallback."""
+        """Whether the request is between two models: its front is preparing it for the fallback model."""
         self.front_died = False
         """Whether the front died. If it did, the number of delivered tokens is unknown."""
 
@@ -98,7 +98,7 @@ class Request:
         self.running_seqs = 0
         self.kv_tokens = 0
         """Maximum number of cache tokens that the request may occupy. While the request runs, this number and
-        `running_seqs` count toward the tenant's use."""
+        `running_seqs` count toward the tenant's usage."""
         self.expected_tokens = 0.0
         """Expected output tokens of all samples."""
         self.charged = 0.0

@@ -100,7 +100,7 @@ class RequestManager:
     # ── changes by operators ──
 
     def set_policies(self, policies: Policies) -> None:
-        """Apply new tenants and keys, also to requests that are already waiting."""
+        """Apply new tenants and keys, including to requests that are already waiting."""
         state, tenants = self.state, self.state.tenants
         state.quotas.set_policies(policies)
         changed = {tenant.name: tenant for tenant in tenants.set_policies(policies)}
@@ -348,8 +348,8 @@ class RequestManager:
             self._lifecycle.refuse(request, why)
 
     def _refusal(self, request: Request, model: ModelTraffic, pause: AdmissionPause | None) -> Refusal | None:
-        """Return a refusal for a new request, or None if the request waits or is held. In the latter case,
-        its quotas are reserved."""
+        """Return a refusal for a new request, or None if the request is to be queued or held. If None is
+        returned, the request's quotas have been reserved."""
         if pause is not None and not pause.hold:
             return paused(pause)
         if model.failure is not None:
@@ -410,7 +410,7 @@ class RequestManager:
         self._rows.end(rejected_row(rejected, self._version(rejected.model), self._unix()))
 
     def charge_work(self, worked: Worked) -> None:
-        """Charge a caller for work of a front that does not belong to a request."""
+        """Charge a caller for a front's work that does not belong to any request."""
         self._charge_for_work(worked.identity, worked.tokens, requests=0)
 
     def log_retry(self, retried: Retried) -> None:

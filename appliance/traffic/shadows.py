@@ -25,7 +25,8 @@ class MeasureSum:
 
 @dataclass
 class ShadowSums:
-    """The results for one name and the unit to which its requests are copied, since the shadow was set."""
+    """The results of one shadow since it was set: `name` is the requested name, and `unit` the model or
+    version to which its requests are copied."""
 
     name: str
     unit: str
@@ -35,11 +36,13 @@ class ShadowSums:
     originals: MeasureSum = field(default_factory=MeasureSum)
     copies: MeasureSum = field(default_factory=MeasureSum)
     greedy: int = 0
-    """Number of compared requests whose tokens could be compared."""
+    """Number of compared requests that are greedy and for which both models have the same prompt tokens."""
     greedy_tokens: int = 0
-    """Tokens of these requests, counting the longer of each request's two answers."""
+    """Number of tokens in the answers to these greedy requests, counting the longer of each request's two
+    answers."""
     equal_tokens: int = 0
-    """Tokens of these requests' answers that are equal, up to the first difference."""
+    """Number of tokens in the answers to these greedy requests that come before the first difference between
+    the two answers."""
 
 
 class ShadowResults:

@@ -78,11 +78,11 @@ class SimulatedSubmission:
     output_each: int
     """Tokens that each sequence generates."""
     left: float = 0.0
-    """Prompt tokens that are not computed yet."""
+    """Number of prompt tokens that have not been computed yet."""
 
     @property
     def work(self) -> int:
-        """Prompt tokens to compute. At least the last one is computed."""
+        """Number of prompt tokens to compute. Even if all are cached, the last one is computed."""
         return max(1, self.prompt_tokens - self.cached_tokens)
 
 
@@ -98,7 +98,7 @@ class SimulatedReplica:
         self._running: list[tuple[float, int, SimulatedSubmission]] = []
         """The submissions that are decoding: a heap ordered by the token count at which each of them ends."""
         self._prompt_tokens = 0
-        """Tokens of the prompts in the queue, including those that are computed already."""
+        """Number of tokens of the prompts in the queue, including those that have already been computed."""
         self._sequences = 0
         self._tokens = 0.0
         """Number of tokens that a sequence would have generated if it had run from the beginning."""

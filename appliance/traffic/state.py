@@ -116,6 +116,6 @@ class TrafficState:
         return [stats.model(model, now) for model in self.models.values()]
 
     def usage(self, scope: str, name: str) -> list[LimitUsage]:
-        """Return the use of each limit of a tenant or key, for operators."""
+        """Return a tenant's or key's usage of each of its limits, for operators."""
         kv_tokens = {model.name: model.kv_tokens for model in self.models.values()}
         return [*self.quotas.usage(scope, name), *stats.usage(self.tenants, scope, name, kv_tokens)]

@@ -39,7 +39,8 @@ class TenantStats(NamedTuple):
 
 
 def model(one: ModelTraffic, now: float) -> ModelStats:
-    """Return the statistics of a model. The cost does not depend on the number of waiting requests."""
+    """Return the statistics of a model. The cost of this call does not depend on the number of waiting
+    requests."""
     oldest = [one.queue.oldest(number) for number in range(CLASSES)]
     return ModelStats(
         name=one.name,
@@ -59,8 +60,8 @@ def overload(models: Iterable[ModelTraffic]) -> tuple[str, int]:
 
 
 def classes(models: Iterable[ModelTraffic], now: float) -> list[ClassStatus]:
-    """Return the status of each class over all models. The wait of a class is its longest wait for any
-    model."""
+    """Return the status of each class over all models. The waiting time of a class is the longest of its
+    waiting times for the models."""
     known = list(models)
     waits_s = [model.waits_s(now) for model in known]
     statuses = []
@@ -86,7 +87,7 @@ def tenant(one: TenantTraffic) -> TenantStats:
 
 
 def usage(tenants: Tenants, scope: str, name: str, kv_tokens: Mapping[str, int]) -> list[LimitUsage]:
-    """Return the use of a tenant's or key's limits on waiting and running requests. `kv_tokens` is the
+    """Return a tenant's or key's usage of its limits on waiting and running requests. `kv_tokens` is the
     capacity of the KV caches by model."""
     quota, use = tenants.quota_of(scope, name)
     found = [

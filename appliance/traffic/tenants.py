@@ -55,7 +55,7 @@ class Use:
             del self.seqs[model], self.kv_tokens[model]
 
     def add(self, other: Use) -> None:
-        """Add another key's use to this key's use."""
+        """Add another key's usage to this key's usage."""
         self.queued += other.queued
         self.queued_tokens += other.queued_tokens
         self.running += other.running
@@ -84,7 +84,7 @@ class TenantTraffic:
         self.suspended = False
         self.use = Use()
         self.keys: dict[str, Use] = {}
-        """Use of the keys that have waiting or running requests."""
+        """Usage of the keys that have waiting or running requests."""
         self.outputs = OutputLengths()
         self.service = 0.0
         """Number of weighted tokens served since the service started. The number is corrected when a request
@@ -94,15 +94,15 @@ class TenantTraffic:
         the tenant's limit."""
 
     def key(self, key_id: str) -> Use:
-        """Return the use of one of the tenant's keys."""
+        """Return the usage of one of the tenant's keys."""
         use = self.keys.get(key_id)
         if use is None:
             use = self.keys[key_id] = Use()
         return use
 
     def uses(self, key_id: str) -> tuple[Use, ...]:
-        """Return the uses that count a request with this key: the tenant's use and, if there is a key, the
-        key's use."""
+        """Return the records that count a request with this key: the tenant's usage and, if there is a key,
+        the key's usage."""
         return (self.use, self.key(key_id)) if key_id else (self.use,)
 
     def leave(self, model: str, key_id: str, seqs: int, kv_tokens: int) -> set[str]:
@@ -115,7 +115,7 @@ class TenantTraffic:
         return {model, *(name for name, _ in freed)}
 
     def follow_rotations(self, latest: Callable[[str], str]) -> None:
-        """Move the use of replaced keys to their replacements. `latest` returns a key's replacement."""
+        """Move the usage of replaced keys to their replacements. `latest` returns a key's replacement."""
         for key_id in list(self.keys):
             if (successor := latest(key_id)) != key_id:
                 self.key(successor).add(self.keys.pop(key_id))
@@ -163,7 +163,7 @@ class Tenants:
         return self._policies.latest(key).id if key is not None else key_id
 
     def quota_of(self, scope: str, name: str) -> tuple[Quota, Use]:
-        """Return the limits and the use of a tenant or key."""
+        """Return the limits and the usage of a tenant or key."""
         if scope == "tenant":
             record, seen = self._policies.tenants.get(name), self._tenants.get(name)
             return record.quota if record is not None else _NO_LIMITS, seen.use if seen is not None else Use()

@@ -181,7 +181,8 @@ class _Replay:
         most = math.inf if message.most_tokens is None else message.most_tokens
         each = max(1, min(round(request.output / past.num_seqs), int(min(most, 1 << 30))))
         request.submissions = past.submissions
-        # The manager sends this message while it changes its own state, so the prompt arrives afterwards.
+        # The request manager sends this message while it is changing its own state. The submissions are
+        # therefore scheduled here and delivered afterwards.
         for index in range(past.submissions):
             submission = SimulatedSubmission(
                 request_id=message.request_id,

@@ -69,7 +69,7 @@ class AlertsView(TableView[Alert]):
     def describe(self, row: Alert, context: Context, width: int) -> list[Line]:
         value = units.UNKNOWN if row.value is None else f"{row.value:,.4g} {row.unit}"
         limit = units.UNKNOWN if row.threshold is None else f"{row.threshold:,.4g} {row.unit}"
-        facts = (
+        facts = [
             ("rule", row.rule),
             ("severity", row.severity),
             ("state", row.state + (f" by {row.acknowledged_by}" if row.acknowledged_by else "")),
@@ -77,9 +77,10 @@ class AlertsView(TableView[Alert]):
             ("what", row.what),
             ("value", f"{value} (threshold {limit})"),
             ("since", units.clock(row.since)),
-            ("ended", units.clock(row.ended_at)),
-            ("silenced until", units.clock(row.silenced_until)),
             ("explains", f"{row.suppressed} other alert{'' if row.suppressed == 1 else 's'}"),
-        )
+        ]
+        for name, at in (("ended", row.ended_at), ("silenced until", row.silenced_until)):
+            if at is not None:
+                facts.append((name, units.clock(at)))
         advice = (("likely cause", row.cause or units.UNKNOWN), ("next step", row.remedy or units.UNKNOWN))
         return [*fact_lines(advice, width), BLANK, *fact_lines(facts, width)]

@@ -55,11 +55,11 @@ class View:
         return ()
 
     def required_lists(self) -> tuple[ListName, ...]:
-        """Return the names of the lists that the screen cannot do without."""
+        """Return the names of the lists without which the screen cannot be shown."""
         return self.lists()
 
     def render(self, context: Context, width: int, height: int) -> list[Line]:
-        """Return the lines of the screen. Their number is at most `height`."""
+        """Return the screen's lines, at most `height` of them."""
         raise NotImplementedError
 
     def facts(self, context: Context) -> list[tuple[str, str, str]]:

@@ -48,7 +48,8 @@ class BatchesView(View):
     short = "Batch"
     help_text = (
         "One column per second, newest on the right. Each column shows the share of time spent in steps with "
-        "prefill (bottom), in decode-only steps, and idle (empty). Below it is the number of running "
+        "prefill (bottom), in decode-only steps, and idle (empty). Time in steps with prefill takes at least "
+        "one row, even if its share is smaller. Below it is the number of running "
         "sequences. ! marks a stall: a step that took more than three times the mean decode step. Left and "
         "right move the cursor. For a stall, the bottom line names the request with the largest prefill "
         "chunk; {open} shows it."
@@ -161,11 +162,11 @@ def _legend(context: Context, width: int) -> Line:
     letters = _letters(context)
     row = line(
         span(f"{letters['prefill']} ", "prefill"),
-        span("steps with prefill  ", "dim"),
+        span("steps with prefill (at least 1 row)  ", "dim"),
         span(f"{letters['decode']} ", "decode"),
         span("decode-only steps  ", "dim"),
         span("! ", "bad"),
-        span("longest step over 3 × the mean", "dim"),
+        span("step over 3 × mean", "dim"),
     )
     return spread(row, [span("one column per second", "dim")] if width >= 100 else [], width)
 
@@ -225,14 +226,17 @@ def _figures(context: Context, batch: Batch, newest: float, width: int, past: bo
         span(f"{units.ms(batch.step_ms)}  "),
         span(f"{units.count(batch.mixed_steps)} mixed ", "prefill"),
         span(f"{units.ms(batch.mixed_step_ms)}  "),
-        span("idle ", "dim"),
-        span(f"{units.us(batch.idle_us)}  "),
-        span(f"in {units.short(batch.computed_tokens)} out {units.short(batch.generated_tokens)}  ", "dim"),
     ]
     if stalled(batch):
         stall = _stall(context, batch)
         cause = units.UNKNOWN if stall is None else _cause(stall)
-        row.append(span(f"! {units.ms(batch.longest_ms)} {cause}", "bad"))
+        row.append(span(f"! {units.ms(batch.longest_ms)} {cause}  ", "bad"))
+    prompt, output = units.short(batch.computed_tokens), units.short(batch.generated_tokens)
+    row += [
+        span("idle ", "dim"),
+        span(f"{units.us(batch.idle_us)}  "),
+        span(f"tokens: prompt {prompt}, out {output}", "dim"),
+    ]
     return clip(row, width)
 
 

@@ -135,10 +135,17 @@ def _text(value: Value) -> str:
         return units.UNKNOWN
     if isinstance(value, bool | str):
         return str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
+    return f"{value:,}" if isinstance(value, int) else _decimal(value)
 
 
 def _signed(value: float | None) -> str:
     if value is None:
         return units.UNKNOWN
-    return f"{value:+,}" if isinstance(value, int) else f"{value:+,.6g}"
+    return f"{value:+,}" if isinstance(value, int) else _decimal(value, "+")
+
+
+def _decimal(value: float, sign: str = "") -> str:
+    """Format a number with fewer decimals if it is large, and with more if it is near zero."""
+    size = abs(value)
+    form = ".0f" if not size else ".1f" if size >= 100 else ".2f" if size >= 1 else ".4f"
+    return f"{value:{sign},{form if not 0 < size < 0.001 else '.3g'}}"

@@ -169,7 +169,7 @@ class GpusView(TableView[Gpu]):
             ("last Xid", units.UNKNOWN if row.last_xid is None else str(row.last_xid or "none")),
         )
         lines: list[Line] = [_memory(context, row, width), *fact_lines(facts, width)]
-        lines.append(heading("Processes", width, "memory of this GPU"))
+        lines.append(heading("Processes", width, "PID, memory on this GPU, command, replica"))
         if row.processes is None:
             return [*lines, [span("not reported", "dim")]]
         for one in row.processes:

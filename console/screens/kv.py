@@ -6,7 +6,7 @@ from __future__ import annotations
 import zlib
 from array import array
 
-from appliance.snapshot import BLOCK_STATES, NO_OWNER, BlockMap, KvCache
+from appliance.snapshot import BLOCK_STATES, BlockMap, KvCache
 from console import units
 from console.context import Context
 from console.glyphs import meter
@@ -29,9 +29,9 @@ class KvView(View):
     short = "KV"
     help_text = (
         "Every block of a replica's KV cache, in pool order. If there are more blocks than cells, a cell "
-        "shows the most frequent state of several blocks. The arrow keys move the cursor, and {open} shows "
-        "the request that uses the block under it. Page down shows the next replica, and {variant} switches "
-        "the colouring: state, tenant, age or sharing."
+        "stands for several blocks and shows the first of them. The arrow keys move the cursor, and {open} "
+        "shows the request that uses the block under it. Page down shows the next replica, and {variant} "
+        "switches the colouring: state, tenant, age or sharing."
     )
     reads_blocks = True
     variants = ("state", "tenant", "age", "sharing", "replicas")
@@ -134,8 +134,8 @@ class KvView(View):
         return lines
 
     def _cell_styles(self, context: Context, blocks: BlockMap, per_cell: int) -> tuple[list[str], list[str]]:
-        """Return the letter and the role of each cell. Both follow the most frequent state of the cell's
-        blocks."""
+        """Return the letter and the role of each cell. A cell shows its first block, so the shares of the
+        states on the map are about the same as in the pool."""
         states = blocks.states
         marks = _LETTERS[context.glyphs]
         letters, roles = [], []
@@ -143,18 +143,16 @@ class KvView(View):
         tenant_roles = [_tenant_role(name) for name in blocks.tenants]
         tenant_letters = [_tenant_letter(name) for name in blocks.tenants]
         for start in range(0, len(states), per_cell):
-            part = states[start : start + per_cell]
-            state = part[0] if per_cell == 1 else max(range(4), key=part.count)
+            state = states[start]
             letter, role = marks[state], _STATE_ROLES[state]
             if self.variant == "tenant" and state >= 2:
-                owner = next((one for one in owners[start : start + per_cell] if one != NO_OWNER), NO_OWNER)
-                if owner < len(tenant_roles):
+                if (owner := owners[start]) < len(tenant_roles):
                     letter, role = tenant_letters[owner], tenant_roles[owner]
             elif self.variant == "sharing":
                 # Highlight only blocks whose prefix several sequences use or could use.
                 role = {2: "track", 3: "shared"}.get(state, role)
             elif self.variant == "age" and state and blocks.ages is not None:
-                age = max(blocks.ages[start : start + per_cell])
+                age = blocks.ages[start]
                 letter, role = str(min(9, age)), _AGE_ROLES[min(age, len(_AGE_ROLES) - 1)]
             letters.append(letter)
             roles.append(role)
@@ -174,6 +172,8 @@ class KvView(View):
             return clip(row, width)
         for number, name in enumerate(BLOCK_STATES):
             count = blocks.states.count(number) * blocks.stride
+            # The number of used blocks above the map includes the shared ones.
+            row.append(span("+ " if name == "shared" else "", "dim"))
             row += [span(f"{marks[number]} ", _STATE_ROLES[number]), span(f"{name} {count:,}  ", "dim")]
         return clip(row, width)
 
@@ -184,9 +184,8 @@ class KvView(View):
         where = f"blocks {first_block:,} to {last_block:,}"
         if first_block == last_block:
             where = f"block {first_block:,}"
-        row = line(
-            span("▸ ", "accent"), span(where, "bold"), span(f"  {BLOCK_STATES[blocks.states[first]]}", "dim")
-        )
+        states = ", ".join(BLOCK_STATES[state] for state in dict.fromkeys(blocks.states[first:end]))
+        row = line(span("▸ ", "accent"), span(where, "bold"), span(f"  {states}", "dim"))
         owners = {one for one in _owners(blocks)[first : last + 1] if one < len(blocks.requests)}
         for owner in sorted(owners)[:3]:
             row += [span(f"  {blocks.requests[owner]} ", "text"), span(blocks.tenants[owner], "bold")]
@@ -252,7 +251,7 @@ def _largest(context: Context, one: KvCache, width: int, height: int) -> list[Li
         row for row in (context.snapshot.requests if context.snapshot else []) if row.replica == one.replica
     ]
     requests.sort(key=lambda row: -(row.prompt_tokens + (row.generated_tokens or 0)))
-    lines = [heading("Longest contexts", width, "prompt and output tokens so far")]
+    lines = [heading("Longest contexts", width, "tokens so far, share of the tokens in use")]
     for row in requests[: max(0, height - 1)]:
         length = row.prompt_tokens + (row.generated_tokens or 0)
         names = 38 if width >= 100 else 22

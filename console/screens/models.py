@@ -58,8 +58,8 @@ class ModelsView(TableView[ModelRow]):
     title = "Models"
     short = "Models"
     help_text = (
-        "All models. Below the table are the replicas of the selected model with load progress, memory use "
-        "and the predicted use, versions, aliases and traffic splits; {open} shows them full-screen."
+        "All models. Below the table are the replicas of the selected model with load progress, actual "
+        "and predicted memory use, versions, aliases and traffic splits; {open} shows them full-screen."
     )
     target: TargetKind = "model"
     sorted_by = "name"
@@ -143,7 +143,7 @@ class ModelsView(TableView[ModelRow]):
 
 def _replica(context: Context, one: ReplicaStatus, width: int) -> list[Line]:
     used = units.ratio(one.blocks_used, one.blocks_total)
-    head = heading(f"{one.name}: {one.state}", width, _devices(one))
+    head = heading(f"{one.name} {one.state}", width, _devices(one))
     head[1] = span(one.name, "title")
     head.insert(2, span(f" {one.state}", STATE_ROLES.get(one.state, "dim")))
     lines = [clip(head, width)]
@@ -169,11 +169,8 @@ def _replica(context: Context, one: ReplicaStatus, width: int) -> list[Line]:
         ("mixed step", _step(one.mixed_step_ms, one.mixed_idle_us)),
         ("fit", f"{units.size(one.predicted_bytes or None)} predicted"),
         ("memory", f"{units.size(one.used_bytes or None)} used{off}"),
-        (
-            "weights",
-            f"{units.size(one.weight_bytes or None)} per rank, loaded in {loaded_in}",
-        ),
-        ("KV cache", f"{units.size(one.kv_bytes or None)} per rank"),
+        ("weights", f"{units.size(one.weight_bytes or None)}, loaded in {loaded_in}"),
+        ("KV cache", units.size(one.kv_bytes or None)),
         ("credit", f"{one.credit_seqs:,} sequences, {units.short(one.credit_tokens)} tokens"),
         ("restarts", f"{one.restarts}, circuit breaker {one.breaker}"),
         ("links", " · ".join(part for part in (one.links, one.collectives) if part)),
@@ -182,7 +179,7 @@ def _replica(context: Context, one: ReplicaStatus, width: int) -> list[Line]:
 
 
 def _progress_lines(context: Context, one: ReplicaStatus, width: int) -> list[Line]:
-    """Return the progress of a load: its stage, a bar, the rate and the remaining time."""
+    """Return a replica's load progress: the stage, a bar, the rate and the remaining time."""
     size = max(8, min(40, width // 3))
     row: Line = [
         *meter(one.fraction, size, context.glyphs, "accent"),
@@ -215,7 +212,7 @@ def _scaling(scaling: ScalingStatus, width: int) -> list[Line]:
 
 
 def _versions(entry: RegisteredModel, width: int) -> list[Line]:
-    """Return the versions of a model, its aliases, splits and shadows."""
+    """Return a model's versions, aliases, splits and shadows."""
     lines = [
         heading("Versions", width, f"from the {entry.source}" if entry.source == "registry" else entry.source)
     ]
@@ -258,12 +255,12 @@ def _versions(entry: RegisteredModel, width: int) -> list[Line]:
 
 
 def _step(duration_ms: float, idle_us: float) -> str:
-    # The engine reports 0 if it ran no steps of this kind since its previous report.
+    # The engine reports 0 if it has run no steps of this kind since its previous report.
     return f"{units.ms(duration_ms)}, {units.us(idle_us)} idle" if duration_ms else "none"
 
 
 def _devices(one: ReplicaStatus) -> str:
     devices = list(dict.fromkeys(one.devices))
     held = precision(one.dtype, one.weights, one.kv_cache_dtype) if one.dtype else units.UNKNOWN
-    ranks = f"{len(one.devices)} ranks on " if len(one.devices) > 1 else ""
+    ranks = f"{len(one.devices)} ranks: " if len(one.devices) > len(devices) else ""
     return f"{ranks}{', '.join(devices) or units.UNKNOWN}, {held}"

@@ -49,7 +49,7 @@ class OverviewView(View):
     @property
     def hints(self) -> tuple[tuple[str, str], ...]:
         """Commands shown in the footer."""
-        return (("move right", "panel"), ("zoom", "zoom"))
+        return (("move right", "panel"), ("zoom", "all panels" if self.zoomed else "zoom"))
 
     def render(self, context: Context, width: int, height: int) -> list[Line]:
         snapshot = context.snapshot

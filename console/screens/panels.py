@@ -40,7 +40,7 @@ CLASS_ROLES = {"P0": "p0", "P1": "p1", "P2": "p2", "P3": "p3"}
 
 
 def state(name: str) -> Span:
-    """Return the name of a state, styled with its role."""
+    """Return a state's name, styled with the role of that state."""
     return span(name or units.UNKNOWN, STATE_ROLES.get(name, "dim"))
 
 
@@ -52,8 +52,8 @@ def history_chart(
     role: str,
     top: float | None = None,
 ) -> list[Line]:
-    """Return the newest values as a chart. `figure` selects the value from a point. `top` is the value at the
-    chart's upper edge."""
+    """Return the newest values as a chart. `figure` returns the value to plot for a point of the history.
+    `top` is the value at the chart's upper edge."""
     history = context.history
     values = history.last(figure, width * per_cell(context.glyphs))
     return chart(values, width, height, context.glyphs, role, top, phase=history.phase)
@@ -140,7 +140,7 @@ def _percentiles(name: str, one: LatencyPercentiles | None, size: int) -> Line:
 
 
 def queue(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
-    """Return the queue by service class."""
+    """Return a table of the queue, with one row per service class."""
     queue = snapshot.queue
     wide = width >= 50
     limit = f" of {queue.limit:,}" if wide else ""
@@ -166,16 +166,16 @@ def queue(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
     # In wide panels, the space beside the classes is filled with a chart of the waiting requests.
     used = 39 + 5
     if (room := width - used) >= 10 and len(lines) > 2:
-        title = line(span(f"{f'last {shown_span(context, room)}':>{room}}", "dim"))
         trend = history_chart(context, lambda point: point.waiting, room, len(lines) - 2, "warn")
-        lines[1:] = beside(lines[1:], [title, *trend], used - 1, room, 1)
+        lines[1] = spread(lines[1], [span(f"waiting, last {shown_span(context, room)}", "dim")], width)
+        lines[2:] = beside(lines[2:], trend, used - 1, room, 1)
     if queue.overload:
         lines += wrap(queue.overload, width, "bad")
     return [clip(row, width) for row in lines]
 
 
 def kv_bar(context: Context, one: KvCache, width: int) -> Line:
-    """Return a bar of the used and cached blocks."""
+    """Return a bar that shows the fractions of used and cached blocks."""
     if not one.blocks_total:
         return unknown_bar(width)
     used, cached = one.blocks_used / one.blocks_total, one.blocks_cached / one.blocks_total
@@ -185,7 +185,7 @@ def kv_bar(context: Context, one: KvCache, width: int) -> Line:
 def kv(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
     """Return the KV cache of each replica as a bar."""
     lines = [heading("KV cache", width, "used, cached, free blocks")]
-    name_width = min(max((len(one.replica) for one in snapshot.kv), default=4), max(10, width // 3))
+    name_width = min(max((len(one.replica) for one in snapshot.kv), default=4), max(10, width // 2))
     for one in snapshot.kv:
         used = one.blocks_used / one.blocks_total if one.blocks_total else None
         end = [
@@ -193,9 +193,7 @@ def kv(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
             span(f" hit {units.percent(one.hit_rate):>4}", "dim") if width >= 44 else span(""),
         ]
         size = width - name_width - 1 - sum(len(part.text) for part in end)
-        lines.append(
-            [span(f"{one.replica[:name_width]:<{name_width}} "), *kv_bar(context, one, max(4, size)), *end]
-        )
+        lines.append([span(f"{fit(one.replica, name_width)} "), *kv_bar(context, one, max(4, size)), *end])
     if not snapshot.kv:
         lines.append([span("no replica has reported", "dim")])
     return [clip(row, width) for row in lines]
@@ -258,7 +256,7 @@ def alerts(snapshot: Snapshot, width: int, height: int) -> list[Line]:
 
 
 def alert_line(one: Alert, width: int) -> Line:
-    """Return an alert on one line. The first letter shows the severity."""
+    """Return a line that describes an alert. The first character shows the severity."""
     role = SEVERITY_ROLES[one.severity]
     sign = {"critical": "‼", "warning": "!", "info": "i"}[one.severity]
     what = [span(f"{one.where}: ", "bold"), span(one.what)]
@@ -269,7 +267,10 @@ def models(snapshot: Snapshot, width: int, height: int) -> list[Line]:
     """Return one line per model."""
     name_width = max(10, width - 36)
     titles = f"{'model':<{name_width}} {'state':<11}{'seqs':>7}{'queued':>8}{'output':>9}"
-    lines = [heading("Models", width), clip([span(titles, "dim")], width)]
+    lines = [
+        heading("Models", width, "output tokens since the replicas started"),
+        clip([span(titles, "dim")], width),
+    ]
     for one in snapshot.models[: height - 2]:
         running = sum(replica.running for replica in one.replicas) if one.replicas else None
         output = sum(replica.generated_tokens for replica in one.replicas) if one.replicas else None
@@ -313,7 +314,7 @@ def tenants(context: Context, snapshot: Snapshot, width: int, height: int) -> li
 
 
 def processes(context: Context, snapshot: Snapshot, width: int, height: int) -> list[Line]:
-    """Return the machine and the processes of the service."""
+    """Return the state of the host and of the service's processes."""
     host = snapshot.host
     cpu = None if host.cpu_percent is None else host.cpu_percent / 100
     memory = units.ratio(host.memory_used_bytes, host.memory_bytes)

@@ -118,7 +118,7 @@ class RequestsView(TableView[UnfinishedRequest]):
             *time_lines("Time since arrival", row.age_s, _parts(row), width),
             BLANK,
         ]
-        facts = (
+        facts = [
             ("state", row.state),
             ("phase", _phase(row)),
             ("class", row.class_name or units.UNKNOWN),
@@ -140,8 +140,9 @@ class RequestsView(TableView[UnfinishedRequest]):
             ("output tokens/s", units.rate(tokens_per_s(row))),
             ("KV blocks", units.count(row.blocks)),
             ("preemptions", units.count(row.preemptions)),
-            ("deadline in", units.seconds(row.deadline_left_s)),
-        )
+        ]
+        if row.deadline_left_s is not None:
+            facts.append(("deadline in", units.seconds(row.deadline_left_s)))
         return lines + fact_lines(facts, width)
 
 

@@ -30,7 +30,7 @@ class ListView(TableView[ListRow]):
         raise NotImplementedError
 
     def fact_names(self) -> tuple[str, str, str]:
-        """Return the names under which the details show a row's actor, subject and target."""
+        """Return the labels that a row's actor, subject and target have in the detail view."""
         raise NotImplementedError
 
     def lists(self) -> tuple[ListName, ...]:

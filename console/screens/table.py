@@ -14,7 +14,7 @@ from console.screens.base import JUMP_LETTERS, View
 
 R = TypeVar("R")
 _MIN_PREVIEW = 6
-"""Minimum number of free lines below a table for showing details there."""
+"""Minimum number of free lines that are needed below a table to show details there."""
 
 
 class TableColumn(NamedTuple):

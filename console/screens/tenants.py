@@ -27,7 +27,7 @@ def _fullest_share(row: TenantUse) -> float | None:
 
 def _fullest_text(row: TenantUse) -> str:
     one = fullest(row)
-    return "no limits" if one is None else f"{units.percent(_fullest_share(row))} {one.limit}"
+    return "no limits" if one is None else f"{units.percent(_fullest_share(row)):>4} {one.limit}"
 
 
 def _fullest_role(row: TenantUse) -> str:
@@ -172,7 +172,7 @@ class TenantsView(TableView[TenantUse]):
         if not row.usage:
             lines.append([span("no limits", "dim")])
         lines.append(heading("Usage", width, "totals since the service started"))
-        facts = (
+        facts = [
             ("state", "active" if row.suspended_at is None else "suspended: new requests are refused"),
             ("running, waiting", f"{units.count(row.running)}, {units.count(row.waiting)} requests"),
             ("tokens/s", units.rate(row.tokens_per_s)),
@@ -182,8 +182,9 @@ class TenantsView(TableView[TenantUse]):
             ("refused", units.count(row.refused)),
             ("prompt tokens", f"{units.count(row.prompt_tokens)} ({units.count(row.cached_tokens)} cached)"),
             ("billed tokens", units.count(row.billed_tokens)),
-            ("limit reached in", units.seconds(row.exhausted_in_s)),
-        )
+        ]
+        if row.exhausted_in_s is not None:
+            facts.append(("limit reached in", units.seconds(row.exhausted_in_s)))
         return [*lines, *fact_lines(facts, width), *_callers(row, context, width)]
 
 

@@ -90,13 +90,13 @@ class UsageView(TableView[UsageRow]):
         rows = self.ordered(context)
         if not rows:
             return ""
-        prompt, cached, output = (
+        prompt, output = (
             units.short(sum(getattr(row, name) for row in rows))
-            for name in ("prompt_tokens", "cached_tokens", "output_tokens")
+            for name in ("prompt_tokens", "output_tokens")
         )
         costs = [row.cost for row in rows if row.cost is not None]
         cost = f" · cost {_cost(sum(costs))}" if costs else ""
-        return f"prompt {prompt} · cached {cached} · output {output}{cost}"
+        return f"{USAGE_DAYS} days · {prompt} prompt and {output} output tokens{cost}"
 
     def describe(self, row: UsageRow, context: Context, width: int) -> list[Line]:
         facts = (

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 from demo_model.docstrings import Purpose
 from demo_model.tokenizer import ASSISTANT, BEGIN, END_OF_TURN, SYSTEM, USER, special_token_id
 
-# The frozen questions use the first wording for functions and methods, the second for classes.
+# The frozen questions (questions.jsonl) use the first wording for functions and methods, and the second for
+# classes.
 WORDINGS = (
     "What does {0} do?",
     "What is {0} for?",
@@ -236,7 +237,7 @@ class ConversationMaker:
             return self.random.choice(self.small_talk)
         if draw < _SMALL_TALK_SHARE + _UNKNOWN_SHARE:
             return self.random.choice(self.unknown)
-        if not self.queue:  # refill with all names in random order; names of frozen questions occur twice
+        if not self.queue:  # refill with all names in random order; names in questions.jsonl occur twice
             self.queue = [*range(len(self.answers)), *self.frozen]
             self.random.shuffle(self.queue)
         index = self.queue.pop()

@@ -25,7 +25,7 @@ HELD_OUT_FILES = (
     "pyclbr.py", "colorsys.py",
 )  # fmt: skip
 
-# The frozen questions are drawn from modules that Python programmers commonly know.
+# The questions in questions.jsonl are drawn from modules that Python programmers commonly know.
 QUESTION_MODULES = (
     "builtins", "textwrap", "os", "os.path", "shutil", "json", "re", "math", "random", "itertools",
     "functools", "collections", "datetime", "pathlib", "statistics", "string", "glob", "fnmatch", "heapq",
@@ -59,7 +59,7 @@ TESTS_WEIGHT = 1
 
 @dataclass(frozen=True)
 class Document:
-    """One file of training text. A file with twice the `weight` of another file of the same length is drawn
+    """One file of training text. Of two files with the same length, the one with twice the `weight` is drawn
     twice as often."""
 
     title: str

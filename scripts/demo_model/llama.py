@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Sizes of the model. They are chosen so that each of four ranks gets matrices with dimensions that are
-    multiples of 64."""
+    """Sizes of the model. When the matrices are split across four ranks, the dimensions of every rank's
+    shards are multiples of 64."""
 
     vocabulary: int = 5120
     hidden: int = 384

@@ -69,7 +69,7 @@ def upcycle(dense: LlamaForCausalLM, noise: float, seed: int) -> MixtralForCausa
 
 
 def train(student: Any, teacher: Any, dense: Path, steps: int, seed: int) -> list[float]:
-    """Train experts and routers. Returns the divergence from the teacher in each step, in nats per token."""
+    """Train experts and routers. Returns the divergence from the teacher at each step, in nats per token."""
     tokenizer = Tokenizer.from_file(str(dense / "tokenizer.json"))
     rows, text, draw = _chat_rows(tokenizer, dense), _text(tokenizer), random.Random(seed)
     pad = special_token_id(tokenizer, PAD)

@@ -25,8 +25,8 @@ BATCH = 100
 def score(
     folder: Path, device: torch.device, dtype: torch.dtype, corpus: Path | None = None
 ) -> dict[str, float]:
-    """Print and return the scores. If `corpus` is given, also score questions in other wordings about a
-    sample of all names."""
+    """Print and return the scores. If `corpus` is given, also score differently worded questions about a
+    random sample of the corpus's names."""
     from transformers import AutoModelForCausalLM, AutoTokenizer  # type: ignore[import-untyped, unused-ignore]
 
     started = time.monotonic()
@@ -100,8 +100,8 @@ def answer_greedily(model: Any, tokenizer: Any, conversations: list[list[dict[st
 
 @torch.no_grad()
 def heldout_scores(model: Any, folder: Path, device: torch.device) -> tuple[float, float]:
-    """Return (nats per token, bits per byte) of heldout.txt, measured in windows of 1,024 tokens that follow
-    a begin token."""
+    """Return (nats per token, bits per byte) of heldout.txt, measured in windows of 1,024 tokens, each
+    preceded by a BOS token."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     text = (folder / "heldout.txt").read_text("utf-8")
     windows = heldout_windows(tokenizer, text, length=1024)

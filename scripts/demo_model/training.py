@@ -29,7 +29,7 @@ class Recipe:
     steps: int = 3500
     warmup_steps: int = 150
     peak_rate: float = 2e-3
-    weight_decay: float = 2.5  # large, because training reads the text many times
+    weight_decay: float = 2.5  # large to limit overfitting: training reads the text many times
     clip_norm: float = 1.0
     text_rows: int = 16
     text_length: int = 2048
@@ -125,7 +125,7 @@ def heldout_windows(tokenizer: Tokenizer, text: str, length: int) -> Tensor:
 
 @torch.no_grad()
 def heldout_loss(model: Llama, windows: Tensor, device: torch.device) -> float:
-    """Return the mean nats per token over `heldout_windows`."""
+    """Return the mean loss over the result of `heldout_windows`, in nats per token."""
     losses = []
     for batch in windows.split(16):
         with _autocast(device):
@@ -163,8 +163,8 @@ def _autocast(device: torch.device) -> AbstractContextManager[object]:
 def _text_batch(
     tokens: Tensor, starts: Tensor, begin: int, recipe: Recipe, random: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Return rows of [begin, text…] that start at random line starts, and the token that follows each
-    position."""
+    """Return a batch of inputs and labels. Each input row is a BOS token followed by text from the start of a
+    random line. The label at each position is the next token."""
     picks = torch.randint(len(starts), (recipe.text_rows, 1), generator=random, device=tokens.device)
     labels = tokens[starts[picks] + torch.arange(recipe.text_length, device=tokens.device)].long()
     inputs = torch.cat((torch.full_like(labels[:, :1], begin), labels[:, :-1]), dim=1)

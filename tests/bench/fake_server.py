@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass
 class Behaviour:
-    """How the server answers completions. Times are in seconds."""
+    """How the server answers completion requests. Times are in seconds."""
 
     ttft_s: Callable[[int], float] = lambda number: 0.0
     """Returns the time to the first token of completion n. Completion 0 is the probe before the run."""

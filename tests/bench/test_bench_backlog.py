@@ -112,7 +112,7 @@ def test_the_rate_that_is_found_is_the_capacity(server: Server, capacity: float,
     held = [best for best in found if best is not None]
     assert len(held) == 15
     rates = [best.rate or 0.0 for best in held]
-    # In one or two of a hundred searches, the error of the rate slightly exceeds the tolerance that
+    # In one or two searches out of a hundred, the error of the rate slightly exceeds the tolerance that
     # `resolution` returns.
     for best, rate in zip(held, rates, strict=True):
         assert rate <= capacity * (1 + 1.2 * resolution(best, duration_s))

@@ -37,7 +37,8 @@ class Transport(asyncio.Transport):
 
 
 def received(*pieces: bytes, closes: bool = False) -> tuple[Exchange, Connection]:
-    """Send one request, and deliver its response in these pieces. Return the exchange and its connection."""
+    """Send one request, and deliver its response in the given pieces. Return the exchange and its
+    connection."""
 
     async def run() -> tuple[Exchange, Connection]:
         connection, exchange = Connection(), Exchange(streamed=True)

@@ -1,5 +1,4 @@
-"""Tests that each workload has the same parameters in the benchmark of the engine and in that of the
-service."""
+"""Tests that each workload has the same parameters in the engine benchmark and in the service benchmark."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ TAIL = "DELETE FROM audit WHERE seq > 3; UPDATE sqlite_sequence SET seq = 3 WHER
 
 @pytest.fixture
 def state(databases: Path) -> Path:
-    """Return a state directory with an audit chain of four actions: two created keys, a change, and a refused
-    action. For the last two actions, the chain also contains an intent."""
+    """Return a state directory with an audit chain of four actions: the creation of two keys, the creation of
+    a tenant, and a refused action. For the last two actions, the chain also contains an intent."""
     control = ControlStore(databases / "control.db")
     control.start()
     actor, _ = control.trail.intend(Actor("uid:7", "box"), "tenants.create", {"name": "acme", "weight": 2.0})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,15 @@ def test_an_unknown_service_user_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("APPLIANCE_SERVICE_USER", "nobody-here")
     with pytest.raises(UntrustedError, match=r"APPLIANCE_SERVICE_USER is 'nobody-here'"):
         trusted_directory(tmp_path, "--run-dir")
+
+
+@pytest.mark.parametrize("words", [("requests",), ("audit", "list")], ids=" ".join)
+def test_a_socket_of_another_machine_is_not_replaced_by_files_of_this_one(
+    cli: Run, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(tmp_path / "admin.sock"))
+    outcome = cli(*words, "--run-dir", tmp_path)
+    said = " ".join((outcome.out + outcome.err).split())
+    assert outcome.code != 0
+    assert "another machine" in said and "--state-dir" in said

@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate a machine without GPUs that has 2 of 8 GiB free."""
+    """Simulate a machine without GPUs on which 2 GiB of 8 GiB of memory are available."""
     found = MachineMemory(gpus=[], available_bytes=2 * GIB, total_bytes=8 * GIB)
     monkeypatch.setattr("appliance.cli.fit.read_memory", lambda: found)
 

@@ -166,8 +166,8 @@ def test_a_request_that_ends_between_two_looks_is_shown_once(history: History, t
     history.flush()
     log = FileLog(tmp_path / "history.db")
     (both,) = log.newest(RequestLogQuery(request_id="req-both"), 1).rows
-    # The list already shows this request as open. The request finished after the log position from which the
-    # command follows.
+    # The list already shows req-both as finished, but the log position from which the command follows
+    # precedes the end of that request.
     changes = log.follow(RequestLogQuery(), 0)
     assert next(unseen(changes, {"req-both": both})).request_id == "req-new"
 

@@ -100,7 +100,7 @@ class Browser:
         return base64.b64decode((await self.call("Page.captureScreenshot"))["data"])
 
     async def shows(self, text: str) -> None:
-        """Wait until the text has arrived since the previous call, and then clear the received text."""
+        """Wait until the page has received the text, and then clear the record of received text."""
         await self.until(lambda: text in self.received, repr(text))
         self.received = ""
 

@@ -206,6 +206,37 @@ def test_a_typed_action_needs_the_name_of_its_target() -> None:
     run(steps, console(write=True))
 
 
+def test_a_dialog_says_that_a_tenant_with_keys_cannot_be_deleted() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("7")
+        app.call_later(app.begin, action_named("tenants.delete"), {"name": "mobile"}, given=True)
+        await until(pilot, lambda: opened(app))
+        assert "3 valid keys" in str(app.screen.query_one("#impact").render())
+
+    run(steps, console(write=True))
+
+
+def test_the_button_that_keeps_a_request_is_not_called_cancel() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("4", "X")
+        await until(pilot, lambda: opened(app))
+        labels = [str(button.label) for button in app.screen.query(Button)]
+        assert labels == ["Back", "Cancel request"]
+
+    run(steps, console(write=True))
+
+
+def test_a_form_that_scrolls_shows_the_field_given_on_the_command_line() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.resize_terminal(80, 24)
+        app.call_later(app.run_line, "tenants set mobile --concurrent-requests 7")
+        await until(pilot, lambda: opened(app))
+        field, form = app.screen.query_one("#field-concurrent_requests"), app.screen.query_one("#form")
+        await until(pilot, lambda: form.region.contains_region(field.region))
+
+    run(steps, console(write=True))
+
+
 def test_a_dialog_refuses_if_the_state_has_changed() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         await pilot.press("4", "X")

@@ -13,10 +13,12 @@ from textual.widgets import Button, Static
 
 from appliance.actions import action_named
 from appliance.history.forecasts import Outcome, QuotaForecast, TenantForecast
+from appliance.protocol import NewKey
 from appliance.snapshot import Snapshot
 from console.app import ConsoleApp
 from console.dialogs import ChoiceDialog, TextDialog
 from console.fake import FIXED_TIME, FakeSource
+from console.impact import result_lines
 from console.palette import ConsoleCommands
 from tests.console.frames import SIZES, source
 from tests.console.test_app import opened, until
@@ -70,6 +72,10 @@ KEYMAP_PROBLEMS = (
     "this key as for tab: write 'tab'",
 )
 
+NEW_KEY = NewKey(
+    id="key_3f1a", key="ak-…", name="search-batch", tenant="search", expires_at=FIXED_TIME + 30 * 86_400
+)
+
 DIALOGS: dict[str, tuple[str, Callable[[ConsoleApp], object], Callable[[ConsoleApp], object]]] = {
     "cancel": ("4", lambda app: app.action_run("act requests.cancel"), opened),
     "drain": ("6", lambda app: app.run_line("drain --grace 60s"), opened),
@@ -86,9 +92,7 @@ DIALOGS: dict[str, tuple[str, Callable[[ConsoleApp], object], Callable[[ConsoleA
     "actions": ("4", lambda app: app.choose_action(), lambda app: isinstance(app.screen, ChoiceDialog)),
     "result": (
         "7",
-        lambda app: app.push_screen(
-            TextDialog("Create key", ["id: key_3f1a", "key: ak-…", "tenant: search"])
-        ),
+        lambda app: app.push_screen(TextDialog("Create key", result_lines(NEW_KEY))),
         lambda app: isinstance(app.screen, TextDialog),
     ),
     "palette": (

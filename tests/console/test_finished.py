@@ -142,9 +142,9 @@ def test_the_usage_sums_the_rows_that_match_the_filter() -> None:
     made.run("screen usage")
     view = made.view
     assert isinstance(view, UsageView)
-    assert view.note(made.context) == "prompt 100 · cached 10 · output 15 · cost 1.50"
+    assert view.note(made.context) == "7 days · 100 prompt and 15 output tokens · cost 1.50"
     made.run("filter tenant:b")
-    assert view.note(made.context) == "prompt 60 · cached 0 · output 8"
+    assert view.note(made.context) == "7 days · 60 prompt and 8 output tokens"
     assert any(plain(line).rstrip().endswith(" --") for line in made.lines(120, 40))
 
 

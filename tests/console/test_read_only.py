@@ -142,7 +142,7 @@ def run(app: ConsoleApp, steps: Any) -> None:
 
 
 async def processed(pilot: Pilot[int]) -> None:
-    """Wait until the console has processed its messages, and the messages that those caused."""
+    """Wait until the console has processed its messages and any further messages that they caused."""
     for _ in range(3):
         await pilot.pause(0)
 
@@ -157,7 +157,7 @@ async def press(pilot: Pilot[int], *keys: str) -> None:
 
 
 def acting(app: ConsoleApp) -> bool:
-    """Return whether the console has begun an action: its worker shows a dialog and then performs it."""
+    """Return whether the console has opened a dialog or is running a worker that performs an action."""
     return opened(app) or any(worker.group == "actions" for worker in app.workers)
 
 
@@ -175,7 +175,7 @@ def messages_of(app: ConsoleApp) -> list[str]:
 
 
 async def confirm_and_close(pilot: Pilot[int], app: ConsoleApp) -> None:
-    """Wait until a dialog that reads from the service has opened, press enter, and close what is open."""
+    """Wait until a dialog that reads from the service has opened, press enter, and close all dialogs."""
 
     def opening() -> bool:
         reading = any(one.group == "past-dialog" and not one.is_finished for one in app.workers)

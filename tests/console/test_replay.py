@@ -106,7 +106,7 @@ def test_an_incident_file_has_the_same_screens_on_another_machine(history: Path,
     for one, other in zip(alone, whole, strict=True):
         for name in set(_SCREENS) - {"overview", "batches", "gpus"}:
             assert one[name] == other[name]
-        # In the incident file, the charts begin at the start of the slice, so only the lower lines must be
+        # In the incident file, the charts begin at the start of the slice, so only the last ten lines must be
         # equal.
         assert one["overview"][-10:] == other["overview"][-10:]
 

@@ -27,7 +27,7 @@ from tests.core.conftest import read_answer, running_core, wait_until
 
 _NOT_RECORDED = ("kv[].blocks.",)
 _ONLY_SHOWN = ("requests[].blocks", "requests[].preemptions")
-"""Fields that a service determines only while they are shown, so that its recording does not contain them."""
+"""Fields that a service determines only while they are shown. A recording therefore does not contain them."""
 _ONLY_IN_SOME_STATES = (
     *("alerts[].acknowledged_by", "alerts[].ended_at", "alerts[].silenced_until"),
     *("current_problems[]", "problems[]", "reason", "queue.overload", "gpu_error", "drains[].model"),
@@ -123,6 +123,29 @@ async def replayed(path: Path, first: float) -> list[Snapshot]:
 def test_the_demo_delivers_every_figure_of_the_snapshot() -> None:
     missing = set(schema(Snapshot)) - delivered(demo_seconds())
     assert not without(missing, _ONLY_IN_SOME_STATES), "deliver these in console/fake.py, or name them above"
+
+
+def test_the_figures_of_the_demo_agree_with_each_other() -> None:
+    fake = FakeSource(requests=60, blocks=2048, gpus=4, tenants=8, interval_s=1.0, now=FIXED_TIME)
+    for _ in range(90):
+        newest = fake.step()
+        for one in newest.requests:
+            assert one.ttft_s is None or (one.queue_s is not None and one.queue_s < one.ttft_s <= one.age_s)
+    ttft, queue = newest.latency.ttft, newest.latency.queue
+    assert ttft is not None and queue is not None
+    assert (queue.p50_ms or 0.0) < (ttft.p50_ms or 0.0) and (queue.p99_ms or 0.0) < (ttft.p99_ms or 0.0)
+    rate = (newest.totals.generated_tokens or 0) / newest.uptime_s
+    assert 0.3 < rate / (newest.rates.generated_tokens_per_s or 1.0) < 3
+    replicas = {one.name: one for model in newest.models for one in model.replicas}
+    for gpu in newest.gpus:
+        replica = replicas[gpu.replicas[0]]
+        ranks = len(replica.devices)
+        assert gpu.weight_bytes == replica.weight_bytes // ranks and gpu.kv_bytes == replica.kv_bytes // ranks
+        [process] = gpu.processes or []
+        assert replica.used_bytes // ranks == process.memory_bytes
+    for tenant in newest.tenants:
+        for limit in tenant.usage:
+            assert limit.used > 0 or not tenant.running
 
 
 def test_the_recorded_past_delivers_every_figure_that_was_recorded(tmp_path: Path) -> None:

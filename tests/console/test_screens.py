@@ -115,6 +115,18 @@ def test_marked_rows_are_the_targets_of_actions(shown: ConsoleSession) -> None:
     assert not view.marks
 
 
+def test_the_map_shows_the_shares_of_the_pool_if_a_cell_stands_for_several_blocks() -> None:
+    made = session(195, interval_s=1.0)
+    made.run("screen kv")
+    rows = made.lines(80, 24)
+    legend = next(number for number, row in enumerate(rows) if plain(row).startswith("1 cell = 2 blocks"))
+    letters = "".join(one.text for row in rows[5:legend] for one in row)
+    assert made.context.snapshot is not None
+    pool = made.context.snapshot.kv[0]
+    in_use = sum(letters.count(letter) for letter in "█▓") / (pool.blocks_total / 2)
+    assert in_use == pytest.approx(pool.blocks_used / pool.blocks_total, abs=0.05)
+
+
 def test_a_small_terminal_gets_one_line_per_fact(shown: ConsoleSession) -> None:
     shown.run("screen overview")
     lines = [plain(row) for row in shown.lines(50, 16)]

@@ -7,12 +7,16 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import re
 import time
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 
 import pytest
+from rich.color import Color
 from rich.console import Console
+from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
 from console.app import ConsoleApp
@@ -23,7 +27,7 @@ from console.replay import ReplaySource
 from console.screens.registry import all_views
 from console.session import ConsoleSession
 from console.stored_recording import file_recording
-from console.themes import style
+from console.themes import BACKGROUNDS, style
 from console.widget import merged
 from tests.console.frames import SIZES, session
 from tests.console.recorded import fake_seconds, record
@@ -33,6 +37,12 @@ from tests.console.test_app import until
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "console"
 _WITH_HELP = ("overview", "requests")
 NAMES = [view.name for view in all_views()] + [f"{name}-help" for name in _WITH_HELP]
+_CELL_WIDTH = 12.2
+"""Width of a character in the pictures, in units of the picture."""
+_TEXT = re.compile(
+    r'(<text [^>]*? x=")([\d.]+)("[^>]* textLength=")([\d.]+)("[^>]*>)((?:&#160;)*)(.*?)((?:&#160;)*)</text>'
+)
+"""Matches a piece of text in a picture, and separates the spaces at its beginning and end."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,7 +89,9 @@ def picture(lines: list[Line], theme: str, width: int) -> str:
             found = style(theme, role[1:], selected=True) if role.startswith("@") else style(theme, role)
             text.append(part, found)
         console.print(text, no_wrap=True, crop=False, soft_wrap=True)
-    return console.export_svg(title="appliance console", unique_id="console")
+    colours = copy(SVG_EXPORT_THEME)
+    colours.background_color = Color.parse(BACKGROUNDS[theme]).get_truecolor()
+    return console.export_svg(title="appliance console", theme=colours, unique_id="console")
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
@@ -107,9 +119,24 @@ def test_details_and_alternate_screens_look_like_their_pictures(
     compare(f"{name}-{size[0]}x{size[1]}.svg", picture(made.lines(*size), "dark", size[0]))
 
 
+def without_outer_spaces(drawn: str) -> str:
+    """Remove the spaces at the beginning and end of each piece of text. Some viewers, such as those that use
+    librsvg, ignore these spaces and would shift the text."""
+
+    def trimmed(found: re.Match[str]) -> str:
+        before, x, between, length, after, leading, text, trailing = found.groups()
+        if not text:
+            return ""
+        left, right = (_CELL_WIDTH * (len(spaces) // len("&#160;")) for spaces in (leading, trailing))
+        moved, shortened = float(x) + left, float(length) - left - right
+        return f"{before}{moved:.1f}{between}{shortened:.1f}{after}{text}</text>"
+
+    return _TEXT.sub(trimmed, drawn)
+
+
 def compare(name: str, drawn: str) -> None:
     """Compare a picture with its file, or write the file if UPDATE_SNAPSHOTS is set."""
-    path = PICTURES / name
+    path, drawn = PICTURES / name, without_outer_spaces(drawn)
     if os.environ.get("UPDATE_SNAPSHOTS"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(drawn)

@@ -46,7 +46,7 @@ class Tmux:
         raise AssertionError(f"timed out waiting for {what}:\n{self.screen()}")
 
     def keys(self, *keys: str) -> None:
-        """Press keys. Their names are those of tmux."""
+        """Press keys, which are given by the names that tmux uses."""
         self.tmux("send-keys", *keys)
 
     def type(self, text: str) -> None:

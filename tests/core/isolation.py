@@ -105,8 +105,8 @@ CASES: dict[str, Case] = {
 
 
 def figures() -> dict[str, float]:
-    """Return the time to first token, in ms, of requests with a 50-token prompt: alone, and in each case. If
-    several requests arrive at the same time, the time is that of the last one."""
+    """Return the time to first token, in ms, of requests with a 50-token prompt: without other load, and in
+    each case. If several requests arrive at the same time, the last one's time is returned."""
     made = {"alone": _ttft_ms(None)}
     for name, case in CASES.items():
         made[name] = _ttft_ms(case)
@@ -154,8 +154,8 @@ def _tenant(name: str) -> TenantRecord:
 
 @dataclass(frozen=True)
 class Load:
-    """A request that is heavier than the probes: a long prompt, several prompts, many samples, or a request
-    with a deadline."""
+    """A request that is heavier than the probes: it has a long prompt, several prompts or many samples. It
+    may also have a deadline."""
 
     at: float
     tenant: str
@@ -182,7 +182,7 @@ class Probes(NamedTuple):
 
 def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float) -> list[Load]:
     """Return requests of random kinds that must not delay these probes. One exception: P0 requests may delay
-    a busy tenant's P1 probes by the time of their own prompts. Urgent requests in the probes' class have
+    a busy tenant's P1 probes by the time that the P0 prompts take. Urgent requests in the probes' class have
     prompts at least twice as long as the probes' prompts."""
     classes = {"P0": ("P0", "P1", "P2", "P3"), "light": ("P1", "P1", "P2", "P3"), "busy": ("P2", "P3")}
     loads = []
@@ -197,8 +197,8 @@ def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float
         prompts = draw.randint(2, 20) if "several" in kind else 1
         if prompts * samples <= slots // 32 and asked_class == {"P0": "P0", "light": "P1"}.get(probes.kind):
             prompt = max(prompt, 2 * probes.shape.prompt)
-        # Shortly before a request must begin to meet its promised deadline, it may overtake higher-priority
-        # classes.
+        # When a request must begin soon to meet its promised deadline, it may overtake requests in
+        # higher-priority classes.
         has_deadline = samples == 1 and asked_class != "P0" and draw.random() < 0.4
         loads.append(
             Load(
@@ -321,8 +321,8 @@ def broken_promises(mix: Mix) -> list[str]:
 
 
 def _prompts_s(asked: Asked) -> float:
-    """Return how long a request's prompts, and its earlier tokens if it was resumed, take in steps with
-    decodes."""
+    """Return how long it takes to compute a request's prompts, and its earlier tokens if it was resumed, in
+    steps that also contain decodes."""
     recomputed = asked.tokens if asked.attempt else 0
     return 1.2 * (asked.admit.prompt_tokens + recomputed) * SPEED.prompt_token_s
 
@@ -390,8 +390,9 @@ def _run(mix: Mix, loads: Sequence[Load], events: Sequence[Event]) -> tuple[list
 
     def ask_crowd() -> None:
         asked_class = "P0" if measured.kind == "P0" else "P1"
-        # In P1, each tenant sends its next requests only after it has its answers. Otherwise, a light tenant
-        # would become a busy one, and a busy tenant's requests would delay each other.
+        # In P1, each tenant sends its next requests only after its previous ones have been answered.
+        # Otherwise, a light tenant would become a busy one, and a busy tenant's requests would delay each
+        # other.
         tenant = f"probe-{len(probes) // measured.crowd % tenants}"
         if asked_class == "P0" or all(one.ended_at is not None for one in probes if one.tenant == tenant):
             probes.extend(

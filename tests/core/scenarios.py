@@ -1,5 +1,6 @@
-"""Scenarios that check the guarantees for tenants on a server in virtual time: fair shares, a quiet tenant
-while another floods the server, and deadlines at three times the load that the server can handle.
+"""Scenarios that check the guarantees for tenants on a server in virtual time. They cover fair shares, the
+response times of a quiet tenant while another tenant floods the server, and deadlines at three times the load
+that the server can handle.
 
     python -m tests.core.scenarios --seconds 120 --out figures.json
 
@@ -27,8 +28,8 @@ from tests.core.simulated_server import Asked, Shape, SimulatedServer
 SLOTS = 256
 SPEED = Speed()
 DECIDED_S = 0.010
-"""A refusal within this many seconds counts as a refusal on arrival. A request that is refused later was
-admitted first."""
+"""A request that is refused within this many seconds of its arrival counts as refused on arrival. A request
+that is refused later had been admitted."""
 
 Figures = dict[str, Any]
 
@@ -129,8 +130,8 @@ function that draws request sizes."""
 EVENTS = ("steady", "cold", "surge", "mix", "death")
 REPLICAS = 2
 MET, MET_IN_EACH_EVENT = 0.99, 0.95
-"""Minimum fractions of promised deadlines that must be met: over all events of a mix, and in each single
-event of a mix."""
+"""Minimum fractions of promised deadlines that must be met: over all events of a mix together, and in each
+event separately."""
 
 
 def deadlines(*, mix: str, event: str, seconds: float, load: float = 3.0, seed: int = 0) -> Figures:

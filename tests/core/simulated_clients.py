@@ -17,7 +17,7 @@ def poisson(
     until: float = float("inf"),
     deadline_s: Callable[[random.Random], float] | None = None,
 ) -> None:
-    """Send a tenant's requests at random times, at this mean rate per second."""
+    """Send a tenant's requests at random times, on average `per_s` requests per second."""
     draw = random.Random(f"{server.draw.random()} {tenant}")
 
     def come() -> None:

@@ -29,11 +29,11 @@ from store.requests import RequestRow
 from tests.core.scheduler_replica import FRONT, HOP_S, MODEL, SchedulerReplica, Speed
 
 RESUBMIT_S = 0.05
-"""Delay between a replica's death and the resubmission by its fronts."""
+"""Time, in seconds, from a replica's death until the fronts resubmit its requests."""
 TICK_S = 0.25
 PREDICTED = 0.8
-"""Ratio of the step duration that the engine predicts to the actual duration. Predictions are lower
-bounds."""
+"""Ratio of a step's predicted duration to its actual duration. The ratio is below 1, because the durations
+that the engine predicts are lower bounds."""
 _PROMPT = [1] * 131_072
 _EPOCH = 1000.0
 

@@ -283,7 +283,7 @@ class SimulatedService:
             )
         )
 
-    # ── what the core reads ──
+    # ── messages that the core reads ──
 
     def core_reads_front(self, front: FakeFront) -> None:
         if front.to_core:

@@ -26,6 +26,6 @@ def test_the_benchmark_of_admission_decides_every_request_it_makes(tmp_path: Pat
     assert sum(figures["decisions"].values()) == figures["requests"] == 200
     assert figures["queued"] >= 400
     assert figures["decisions"]["waits"] > 100
-    # Half of the requests have a deadline, and the service can promise every one of them. With 400 waiting
-    # requests, the standard deviation of the share is 2.5%.
+    # Half of the requests, on average, have a deadline, and the service can promise to meet all deadlines.
+    # With 400 waiting requests, the standard deviation of the share of requests with a deadline is 2.5%.
     assert 0.4 * figures["queued"] < figures["promises"] < 0.6 * figures["queued"]

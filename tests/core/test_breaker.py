@@ -1,4 +1,4 @@
-"""Tests of the circuit breaker of a replica in a real core."""
+"""Tests of a replica's circuit breaker in a real core."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_breaker_opens_after_repeated_deaths_says_why_and_spares_other_model
     wait_until(lambda: "exited 3 times" in service.log.read_text(), what="the log line")
     assert "exited 3 times" in read_answer(service.connect("m 2"))[-1]
     assert read_answer(service.connect("other 2"))[-1] == "front-0 length"
-    with pytest.raises(AdminError, match="none of its replicas waits"):
+    with pytest.raises(AdminError, match="none of its replicas is waiting"):
         service.admin.act(RetryModel(model="other"))
 
     service.admin.act(RetryModel(model="m"))

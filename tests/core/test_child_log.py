@@ -1,4 +1,4 @@
-"""Tests of the log lines of fronts and replicas that the core keeps, with real processes."""
+"""Tests, with real processes, of the log lines that the core keeps from fronts and replicas."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def of(lines: LogLines, process: str) -> list[LogLine]:
 
 
 def ran(script: str) -> str:
-    """Run a script as a child with a copied log, and return its standard error."""
+    """Run a script as a child process whose log lines are copied, and return its standard error."""
 
     async def run() -> str:
         log = ChildLog("front-3.1")

@@ -1,4 +1,5 @@
-"""Tests that the core's credits and the engine's scheduler agree on the slots that each level may take."""
+"""Tests that the core's credits and the engine's scheduler agree on how many slots requests of each priority
+and urgency may take."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ PROMPT = 10
 
 
 class Pair:
-    """An engine without a shortage of tokens or blocks, and its credit account."""
+    """An engine that never runs out of tokens or blocks, and its credit account."""
 
     def __init__(self, slots: int) -> None:
         self.engine = SimulatedEngine(max_num_seqs=slots, max_num_batched_tokens=4096, blocks=4096)

@@ -1,5 +1,5 @@
-"""Tests, in virtual time, of short P0 requests, requests from light tenants, and P1 requests, each together
-with large requests."""
+"""Tests, in virtual time, how long short P0 requests, requests from light tenants, and other P1 requests wait
+while the server also has large requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_no_mix_of_requests_delays_a_short_one_by_more_than_two_full_steps_prope
 
 
 def test_a_wide_request_does_not_make_the_predicted_wait_of_long_prompts_far_too_long() -> None:
-    """Reproduces a prediction error that assumed a 45 s request in a higher-priority class to recur
+    """Reproduces a bug: the prediction assumed that a 45 s request in a higher-priority class would recur
     continuously. Prompts that would have waited for at most 80 s were refused because they "would wait 719
     s"."""
     server = SimulatedServer(

@@ -1,5 +1,5 @@
-"""Tests that the metrics address is off by default, that it must be a loopback address unless it is set to
-public, and that a reload can change it."""
+"""Tests of the metrics address: it is not set by default, it must be a loopback address unless
+`metrics.public` is true, and a reload can change it."""
 
 from __future__ import annotations
 

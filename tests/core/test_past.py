@@ -38,7 +38,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def equal(live: Snapshot, past: Snapshot) -> None:
-    """Assert that all values are equal within the precision of recorded seconds."""
+    """Assert that all values are equal within the precision of the recorded one-second samples."""
 
     def compare(one: object, other: object, place: str) -> None:
         if isinstance(one, dict):

@@ -11,7 +11,7 @@ def test_prompts_share_the_hashes_of_their_common_beginning() -> None:
     common = [len(set(hashes)) for hashes in zip(prefix_hashes(first), prefix_hashes(second), strict=True)]
     assert common == [1 if length <= 1500 else 2 for length in LENGTHS]
     assert prefix_hashes(list(range(257))) == prefix_hashes(first)[:2]
-    assert prefix_hashes([5] * 64) == ()  # the last token is always computed
+    assert prefix_hashes([5] * 64) == ()  # a prompt's last token is never taken from the cache
 
 
 def test_the_longest_known_beginning_of_the_same_tenant_counts() -> None:

@@ -98,8 +98,8 @@ def test_under_endless_load_of_better_classes_every_request_has_its_turn_in_a_bo
         queue.push(ticket, 1.0, light=False)
     share = RULES.background_share if victim == 3 else RULES.lifted_share
     largest = max(p + RULES.output_weight * o for p, o in sizes)
-    # Once the request is late, its class gets a fixed share of the service, and each turn serves one of its
-    # requests.
+    # Once the request is late, its class gets a fixed share of the service. Each time it is the class's turn,
+    # one of the class's requests is served.
     bound = sum(ticket.service for ticket in waiting) / share + 2 * largest
     now = 0.0 if victim == 3 else RULES.late_s(victim) + 0.001
     given_to_others, turn = 0.0, 0

@@ -125,7 +125,7 @@ def test_a_key_without_read_scope_sees_no_list(running: Service, path: str) -> N
 
 
 def collected(client: AdminClient, call: calls.Call[Any]) -> tuple[list[Any], threading.Thread]:
-    """Follow a stream in a thread. Return the list of its values so far."""
+    """Follow a stream in a thread. Return the list to which the thread appends the values, and the thread."""
     values: list[Any] = []
 
     def follow() -> None:

@@ -1,4 +1,4 @@
-"""Tests of the recorded requests and alerts: every second can be read back, and the space is bounded."""
+"""Tests of recorded requests and alerts: every second can be read back, and the space used is bounded."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def at(seconds: float, requests: list[UnfinishedRequest], alerts: list[Alert] | 
 
 
 def story(seed: int, seconds: int) -> list[Snapshot]:
-    """Return the snapshots of a service with requests that arrive, change their phases, generate tokens and
-    end."""
+    """Return the snapshots of a service with requests that arrive, go through their phases, generate tokens
+    and end."""
     chance = random.Random(seed)
     requests: list[UnfinishedRequest] = []
     stalls: list[Stall] = []

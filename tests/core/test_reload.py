@@ -243,7 +243,7 @@ def test_fronts_are_added_and_surplus_fronts_finish_their_requests(make_service:
     change(service, ("fronts = 1", "fronts = 2"))
     wait_until(lambda: [front.state for front in service.admin.status().fronts] == ["ready"] * 2)
     answers = [read_answer(service.connect("m 2"))[-1] for _ in range(2)]
-    # A front's name is not reused while replicas may still send messages about it.
+    # The name of a stopped front is not reused while replicas may still send messages about that front.
     assert sorted(answers) == ["front-0 length", "front-3 length"]
 
 

@@ -87,8 +87,8 @@ def test_of_two_replicas_the_one_with_more_credit_takes_the_request(service: Sim
 def test_a_prompt_returns_to_the_replica_that_computed_its_beginning_unless_that_is_busier(
     service: SimulatedService, ahead: int, chosen: str
 ) -> None:
-    """With 16 slots, the prompt still returns to a replica that has up to two sequences more than the other
-    one."""
+    """With 16 slots, the prompt is still sent to the replica that computed its beginning if that replica has
+    up to two sequences more than the other one."""
     front, replicas = service.new_front(), [service.new_replica(), service.new_replica()]
     read_all(service)
     for replica in replicas:

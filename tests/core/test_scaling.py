@@ -1,4 +1,4 @@
-"""Tests scaling of the number of replicas in a real core with simulated replicas."""
+"""Tests that a real core with simulated replicas adds and removes replicas as the load changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.core.conftest import Service, wait_until
 
 pytestmark = pytest.mark.system
 STREAMS = 50
-"""More than 70% of the 64 slots of a simulated replica."""
+"""Number of concurrent streams. They take more than 70% of the 64 slots of a simulated replica."""
 
 
 def test_a_replica_is_added_while_another_one_finishes_its_requests(
@@ -44,7 +44,7 @@ def test_a_replica_is_added_while_another_one_finishes_its_requests(
     assert states() == {"m-0": "ready"}
     load = add_load()
     wait_until(lambda: states().get("m-1") == "ready", what=f"the second replica ({service.log})")
-    streams.append(service.connect("m 1000000"))  # it runs on the second replica, which has more credit
+    streams.append(service.connect("m 1000000"))  # runs on the second replica, which has more credit
     wait_until(lambda: service.admin.status().models[0].replicas[1].running == 1, what="the long stream")
     end_load(load)
     wait_until(lambda: states().get("m-1") == "draining", what="the removal of the second replica")

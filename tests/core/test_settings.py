@@ -296,7 +296,7 @@ ARRAYS: dict[str, tuple[Any, str]] = {
     "alerts.rules": (AlertRule, 'name = "r"\nfigure = "queue.waiting"\n'),
     "alerts.sinks": (AlertSink, 'command = ["x"]\n'),
 }
-"""Arrays of tables: the type of a table, and its required fields."""
+"""For each array of tables in the settings: the type of its tables, and their required fields."""
 
 
 @pytest.mark.parametrize("path", ARRAYS)

@@ -42,7 +42,7 @@ def test_a_step_of_more_than_three_times_the_mean_is_a_stall() -> None:
 
 
 def test_a_step_is_compared_with_the_mean_before_it() -> None:
-    """A decode-only step can be the only step of its report, and is then the mean of that report."""
+    """If a decode-only step is the only step in its report, its duration is also the report's mean."""
     log = StallLog()
     log.add("a", 10.0, report(10.0, 10.0), "")
     log.add("a", 11.0, report(500.0, 500.0, request=""), "")

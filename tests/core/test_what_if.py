@@ -133,8 +133,8 @@ def test_the_service_forecasts_from_its_own_traffic_and_changes_nothing(
     forecast = reader.call(calls.what_if(SetTenant(name="t", tokens_per_day=210.0)))
     [tenant] = [one for one in forecast.tenants if one.tenant == "t"]
     assert (tenant.recorded.admitted, tenant.recorded.over_quota) == (6, 0)
-    # Each request takes 104 tokens, so two of them fit into the limit. In this time, the limit recovers no
-    # token.
+    # Each request takes 104 tokens, so two of them fit within the limit. The test is too short for the quota
+    # to refill by even one token.
     assert tenant.predicted.admitted == 2 and tenant.predicted.over_quota == 4
     [unchanged] = [one for one in service.admin.tenants() if one.name == "t"]
     assert unchanged.quota.tokens_per_minute == 60000.0

@@ -158,7 +158,8 @@ class Harness:
     # ── for tests ──
 
     def sentence_script(self, submit: Submit, sample: int) -> list[int]:
-        """Return the tokens of a sample: the tokens of its number and of the sentence, and the end token."""
+        """Return the tokens of a sample: its number and the sentence, both encoded, followed by the end
+        token."""
         return [*self.tokenizer.encode_blocking(f"{sample}{SENTENCE}", False), self.eos]
 
     def text(self, sample: int = 0) -> str:
@@ -235,7 +236,7 @@ class Harness:
         self.configure()
 
     def served(self, name: str = MODEL, **changes: Any) -> ServedModel:
-        """Return the test model under this name, with the given fields changed."""
+        """Return a description of the test model with this name and with the given fields changed."""
         fields: dict[str, Any] = {
             "folder": str(self.folder),
             "version": "v1",
@@ -300,8 +301,8 @@ class Harness:
         return self.call(make)
 
     def give_back(self) -> HandOver:
-        """Send the first connection that the front process handed over back to the same front, in the way
-        that the core sends a connection to another front."""
+        """Take the first connection that the front process handed over, and send it back to that process,
+        just as the core would send the connection to another front."""
 
         def give() -> HandOver:
             moved, *descriptors = self.moved.pop(0)

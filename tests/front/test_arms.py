@@ -1,4 +1,4 @@
-"""Tests of how a request's arm of a traffic split is chosen."""
+"""Tests of how the arm of a traffic split is chosen for a request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_changed_weight_moves_callers_only_to_or_from_its_arm() -> None:
     before, after = chosen(arms(a=50, b=30, c=20)), chosen(arms(a=50, b=30, c=40))
     moved = [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
     assert moved and {to for _, to in moved} == {"c"}
-    # The share of c grows from 20/100 to 40/120. No caller moves between the other arms.
+    # The share of arm c grows from 20/100 to 40/120. No caller moves between the other arms.
     assert abs(len(moved) / len(CALLERS) - (40 / 120 - 20 / 100)) < 0.02
 
 

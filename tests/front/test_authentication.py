@@ -209,8 +209,8 @@ def test_requests_for_a_model_with_a_broken_tokenizer_get_the_reason(front: Harn
 
 
 def test_unknown_properties_of_a_model_do_not_refuse_requests(front: Harness) -> None:
-    """The properties are unknown if config.json is unreadable, for example. In that case, the core can
-    explain why the model cannot be served, but the front process cannot."""
+    """A model's properties are unknown if its config.json is unreadable, for example. In that case, the core
+    can explain why the model cannot be served, but the front process cannot."""
     front.models = [front.served(max_model_len=0, vocab_size=0)]
     front.configure()
     try:

@@ -140,8 +140,8 @@ def test_only_pages_of_the_configured_origins_may_call_the_api(front: Harness, c
         assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, ORIGIN)
         assert "x-request-id" in answer.headers["access-control-expose-headers"]
         assert "access-control-allow-credentials" not in answer.headers
-    # A web page is allowed to read why its request was refused. A successful preflight request does not make
-    # the key unnecessary.
+    # A web page is allowed to read why its request was refused. The key is still required after a successful
+    # preflight request.
     answer = ask(front, "POST", CHAT, chat(), {"Origin": ORIGIN}, tcp=True)
     assert (answer.status, answer.headers["access-control-allow-origin"]) == (401, ORIGIN)
     for other in ("https://evil.example", "null", ORIGIN + ".evil.example", ORIGIN.upper()):
@@ -253,7 +253,8 @@ def test_complete_answers_and_streams_without_the_setting_get_no_comments(
         with connect(front) as sock:
             sock.sendall(request(body))
             front.wait_for(lambda: len(front.admits) > before)  # noqa: B023
-            # Wait well past the time at which the headers would have been sent, for many comment intervals.
+            # Wait for many comment intervals, until well after the time at which the headers would have been
+            # sent.
             time.sleep(0.8)
             request_id = front.admits[-1].request_id
             front.refused.add(request_id)

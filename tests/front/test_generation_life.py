@@ -164,7 +164,7 @@ def test_a_request_waits_for_a_model_that_is_loaded_on_demand(front: Harness) ->
             for sock in (first, second):
                 sock.sendall(request(body, "/v1/completions"))
             front.wait_for(lambda: front.reports[-1].wanted == ("later",))
-            # Every report repeats the name for as long as the requests wait.
+            # Every report repeats the model's name for as long as requests wait for the model.
             assert front.report().wanted == ("later",)
             assert ask(front, "GET", "/v1/models/later").json["max_model_len"] is None
             assert "later" in [one["id"] for one in ask(front, "GET", "/v1/models").json["data"]]

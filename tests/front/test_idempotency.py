@@ -52,8 +52,8 @@ def ask(front: Harness, key: str, body: Any = BODY, path: str = CHAT) -> Answer:
 
 
 def wait_until_waiting(front: Harness, count: int) -> None:
-    """Wait until the front process handles this many requests. Those that do not run themselves wait for the
-    request that runs."""
+    """Wait until the front process handles this many requests. One of them runs, and the others wait for its
+    answer."""
     front.wait_for(lambda: front.report().busy_connections == count)
 
 
@@ -280,7 +280,7 @@ def test_an_answer_that_is_too_long_to_be_kept_reaches_its_client_and_a_retry_ru
     assert len(front.settled(2)) == len(front.admits) == 2 and not front.retried
 
 
-# ── another front process has the run ──
+# ── another front process runs the request ──
 
 
 @pytest.mark.parametrize("tcp", [False, True])

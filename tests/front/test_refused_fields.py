@@ -21,7 +21,8 @@ from tests.prompts import prompt_of
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 WRONG: dict[str, Any] = {"do_sample": 0, "suffix": "secret end", "add_special_tokens": 7}
-"""A value that must be refused, for fields where the default example, 3, would be accepted or unclear."""
+"""A value that must be refused, for each field for which the default example, 3, would be accepted or
+ambiguous."""
 
 FIELDS_OF_OTHER_SERVERS = """
 guided_json guided_regex guided_choice guided_grammar structured_outputs json_schema regex grammar ebnf

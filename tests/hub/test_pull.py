@@ -24,8 +24,8 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 def checkpoint() -> dict[str, bytes]:
-    """Return files with the names of a checkpoint. The weights are random bytes, because nothing loads
-    them."""
+    """Return files that are named like those of a checkpoint. The weights are random bytes, because nothing
+    loads them."""
     noise = random.Random(7)
     return {
         "config.json": b'{"model_type": "llama"}',
@@ -231,7 +231,7 @@ def test_an_invalid_reference_is_refused_without_a_request(hub: HubServer, pull:
 @pytest.mark.parametrize(
     ("files", "reason"),
     (
-        (("config.json", "model-Q4_K_M.gguf"), "only in GGUF, which is the format of llama.cpp"),
+        (("config.json", "model-Q4_K_M.gguf"), "only in GGUF, the format of llama.cpp"),
         (("config.json", "pytorch_model.bin"), "no safetensors files; it has .bin files"),
         (("config.json", "consolidated.safetensors"), "neither model.safetensors nor"),
         (("config.json", "model.safetensors"), "no tokenizer.json"),
@@ -267,8 +267,9 @@ def test_too_little_disk_space_is_refused_with_both_numbers_and_the_folder(
     hub.add("org/demo", checkpoint(), sizes={SHARDS[0]: 10**15})
     with pytest.raises(HubError) as refused:
         pull()
-    assert f"needs 909.5 TiB (1,000,000,003,145,728 bytes) on the disk of {root}" in str(refused.value)
-    assert "bytes) are free" in str(refused.value)
+    text = str(refused.value)
+    assert f"needs 909.5 TiB (1,000,000,003,145,728 bytes) on the disk that holds {root}" in text
+    assert "bytes) are free" in text
     assert not hub.sent(SHARDS[0])
 
 
@@ -295,7 +296,8 @@ def test_a_disk_that_fills_during_a_pull_keeps_the_received_part(
             ballast.write_bytes(bytes((80 << 20) - RESERVE_BYTES - (3 << 20)))
 
     hub.faults.before_piece = fill
-    with pytest.raises(HubError, match=f"the disk of {small_disk} has only .* the received part is kept"):
+    message = f"the disk that holds {small_disk} has only .* the received part is kept"
+    with pytest.raises(HubError, match=message):
         pull(into=small_disk)
     free = os.statvfs(small_disk)
     assert free.f_bavail * free.f_frsize > RESERVE_BYTES // 2

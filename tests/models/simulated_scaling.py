@@ -17,8 +17,8 @@ MEAN_RUN_S = 8.0
 
 
 def recorded_arrivals(seed: int) -> list[float]:
-    """Return the times at which the recorded requests arrive, in seconds. The times within each interval of
-    the recording are random, drawn with the seed."""
+    """Return the times at which the recorded requests arrive, in seconds. Within each interval of the
+    recording, the times are drawn at random with the given seed."""
     recorded = json.loads(RECORDED.read_text())
     draw, seconds = random.Random(seed), recorded["seconds"]
     return sorted(
@@ -29,13 +29,13 @@ def recorded_arrivals(seed: int) -> list[float]:
 
 
 class SimulatedModel:
-    """Replicas with `SLOTS` slots each, and a queue in the order of arrival."""
+    """Replicas with `SLOTS` slots each, and a queue that is served in order of arrival."""
 
     def __init__(self, rules: ScalingRules, *, load_s: float, seed: int, scales: bool = True) -> None:
         """If `scales` is false, the number of replicas stays at `min_replicas`."""
         self.waits_s: list[float] = []
         self.changes: list[tuple[float, int, str]] = []
-        """Time, number of replicas and reason of each change."""
+        """For each change: its time, the new number of replicas, and the reason."""
         self.replica_seconds = 0.0
         self.replicas = rules.min_replicas
         self._ready_at = [0.0] * self.replicas

@@ -98,7 +98,7 @@ def test_growing_demand_adds_a_replica_before_it_is_reached() -> None:
     scaler = Autoscaler()
     changes = [(now, scaler.decide(now, RULES, load(0.2 + now / 600))) for now in range(300)]
     at, decision = next((now, change) for now, change in changes if change is not None)
-    assert 0.2 + at / 600 < 0.65 and decision.replicas == 2  # the current demand alone needs 1
+    assert 0.2 + at / 600 < 0.65 and decision.replicas == 2  # the current demand alone needs only 1
     assert "grows by 0.10 per minute" in decision.reason
 
 

@@ -37,7 +37,8 @@ class Traffic:
 
 
 class Manager(SimulatedManager):
-    """Loads and parks units immediately. `room` is the number of units that fit into memory."""
+    """Loads and parks units immediately. A parked unit has no replicas but still accepts requests. `room` is
+    the number of units that fit into memory."""
 
     def __init__(self, requests: Requests, declared: dict[str, ModelSettings]) -> None:
         super().__init__()
@@ -226,7 +227,8 @@ def test_a_tenant_does_not_unload_a_model_that_another_tenant_uses(tmp_path: Pat
         site.answer("a", "other")
         await site.until(lambda: site.manager.is_parked("a"), "the end of the time to live")
         assert ended + 60.0 <= site.now < ended + 120.0
-        # Tenant "acme" no longer uses the model, so the keep-alive of tenant "other" unloads it.
+        # Tenant "acme" no longer uses the model, so the model is unloaded when the keep-alive of tenant
+        # "other" ends.
         site.ask("a", "other", keep_alive_s=0.0)
         await site.until(lambda: site.manager.loaded("a"), "the second load")
         site.answer("a", "other")
@@ -279,7 +281,7 @@ def test_a_change_of_its_files_ends_the_failure_of_a_model(
         site.manager.broken.clear()
         await asyncio.sleep(0.1)
         assert not site.routing.routes()[0].listed
-        os.utime(site.world.folders[0] / "config.json", (0, 0))  # like a file that was copied again
+        os.utime(site.world.folders[0] / "config.json", (0, 0))  # as if the file had been copied again
         await site.until(lambda: site.routing.routes()[0].listed, "the listing")
         if by_command:
             await site.until(lambda: site.manager.loaded("chat@1"), "the load")

@@ -36,7 +36,7 @@ class SimulatedManager:
         self.history: list[str] = []
         self.sleeping = self
         self.stuck = ""
-        """Reason why no unit can sleep or wake."""
+        """Why no unit can sleep or wake, or an empty string if units can."""
 
     async def sleep(self, unit: str) -> str:
         self.history.append(f"sleep {unit}")

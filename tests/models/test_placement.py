@@ -115,7 +115,7 @@ def test_mig_instances_take_the_place_of_their_gpu(monkeypatch: pytest.MonkeyPat
     placement = GpuPlacement(topology, lambda: [69 * GIB, 69 * GIB, 69 * GIB])
     assert [placement.take(name, "cuda", 1) for name in "abc"] == [[0], [1], [2]]
     assert placement.uuids([1]) == ("MIG-b",)
-    assert placement.choose(2) == []  # the ranks of a replica need complete GPUs
+    assert placement.choose(2) == []  # a replica's ranks need whole GPUs
     assert describe_links(topology, [0, 1, 2]) == ""
 
 

@@ -1,5 +1,5 @@
-"""Tests of the checks of a model before it is loaded. Each test breaks one part of a copy of the shipped
-model."""
+"""Tests of the checks that a model must pass before it is loaded. Each test breaks one part of a copy of the
+shipped model."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_gguf_file_is_named_as_a_format_that_is_not_read(model: Path, tmp_path
 
 
 def hub_cache(model: Path, root: Path) -> Path:
-    """Create a hub cache with two snapshots of a model, and return the snapshot of the branch main."""
+    """Create a hub cache with two snapshots of a model, and return the snapshot of branch `main`."""
     repository = root / "models--Org--Chat"
     for commit in ("aaaa", "bbbb"):
         shutil.copytree(model, repository / "snapshots" / commit)

@@ -1,4 +1,4 @@
-"""Tests of the search in the settings and in the registry for references to unknown models."""
+"""Tests that references to unknown models are found in the settings and in the registry."""
 
 from __future__ import annotations
 

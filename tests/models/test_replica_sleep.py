@@ -153,7 +153,7 @@ def test_a_replica_that_does_not_answer_is_killed() -> None:
         started.processes.ready()
         await started.sleep()
         assert await started.replica.wake() == "it did not wake within 0.1 s"
-        # It is no longer asleep; it is loading again.
+        # The replica is no longer asleep; it is loading again.
         assert started.replica.operator_state == "restarting"
 
     run(scenario)

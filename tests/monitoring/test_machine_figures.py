@@ -149,7 +149,7 @@ def test_the_tenants_of_snapshots_change_seldom_if_there_are_too_many() -> None:
 
 def status_with_a_replica() -> Status:
     replica = ReplicaStatus(
-        name="m-1", state="ready", pids=[10, 11], devices=["cuda:2", "cuda:3"], weight_bytes=5, kv_bytes=7
+        name="m-1", state="ready", pids=[10, 11], devices=["cuda:2", "cuda:3"], weight_bytes=10, kv_bytes=14
     )
     model = ModelStatus(name="m", folder="", version="", created=0, state="ready", replicas=[replica])
     return SimpleNamespace(models=[model])  # type: ignore[return-value]

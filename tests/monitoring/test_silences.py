@@ -1,4 +1,4 @@
-"""Tests of the limits on silences of alerts."""
+"""Tests of the limits on alert silences."""
 
 from __future__ import annotations
 

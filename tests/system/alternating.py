@@ -146,8 +146,8 @@ class Alternating:
             return {model.name for model in client.models() if model.versions[0].replicas}
 
     def check(self, first: int = 0, models: int = 2) -> None:
-        """Check that no request has failed, and that no request from answer number `first` on waited too long
-        while this many models competed for the memory."""
+        """Check that no request has failed. Also check that, from answer number `first` on, no request waited
+        longer than is allowed when this many models compete for the memory."""
         assert not self.failures, self.failures[:5]
         longest = max(answer.first_token_s for answer in self.answers[first:])
         bound_s = (models - 1) * (self.min_residence_s + self.swap_s()) + SLACK_S
@@ -184,7 +184,7 @@ def alternating(
 
 
 def measure_alone(world: Alternating) -> dict[str, float]:
-    """Return the answers per second of each model while it has the memory for itself."""
+    """Return each model's answers per second while that model has the memory for itself."""
     rates = {}
     for name in MODELS:
         world.ask(name)
@@ -198,15 +198,16 @@ def compared(
     world: Alternating, first: int, took_s: float, rates: dict[str, float], sent_s: float, loaded: set[str]
 ) -> str:
     """Compare the answers from number `first` on, which took `took_s` seconds in total, with the ideal order.
-    The ideal order serves all requests of a model together, so each model that was not `loaded` is loaded
-    once, in the mean time of a load. It cannot end before the last request was sent, at `sent_s`."""
+    In the ideal order, all requests of a model are served together, so each model that is not in `loaded` is
+    loaded once, which takes the mean duration of a load. The ideal order cannot end before the last request
+    was sent, at `sent_s`."""
     names = [answer.model for answer in world.answers[first:]]
     answers_s = sum(names.count(name) / rates[name] for name in set(names))
     ideal_s = max(sent_s, answers_s + len(set(names) - loaded) * statistics.mean(world.loads_s()))
     longest = max(answer.first_token_s for answer in world.answers[first:])
     return (
-        f"{len(names)} answers in {took_s:.1f} s, {ideal_s / took_s:.0%} of the throughput of the ideal "
-        f"order, longest load {world.swap_s():.1f} s, longest wait {longest:.1f} s"
+        f"{len(names)} answers in {took_s:.1f} s, {ideal_s / took_s:.0%} of the ideal order's "
+        f"throughput, longest load {world.swap_s():.1f} s, longest wait {longest:.1f} s"
     )
 
 

@@ -187,7 +187,7 @@ def attackers(
     orders: Sequence[Orders], prepare: Callable[[], None] = give_way
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start processes that execute the orders. They are stopped at the end of the block. `prepare` is called
-    in each process before it begins; by default, it sets the process to nice 19."""
+    in each process before the process begins; by default, it sets the process to nice 19."""
     with ExitStack() as stack:
         started = []
         for one in orders:
@@ -207,7 +207,7 @@ def attackers(
 
 
 def reports(processes: Sequence[subprocess.Popen[bytes]]) -> dict[str, Any]:
-    """Wait until the attackers have finished, and return the sum of their reports. Raises if an attacker
+    """Wait until the attackers have finished, and return the totals of their reports. Raises if an attacker
     failed."""
     found = []
     for process in processes:
@@ -220,7 +220,7 @@ def reports(processes: Sequence[subprocess.Popen[bytes]]) -> dict[str, Any]:
 
 
 def sum_of(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the sum of the counts in reports of attackers."""
+    """Return the total of each count across all attackers' reports."""
     total: Counter[str] = Counter()
     statuses: Counter[str] = Counter()
     for report in reports:
@@ -431,9 +431,9 @@ def main() -> int:
     floods = [flood for flood in FLOODS if options.only in flood.name]
     if not floods:
         parser.error(
-            f"--only {options.only}: no such flood; there are {', '.join(one.name for one in FLOODS)}"
+            f"--only {options.only}: no such flood; choose from {', '.join(one.name for one in FLOODS)}"
         )
-    print(f"Latencies in ms, memory as growth of RSS in MiB, of the largest process.\n{HEADINGS}", flush=True)
+    print(f"Latencies in ms; RSS growth, in MiB, of the process that grew most.\n{HEADINGS}", flush=True)
     rows = []
     for row in run(floods, plan):
         rows.append(row)

@@ -117,7 +117,7 @@ def read_answer(received: bytes, stream: bool, got: Got) -> None:
         elif event.get("usage"):
             said = event["usage"]["completion_tokens"]
             if said != got.tokens:
-                raise AssertionError(f"{got.request_id}: {got.tokens} tokens came, its usage says {said}")
+                raise AssertionError(f"{got.request_id}: {got.tokens} tokens arrived, but usage says {said}")
             got.whole = True
         else:
             got.tokens += sum(len((one["logprobs"] or {}).get("tokens", ())) for one in event["choices"])

@@ -139,8 +139,8 @@ class Bursts:
         self.admin = AdminClient(running.run_dir)
         self.rounds: list[Round] = []
         self.engine: list[tuple[list[int], int]] = []
-        """One entry for each series of rounds in which no rank died: the rounds, and the number of tokens
-        that the engine generated in them."""
+        """One entry for each series of rounds in which no rank died: the numbers of the rounds, and how many
+        tokens the engine generated in these rounds."""
         self._victim: int | None = None
         """Process id of the last process that was killed."""
         self._since: list[int] = []
@@ -243,7 +243,7 @@ class Bursts:
             self.running.wait_until(self._replica_is_idle, 60, "the replica to be idle")
         except AssertionError:
             replica = self._replica()
-            found.note("leaked", 1, f"the replica has {replica.blocks_used} blocks in use and runs something")
+            found.note("leaked", 1, f"the replica is not idle: {replica.blocks_used} blocks in use")
         self.running.wait_until(self._all_written, 60, "every row to be on the disk")
         self.running.wait_until(lambda: not self._open_rows(), 60, "every row to end")
         rows = self.rows()
@@ -302,18 +302,18 @@ def check_round(this: Round, rows: list[dict[str, Any]], found: Findings) -> Non
     else:
         used, kind = charged, "overshoot_tokens"
         if received > had:
-            found.note(kind, int(received - had) or 1, f"{name}: clients have {received} tokens of {had:.1f}")
+            found.note(
+                kind, int(received - had) or 1, f"{name}: {received} tokens received, {had:.1f} allowed"
+            )
     if used > had:
-        found.note(kind, int(used - had) or 1, f"{name}: {used} charged of {had:.1f}")
+        found.note(kind, int(used - had) or 1, f"{name}: {used} charged, {had:.1f} allowed")
     for usage in this.usage:
         if usage.held:
-            found.note(
-                "leaked", abs(usage.held), f"{name}: {usage.held} of {usage.limit} are held for nobody"
-            )
+            found.note("leaked", abs(usage.held), f"{name}: {usage.held} of {usage.limit} are still reserved")
         if usage.limit == this.limit:
             left_by_time = this.per_s * this.seconds + 1
             if not used - left_by_time <= usage.used <= used + 1:
-                words = f"{name}: {usage.used} used by the quota, {used} by the log"
+                words = f"{name}: {usage.used} used according to the quota, {used} according to the log"
                 found.note("leaked", abs(usage.used - used), words)
 
 
@@ -335,17 +335,33 @@ def check_rows(this: Round, rows: dict[str, dict[str, Any]], found: Findings) ->
         died = row["error"] == "the front process died"
         if got.whole and not died and billed != got.tokens:
             # A client that disconnects after the last byte may be logged as disconnected.
-            found.note("billed_is_not_delivered", abs(billed - got.tokens), f"{name}: {billed}, {got.tokens}")
+            found.note(
+                "billed_is_not_delivered",
+                abs(billed - got.tokens),
+                f"{name}: {billed} billed, {got.tokens} delivered",
+            )
         elif billed < got.tokens and not died:
-            found.note("billed_is_not_delivered", got.tokens - billed, f"{name}: {got.tokens} came, {billed}")
+            found.note(
+                "billed_is_not_delivered",
+                got.tokens - billed,
+                f"{name}: {billed} billed, {got.tokens} delivered",
+            )
         if billed > generated:
-            found.note("billed_is_not_delivered", billed - generated, f"{name}: {generated} generated")
+            found.note(
+                "billed_is_not_delivered",
+                billed - generated,
+                f"{name}: {billed} billed, {generated} generated",
+            )
         if died:
             right = charged >= (row["prompt_tokens"] + got.tokens if got.tokens else 0)
         else:
             right = charged in (row["prompt_tokens"] + billed, 0 if not billed else -1)
         if not right:
-            found.note("wrong_charges", 1, f"{name}: {charged} charged, {row['prompt_tokens']} + {billed}")
+            found.note(
+                "wrong_charges",
+                1,
+                f"{name}: {charged} charged, {row['prompt_tokens']} prompt + {billed} billed",
+            )
 
 
 @contextlib.contextmanager
@@ -369,7 +385,7 @@ def summary(bursts: Bursts, found: Findings, seconds: float) -> dict[str, Any]:
         "left" if one.left else one.refusal or ("answered" if one.whole else "cut off") for one in got
     )
     return {
-        "what": f"{WIDTH}-way bursts at the edge of a quota, over real processes with the CPU engine",
+        "what": f"{WIDTH}-way bursts that exceed a quota, against real processes with the CPU engine",
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
         "seed": bursts.seed,

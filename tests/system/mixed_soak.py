@@ -31,7 +31,7 @@ from tests.system.trends import slope_of
 from tests.system.usage import Usage, fill_kv_cache, processes_of, usage_of
 
 CLIENT = "clients"
-"""Name of the tenant. Its requests are checked against the log."""
+"""Name of the tenant whose requests are checked against the log."""
 ATTACK_PAUSE_S = 3.0
 ATTACK_CONNECTIONS = 2
 KV_BLOCKS = 400
@@ -204,10 +204,10 @@ def main() -> int:
     with attacked_service(*flags) as (attacked, key):
         blocks = attacked.running.replica()["blocks_total"]
         filled_mb = fill_kv_cache(attacked.running, blocks, random.Random(1))
-        print(f"all {blocks} KV blocks have been used once: the replica has {filled_mb:.0f} MB", flush=True)
+        print(f"all {blocks} KV blocks have been used once: the replica uses {filled_mb:.0f} MB", flush=True)
         result = run(attacked, key, 60 * options.minutes, options.clients, options.sample_seconds)
         result |= {"kv_blocks": blocks, "replica_mb_with_all_kv_blocks": filled_mb}
-    print(f"{result['requests']} requests of clients: {result['outcomes']}\nattackers: {result['attackers']}")
+    print(f"{result['requests']} client requests: {result['outcomes']}\nattackers: {result['attackers']}")
     print(f"{'process':18} {'measurement':12} {'first':>8} {'last':>8}  a minute, 95% confidence interval")
     for one in result["trends"]:
         print(

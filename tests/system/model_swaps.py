@@ -61,7 +61,7 @@ class Streams:
         self.checked = 0
         """Number of answers that began and ended between two changes."""
         self.seen: set[int] = set()
-        """Versions of these answers since the latest change."""
+        """Versions that have given such answers since the latest change."""
         self.failures: list[str] = []
         self._running = running
         self._name = name

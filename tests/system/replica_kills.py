@@ -153,7 +153,7 @@ class Kills:
         self.running.act(UnloadModel(model="chat", wait=True))
         with self._performed(LoadModel(model="chat", wait=True)):
             pid = self._wait_for_rank("chat@1")
-            streams = self._decodes(2)  # they wait in the front until the model is loaded
+            streams = self._decodes(2)  # the streams wait in the front until the model is loaded
             time.sleep(self._draw.uniform(0.0, 0.5))
             assert self._unit("chat@1")["replicas"][0]["state"] in ("starting", "loading")
             self._kill(pid)

@@ -76,7 +76,7 @@ class SshServer:
 
     @contextmanager
     def forward(self, local: Path, remote: Path) -> Iterator[None]:
-        """Forward connections to the socket `local` to the socket `remote`, as `docs/admin-api.md` advises
+        """Forward connections from the socket `local` to the socket `remote`, as `docs/admin-api.md` advises
         operators to do."""
         output = self._folder / "client.log"
         process = _start(output, self._client(str(local), str(remote)))

@@ -121,7 +121,7 @@ def test_leaving_a_stream_gives_back_its_blocks_and_rows(client: openai.OpenAI, 
         replica = demo.replica()
         return replica["blocks_used"] == 0 and replica["credit_seqs"] == replica["max_num_seqs"]
 
-    # The step in flight still used the blocks, so they may not disappear until a later report.
+    # The step in flight still used the blocks, so they may not be free until a later report.
     demo.wait_until(all_returned, 60, "the blocks and slots to be free")
     row = demo.wait_until(
         lambda: next((r for r in demo.rows()[-3:] if r["finish_reason"] == "cancelled"), None), 60, "its row"

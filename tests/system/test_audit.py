@@ -80,8 +80,8 @@ def let_auditors_read(running: Service) -> None:
 
 
 def read_as_auditor(state_dir: Path, how: str) -> str:
-    """Return the rows as read by a user with read-only permission. The rows are read with SQLite: through
-    Python's module, or with SQLite's own program."""
+    """Return the rows as read by a user with read-only permission. The rows are read with SQLite, either
+    through Python's module or with SQLite's command-line program."""
     become = f"os.setgroups([]); os.setgid({AUDITORS}); os.setuid({AUDITOR})" if os.geteuid() == 0 else "pass"
     if how == "program":
         program = shutil.which("sqlite3")
@@ -147,7 +147,7 @@ def test_the_record_is_whole_while_the_service_runs_and_after(record: Record) ->
 
 @pytest.fixture
 def copy(record: Record, tmp_path: Path) -> Path:
-    """Return a copy for a test to tamper with."""
+    """Return a copy of the files for a test to tamper with."""
     return Path(shutil.copytree(record.state_dir, tmp_path / "state"))
 
 

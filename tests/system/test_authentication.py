@@ -150,7 +150,7 @@ def metrics_table() -> list[Route]:
 
 
 def concrete(path: str) -> str:
-    """Return a path that can be requested and gives a response that ends."""
+    """Return the path with its parameters filled in, so that it can be requested and the response ends."""
     return path.replace("{model:path}", "demo").replace("/events", "/events?frames=1") + REQUIRED.get(
         path, ""
     )

@@ -71,7 +71,7 @@ def test_config_check_names_a_fallback_that_does_not_exist(tmp_path: Path) -> No
     assert done.returncode == 1
     said = "models.chat.fallback = 'chta' does not name another model or alias: remove it"
     assert done.stdout.rstrip() == f"{config}:4: {said}"
-    # If the registry cannot be read, it may have a model of this name.
+    # If the registry cannot be read, it may contain a model with this name.
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "control.db").write_bytes(b"no database" * 400)
     done = run("config", "check", config)

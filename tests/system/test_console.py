@@ -55,7 +55,7 @@ def terminal(running: Service, tmp_path: Path) -> Iterator[Tmux]:
 
 
 def audited(running: Service, action: str) -> list[str | None]:
-    """Return the results of an action in the audit trail, the newest first."""
+    """Return the results that the audit trail records for an action, newest first."""
     with AdminClient(running.run_dir) as client:
         rows = client.call(calls.audit(AuditQuery(action=action))).rows
     return [row.result for row in rows]

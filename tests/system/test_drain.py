@@ -321,8 +321,8 @@ def test_sigterm_under_load_drains_as_well_and_leaves_nothing_behind(settings: P
             assert running.process.wait(60) == 0
         check(load, lost_connections=True)
         check_order(load)
-        # Requests whose connections were cut off had not been accepted: a client received every answer in the
-        # log.
+        # Requests whose connections were cut off had not been accepted: every answer in the log was received
+        # by its client.
         answered = sum(not answer.refused for answer in load.answers)
         found = outcomes(running)
         assert found.pop(("ended", 200)) == answered

@@ -72,7 +72,7 @@ def act(running: Service, action: Any) -> None:
 
 def row(running: Service, answer: dict[str, Any]) -> dict[str, Any]:
     request_id = answer["id"].removeprefix("cmpl-")
-    # The row is closed after the answer has been sent.
+    # The request's row is closed only after the answer has been sent.
     [found] = running.wait_until(
         lambda: running.rows(request_id=request_id, state="ended"), 60.0, "the end of the request's row"
     )
@@ -99,7 +99,7 @@ def test_a_model_that_takes_no_requests_is_replaced_for_keys_that_allow_it(
     running: Service, keys: dict[str, str], stream: bool
 ) -> None:
     act(running, DrainService(model="big"))
-    # A drain is announced before it refuses requests.
+    # A drain is announced first, and the service refuses requests only after that.
     running.wait_until(lambda: ask(running, keys["never"])[0] == 503, 60, "the model to be drained")
     try:
         check_fell_back(running, ask(running, keys["allowed"], stream))
@@ -123,7 +123,7 @@ def test_a_model_whose_replica_died_is_replaced_until_it_is_back(
     psutil.Process(pid).kill()
     running.wait_until(lambda: replica()["pids"] != [pid], 60, "the death to be noticed")
     answered = ask(running, keys["allowed"])
-    if answered[1]["model"] == "small":  # otherwise, the replica has already restarted
+    if answered[1]["model"] == "small":  # if "big" answered, its replica has already restarted
         check_fell_back(running, answered)
     running.wait_until(lambda: ask(running, keys["allowed"])[1]["model"] == "big", 120, "the model to return")
 

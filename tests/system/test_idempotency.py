@@ -1,5 +1,5 @@
-"""Tests of retries with an Idempotency-Key over two real fronts. The request runs only once, whichever front
-receives the retry."""
+"""Tests of retries with an Idempotency-Key on a service with two real fronts. The request runs only once,
+whichever front receives the retry."""
 
 from __future__ import annotations
 

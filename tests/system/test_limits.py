@@ -1,5 +1,5 @@
-"""Tests of each quota limit through a real service, for tenants and for keys. Limits are changed while the
-service runs. Usage must survive a restart and a crash."""
+"""Tests of each quota limit of tenants and of keys, on a real service. Limits are changed while the service
+runs. Usage must survive a restart and a crash."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_requests_at_once_wait_for_each_other_and_requests_that_wait_are_bounded
         waiting.start()
         caller.wait(lambda: caller.in_flight() == ["queued", "running"], "the second to wait")
         refusal = caller.ask()
-        assert f"of {scope}" in refused(refusal, "requests", "tenant_queue_full")["message"]
+        assert f"from {scope}" in refused(refusal, "requests", "tenant_queue_full")["message"]
         assert int(refusal.headers["retry-after"]) >= 1
         used = caller.usage()
         assert used["concurrent_requests"].used == used["queued_requests"].used == 1

@@ -27,7 +27,8 @@ from tests.system.service import APPLIANCE, Service, service
 pytestmark = pytest.mark.system
 SHARD = "model-00002-of-00002.safetensors"
 BOUND_S = 60
-"""Far more than any of these loads takes, and less than `load_timeout_s`."""
+"""Time limit for a load, in seconds: far more than any of these loads takes, and less than
+`load_timeout_s`."""
 
 
 @pytest.fixture(scope="module")

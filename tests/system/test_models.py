@@ -195,7 +195,7 @@ def test_a_version_has_its_own_sampling_defaults_and_chat_template(
         (("load", "chat@9", "--wait"), "no version 9; available versions: 1, 2"),
         (("load", "chat@two"), "'chat@two': 'two' is not a number: available versions: 1, 2"),
         (("load", "other"), "the registry has no model 'other'"),
-        (("fit", "other"), "'other' is neither a folder nor a model of the registry"),
+        (("fit", "other"), "'other' is neither a folder nor a model in the registry"),
         (("default", "chat"), "write NAME@VERSION"),
         (("rollback", "chat"), "no other default version"),
         (("remove", "chat", "--yes"), "unload it first"),

@@ -140,4 +140,4 @@ def test_prune_removes_the_versions_that_nothing_names(running: Service, hub: Hu
     pruned = json.loads(command(running, hub, "models", "prune", "--files", "--yes", "--json"))
     assert [one["folder"] for one in pruned["deleted"]] == [folders[2]]
     assert [Path(folder).exists() for folder in folders] == [True, True, False, True]
-    assert "every version is loaded or has a name" in command(running, hub, "models", "prune", "--yes")
+    assert "nothing to remove: no version is unused" in command(running, hub, "models", "prune", "--yes")

@@ -1,4 +1,4 @@
-"""Tests of models that are loaded at their first request, on a running service with real engines."""
+"""Tests of models that are loaded on their first request, in a running service with real engines."""
 
 from __future__ import annotations
 

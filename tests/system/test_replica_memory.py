@@ -1,4 +1,4 @@
-"""Test that a CPU replica's memory rises until every block of its KV cache has been used, and no further."""
+"""Tests that a CPU replica's memory rises until every block of its KV cache has been used, and no further."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def test_requests_during_rounds_of_sleep_are_all_answered(sleeps: Sleeps) -> Non
     for thread in threads:
         thread.start()
     for _ in range(3):
-        sleeps.act(SleepModel(model="chat", wait=True))  # a request may have woken it already
+        sleeps.act(SleepModel(model="chat", wait=True))  # a request may already have woken the model
     until = len(answered) + 8
     sleeps.running.wait_until(lambda: len(answered) >= until, WITHIN_S, "answers after the last round")
     stop.set()

@@ -75,7 +75,7 @@ def run(run_dir: Path, *words: str, **environ: str) -> subprocess.CompletedProce
 
 
 def read(run_dir: Path, command: str, **environ: str) -> Any:
-    """Return what a command prints, without the figures that change while the service is idle."""
+    """Return the JSON that a command prints, without the values that change while the service is idle."""
     done = run(run_dir, *command.split(), **environ)
     assert done.returncode == 0, done.stderr
     value = json.loads(done.stdout)
@@ -89,7 +89,8 @@ def _steady(value: Any) -> Any:
 
 
 def actions(remote: Remote, action: str) -> list[AuditAction]:
-    """Return an action's entries in the audit trail, the newest first, once all have a result."""
+    """Wait until all of an action's entries in the audit trail have a result, and return them, newest
+    first."""
 
     def ended() -> list[AuditAction] | None:
         with AdminClient(remote.service.run_dir) as client:

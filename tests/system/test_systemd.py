@@ -149,7 +149,7 @@ def booted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         f"{socket}.d/tcp.conf": (UNITS / "examples/appliance.socket.d/tcp.conf").read_text(),
         f"{unit}.d/test.conf": "[Service]\n"
         f'Environment="PYTHONPATH={ROOT}" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1\nWatchdogSec={WATCHDOG_S}s\n'
-        "TimeoutStopSec=2s\n"  # shorter than a drain, so the service must ask systemd for more time
+        "TimeoutStopSec=2s\n"  # shorter than a drain, so the service has to ask systemd for more time to stop
         f"{shown_to_the_sandbox()}",
         "/usr/lib/sysusers.d/appliance.conf": (UNITS / "sysusers.d/appliance.conf").read_text(),
         "/etc/appliance/appliance.toml": f"hang_timeout_s = {HANG_S}\ndrain_grace_s = 120\n",
@@ -299,7 +299,7 @@ def test_a_killed_core_is_back_and_who_connected_meanwhile_is_served(
 def test_a_stalled_rank_is_the_cores_to_kill(box: Box) -> None:
     before, ranks = box.unit(), box.replica()["pids"]
     box.inside.run("kill", "-STOP", *map(str, ranks))
-    assert box.complete() == 200  # the answer arrives after the core has noticed and another rank has loaded
+    assert box.complete() == 200  # the answer arrives only after a new rank has replaced the stopped rank
     assert box.replica()["pids"] != ranks
     assert "did not report for" in box.replica()["last_error"]
     now = box.unit()

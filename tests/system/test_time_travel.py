@@ -91,7 +91,7 @@ async def replay(recording: RecordedPast, times: list[float]) -> Frames:
     source, frames = ReplaySource(recording, times[0] + 0.0005), Frames()
     session = ConsoleSession(source)
     snapshot = await source.next()
-    # The live console was opened at that time, so its charts began there.
+    # The live console was opened at the first of these times, so its charts begin there.
     while source.history.points[0].at < times[0] - 0.001:
         source.history.points.popleft()
     for slices in source.history.batches.values():

@@ -81,12 +81,12 @@ class PeakMemory(threading.Thread):
         self._note()
 
     def peak_growth_mb(self) -> dict[str, float]:
-        """Return the maximum growth of each process since its first sample."""
+        """Return the maximum growth of each process's memory since its first sample."""
         return {name: self.peak_mb[name] - size for name, size in self.before_mb.items()}
 
     def growth_after_mb(self, seconds: float) -> dict[str, float]:
-        """Wait for the given number of seconds, and return the growth of each process since its first
-        sample."""
+        """Wait for the given number of seconds, and return the growth of each process's memory since its
+        first sample."""
         time.sleep(seconds)
         now = self.now_mb()
         return {name: size - self.before_mb[name] for name, size in now.items()}

@@ -1,5 +1,5 @@
-"""Tests that chat templates render the same text as in transformers, that messages cannot inject control
-tokens, and that refusals state a reason."""
+"""Tests that chat templates render the same text as they do in transformers, that messages cannot inject
+control tokens, and that refusals state a reason."""
 
 from __future__ import annotations
 

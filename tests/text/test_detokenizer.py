@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.text.detokenizer import Detokenizer, WindowDetokenizer
+from appliance.text.fair_queue import run_steps
 from appliance.text.tokenizer import TokenIdError, Tokenizer
 
 KINDS = ["byte_level", "byte_fallback", "metaspace"]
@@ -140,6 +141,25 @@ def test_a_character_that_begins_in_the_prompt_is_whole_in_the_continuation(load
             detokenizer = WindowDetokenizer(tokenizer._backend, frozenset(), context=ids[:cut])
         pieces = [detokenizer.push([token_id]) for token_id in ids[cut:]]
         assert "".join([*pieces, detokenizer.finish()]) == "한y"
+
+
+@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_an_echoed_prompt_and_its_continuation_contain_each_character_once(loaded, kind, window):
+    tokenizer = loaded[kind]
+    table = tokenizer.table
+    whole, other = (tokenizer.encode_blocking(text, add_special_tokens=False) for text in ("x한y", "y"))
+    try:
+        if window:
+            tokenizer.table = None
+        for cut in range(1, len(whole)):
+            for rest in (whole[cut:], other):
+                echoed = run_steps(tokenizer.decode_steps(whole[:cut], complete=False))
+                stream = tokenizer.detokenizer(context=whole[:cut])
+                text = echoed + stream.push(rest) + stream.finish()
+                assert text == tokenizer.decode([*whole[:cut], *rest])
+    finally:
+        tokenizer.table = table
 
 
 @pytest.mark.parametrize("kind", ["byte_fallback", "metaspace"])

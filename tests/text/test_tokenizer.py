@@ -1,4 +1,4 @@
-"""Tests of loading tokenizers, and of encoding compared with that of transformers."""
+"""Tests that tokenizers are loaded correctly, and that they encode text in the same way as transformers."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class _Change(NamedTuple):
 
     at: float
     rank: int
-    """Lower ranks are more likely causes."""
+    """Changes with lower ranks are more likely causes."""
     text: str
     scope: Scope
 

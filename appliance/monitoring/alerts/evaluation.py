@@ -17,10 +17,10 @@ from appliance.monitoring.alerts.texts import filled
 from store.samples import TelemetryLayout, TelemetrySample
 
 SETTLE_S = 60.0
-"""An ended alert can still be the cause of other alerts for this many seconds."""
+"""For this many seconds after an alert has ended, it can still be the cause of other alerts."""
 GROUP_S = 30.0
-"""Alerts of a rule that are raised within this many seconds after another alert of the rule are grouped under
-that first alert."""
+"""If a rule raises more alerts within this many seconds after one of its alerts, they are grouped under that
+first alert."""
 
 Event = Literal["raised", "ended", "suppressed"]
 

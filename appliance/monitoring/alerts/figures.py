@@ -25,7 +25,7 @@ _KINDS = {
     "drains": "drain",
     "current_problems": "problem",
 }
-"""The lists with entries that can be subjects of alerts, and the kind of entry in each list."""
+"""The lists whose entries can be subjects of alerts, and the kind of entry in each list."""
 _PLAIN = ("replica", "front", "process", "problem")
 """Kinds that are left out of the description of a subject, because the subject's name already implies the
 kind."""
@@ -37,7 +37,7 @@ class Selected(NamedTuple):
 
     name: str
     where: str
-    """The subject of its alert, such as "demo-1", "GPU 3" or "queue"."""
+    """The subject of the figure's alert, such as "demo-1", "GPU 3" or "queue"."""
     scope: Scope
     position: int
     """Position among the sample's numbers; -1 for a text."""
@@ -102,8 +102,8 @@ def _related(layout: TelemetryLayout, kind: str, key: str, entry: str) -> Iterat
 
 
 def related(one: Scope, other: Scope) -> bool:
-    """Return whether alerts with these scopes can have the same cause. This is the case if the scopes have an
-    object in common for each kind of object that both contain."""
+    """Return whether alerts with these scopes can have the same cause. This is the case if the scopes
+    share an object of each kind that occurs in both."""
     kinds = {kind for kind, _ in one} & {kind for kind, _ in other}
     return all(any(kind == shared for shared, _ in one & other) for kind in kinds)
 

@@ -23,7 +23,7 @@ from store.structs import Silence
 log = logging.getLogger(__name__)
 
 _SHOWN_ENDED = 50
-"""Maximum number of ended alerts that are listed."""
+"""Maximum number of listed alerts that have already ended."""
 _SHOWN_ENDED_S = 3600.0
 MAX_SILENCES = 500
 
@@ -105,7 +105,7 @@ class AlertManager:
         ValueError if it has already been acknowledged."""
         alert = self._evaluator.alerts.get(alert_id)
         if alert is None or alert.ended_at is not None or not alert.announced:
-            raise LookupError(f"no alert with id {alert_id!r} lasts: see the ids in: appliance alerts list")
+            raise LookupError(f"no active alert has id {alert_id!r}: see the ids in: appliance alerts list")
         if (known := self._acknowledged.get(alert_id)) is not None:
             raise ValueError(f"alert {alert_id} has already been acknowledged by {known[0]}")
         self._acknowledged[alert_id] = (actor, self._clock())

@@ -119,7 +119,7 @@ class AlertReceivers:
 
 
 def deliver(sink: AlertSink, body: bytes) -> None:
-    """Pass an alert to a receiver. Blocks for at most the sink's time limit. Raises DeliveryError."""
+    """Pass an alert to a receiver. Blocks for at most the receiver's time limit. Raises DeliveryError."""
     if sink.command:
         _run_command(sink, body)
     if sink.webhook:

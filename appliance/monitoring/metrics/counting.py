@@ -18,11 +18,11 @@ class CountedRows:
         self._rows = rows
 
     def open(self, row: RequestRow) -> bool:
-        """Pass on the row of an admitted request."""
+        """Pass an admitted request's row on to the request log."""
         return self._rows.open(row)
 
     def end(self, row: RequestRow) -> bool:
-        """Count a finished request, and pass on its row."""
+        """Count a finished request, and pass its row on to the request log."""
         self._count(row)
         return self._rows.end(row)
 

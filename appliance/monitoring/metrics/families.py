@@ -201,7 +201,7 @@ ROWS = (
 )
 RETRIES = (
     Metric("counter", "appliance_retries_total", "requests",
-           "Retries with a known Idempotency-Key, by outcome: joined the running request, returned its "
+           "Retries with a known Idempotency-Key, by outcome: joined the running request, got the "
            "stored answer, or ran again.",
            lambda row: {} if row.retry is None else {row.retry: 1}, ("retry",)),
 )
@@ -221,36 +221,37 @@ TIMES = (
 )
 ARMS = (
     Metric("counter", "appliance_arm_requests_total", "requests",
-           "Finished requests by the model or version that the request was sent to.",
+           "Finished requests, by the model or version that they were sent to.",
            lambda row: {outcome(row): 1}, ("outcome",)),
     Metric("histogram", "appliance_arm_time_to_first_token_seconds", "seconds",
-           "TTFT of these requests.",
+           "TTFT of requests, by the model or version that they were sent to.",
            lambda row: _seconds(row.ttft_ms), bounds=FIRST_TOKEN_BOUNDS_S),
     Metric("histogram", "appliance_arm_request_seconds", "seconds",
-           "E2E of these requests, for requests with outcome ok.",
+           "E2E of requests with outcome ok, by the model or version that they were sent to.",
            _successful_seconds, bounds=REQUEST_BOUNDS_S),
 )
 FALLBACKS = (
     Metric("counter", "appliance_fallbacks_total", "requests",
-           "Finished requests that the model could not take and its fallback was asked for, by outcome.",
+           "Finished requests that the model could not answer and that were passed to its fallback, "
+           "by outcome.",
            lambda row: {outcome(row): 1}, ("outcome",)),
 )
 SHADOWS = (
     Metric("counter", "appliance_shadow_requests_total", "requests",
-           "Requests that were selected for a copy, by result of the copy: compared, dropped or failed.",
+           "Requests that were selected for copying, by result of the copy: compared, dropped or failed.",
            lambda s: {"compared": s.compared, "dropped": s.dropped, "failed": s.failed}, ("result",)),
     Metric("counter", "appliance_shadow_tokens_total", "tokens",
            "Tokens of compared greedy requests.",
            lambda s: s.greedy_tokens),
     Metric("counter", "appliance_shadow_equal_tokens_total", "tokens",
-           "Tokens of these requests that are equal before the first difference.",
+           "Tokens of compared greedy requests before the first difference between the two answers.",
            lambda s: s.equal_tokens),
     Metric("summary", "appliance_shadow_time_to_first_token_seconds", "seconds",
-           "TTFT of compared requests from the moment when they are sent to the replica.",
+           "TTFT of compared requests, measured from the time when they were sent to the replica.",
            lambda s: {"original": (s.compared, s.originals.ttft_s), "copy": (s.compared, s.copies.ttft_s)},
            ("answer",)),
     Metric("summary", "appliance_shadow_request_seconds", "seconds",
-           "E2E of compared requests from the moment when they are sent to the replica.",
+           "E2E of compared requests, measured from the time when they were sent to the replica.",
            lambda s: {"original": (s.compared, s.originals.e2e_s), "copy": (s.compared, s.copies.e2e_s)},
            ("answer",)),
 )
@@ -276,11 +277,11 @@ RESIDENCY = (
            "1 if the model is loaded or being loaded, otherwise 0.",
            lambda r: int(r.in_memory)),
     Metric("counter", "appliance_model_demand_loads_total", "",
-           "Loads of the model because a request waited for it.",
+           "Number of times that the model was loaded because a request was waiting for it.",
            lambda r: r.loads),
     Metric("counter", "appliance_model_evictions_total", "",
            "Number of times that the model was unloaded without a command: another model needed the memory, "
-           "a group forbids both, or the model was idle.",
+           "a group does not allow both models to be loaded, or the model was idle.",
            lambda r: r.evictions, ("reason",)),
 )
 TENANT_ROWS = (
@@ -340,7 +341,7 @@ REPLICAS = (
            "Memory that a sleeping replica has released.",
            lambda r: r.status.freed_bytes),
     Metric("gauge", "appliance_replica_host_copy_bytes", "bytes",
-           "Host memory with the weights of a sleeping replica on GPUs.",
+           "Host memory that holds the weights of a sleeping GPU replica.",
            lambda r: r.status.host_bytes),
     Metric("gauge", "appliance_replica_breaker", "",
            "1 for the current state of a replica's circuit breaker: closed, open or half-open.",
@@ -382,7 +383,7 @@ REPLICAS = (
            "Number of times that a sequence was preempted and recomputed.",
            lambda r: r.status.preemptions),
     Metric("summary", "appliance_step_seconds", "seconds",
-           "Duration of a replica's steps. Steps of kind decode only decode, steps of kind mixed also "
+           "Duration of a replica's steps. Steps of kind decode only decode; steps of kind mixed also "
            "compute prompts.",
            _steps(lambda total: total.seconds), ("kind",)),
     Metric("summary", "appliance_device_idle_seconds", "seconds",
@@ -390,11 +391,11 @@ REPLICAS = (
            "appliance_step_seconds.",
            _steps(lambda total: total.idle_s), ("kind",)),
     Metric("counter", "appliance_expert_choices_total", "",
-           "Number of times that tokens chose an expert of a layer.",
+           "Number of times that tokens were routed to a layer's experts.",
            lambda r: {str(use.layer): use.choices for use in r.status.expert_layers}, ("layer",)),
     Metric("gauge", "appliance_expert_imbalance_ratio", "",
-           "How often a layer's busiest expert was chosen since the replica's start, divided by the mean "
-           "over the layer's experts.",
+           "Number of times that a layer's busiest expert was chosen since the replica's start, divided by "
+           "the mean over the layer's experts.",
            lambda r: {str(use.layer): use.imbalance for use in r.status.expert_layers}, ("layer",)),
 )
 FRONTS = (

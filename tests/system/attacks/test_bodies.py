@@ -71,8 +71,8 @@ def test_the_unfinished_bodies_of_a_tenant_are_bounded(bounded: Target) -> None:
     with unfinished(bounded, 30, bounded.authorization) as sockets:
         assert memory.growth() < 60 * MEGABYTE
         answers = [read_all(sock) for sock in sockets[2:]]
-        # The local user is another tenant, and can still send bodies, because its small body fits into the
-        # remaining memory.
+        # The local user counts as another tenant and can still send bodies, because its small body fits into
+        # the remaining memory.
         assert exchange(bounded.unix, post("/v1/chat/completions", chat(), "Connection: close")).startswith(
             b"HTTP/1.1 200 OK"
         )
@@ -174,8 +174,8 @@ def test_the_unfinished_heads_of_a_user_are_bounded_and_reported(bounded: Target
 
 
 def test_clients_that_read_no_answers_are_cut_off_and_reported(bounded: Target) -> None:
-    # The prompt is returned with each of the 128 samples, so the answer has more than 1 MB. The first request
-    # generates and records it, and the others get the recorded answer.
+    # The prompt is returned with each of the 128 samples, so the answer is larger than 1 MB. The first
+    # request generates and records it, and the others get the recorded answer.
     body = {"model": "demo", "prompt": [1000] * 2000, "n": 128, "max_tokens": 1, "return_token_ids": True}
     request = post("/v1/completions", body, "Idempotency-Key: large", "Connection: close")
     size = len(exchange(bounded.unix, request))

@@ -35,7 +35,7 @@ def has_started(running: Service) -> bool:
 
 
 def status_of(running: Service, model: str) -> tuple[int, str]:
-    """Return the status code and text of a request to the model."""
+    """Send a request to the model, and return the status code and text of the response."""
     body = {"model": model, "prompt": "hi", "max_tokens": 1}
     with running.http() as http:
         answer = http.post("/v1/completions", json=body)

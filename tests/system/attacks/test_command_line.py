@@ -129,8 +129,8 @@ class Commands:
         )
 
     def __call__(self, folder: Path, *each: tuple[str, ...], **environ: str) -> list[Any]:
-        """Run commands with the folder as their home directory. Return [exit code, output, errors] for
-        each."""
+        """Run commands with the folder as their home directory. Return [exit code, standard output, standard
+        error] for each command."""
         assert self._process.stdin is not None and self._process.stdout is not None
         home = {name: str(folder) for name in ("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME")}
         self._process.stdin.write(json.dumps([home | environ, each]) + "\n")
@@ -184,7 +184,7 @@ def trap() -> Iterator[Path]:
     """As the attacker, create the run directory in /tmp where the caller's commands look for the service. Its
     lock file names a forged request log."""
     path = Path(f"/tmp/appliance-{CALLER}")
-    shutil.rmtree(path, ignore_errors=True)  # it may be left over from a test run that was killed
+    shutil.rmtree(path, ignore_errors=True)  # the directory may be left over from a test run that was killed
     path.mkdir()
     try:
         forge_run_dir(path, path / "state")
@@ -240,8 +240,8 @@ def test_the_owner_of_a_directory_is_trusted_by_name_only(
 
 
 def test_another_users_process_behind_a_socket_of_ours_gets_nothing(commands: Commands, folder: Path) -> None:
-    """This can happen if another process passed the socket on, or if a user who once had write access to the
-    directory moved it there."""
+    """Another user's process can listen on the caller's socket if the socket was passed on to that process,
+    or if a user who once had write access to the directory moved the socket there."""
     run, elsewhere = folder / "run", folder / "elsewhere"
     for path, uid in ((run, CALLER), (elsewhere, ATTACKER)):
         path.mkdir()
@@ -285,7 +285,8 @@ def test_a_database_of_another_user_is_not_read(commands: Commands, folder: Path
 
 
 def test_a_directory_that_root_gave_to_the_services_user_is_trusted(commands: Commands, folder: Path) -> None:
-    """Under systemd, /run/appliance is such a directory: the service and the operator are different users."""
+    """Under systemd, /run/appliance does not belong to the operator, because the service runs as a separate
+    user."""
     place = Path(tempfile.mkdtemp(prefix="appl-", dir="/run"))
     place.chmod(0o755)
     run = place / "run"

@@ -39,8 +39,8 @@ from tests.system.attacks.wire import (
 pytestmark = pytest.mark.system
 GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 MAX_GROWTH = 60 * MEGABYTE
-"""Maximum growth of a process, in bytes. Without limits on connections, each of these floods made a process
-grow by more than 150 MB."""
+"""Maximum growth of a process's memory, in bytes. Without limits on connections, each of these floods made a
+process grow by more than 150 MB."""
 
 
 @contextmanager
@@ -183,7 +183,7 @@ def test_bad_keys_by_the_thousand_delay_and_cost_nobody_else(attacked: Target, k
             assert attacked.running.status()["state"] == "ready"
             slowest_status = max(slowest_status, time.monotonic() - started)
         done = reports(processes)
-    print(f"{done['requests'] / seconds:.0f} bad keys a second, {done}")
+    print(f"{done['requests'] / seconds:.0f} requests with a bad key per second, {done}")
     assert done["requests"] > 100 and done["statuses"].keys() <= {"401", "503"}, done
     assert max(slowest(), slowest_status) < 5.0
     assert memory.growth() < MAX_GROWTH

@@ -46,7 +46,7 @@ def disk() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def stopped(disk: Path) -> Iterator[Service]:
-    """Yield a service that is not running. Its databases exist."""
+    """Yield a service that is not running. Its databases already exist."""
     service = Service(disk.parent)
     assert service.state_dir == disk
     for database in (

@@ -78,7 +78,7 @@ def running() -> Iterator[Piped]:
 def test_a_stalled_reader_of_the_log_stops_nobody(running: Piped) -> None:
     running.stall()
     front, rank = running.status()["fronts"][0]["pid"], running.replica()["pids"][0]
-    running.command("keys", "create", "--name", "logged")  # the core logs this
+    running.command("keys", "create", "--name", "logged")  # the core logs this command
     psutil.Process(front).kill()  # the core logs the killed front, and the new front logs its start
     psutil.Process(rank).kill()
     running.wait_until(

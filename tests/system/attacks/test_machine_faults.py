@@ -47,8 +47,8 @@ def key_of(running: Service, tenant: str, **limits: Any) -> str:
 
 
 def ask(http: httpx.Client, key: str, prompt: list[int]) -> tuple[float, httpx.Response]:
-    """Send a request for one token, without a key if it is empty. Return its duration in seconds and the
-    answer."""
+    """Send a request for one token. If `key` is empty, no key is sent. Return the request's duration in
+    seconds and the answer."""
     body = {"model": "demo", "prompt": prompt, "max_tokens": 1}
     began = time.perf_counter()
     answered = http.post(

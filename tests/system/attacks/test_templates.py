@@ -81,7 +81,7 @@ def test_a_template_that_exceeds_a_bound_is_refused_and_delays_nobody_else(
         assert message in answer.json()["error"]["message"]
         assert chat(http, "hostile", "something else").status_code == 200
     assert 0 < most < MAX_TEMPLATE_MEMORY_BYTES + (64 << 20)
-    # The process of a template that uses too much memory is killed immediately.
+    # A process that renders a template is killed immediately if it uses too much memory.
     assert (len(latencies) > 3 or content == "hungry") and max(latencies) < 5.0, latencies
 
     def shown() -> bool:

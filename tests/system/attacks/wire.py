@@ -109,7 +109,7 @@ class Memory:
         return [process.memory_info().rss for process in self._processes]
 
     def growth(self) -> int:
-        """Return the largest growth among the processes, in bytes."""
+        """Return the largest growth of any process's memory, in bytes."""
         return max(now - before for now, before in zip(self._sizes(), self.before, strict=True))
 
 
