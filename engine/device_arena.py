@@ -70,13 +70,11 @@ class DeviceArena:
         torch.OutOfMemoryError."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0:
-            raise ValueError(f"cannot allocate a tensor of shape {shape}: it has no elements")
+            raise ValueError(f"a tensor of shape {shape} has no memory")
         start = -(-self._allocated // ALIGNMENT) * ALIGNMENT
         end = start + nbytes
         if end > self._limit:
-            raise torch.OutOfMemoryError(
-                f"{end} bytes exceed the arena's address range of {self._limit} bytes"
-            )
+            raise torch.OutOfMemoryError(f"{end} bytes exceed the arena's {self._limit} bytes of addresses")
         if end > self._size:
             missing = -(-(end - self._size) // self._driver.granularity) * self._driver.granularity
             self._map(self._base + self._size, missing)

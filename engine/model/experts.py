@@ -28,7 +28,7 @@ from kernels.reference import expert_weight
 
 @dataclass(frozen=True, slots=True)
 class ExpertChoices:
-    """For each layer, the number of tokens that have chosen each expert."""
+    """Counts of how many tokens have chosen each expert, by layer."""
 
     layers: list[int]
     """Indices of the layers with experts."""

@@ -29,8 +29,7 @@ class TunedOps(CudaOps):
         super().__init__(0, pdl=gpu.pdl)
         self._attention = attention
         self.asked: list[Product] = []
-        """The linears that looked up a plan, in the order of the look-ups. A linear may occur several
-        times."""
+        """The linears of all look-ups, in order. A linear may occur several times."""
         self.use(Table())
 
     def use(self, table: Table) -> None:

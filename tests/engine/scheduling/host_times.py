@@ -29,7 +29,7 @@ VOCAB = 1000
 
 @dataclass(frozen=True)
 class StepCost:
-    """CPU time that the host needs for one step."""
+    """The host's time for one step."""
 
     step: int
     plan_ms: float
@@ -47,7 +47,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class IntakeCost:
-    """CPU time that the host needs before the first step."""
+    """The host's time before the first step."""
 
     read_ms: float
     queue_ms: float

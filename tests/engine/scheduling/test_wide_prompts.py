@@ -55,7 +55,7 @@ def test_samples_that_wait_for_slots_share_their_prompts_blocks_too(pool_calls: 
 
 LONG_PROMPT = 150 * BLOCK_TOKENS + 10
 LIMIT = MAX_TABLE_ENTRIES + 2 * SAMPLES
-"""Maximum number of block table entries in a step: those of admitted sequences plus those of decodes."""
+"""Maximum number of entries in a step: those of admitted sequences plus those of decodes."""
 
 
 def steps_until_done(engine: SimulatedEngine) -> list[int]:
