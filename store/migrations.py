@@ -76,7 +76,8 @@ def _step(statements: tuple[str, ...]) -> Callable[[Database], None]:
         # first.
         for statement in statements:
             database.conn.execute(statement)
-        # Only the number of applied migrations is stored, because their order may differ between files.
+        # Store the number of applied migrations instead of the number of the last one, because two files may
+        # have applied the migrations in different orders.
         database.conn.execute(f"PRAGMA user_version = {schema_version(database.conn) + 1}")
 
     return apply

@@ -71,7 +71,7 @@ class Turns:
         self._scheduled = False
         """Whether `_take` is scheduled for the next iteration."""
         self._rest: asyncio.TimerHandle | None = None
-        """Timer for the next turn while all waiting sources are pausing."""
+        """Timer for the next turn while all waiting sources are paused."""
 
     def add(self, source: Source, rank: int, work: Callable[[], None]) -> None:
         """Call `work` when its source has a turn. If no turn was taken in this iteration of the event loop
@@ -89,8 +89,7 @@ class Turns:
         self._loop.call_soon(self._take)
 
     def _pause(self, now: float) -> None:
-        """Schedule the next turn for the end of the shortest pause, because all waiting sources are
-        pausing."""
+        """Schedule the next turn for the end of the shortest pause. All waiting sources must be paused."""
         if self._rest is not None:
             self._rest.cancel()
         rest_s = min(self._rest_s(source, now) for source in self._waiting)

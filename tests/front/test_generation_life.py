@@ -316,8 +316,8 @@ def test_a_slow_reader_takes_bounded_memory_and_delays_no_other_client(
     chunks = events(answer)
     text = content(answer)
     assert text == front.tokenizer.decode(made(slow_tokens))
-    # Tokens that could not be sent were stored as text and later sent as one event, although each step was
-    # small.
+    # Text that could not be sent was stored and later sent as one event, although each decode step produced
+    # only a little of it.
     assert max(len(chunk["choices"][0]["delta"].get("content", "")) for chunk in chunks[:-1]) > len(text) / 2
     front.wait_for(lambda: len(front.settles) == 2)
     assert sum(settle.delivered_tokens for settle in front.settles) == slow_tokens + 200

@@ -149,7 +149,7 @@ def test_a_client_that_stops_reading_its_last_answer_is_cut_off(
 def test_a_client_that_half_closes_within_a_head_and_reads_no_answer_is_cut_off(
     tmp_path: Path, uvloop: bool
 ) -> None:
-    """So few bytes are unsent that the transport does not pause writing."""
+    """The unsent bytes are too few for the transport to pause writing."""
     unsent: list[int] = []
 
     async def held(request: Request) -> PlainTextResponse:
