@@ -6,8 +6,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from appliance.channel.front_messages import RequestProgress
 from appliance.front_pool.progress import ProgressReader
-from appliance.messages import RequestProgress
 from appliance.snapshot import Phase, UnfinishedRequest
 from appliance.traffic.request import Request as TrackedRequest
 from appliance.traffic.state import TrafficState

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from appliance.admin.app import Backend, admin_app
 from appliance.admin.callers import Authenticator
+from appliance.channel.front_settings import Limits
 from appliance.http import HttpServer
 from appliance.http.sockets import bind_unix, change_access
-from appliance.messages import Limits
 from appliance.protocol import SocketStatus
 from appliance.rundir import remove_socket
 

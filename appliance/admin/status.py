@@ -14,12 +14,12 @@ from importlib.metadata import PackageNotFoundError, version
 import msgspec
 
 from appliance.admin.current_problems import current_problems
+from appliance.channel.served_models import ServedModel
 from appliance.core.clock import ClockGuard
 from appliance.core.drains import Drain, Drains
 from appliance.core.problems import Problems
 from appliance.core.readiness import Readiness
 from appliance.front_pool.pool import FrontPool
-from appliance.messages import ServedModel
 from appliance.models.manager import ModelManager
 from appliance.protocol import (
     AuditStatus,

@@ -11,7 +11,7 @@ import msgspec
 
 from appliance.actions.parameters import CreateTenant, DeleteTenant, ResumeTenant, SetTenant, SuspendTenant
 from appliance.admin.effects import Effect, committed, done
-from appliance.messages import Identity
+from appliance.channel.identity import Identity
 from appliance.protocol import LimitUsage, PeerMapping, Tenant
 from store.audit import Actor
 from store.control import ControlStore

@@ -1,1 +1,1 @@
-"""Types that the core and the front processes share, apart from the messages between them."""
+"""The messages between the core and the front processes, and the types that both share."""

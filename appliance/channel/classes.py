@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from appliance.messages import Identity
+from appliance.channel.identity import Identity
 
 CLASS_NAMES = ("P0", "P1", "P2", "P3")
 """Names of the real-time, interactive, batch and background classes."""

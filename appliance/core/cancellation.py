@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from appliance.messages import Identity
+from appliance.channel.identity import Identity
 from appliance.models.manager import ModelManager
 from appliance.traffic.request_manager import RequestManager
 

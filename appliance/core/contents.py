@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from appliance.channel.front_messages import Keep
 from appliance.host.memory_files import read_memory
-from appliance.messages import Keep
 from appliance.protocol import Contents
 from appliance.settings import LogSettings
 from store.contents import Content, ContentLog, read_contents

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from appliance.channel.core_messages import Configure
+from appliance.channel.served_models import Route
 from appliance.core.drains import STOPPING, Drains
 from appliance.front_pool.pool import FrontPool
-from appliance.messages import Configure, Route
 from appliance.models.manager import ModelManager
 from appliance.models.replica import Replica
 from appliance.models.routing import Routing

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from appliance.channel.served_models import ServedModel
 from appliance.core.drains import STOPPING, Drains
 from appliance.http.sockets import ListenError
-from appliance.messages import ServedModel
 from appliance.models.manager import ModelManager
 from appliance.models.preflight_process import Check
 from appliance.models.references import fallback_faults, unknown_targets

@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from appliance.channel.front_messages import Keep
+from appliance.channel.served_models import ServedModel
 from appliance.core.cancellation import RequestCanceller
 from appliance.core.drains import Drains, DrainTools
 from appliance.core.readiness import Readiness
 from appliance.front_pool.identities import IdentityRegistry
 from appliance.front_pool.pool import FrontPool
-from appliance.messages import Keep, ServedModel
 from appliance.models.manager import ModelManager
 from appliance.models.preflight_process import MODEL_CHECKS, ModelChecks
 from appliance.models.replica import Launch

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from appliance.background import Background
+from appliance.channel.core_messages import Admitted, Refused
+from appliance.channel.front_messages import FrontToCore, HandOver, Keep, Rejected, RequestProgress, Worked
+from appliance.channel.front_settings import Limits
 from appliance.front.body_budget import BodyBudget
 from appliance.front.errors import ApiError
 from appliance.front.identity import IdentityTable
@@ -16,17 +19,6 @@ from appliance.front.replicas import ReplicaChannels
 from appliance.front.retries import Retries
 from appliance.front.shadows import ShadowTraffic
 from appliance.http import CountedLog
-from appliance.messages import (
-    Admitted,
-    FrontToCore,
-    HandOver,
-    Keep,
-    Limits,
-    Refused,
-    Rejected,
-    RequestProgress,
-    Worked,
-)
 from appliance.text.fair_queue import TextMemory, WorkPool
 
 if TYPE_CHECKING:

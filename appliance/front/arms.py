@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 
-from appliance.messages import Arm
+from appliance.channel.served_models import Arm
 
 
 def choose_arm(name: str, arms: Sequence[Arm], caller: str) -> Arm:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from appliance.channel.front_settings import Limits
 from appliance.front.errors import ApiError
-from appliance.messages import Limits
 
 _RETRY_AFTER_S = 1.0
 

@@ -7,7 +7,7 @@ import resource
 
 import msgspec
 
-from appliance.messages import Limits
+from appliance.channel.front_settings import Limits
 
 RESERVED_DESCRIPTORS = 32
 """Number of file descriptors that are not used for client connections. They are needed for channels to

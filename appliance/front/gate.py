@@ -12,12 +12,12 @@ import math
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.channel.classes import CLASS_NAMES
+from appliance.channel.identity import Identity
 from appliance.front.app_state import AppState
 from appliance.front.body_budget import BodyReservation
 from appliance.front.errors import ApiError, forbidden, invalid
 from appliance.front.request_context import RequestContext, make_request_id, response_ids
 from appliance.http.headers import header
-from appliance.messages import Identity
 from appliance.scopes import granted
 
 _MAX_PATH_CHARS = 100

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from appliance.channel.core_messages import Admitted, Refused
+from appliance.channel.front_messages import Admit, RequestProgress, Settle, ShadowMeasure
 from appliance.channel.prefixes import prefix_hashes
 from appliance.front.app_state import AppState
 from appliance.front.errors import ApiError
@@ -18,7 +20,6 @@ from appliance.front.keeping import Transcript
 from appliance.front.limits import rate_limit_headers
 from appliance.front.request_context import RequestContext
 from appliance.front.sample import Sample, samples_of
-from appliance.messages import Admit, Admitted, Refused, RequestProgress, Settle, ShadowMeasure
 from engine.client import ReplicaClient
 from engine.messages import Output, Submit, pack_tokens
 

@@ -9,12 +9,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from appliance.channel.identity import Identity
 from appliance.front.app_state import AppState
 from appliance.front.documents import ErrorDocument, HealthDocument
 from appliance.front.errors import unauthorized
 from appliance.front.models import allows
 from appliance.http.openapi import Operation
-from appliance.messages import Identity
 from appliance.scopes import OPEN, ScopedRoute
 
 _RETRY_AFTER_S = 5

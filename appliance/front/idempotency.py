@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from appliance.channel.front_messages import Claim, HandOver, Retried
 from appliance.front.app_state import AppState
 from appliance.front.body import ClientDisconnected
 from appliance.front.errors import ApiError, invalid
@@ -24,7 +25,6 @@ from appliance.front.request_context import RequestContext, context_of
 from appliance.front.respond import GenerationResponse
 from appliance.front.retries import KeyedRun
 from appliance.host.memory_files import new_memory
-from appliance.messages import Claim, HandOver, Retried
 from store.policies import INTERACTIVE
 
 _KEY = re.compile(rb"[\x21-\x7e]{1,255}")

@@ -7,9 +7,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from appliance.channel.core_messages import Identities
+from appliance.channel.identity import Identity
 from appliance.front.errors import ApiError, unauthorized
 from appliance.http import Peer, bearer, drop_frames
-from appliance.messages import Identities, Identity
 
 KEY_PREFIX = b"ak-"
 """Prefix of every key of this product."""

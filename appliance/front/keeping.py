@@ -21,8 +21,10 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from appliance.background import Background
+from appliance.channel.front_messages import Keep
+from appliance.channel.front_settings import KeepRules
+from appliance.channel.identity import Identity
 from appliance.host.memory_files import new_memory
-from appliance.messages import Identity, Keep, KeepRules
 from appliance.text.redaction import Redactor
 from store.structs import KeptText
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from appliance.channel.identity import Identity
 from appliance.front.errors import ApiError, invalid
 from appliance.front.models import LoadedModel
 from appliance.front.schemas import GenerationRequest
-from appliance.messages import Identity
 
 MAX_TOKENS_SHOWN = 524_288
 """Maximum number of tokens in a /tokenize response."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from appliance.messages import RateLimits
+from appliance.channel.core_messages import RateLimits
 from appliance.quantities import duration
 
 

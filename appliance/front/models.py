@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from appliance.channel.identity import Identity
+from appliance.channel.served_models import Route, ServedModel
 from appliance.front.arms import choose_arm
 from appliance.front.errors import ApiError, model_not_allowed, model_not_found
-from appliance.messages import Identity, Route, ServedModel
 from appliance.text.template_process import TemplateProcess
 from appliance.text.tokenizer import Tokenizer
 from appliance.text.tokenizer_files import TokenizerFilesError

@@ -11,12 +11,7 @@ import resource
 import socket
 from functools import partial
 
-from appliance.front.app import build_app
-from appliance.front.app_state import AppState
-from appliance.front.capacity import descriptors_for_connections, limits_within
-from appliance.host.memory_files import read_memory
-from appliance.http import HttpServer
-from appliance.messages import (
+from appliance.channel.core_messages import (
     Abort,
     Admitted,
     AskProgress,
@@ -25,15 +20,17 @@ from appliance.messages import (
     ClientConnection,
     Configure,
     CoreToFront,
-    FrontProgress,
-    FrontReady,
-    FrontReport,
     Identities,
     Preempted,
     Refused,
     StopFront,
-    Taken,
 )
+from appliance.channel.front_messages import FrontProgress, FrontReady, FrontReport, Taken
+from appliance.front.app import build_app
+from appliance.front.app_state import AppState
+from appliance.front.capacity import descriptors_for_connections, limits_within
+from appliance.host.memory_files import read_memory
+from appliance.http import HttpServer
 from engine.client import Channel
 from engine.logs import log_state
 

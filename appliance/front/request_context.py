@@ -11,10 +11,11 @@ from typing import Any
 
 from starlette.requests import Request
 
+from appliance.channel.front_messages import LoggedFields
+from appliance.channel.identity import Identity
 from appliance.front.body_budget import BodyReservation
 from appliance.http import Connection
 from appliance.http.headers import header
-from appliance.messages import Identity, LoggedFields
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:@+/=-]{1,64}")
 _MAX_ECHOED_BYTES = 1024

@@ -19,8 +19,10 @@ from starlette.responses import Response
 from starlette.types import Message, Send
 
 from appliance.background import Timer
+from appliance.channel.core_messages import Claimed
+from appliance.channel.front_messages import Claim, FrontToCore, Release
+from appliance.channel.front_settings import RetryRules
 from appliance.http import Connection
-from appliance.messages import Claim, Claimed, FrontToCore, Release, RetryRules
 
 if TYPE_CHECKING:
     from appliance.front.generation import Generation

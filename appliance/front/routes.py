@@ -10,6 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from appliance.channel.served_models import Route
 from appliance.front import documents
 from appliance.front.app_state import AppState
 from appliance.front.body import parse_body, read_body, receive_body
@@ -35,7 +36,6 @@ from appliance.front.schemas import (
 from appliance.front.tokenization import chat_tokens, decode, text_tokens
 from appliance.front.tokens import tokenized
 from appliance.http.openapi import Operation
-from appliance.messages import Route
 from appliance.scopes import ScopedRoute
 
 Body = TypeVar("Body", bound=GenerationRequest)

@@ -14,9 +14,11 @@ from collections.abc import Callable
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from appliance.channel.front_messages import ShadowDone
+from appliance.channel.identity import SHADOW_IDENTITY
+from appliance.channel.served_models import Route
 from appliance.front.errors import ApiError
 from appliance.front.request_context import RequestContext
-from appliance.messages import SHADOW_IDENTITY, Route, ShadowDone
 
 if TYPE_CHECKING:
     from appliance.front.app_state import AppState

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from appliance.channel.core_messages import ClientConnection
 from appliance.front_pool.front import Front, Untaken
-from appliance.messages import ClientConnection
 
 
 class ConnectionBalancer:

@@ -6,7 +6,8 @@ removed.
 
 from __future__ import annotations
 
-from appliance.messages import Claim, Claimed, Release
+from appliance.channel.core_messages import Claimed
+from appliance.channel.front_messages import Claim, Release
 
 MAX_DROPPED_RUNS = 10_000
 """Maximum number of runs that are remembered after their answers have been dropped. The log uses them to show

@@ -21,15 +21,10 @@ from typing import Protocol
 import msgspec
 
 from appliance.background import Backoff
-from appliance.channel.front_stats import FrontStats
-from appliance.front_pool.refusals import RefusalWatch
-from appliance.messages import (
+from appliance.channel.core_messages import AttachReplica, ClientConnection, Configure, CoreToFront, StopFront
+from appliance.channel.front_messages import (
     AboutRequest,
-    AttachReplica,
     Claim,
-    ClientConnection,
-    Configure,
-    CoreToFront,
     FrontProgress,
     FrontReady,
     FrontReport,
@@ -37,9 +32,10 @@ from appliance.messages import (
     HandOver,
     Keep,
     Release,
-    StopFront,
     Taken,
 )
+from appliance.channel.front_stats import FrontStats
+from appliance.front_pool.refusals import RefusalWatch
 from appliance.protocol import FrontState, FrontStatus
 from engine.client import Channel, ChildLog, module_command, module_environment, socketpair
 from engine.memory_kills import count_memory_kills, memory_kill_note

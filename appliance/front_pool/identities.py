@@ -11,7 +11,8 @@ import os
 import time
 from collections.abc import Callable
 
-from appliance.messages import Identities, Identity
+from appliance.channel.core_messages import Identities
+from appliance.channel.identity import Identity
 from appliance.settings import UnixSettings
 from store.policies import KeyRecord, Policies, TenantRecord
 from store.tenants import LOCAL

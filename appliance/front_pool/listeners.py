@@ -14,6 +14,7 @@ import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from appliance.channel.core_messages import ClientConnection
 from appliance.front_pool.balancer import ConnectionBalancer
 from appliance.http.sockets import (
     ListenError,
@@ -24,7 +25,6 @@ from appliance.http.sockets import (
     format_address,
     listens_on,
 )
-from appliance.messages import ClientConnection
 from appliance.protocol import SocketName, SocketState, SocketStatus
 from appliance.rundir import remove_socket
 from appliance.settings import Settings

@@ -24,21 +24,13 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from appliance.background import Background
-from appliance.front_pool.balancer import ConnectionBalancer
-from appliance.front_pool.claims import Claims
-from appliance.front_pool.front import Front
-from appliance.front_pool.identities import IdentityRegistry, changes
-from appliance.front_pool.progress import ProgressReader
-from appliance.messages import (
+from appliance.channel.core_messages import ClientConnection, Configure, CoreToFront, Identities
+from appliance.channel.front_messages import (
     AboutRequest,
     Admit,
     Claim,
-    ClientConnection,
-    Configure,
-    CoreToFront,
     FrontProgress,
     HandOver,
-    Identities,
     Keep,
     Rejected,
     Release,
@@ -47,6 +39,11 @@ from appliance.messages import (
     ShadowDone,
     Worked,
 )
+from appliance.front_pool.balancer import ConnectionBalancer
+from appliance.front_pool.claims import Claims
+from appliance.front_pool.front import Front
+from appliance.front_pool.identities import IdentityRegistry, changes
+from appliance.front_pool.progress import ProgressReader
 from appliance.settings import Settings
 
 log = logging.getLogger(__name__)

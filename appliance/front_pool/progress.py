@@ -9,8 +9,9 @@ import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 
+from appliance.channel.core_messages import AskProgress
+from appliance.channel.front_messages import FrontProgress, RequestProgress
 from appliance.front_pool.front import Front
-from appliance.messages import AskProgress, FrontProgress, RequestProgress
 
 _WAIT_S = 0.25
 """Maximum time to wait for replies. If a front takes longer, its latest reply is used again."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from appliance.messages import FrontReport
+from appliance.channel.front_messages import FrontReport
 
 MANY_DENIALS = 100
 """A problem is reported if at least this many requests within a minute have no valid key. Clients that are

@@ -8,7 +8,7 @@ import socket
 import struct
 from typing import NamedTuple
 
-from appliance.messages import SocketKind
+from appliance.channel.core_messages import SocketKind
 
 _UCRED = struct.Struct("3i")
 _SO_PEERGROUPS = 59

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from email.utils import formatdate
 from typing import Any
 
+from appliance.channel.front_settings import Limits
 from appliance.http.connection import Connection
 from appliance.http.counted_log import CountedLog
 from appliance.http.exchange import Exchange
@@ -15,7 +16,6 @@ from appliance.http.peers import Peer
 from appliance.http.pools import Pool
 from appliance.http.request_memory import RequestMemory, of_largest_owner
 from appliance.http.turns import Turns
-from appliance.messages import Limits
 
 WRITE_TIMEOUT_S = 60.0
 """Time after which a connection is closed if its client has read none of the response."""

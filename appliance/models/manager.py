@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from appliance.messages import ServedModel
+from appliance.channel.served_models import ServedModel
 from appliance.models.cgroups import ReplicaCgroups, descendants
 from appliance.models.changes import describe_change
 from appliance.models.fit import MemoryShortage, shortage_beside

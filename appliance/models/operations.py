@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import msgspec
 
 from appliance.background import Background
-from appliance.messages import ServedModel
+from appliance.channel.served_models import ServedModel
 from appliance.models.manager import ModelManager
 from appliance.models.manifest import ManifestError, check_manifest
 from appliance.models.registry import describe

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from appliance.messages import ServedModel
+from appliance.channel.served_models import ServedModel
 from appliance.models.preflight import ModelFinding
 from appliance.models.preflight_process import Findings
 from appliance.settings import Fault, Loaded, ModelSettings, Place, Settings, SettingsError, dotted

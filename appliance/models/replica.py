@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from appliance.background import Background
-from appliance.messages import ServedModel
+from appliance.channel.served_models import ServedModel
 from appliance.models.cgroups import LIMITS_REMEDY, ReplicaCgroups, limits_of
 from appliance.models.load_progress import LoadProgress, load_text
 from appliance.models.placement import GpuPlacement, numbered

@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from appliance.background import Background
-from appliance.messages import ServedModel
+from appliance.channel.served_models import ServedModel
 from appliance.models.registry import describe
 from appliance.models.replica import Replica
 from appliance.stalls import StallLog

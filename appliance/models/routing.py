@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from appliance.messages import Arm, Route, Shadow
+from appliance.channel.served_models import Arm, Route, Shadow
 from appliance.models.manager import ModelManager
 from store.models import Registry, SplitRecord
 

@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from appliance.alert_rules import AlertRule, AlertSink
+from appliance.channel.front_settings import KeepRules, Limits, RetryRules
 from appliance.channel.sampling import SamplingDefaults
-from appliance.messages import KeepRules, Limits, RetryRules
 from appliance.protocol import LogLevel
 from appliance.traffic.rules import QueueRules
 from engine.messages import Device, DType, LoadFormat, Quantization, ReplicaSpec

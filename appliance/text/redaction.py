@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
-from appliance.messages import SecretKind
+from appliance.channel.front_settings import SecretKind
 
 _KEY_PREFIXES = (
     *("ak-", "sk-", "pk-", "rk-", "sk_live_", "sk_test_", "rk_live_", "rk_test_"),

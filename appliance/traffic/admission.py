@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from appliance.messages import ExceededLimit, RateLimits, Refused
+from appliance.channel.core_messages import ExceededLimit, RateLimits, Refused
 from appliance.traffic.admission_pauses import AdmissionPause
 from appliance.traffic.model import ModelTraffic
 from appliance.traffic.outputs import most_tokens

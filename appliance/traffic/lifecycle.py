@@ -23,7 +23,7 @@ from typing import Protocol
 
 import msgspec
 
-from appliance.messages import Abort, Admitted, Preempted, Refused
+from appliance.channel.core_messages import Abort, Admitted, Preempted, Refused
 from appliance.traffic.admission import FALLBACK_CODES, Refusal, hopeless, timed_out
 from appliance.traffic.checks import Checks
 from appliance.traffic.credits import CreditAccount

@@ -6,7 +6,7 @@ from __future__ import annotations
 import heapq
 from typing import NamedTuple
 
-from appliance.messages import Admit
+from appliance.channel.front_messages import Admit
 from appliance.traffic.credits import REAL_TIME, CreditAccount
 from appliance.traffic.fairness import QueuedTokens, Ticket
 from appliance.traffic.forecast import Forecast

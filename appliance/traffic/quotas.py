@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from appliance.messages import ExceededLimit, RateLimits
+from appliance.channel.core_messages import ExceededLimit, RateLimits
 from appliance.protocol import LimitUsage
 from appliance.quantities import duration
 from appliance.traffic.buckets import LIMITS, Bucket, rate_of

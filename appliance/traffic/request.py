@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from appliance.channel.classes import service_class
-from appliance.messages import Admit, LoggedFields, Rejected, Retried, Settle
+from appliance.channel.front_messages import Admit, LoggedFields, Rejected, Retried, Settle
 from appliance.protocol import RequestState
 from appliance.traffic.credits import CreditAccount
 from appliance.traffic.fairness import Ticket

@@ -21,19 +21,9 @@ from itertools import islice
 
 import msgspec
 
-from appliance.messages import (
-    SHADOW_IDENTITY,
-    Abort,
-    Admit,
-    Identity,
-    Preempted,
-    Refused,
-    Rejected,
-    Retried,
-    Settle,
-    ShadowDone,
-    Worked,
-)
+from appliance.channel.core_messages import Abort, Preempted, Refused
+from appliance.channel.front_messages import Admit, Rejected, Retried, Settle, ShadowDone, Worked
+from appliance.channel.identity import SHADOW_IDENTITY, Identity
 from appliance.traffic.admission import (
     Refusal,
     Waiting,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from appliance.messages import ShadowDone, ShadowMeasure
+from appliance.channel.front_messages import ShadowDone, ShadowMeasure
 
 
 @dataclass

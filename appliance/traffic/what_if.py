@@ -20,8 +20,10 @@ from functools import partial
 
 import msgspec
 
+from appliance.channel.core_messages import Abort, Admitted, Preempted, Refused
+from appliance.channel.front_messages import Admit, Settle
+from appliance.channel.identity import Identity
 from appliance.history.forecasts import Outcome, QuotaForecast, TenantForecast
-from appliance.messages import Abort, Admit, Admitted, Identity, Preempted, Refused, Settle
 from appliance.traffic.buckets import LIMITS, rate_of
 from appliance.traffic.quotas import Quotas
 from appliance.traffic.recent import PastRequest

@@ -17,27 +17,29 @@ from pathlib import Path
 
 import msgspec
 
-from appliance.messages import (
+from appliance.channel.core_messages import (
     Abort,
-    Admit,
     Admitted,
     AskProgress,
     AttachReplica,
     ClientConnection,
     Configure,
     CoreToFront,
+    Identities,
+    Refused,
+    StopFront,
+)
+from appliance.channel.front_messages import (
+    Admit,
     FrontProgress,
     FrontReady,
     FrontReport,
-    Identities,
-    Identity,
-    Refused,
     RequestProgress,
-    ServedModel,
     Settle,
-    StopFront,
     Taken,
 )
+from appliance.channel.identity import Identity
+from appliance.channel.served_models import ServedModel
 from engine.client import Channel, ReplicaClient
 from engine.messages import Output, SamplingParams, Submit, pack_tokens
 

@@ -19,7 +19,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from appliance.messages import Abort, Admit, Admitted, Identity, Refused, Settle
+from appliance.channel.core_messages import Abort, Admitted, Refused
+from appliance.channel.front_messages import Admit, Settle
+from appliance.channel.identity import Identity
 from appliance.traffic.quotas import Quotas
 from appliance.traffic.request_manager import RequestManager
 from appliance.traffic.rules import QueueRules

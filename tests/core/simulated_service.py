@@ -8,7 +8,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from appliance.messages import Abort, Admit, Admitted, Identity, Refused, Settle
+from appliance.channel.core_messages import Abort, Admitted, Refused
+from appliance.channel.front_messages import Admit, Settle
+from appliance.channel.identity import Identity
 from appliance.traffic.credits import CreditAccount
 from appliance.traffic.quotas import Quotas
 from appliance.traffic.request_manager import RequestManager

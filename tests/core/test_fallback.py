@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance.messages import Admit, Admitted, Refused, Settle
+from appliance.channel.core_messages import Admitted, Refused
+from appliance.channel.front_messages import Admit, Settle
 from appliance.traffic.credits import CreditAccount
 from appliance.traffic.rules import QueueRules
 from engine.messages import Report

@@ -5,7 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from appliance.messages import Admitted, Identity, Refused, Rejected, Settle
+from appliance.channel.core_messages import Admitted, Refused
+from appliance.channel.front_messages import Rejected, Settle
+from appliance.channel.identity import Identity
 from appliance.traffic.load_shedder import DROP_BACKGROUND
 from appliance.traffic.request_manager import MAX_DROPPED
 from appliance.traffic.rules import QueueRules

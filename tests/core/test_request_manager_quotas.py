@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance.messages import Admitted, Identity, Refused
+from appliance.channel.core_messages import Admitted, Refused
+from appliance.channel.identity import Identity
 from appliance.protocol import LimitUsage
 from appliance.traffic.credits import CreditAccount
 from engine.messages import Report

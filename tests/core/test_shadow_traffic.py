@@ -5,16 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from appliance.messages import (
-    SHADOW_IDENTITY,
-    Admit,
-    Admitted,
-    Identity,
-    Refused,
-    Settle,
-    ShadowDone,
-    ShadowMeasure,
-)
+from appliance.channel.core_messages import Admitted, Refused
+from appliance.channel.front_messages import Admit, Settle, ShadowDone, ShadowMeasure
+from appliance.channel.identity import SHADOW_IDENTITY, Identity
 from appliance.traffic.shadows import ShadowResults
 from tests.core.simulated_service import SLOTS, FakeFront, FakeReplica, SimulatedService
 from tests.core.test_request_manager import finished, report

@@ -10,7 +10,7 @@ import httpx2
 import openai
 import pytest
 
-from appliance.messages import Limits
+from appliance.channel.front_settings import Limits
 from tests.front.harness import KEY, Harness, write_model
 
 

@@ -27,36 +27,35 @@ import msgspec
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from appliance.messages import (
+from appliance.channel.core_messages import (
     Abort,
-    Admit,
     Admitted,
     AttachReplica,
-    Claim,
     Claimed,
     ClientConnection,
     Configure,
+    Identities,
+    Preempted,
+    Refused,
+    StopFront,
+)
+from appliance.channel.front_messages import (
+    Admit,
+    Claim,
     FrontReady,
     FrontReport,
     FrontToCore,
     HandOver,
-    Identities,
-    Identity,
     Keep,
-    KeepRules,
-    Limits,
-    Preempted,
-    Refused,
     Rejected,
     Release,
     Retried,
-    RetryRules,
-    Route,
-    ServedModel,
     Settle,
-    StopFront,
     Worked,
 )
+from appliance.channel.front_settings import KeepRules, Limits, RetryRules
+from appliance.channel.identity import Identity
+from appliance.channel.served_models import Route, ServedModel
 from appliance.text.tokenizer import Tokenizer
 from engine.client import Channel, socketpair
 from engine.messages import Submit

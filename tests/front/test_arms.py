@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from appliance.channel.served_models import Arm
 from appliance.front.arms import choose_arm
-from appliance.messages import Arm
 
 CALLERS = [f"key-{number}\0user-{number % 7}" for number in range(20_000)]
 

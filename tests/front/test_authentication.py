@@ -7,9 +7,9 @@ import re
 
 import pytest
 
+from appliance.channel.core_messages import Refused
 from appliance.front.app import build_app
 from appliance.front.app_state import AppState
-from appliance.messages import Refused
 from appliance.scopes import check_routes
 from tests.front.harness import KEY, Harness
 from tests.front.raw import ask, chat
@@ -74,7 +74,7 @@ def test_a_unix_peer_is_identified_by_its_uid_unless_it_sends_a_key(front: Harne
 
 
 def test_an_unknown_uid_is_refused_unless_any_uid_is_allowed(front: Harness) -> None:
-    from appliance.messages import Identity
+    from appliance.channel.identity import Identity
 
     try:
         front.identify(uids={})

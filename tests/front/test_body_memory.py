@@ -12,11 +12,13 @@ import msgspec
 import psutil
 import pytest
 
+from appliance.channel.core_messages import Abort
+from appliance.channel.front_settings import Limits
+from appliance.channel.identity import Identity
 from appliance.front.encoding import text_bytes
 from appliance.front.schemas import MAX_MESSAGES, ChatMessage, ChatRequest
 from appliance.front.tokenization import HIDE_INLINE_CHARACTERS, conversation_size
 from appliance.front.validation import parse_struct
-from appliance.messages import Abort, Identity, Limits
 from tests.front.harness import Harness
 from tests.front.raw import Answer, ask, connect, read_answer, request
 

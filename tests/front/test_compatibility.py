@@ -12,7 +12,8 @@ import msgspec
 import openai
 import pytest
 
-from appliance.messages import Admitted, Limits, Refused, RetryRules
+from appliance.channel.core_messages import Admitted, Refused
+from appliance.channel.front_settings import Limits, RetryRules
 from tests.front.harness import KEY, MODEL, Harness
 from tests.front.raw import ask, chat, connect, read_answer, request
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import openai
 import pytest
 
-from appliance.messages import Admitted, Refused
+from appliance.channel.core_messages import Admitted, Refused
 from tests.front.harness import MODEL, Harness
 from tests.front.raw import ask, chat, connect, request
 

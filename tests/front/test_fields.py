@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from appliance.channel.core_messages import Admitted
 from appliance.front.sampling import bit_map
-from appliance.messages import Admitted
 from engine.messages import Submit, TokenLogprob
 from tests.front import fake_replica
 from tests.front.harness import MAX_MODEL_LEN, Harness

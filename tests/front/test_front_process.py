@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from appliance.messages import Configure, FrontToCore, Limits, StopFront
+from appliance.channel.core_messages import Configure, StopFront
+from appliance.channel.front_messages import FrontToCore
+from appliance.channel.front_settings import Limits
 from engine.client import Channel, socketpair
 from tests.front.harness import Harness
 from tests.front.raw import ask, chat, connect, events, head, read_answer, request

@@ -13,9 +13,11 @@ import msgspec
 import openai
 import pytest
 
+from appliance.channel.core_messages import Abort, Admitted, Preempted, Refused
+from appliance.channel.identity import Identity
+from appliance.channel.served_models import Route
 from appliance.front.generation import Generation
 from appliance.front.generation_task import GenerationTask, Prompt
-from appliance.messages import Abort, Admitted, Identity, Preempted, Refused, Route
 from engine.messages import SamplingParams, Submit
 from tests.front.harness import KEY, MODEL, Harness
 from tests.front.raw import Answer, ask, chat, connect, events, read_answer, request

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from appliance.messages import Limits
+from appliance.channel.front_settings import Limits
 from tests.front.harness import KEY, Harness
 from tests.front.raw import Answer, ask, chat, connect, head, read_answer, request
 

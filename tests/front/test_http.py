@@ -18,9 +18,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from appliance.channel.front_settings import Limits
 from appliance.http import HttpServer
 from appliance.http.server import MAX_UNSENT_BYTES
-from appliance.messages import Limits
 
 
 async def who(request: Request) -> PlainTextResponse:

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from appliance.channel.core_messages import Admitted, Claimed, Refused
+from appliance.channel.front_settings import RetryRules
+from appliance.channel.identity import Identity
 from appliance.front.generation import Generation
 from appliance.front.request_context import RequestContext
-from appliance.messages import Admitted, Claimed, Identity, Refused, RetryRules
 from tests.front.harness import KEY, MODEL, Harness
 from tests.front.raw import Answer, chat, connect, events, read_answer, request
 

@@ -11,8 +11,9 @@ import httpx
 import openai
 import pytest
 
+from appliance.channel.front_settings import KeepRules
+from appliance.channel.identity import Identity
 from appliance.front.keeping import MAX_WAITING_CHARS, Keeper, Transcript
-from appliance.messages import Identity, KeepRules
 from store.structs import KeptText
 from tests.front.harness import MODEL, Harness
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
-from appliance.messages import RateLimits, Refused
+from appliance.channel.core_messages import RateLimits, Refused
 from tests.front.harness import MODEL, Harness
 from tests.front.raw import Answer, ask, chat, connect, events, read_answer
 from tests.front.test_generation_life import send

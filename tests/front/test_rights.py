@@ -20,8 +20,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
 
+from appliance.channel.core_messages import Identities
+from appliance.channel.identity import Identity
 from appliance.http import unix_peer
-from appliance.messages import Identities, Identity
 from appliance.scopes import ScopedRoute, check_routes, granted
 from tests.front.harness import KEY, MAX_MODEL_LEN, Harness
 from tests.front.raw import Answer, ask, chat, connect, request

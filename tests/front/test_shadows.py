@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from appliance.channel.front_messages import ShadowDone
+from appliance.channel.served_models import Route, Shadow
 from appliance.front.shadows import MAX_COPIES, ShadowTraffic, _equal_tokens
-from appliance.messages import Route, Shadow, ShadowDone
 
 
 class Background:

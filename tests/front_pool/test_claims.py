@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from appliance.channel.core_messages import Claimed
+from appliance.channel.front_messages import Claim, Release
 from appliance.front_pool.claims import MAX_DROPPED_RUNS, Claims
-from appliance.messages import Claim, Claimed, Release
 
 
 def test_a_claim_lasts_until_its_front_releases_it_or_ends() -> None:

@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 
 from appliance.admin.current_problems import _front
+from appliance.channel.core_messages import ClientConnection, Configure
+from appliance.channel.front_messages import FrontReport
+from appliance.channel.front_settings import Limits
 from appliance.front_pool import front as front_module
 from appliance.front_pool.balancer import ConnectionBalancer
 from appliance.front_pool.front import Front
 from appliance.front_pool.refusals import RefusalWatch
-from appliance.messages import ClientConnection, Configure, FrontReport, Limits
 
 pytestmark = pytest.mark.system
 

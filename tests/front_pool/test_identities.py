@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from appliance.channel.classes import service_class
+from appliance.channel.core_messages import Identities
+from appliance.channel.identity import Identity
 from appliance.core.state import cache_salts
 from appliance.front_pool.identities import IdentityRegistry, changes
-from appliance.messages import Identities, Identity
 from appliance.settings import UnixSettings
 from store.control import ControlStore
 from store.policies import Change, KeyRecord, PeerRecord, Policies, Quota, TenantRecord

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from appliance.messages import ServedModel
+from appliance.channel.served_models import ServedModel
 from appliance.models import on_demand, restarts
 from appliance.models.fit import MemoryShortage
 from appliance.models.on_demand import OnDemand

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from appliance.messages import ServedModel
+from appliance.channel.served_models import ServedModel
 from appliance.models.fit import MemoryShortage
 from appliance.models.manifest import read_manifest
 from appliance.models.operations import LoadError, ModelOperations

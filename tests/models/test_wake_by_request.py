@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from appliance.channel.identity import Identity
+from appliance.channel.served_models import ServedModel
 from appliance.front.errors import ApiError
 from appliance.front.models import Catalog, LoadedModel
-from appliance.messages import Identity, ServedModel
 from appliance.models.on_demand import OnDemand
 from appliance.models.operations import ModelOperations
 from appliance.settings import Settings

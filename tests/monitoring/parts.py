@@ -6,9 +6,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from appliance.channel.front_messages import Admit
+from appliance.channel.identity import Identity
 from appliance.core.serving import ServingParts
 from appliance.front_pool.identities import IdentityRegistry
-from appliance.messages import Admit, Identity
 from appliance.models.on_demand import OnDemand
 from appliance.models.operations import ModelOperations
 from appliance.models.registry import describe_models

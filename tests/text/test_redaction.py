@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.messages import KeepRules, SecretKind
+from appliance.channel.front_settings import KeepRules, SecretKind
 from appliance.text.redaction import Redactor
 
 KEY = "ak-42Wz8WexrvPVbzgyANeDeA367WMYIg4REgNL5PcR8Ik"

@@ -17,9 +17,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from appliance.background import Background
+from appliance.channel.front_settings import Limits
 from appliance.http import HttpServer
 from appliance.http.sockets import address_of, bind_tcp, listens_on
-from appliance.messages import Limits
 from appliance.monitoring.metrics.exposition import CONTENT_TYPE
 from appliance.protocol import SocketStatus
 from appliance.scopes import OPEN, ScopedRoute, check_routes

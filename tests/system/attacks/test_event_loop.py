@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from appliance.messages import Limits, ServedModel
+from appliance.channel.front_settings import Limits
+from appliance.channel.served_models import ServedModel
 from tests.front.harness import MODEL, Harness, write_model
 from tests.system.attacks.watched_front import FIGURES
 

@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from appliance.messages import Limits
+from appliance.channel.front_settings import Limits
 from tests.system.attacks.conftest import Target
 from tests.system.attacks.reading import doctor
 from tests.system.service import Service

@@ -1,0 +1,86 @@
+"""Settings that the core passes on to front processes: limits, and rules for retries and kept texts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+SecretKind = Literal["keys", "bearer_tokens", "passwords", "private_keys", "emails", "cards"]
+
+_Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+_Connections = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+_PositiveSeconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+
+Origin = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$",
+        description='an origin without a path, such as "https://chat.example.com", or "*" for all origins',
+    ),
+]
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits on the connections and requests that a front process accepts."""
+
+    max_body_bytes: _Bytes = 2 << 20
+    """Maximum size of a request body in bytes. A larger body is refused with 413. 131,072 tokens of text are
+    about 1 MB. Parsing a body blocks the other requests of the front process for up to 20 ms per MB."""
+    header_timeout_s: _PositiveSeconds = 10.0
+    """Time in seconds within which a request's header must arrive. Otherwise, the request is refused with
+    408."""
+    body_timeout_s: _PositiveSeconds = 30.0
+    """Time in seconds after the header within which a request's body must arrive. Otherwise, the request is
+    refused with 408."""
+    idle_timeout_s: _PositiveSeconds = 75.0
+    """Time in seconds after which an idle keep-alive connection is closed."""
+    max_connections: _Connections = 4096
+    """Maximum number of authenticated connections per front process. These are the connections of local users
+    on the Unix socket and of clients that have sent a valid key. When a connection exceeds the limit, the
+    connection that has been idle longest is closed. If no connection is idle, the new one is refused with
+    503."""
+    max_unauthenticated_connections: _Connections = 256
+    """Maximum number of unauthenticated connections per front process. These are connections on which no
+    request with a valid key has arrived yet. When a connection exceeds the limit, the address with the most
+    unauthenticated connections loses its oldest one."""
+    unauthenticated_timeout_s: _PositiveSeconds = 10.0
+    """Time in seconds after which an unauthenticated connection that has sent no request is closed. It is
+    also an upper bound for all other timeouts of unauthenticated connections."""
+    max_tenant_body_bytes: _Bytes = 32 << 20
+    """Maximum total size in bytes of one tenant's unfinished request bodies per front process. A body that
+    would exceed it is refused with 503. A single body of up to `max_body_bytes` is always accepted."""
+    max_front_body_bytes: _Bytes = 64 << 20
+    """Maximum total size in bytes of all unfinished request bodies per front process. A body that would
+    exceed it is refused with 503."""
+    stream_comment_interval_s: _Seconds = 5.0
+    """Time in seconds after which a stream that has sent nothing sends a comment. Clients ignore comments,
+    but proxies keep the connection open because of them. Response headers are sent within half a second. With
+    0, no comments are sent, and the headers are sent with the first token."""
+    cors_origins: tuple[Origin, ...] = ()
+    """Origins of web pages that may call the API, such as "https://chat.example.com", or "*" for all. An
+    origin has a scheme, a host and optionally a port, but no path. By default, no origin is allowed."""
+
+
+class RetryRules(msgspec.Struct, frozen=True, kw_only=True):
+    """Rules for requests with an `Idempotency-Key`."""
+
+    keep_s: _Seconds = 600.0
+    """Time in seconds for which a finished request's answer is kept for retries."""
+    grace_s: _Seconds = 30.0
+    """Time in seconds for which a request continues after its last client has disconnected."""
+    max_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 64 << 20
+    """Maximum memory in bytes for kept answers per front process."""
+
+
+class KeepRules(msgspec.Struct, frozen=True, kw_only=True):
+    """Rules for storing prompts and answers, for tenants whose log policy requires that they be stored."""
+
+    redact: tuple[SecretKind, ...] = ("keys", "bearer_tokens", "passwords", "private_keys")
+    """Kinds of secrets that are removed from stored prompts and answers."""
+    secret_prefixes: tuple[Annotated[str, msgspec.Meta(min_length=2)], ...] = ()
+    """Prefixes of additional secrets, such as ["acme_"] for the keys of your own services. Words of at least
+    8 characters that begin with one of these prefixes are also removed."""
+    max_text_chars: Annotated[int, msgspec.Meta(ge=0, le=1 << 22)] = 65536
+    """Maximum number of characters stored per prompt or answer. Longer texts are cut off at this length."""
