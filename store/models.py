@@ -16,6 +16,9 @@ class ModelFile(msgspec.Struct, frozen=True, array_like=True):
     bytes: int
     sha256: str
     """SHA-256 (hex) of the file."""
+    samples: str = ""
+    """SHA-256 (hex) of samples of a file that is too large to be read before each start. Empty for smaller
+    files, and if the version was added before samples were stored."""
 
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):

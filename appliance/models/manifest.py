@@ -1,5 +1,11 @@
 """The manifest of a model's folder: the size and the SHA-256 of each file. Creating a manifest takes as long
-as reading the files, so it must not be done on the event loop."""
+as reading the files. Checking a manifest reads at most `_WHOLE_BYTES` of each file. Both must not be done on
+the event loop.
+
+The contents of a large file are compared by samples. They detect a file that was replaced by another file of
+the same size, because training changes every part of the weights. They do not detect a change of a few bytes
+between two samples; the SHA-256 that `appliance models show` prints does.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +19,11 @@ from store.models import ModelFile
 _READERS = 4
 """Number of files that are hashed at the same time. Hashing releases the GIL."""
 _WHOLE_BYTES = 32 << 20
-"""Maximum size of a file whose contents are compared with the manifest before each load. For larger files,
-only the size is compared."""
+"""Maximum size of a file whose contents are compared completely with the manifest before each start of a
+replica. Of larger files, the size and the samples are compared."""
+_SAMPLES, _SAMPLE_BYTES = 32, 64 << 10
+"""Number and size of the samples of a large file: 2 MiB in total, however large the file is. The first sample
+is the beginning of the file, the last one is its end, and the others lie evenly between them."""
 
 
 class ManifestError(Exception):
@@ -34,8 +43,9 @@ def read_manifest(folder: str) -> tuple[ModelFile, ...]:
 
 
 def check_manifest(folder: str, files: tuple[ModelFile, ...]) -> None:
-    """Check that the files in a folder still match the manifest. For large files, only the size is compared.
-    Raises ManifestError."""
+    """Check that the files in a folder still match the manifest. For large files, only the size and the
+    samples are compared, and only the size if the manifest was created before samples were stored. Raises
+    ManifestError."""
     known = {file.name: file for file in files}
     try:
         paths = {path.name: path for path in _files(Path(folder))}
@@ -47,7 +57,11 @@ def check_manifest(folder: str, files: tuple[ModelFile, ...]) -> None:
             file, size = known[name], path.stat().st_size
             if size != file.bytes:
                 raise _changed(path, f"has changed from {file.bytes} to {size} bytes")
-            if size <= _WHOLE_BYTES and _sha256(path) != file.sha256:
+            if size <= _WHOLE_BYTES:
+                same = _sha256(path) == file.sha256
+            else:
+                same = file.samples in ("", _samples(path, size))
+            if not same:
                 raise _changed(path, "has changed")
     except OSError as error:
         raise _unreadable(error) from error
@@ -58,12 +72,25 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _describe(path: Path) -> ModelFile:
-    return ModelFile(os.fsencode(path.name).decode(errors="replace"), path.stat().st_size, _sha256(path))
+    name, size = os.fsencode(path.name).decode(errors="replace"), path.stat().st_size
+    return ModelFile(name, size, _sha256(path), _samples(path, size) if size > _WHOLE_BYTES else "")
 
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _samples(path: Path, size: int) -> str:
+    """Return the SHA-256 (hex) of the samples of a large file."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        # Without this advice, the kernel would read ahead at each sample.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        for number in range(_SAMPLES):
+            file.seek(number * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _changed(path: Path, how: str) -> ManifestError:

@@ -1,0 +1,50 @@
+"""Tests of the manifest of a model's folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from appliance.models.manifest import ManifestError, check_manifest, read_manifest
+from store.models import ModelFile
+
+LARGE = 40 << 20
+"""Size of a file that is too large to be compared completely."""
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Path:
+    path = tmp_path / "model-00001-of-00002.safetensors"
+    path.write_bytes(b"1" * LARGE)
+    return path
+
+
+def test_a_large_file_replaced_by_one_of_the_same_size_is_named(shard: Path) -> None:
+    files = read_manifest(str(shard.parent))
+    check_manifest(str(shard.parent), files)
+    shard.write_bytes(b"2" * LARGE)
+    with pytest.raises(ManifestError, match=f"{shard.name} has changed since this version was added"):
+        check_manifest(str(shard.parent), files)
+
+
+@pytest.mark.parametrize("place", [0, LARGE // 2, LARGE - (2 << 20)])
+def test_a_change_of_a_few_megabytes_is_found_anywhere_in_a_large_file(shard: Path, place: int) -> None:
+    files = read_manifest(str(shard.parent))
+    with shard.open("r+b") as file:
+        file.seek(place)
+        file.write(b"2" * (2 << 20))
+    with pytest.raises(ManifestError, match="has changed since"):
+        check_manifest(str(shard.parent), files)
+
+
+def test_a_manifest_without_samples_still_compares_the_size(shard: Path) -> None:
+    [file] = read_manifest(str(shard.parent))
+    stored = msgspec.json.encode((file.name, file.bytes, file.sha256))
+    old = msgspec.json.decode(stored, type=ModelFile)
+    shard.write_bytes(b"2" * LARGE)
+    check_manifest(str(shard.parent), (old,))
+    shard.write_bytes(b"2" * (LARGE + 1))
+    with pytest.raises(ManifestError, match=f"has changed from {LARGE} to {LARGE + 1} bytes"):
+        check_manifest(str(shard.parent), (old,))
