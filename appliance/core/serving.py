@@ -23,6 +23,7 @@ from appliance.core.readiness import Readiness
 from appliance.front_pool.identities import IdentityRegistry
 from appliance.front_pool.pool import FrontPool
 from appliance.models.manager import ModelManager
+from appliance.models.operations import changed_files
 from appliance.models.preflight_process import MODEL_CHECKS, ModelChecks
 from appliance.models.replica import Launch
 from appliance.models.routing import Routing
@@ -86,6 +87,7 @@ class ServingParts:
             note=note,
             launch=launch,
             preflight=checks.problem,
+            files_check=lambda unit: changed_files(registry.current, unit),
             broken=broken,
         )
         self.routing = Routing(lambda: registry.current, self.models)

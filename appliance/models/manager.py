@@ -30,7 +30,7 @@ from appliance.models.cgroups import ReplicaCgroups, descendants
 from appliance.models.changes import describe_change
 from appliance.models.fit import MemoryShortage, shortage_beside
 from appliance.models.placement import GpuPlacement, machine_topology
-from appliance.models.replica import Launch, Preflight, Replica
+from appliance.models.replica import FilesCheck, Launch, Preflight, Replica
 from appliance.models.replica_connections import FrontChannels, ReplicaConnections
 from appliance.models.residency import DRAIN_S
 from appliance.models.restarts import Restarts
@@ -65,6 +65,7 @@ class ModelManager:
         note: Callable[[str, str], None],
         launch: Launch,
         preflight: Preflight,
+        files_check: FilesCheck,
         broken: Mapping[str, str],
     ) -> None:
         """Create the manager without starting any replicas.
@@ -73,6 +74,7 @@ class ModelManager:
         - `publish` is called when the list of served models or the readiness of a model may have changed.
         - `note` reports a problem (its location and description) to the operator.
         - `preflight` checks a model's files.
+        - `files_check` compares the files of a registered version with its manifest.
         - `broken` maps each model whose files have a problem to that problem.
         """
         self.models = {model.name: model for model in served}
@@ -89,6 +91,7 @@ class ModelManager:
         self._note = note
         self._launch = launch
         self._preflight = preflight
+        self._files_check = files_check
         self._broken = broken
         self._placement = GpuPlacement(machine_topology())
         self._cgroups = ReplicaCgroups(descendants)
@@ -387,7 +390,13 @@ class ModelManager:
         elif outdated:
             return await self._replace(outdated[0], current, wanted)
         elif len(current) < self._scaling.count(name, wanted):
-            self._new(name, wanted).start()
+            # The files were checked before the first replica was started, but may have changed since then.
+            changed = await asyncio.to_thread(self._files_check, name) if current else ""
+            added = self._new(name, wanted)
+            if changed:
+                added.refuse(changed)
+            else:
+                added.start()
         else:
             return False
         return True
@@ -482,6 +491,7 @@ class ModelManager:
             load_timeout_s=service.load_timeout_s,
             placement=self._placement,
             preflight=self._preflight,
+            files_check=self._files_check,
             cgroups=self._cgroups,
             restarts=Restarts(lambda: self._settings().restarts),
             launch=self._launch,

@@ -28,7 +28,7 @@ from appliance.models.registry import describe
 from appliance.models.restarts import StartTimer, Watch
 from appliance.models.routing import Routing, split_target, unit_name
 from appliance.settings import ModelSettings
-from store.models import VersionRecord
+from store.models import Registry, VersionRecord
 from store.registry import ModelRegistry
 
 log = logging.getLogger(__name__)
@@ -557,6 +557,20 @@ async def _check_files(record: VersionRecord) -> None:
         raise LoadError(str(error)) from error
     except OSError as error:
         raise LoadError(f"{error.filename} cannot be read ({error.strerror})") from error
+
+
+def changed_files(registry: Registry, unit: str) -> str:
+    """Return how the files of a unit differ from the manifest of its version. Return an empty string if they
+    match, or if the unit is not a registered version. Called in a thread."""
+    model, version = split_target(unit)
+    record = registry.versions.get((model, version or 0))
+    if record is None:
+        return ""
+    try:
+        check_manifest(record.folder, record.files)
+    except ManifestError as error:
+        return str(error)
+    return ""
 
 
 class NoRoomError(LoadError):

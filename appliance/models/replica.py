@@ -57,6 +57,9 @@ _CHECK_AGAIN_S = 10.0
 Preflight = Callable[[str, ModelSettings], str]
 """Checks the files of a model with this name and these settings, and returns the problem; empty if there is
 none. Called in a thread."""
+FilesCheck = Callable[[str], str]
+"""Compares the files of a unit with the manifest of its version, and returns the difference; empty if there
+is none, or if the unit is a model of the settings. Called in a thread."""
 Launch = Callable[
     [ReplicaSpec, Callable[[int, RankOutbound], None], Callable[[str], None]],
     ReplicaGroup,
@@ -87,6 +90,7 @@ class Replica:
         load_timeout_s: float,
         placement: GpuPlacement,
         preflight: Preflight,
+        files_check: FilesCheck,
         restarts: Restarts,
         cgroups: ReplicaCgroups,
         launch: Launch = ReplicaGroup.launch,
@@ -128,6 +132,7 @@ class Replica:
         """Numbers of the current incarnation's GPUs, in rank order. Empty if no GPUs were chosen for it."""
         self._launch = launch
         self._preflight = preflight
+        self._files_check = files_check
         self._background = Background()
         self._restarts = restarts
         self._cgroups = cgroups
@@ -257,6 +262,8 @@ class Replica:
         if not self.sleeping.asleep:
             return ""
         if self.group is None:
+            if changed := await asyncio.to_thread(self._files_check, self.model):
+                return changed
             self.sleeping.asleep = False
             self.start()
             return ""
@@ -412,19 +419,27 @@ class Replica:
             self._next_start.start(again.delay_s, self._check_files, watch)
         else:
             self.state = "restarting"
-            self._next_start.start(again.delay_s, self.start)
+            self._next_start.start(again.delay_s, self._restart)
         self._events.replica_changed(self)
 
     @property
     def _may_fall_back(self) -> bool:
         return self.settings.cpu_fallback and self.spec.device != "cpu" and not self.fallback
 
+    def _restart(self) -> None:
+        """Start the replica, unless its files have changed since its version was added."""
+        self._background.run(self._start_unless(lambda: self._files_check(self.model)))
+
     def _check_files(self) -> None:
         """Check the files of a failed replica's model, and start the replica if no problem is found."""
-        self._background.run(self._start_if_sound())
+        self._background.run(
+            self._start_unless(
+                lambda: self._files_check(self.model) or self._preflight(self.model, self.settings)
+            )
+        )
 
-    async def _start_if_sound(self) -> None:
-        problem = await asyncio.to_thread(self._preflight, self.model, self.settings)
+    async def _start_unless(self, find_problem: Callable[[], str]) -> None:
+        problem = await asyncio.to_thread(find_problem)
         if self._stopping or self.retiring or self.state not in ("restarting", "failed"):
             return
         if problem:

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from appliance.models.placement import GpuPlacement
 from appliance.models.replica import Replica
 from appliance.models.restarts import Restarts
@@ -25,6 +27,8 @@ class Simulated:
         self.kills = 0
         """Number of processes that the kernel has killed because of the memory limit."""
         self.no_limits = ""
+        self.changed = ""
+        """How the files differ from their manifest."""
         nothing: Callable[..., None] = lambda *arguments: None  # noqa: E731
         events: Any = SimpleNamespace(
             replica_starting=nothing,
@@ -44,6 +48,7 @@ class Simulated:
             load_timeout_s=1.0,
             placement=GpuPlacement(NO_TOPOLOGY),
             preflight=lambda model, settings: "",
+            files_check=lambda unit: self.changed,
             restarts=Restarts(RestartSettings),
             cgroups=cgroups,
             launch=self._launch,
@@ -106,5 +111,33 @@ def test_limits_that_cannot_be_applied_are_a_problem_with_its_remedy() -> None:
         [degraded] = simulated.replica.status().degraded
         assert degraded.what == simulated.no_limits and "replica-limits.conf" in degraded.remedy
         assert simulated.problems == [simulated.no_limits]
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_whose_files_have_changed_is_not_restarted_until_they_are_restored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("appliance.models.replica._CHECK_AGAIN_S", 0.05)
+
+    async def scenario() -> None:
+        simulated = Simulated()
+        replica = simulated.replica
+        replica.start()
+        simulated.changed = "/m/model.safetensors has changed since this version was added"
+        simulated.end("rank 0 (pid 7) was killed by SIGKILL")
+        async with asyncio.timeout(60):
+            while replica.state != "failed":
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)  # several checks of the files
+        assert len(simulated.specs) == 1 and replica.failure == simulated.changed
+        assert simulated.problems == ["rank 0 (pid 7) was killed by SIGKILL", simulated.changed]
+        assert replica.retry() and replica.state == "failed"
+        simulated.changed = ""
+        async with asyncio.timeout(60):
+            while len(simulated.specs) == 1:
+                await asyncio.sleep(0.01)
+        simulated.end("rank 0 (pid 7) was killed by SIGKILL")
+        await replica.stop(0.0)
 
     asyncio.run(scenario())

@@ -80,6 +80,7 @@ class Started:
             load_timeout_s=load_timeout_s,
             placement=GpuPlacement(NO_TOPOLOGY),
             preflight=lambda name, settings: "",
+            files_check=lambda unit: "",
             restarts=Restarts(RestartSettings),
             cgroups=ReplicaCgroups(list),
             launch=launch,

@@ -87,6 +87,31 @@ def test_a_file_that_changed_after_the_model_was_added_is_named(
     assert_only_the_demo_runs(running, before)
 
 
+def test_a_replica_whose_files_have_changed_is_not_restarted_after_it_was_killed(
+    running: Service, added: Path
+) -> None:
+    before = set(ranks(running))
+    assert models(running, "load", "other", "--wait").returncode == 0
+    original = (added / SHARD).read_bytes()
+    (added / SHARD).write_bytes(bytes(len(original)))
+    [rank] = set(ranks(running)) - before
+    os.kill(rank, signal.SIGKILL)
+
+    def failed() -> Any:
+        [shown] = running.command("models", "show", "other")["versions"]
+        return shown["detail"] if shown["state"] == "failed" else ""
+
+    detail = running.wait_until(failed, BOUND_S, "the failed model")
+    assert f"{added / SHARD} has changed since this version was added: restore the file" in detail
+    done = models(running, "load", "other", "--wait")
+    assert done.returncode == 1 and f"{SHARD} has changed" in done.stderr, done.stderr
+    assert_only_the_demo_runs(running, before)
+    (added / SHARD).write_bytes(original)
+    assert models(running, "load", "other", "--wait").returncode == 0
+    assert models(running, "unload", "other", "--wait", "--yes").returncode == 0
+    assert_only_the_demo_runs(running, before)
+
+
 @pytest.mark.parametrize("hangs", [False, True], ids=["loading", "stopped by a signal"])
 def test_a_load_is_cancelled_by_unloading_the_model(running: Service, added: Path, hangs: bool) -> None:
     """A rank that is stopped by a signal neither progresses nor reads messages."""
