@@ -39,7 +39,7 @@ from appliance.models.registry import describe_models
 from appliance.models.replica import Launch
 from appliance.monitoring.ended import EndedRequests
 from appliance.monitoring.metrics.counting import CountedRows
-from appliance.monitoring.metrics.families import ServiceSource
+from appliance.monitoring.metrics.families.service import ServiceSource
 from appliance.monitoring.metrics.scrape import Scraper
 from appliance.monitoring.metrics.server import MetricsServer
 from appliance.monitoring.metrics.tenants import ShownTenants

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from appliance.monitoring.metrics.families import outcome
+from appliance.monitoring.metrics.families.requests import outcome
 from appliance.snapshot import Latency, LatencyPercentiles
 from appliance.traffic.lifecycle import RowSink
 from store.requests import RequestRow

@@ -14,7 +14,7 @@ from appliance.models.on_demand import OnDemand
 from appliance.models.operations import ModelOperations
 from appliance.models.registry import describe_models
 from appliance.monitoring.metrics.counting import CountedRows
-from appliance.monitoring.metrics.families import ServiceSource
+from appliance.monitoring.metrics.families.service import ServiceSource
 from appliance.monitoring.metrics.scrape import Scraper
 from appliance.monitoring.metrics.tenants import ShownTenants
 from appliance.settings import Flags, read_settings

@@ -14,7 +14,8 @@ from prometheus_client.samples import Sample
 
 from appliance.monitoring.metrics.counting import CountedRows
 from appliance.monitoring.metrics.exposition import Histograms, Numbers, Summaries, render
-from appliance.monitoring.metrics.families import Families, outcome
+from appliance.monitoring.metrics.families import Families
+from appliance.monitoring.metrics.families.requests import outcome
 from appliance.monitoring.metrics.tenants import OTHERS, ShownTenants
 from store.requests import RequestRow
 from tests.core.simulated_service import Rows

@@ -13,7 +13,9 @@ from appliance.models.manager import ModelManager
 from appliance.models.on_demand import OnDemand
 from appliance.monitoring.metrics.counting import CountedRows
 from appliance.monitoring.metrics.exposition import render
-from appliance.monitoring.metrics.families import GatewaySource, ReplicaSource, ServiceSource
+from appliance.monitoring.metrics.families.models import GatewaySource
+from appliance.monitoring.metrics.families.replicas import ReplicaSource
+from appliance.monitoring.metrics.families.service import ServiceSource
 from appliance.monitoring.metrics.tenants import OTHERS
 from appliance.traffic.shadows import ShadowResults
 from appliance.traffic.state import TrafficState

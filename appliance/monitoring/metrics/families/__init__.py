@@ -1,0 +1,64 @@
+"""The table of all metrics: name, meaning, unit, labels and the function that reads the value.
+`docs/metrics.md` is generated from it.
+
+Metrics with the same source form a group. The group's labels identify the source; a metric with additional
+labels reads a mapping from label values to numbers. Each module declares the groups of one component."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from appliance.models.on_demand import Residency
+from appliance.monitoring.metrics.exposition import MetricFamily
+from appliance.monitoring.metrics.families.fronts import FRONTS
+from appliance.monitoring.metrics.families.models import GATEWAYS, MODELS, RESIDENCY, SHADOWS, GatewaySource
+from appliance.monitoring.metrics.families.replicas import REPLICAS, ReplicaSource
+from appliance.monitoring.metrics.families.requests import ARMS, FALLBACKS, RETRIES, ROWS, TIMES
+from appliance.monitoring.metrics.families.service import LOGS, PROCESS, SERVICE, ServiceSource
+from appliance.monitoring.metrics.families.store import AUDIT, DATABASES
+from appliance.monitoring.metrics.families.tenants import LIMITS, TENANT_ROWS, TENANTS
+from appliance.monitoring.metrics.metric import Group
+from appliance.protocol import FrontStatus
+from appliance.traffic.buckets import Bucket
+from appliance.traffic.shadows import ShadowSums
+from appliance.traffic.stats import ModelStats, TenantStats
+from store.requests import RequestRow
+from store.structs import WriterState
+from store.trail import TrailState
+
+
+class Families:
+    """All metrics, in display order."""
+
+    def __init__(self) -> None:
+        self.service: Group[ServiceSource] = Group((), *SERVICE)
+        self.rows: Group[RequestRow] = Group(("model", "class"), *ROWS)
+        self.retries: Group[RequestRow] = Group(("model",), *RETRIES)
+        self.times: Group[RequestRow] = Group(("model", "class"), *TIMES)
+        self.arms: Group[RequestRow] = Group(("model", "unit"), *ARMS)
+        self.fallbacks: Group[RequestRow] = Group(("model",), *FALLBACKS)
+        self.shadows: Group[ShadowSums] = Group(("model", "unit"), *SHADOWS)
+        self.models: Group[ModelStats] = Group(("model",), *MODELS)
+        self.residency: Group[Residency] = Group(("model",), *RESIDENCY)
+        self.tenant_rows: Group[RequestRow] = Group(("tenant",), *TENANT_ROWS)
+        self.tenants: Group[TenantStats] = Group(("tenant",), *TENANTS)
+        self.limits: Group[Bucket] = Group(("tenant", "limit"), *LIMITS)
+        self.replicas: Group[ReplicaSource] = Group(("model", "replica"), *REPLICAS)
+        self.fronts: Group[FrontStatus] = Group(("front",), *FRONTS)
+        self.databases: Group[WriterState] = Group(("database",), *DATABASES)
+        self.audit: Group[TrailState] = Group((), *AUDIT)
+        self.logs: Group[int] = Group(("process",), *LOGS)
+        self.process: Group[ServiceSource] = Group((), *PROCESS)
+        self.gateways: Group[GatewaySource] = Group(("model_name",), *GATEWAYS)
+
+    def groups(self) -> list[Group[Any]]:
+        """Return all groups."""
+        return list(vars(self).values())
+
+    def __iter__(self) -> Iterator[MetricFamily[Any]]:
+        return (family for group in self.groups() for family in group.families)
+
+    def by(self, label: str) -> list[MetricFamily[Any]]:
+        """Return the metrics that have this label."""
+        return [family for family in self if label in family.labels]
