@@ -11,13 +11,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from appliance.background import Timer
-from appliance.http.bodies import Body, body_of
 from appliance.http.client_checks import HalfClosedCheck, WriteLimit
 from appliance.http.errors import RequestError
 from appliance.http.exchange import Exchange, whole_response
-from appliance.http.heads import HeadReader, RequestHead
+from appliance.http.heads import RequestHead
 from appliance.http.peers import Peer, peer_of
 from appliance.http.pools import Pool
+from appliance.http.request_parser import PIECE_BYTES, RequestParser
 from appliance.http.turns import Source, source_of_request
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ reconnect and fill the memory again immediately."""
 UNAUTHENTICATED_LINGER_BYTES = 1 << 20
 """Maximum number of bytes to read and drop before closing a connection without a valid key."""
 _SENT_CHECK_S = 0.01
-_PIECE_BYTES = 64 << 10
 LARGE_READ_BYTES = 16 << 10
 """After a read of at least this size, the client is probably sending a large head or body, so the connection
 must wait for a turn before it reads again."""
@@ -74,10 +73,8 @@ class Connection(asyncio.BufferedProtocol):
         """The source (tenant, address or user) whose turns this connection uses."""
         self.pool: Pool | None = None
         """The pool in which this connection has a place. Set by the server."""
-        self._input = bytearray(request)
-        self._reader = HeadReader()
+        self._parser = RequestParser(request)
         self._exchange: Exchange | None = None
-        self._body: Body | None = None
         self._advancing = False
         self._read_paused = False
         self._waits_to_read = False
@@ -165,7 +162,7 @@ class Connection(asyncio.BufferedProtocol):
         while self.transport.get_write_buffer_size() and not self.lost:
             await asyncio.sleep(_SENT_CHECK_S)
         descriptor: int = self.transport.get_extra_info("socket").fileno()
-        return descriptor, bytes(self._input)
+        return descriptor, bytes(self._parser.received)
 
     # ── opening and closing the connection ──
 
@@ -195,7 +192,7 @@ class Connection(asyncio.BufferedProtocol):
             timer.stop()
         self.writable = True
         self._may_write.set()
-        self._input.clear()
+        self._parser.drop()
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.disconnect()
@@ -211,7 +208,7 @@ class Connection(asyncio.BufferedProtocol):
     def stop(self) -> None:
         """Close the connection as soon as the response in progress has been written."""
         if self._exchange is None:
-            self._close_now()
+            self.close()
         else:
             self._exchange.keep_alive = False
 
@@ -235,7 +232,7 @@ class Connection(asyncio.BufferedProtocol):
             if self._linger_bytes < 0:
                 self.transport.abort()
         else:
-            self._input += self.server.read_buffer[:nbytes]
+            self._parser.received += self.server.read_buffer[:nbytes]
             self.advance()
         if nbytes >= LARGE_READ_BYTES and not self._waits_to_read and not self.transport.is_closing():
             self._waits_to_read = True
@@ -255,7 +252,7 @@ class Connection(asyncio.BufferedProtocol):
         exchange = self._exchange
         if exchange is None or not exchange.request_complete or self._linger_bytes is not None:
             # The transport closes once everything has been sent. The write time limit applies.
-            self._close_now()
+            self.close()
             return False
         self._half_closed.start(self._may_probe)
         return True
@@ -280,7 +277,7 @@ class Connection(asyncio.BufferedProtocol):
     def _count_memory(self) -> None:
         """Report to the server the memory that the connection's requests use. Body bytes that the application
         has already read are not included."""
-        size = len(self._input) + self._reader.collected_bytes
+        size = len(self._parser.received) + self._parser.head.collected_bytes
         if self._exchange is not None:
             size += self._exchange.head.memory_bytes
         self.server.request_memory.hold(self, size)
@@ -293,8 +290,7 @@ class Connection(asyncio.BufferedProtocol):
             self.transport.abort()
             return
         self._given_up = True
-        self._input.clear()
-        self._reader = HeadReader()
+        self._parser.drop()
         self._pause_reading(True)
         message = "the headers of unfinished requests use too much memory: retry later"
         refusal = RequestError(503, message, "too_many_header_bytes")
@@ -302,28 +298,30 @@ class Connection(asyncio.BufferedProtocol):
 
     def _step(self) -> bool:
         """Parse one piece of the input. Return False if nothing can be parsed yet."""
-        if not self._input:
+        parser = self._parser
+        if not parser.received:
             return False
         exchange = self._exchange
         if exchange is None:
-            begun = self._reader.begun
-            head = self._reader.feed(self._input)
+            begun = parser.head.begun
+            head = parser.read_head()
             if head is not None:
                 self._begin(head)
-            elif self._reader.begun and not begun:
+            elif parser.head.begun and not begun:
                 self._timer.start(self._limit_s(self.server.limits.header_timeout_s), self._request_late)
             return head is not None
         if not exchange.wants_body:
             return False
-        self._take_body(exchange)
+        content = parser.read_body()
+        if parser.body is None:
+            self._request_complete(exchange)
+        exchange.receive_body(content, parser.body is None)
         return True
 
     def _begin(self, head: RequestHead) -> None:
-        self._reader = HeadReader()
-        self._body = body_of(head)
         state = {"peer": self._peer, "connection": self}
         exchange = self._exchange = Exchange(self, head, state)
-        if self._body.complete:
+        if self._parser.body is None:
             self._request_complete(exchange)
         else:
             self._timer.start(self.server.limits.body_timeout_s, self._body_late)
@@ -339,39 +337,30 @@ class Connection(asyncio.BufferedProtocol):
         if self._exchange is exchange:
             self.server.run(exchange)
 
-    def _take_body(self, exchange: Exchange) -> None:
-        body = self._body
-        assert body is not None
-        content, consumed = body.feed(bytes(self._input[:_PIECE_BYTES]))
-        del self._input[:consumed]
-        if body.complete:
-            self._request_complete(exchange)
-        exchange.receive_body(content, body.complete)
-
     def _request_complete(self, exchange: Exchange) -> None:
         exchange.request_complete = True
         self._timer.stop()
         if self.pool is not None:
             self.pool.mark_busy(self)
-        if self._input and not self.authenticated:
+        if self._parser.received and not self.authenticated:
             # Known clients may pipeline requests; an unknown client's connection closes after one response.
             exchange.keep_alive = False
 
     def skip_body(self) -> bool:
         """If the whole body has arrived, drop the part that the application has not read. Return whether the
         whole body has arrived."""
-        body = self._body
-        if body is None or body.complete or self._exchange is None:
+        parser = self._parser
+        if parser.body is None or self._exchange is None:
             return True
         try:
-            while self._input and not body.complete:
-                _, consumed = body.feed(bytes(self._input[:_PIECE_BYTES]))
-                del self._input[:consumed]
+            while parser.received and parser.body is not None:
+                parser.read_body()
         except RequestError:
             return False
-        if body.complete:
-            self._request_complete(self._exchange)
-        return body.complete
+        if parser.body is not None:
+            return False
+        self._request_complete(self._exchange)
+        return True
 
     def _wants_bytes(self) -> bool:
         """Whether the connection should read more bytes. While a request is being answered, one buffer of the
@@ -381,7 +370,7 @@ class Connection(asyncio.BufferedProtocol):
             return False
         if exchange is None or exchange.wants_body:
             return True
-        return exchange.request_complete and not self._input
+        return exchange.request_complete and not self._parser.received
 
     def _pause_reading(self, paused: bool) -> None:
         paused = paused or self._waits_to_read
@@ -398,26 +387,30 @@ class Connection(asyncio.BufferedProtocol):
     def finish(self, exchange: Exchange) -> None:
         """Continue with the next request, or close the connection, after a complete response."""
         self._exchange = None
-        body, self._body = self._body, None
+        parser = self._parser
         if self.pool is not None:
             self.pool.mark_waiting(self)
         self._half_closed.stop()
         if self.transport.is_closing():
             return
-        if body is not None and not body.complete:
-            self._linger(2 * self.server.limits.max_body_bytes + _PIECE_BYTES)
-        elif not exchange.keep_alive or (self._ended and not self._input):
-            if self.authenticated and not self._input:
-                self._close_now()
+        if parser.body is not None:
+            self._linger(2 * self.server.limits.max_body_bytes + PIECE_BYTES)
+        elif not exchange.keep_alive or (self._ended and not parser.received):
+            if self.authenticated and not parser.received:
+                self.close()
             else:
-                self._linger(_PIECE_BYTES)
+                self._linger(PIECE_BYTES)
         else:
             self._timer.start(self._limit_s(self.server.limits.idle_timeout_s), self._request_late)
             self.advance()
 
     def close(self) -> None:
         """Close after the bytes written so far have been sent."""
-        self._close_now()
+        if not self.transport.is_closing():
+            self._timer.stop()
+            if self.transport.get_write_buffer_size():
+                self._write_limit.start()
+            self.transport.close()
 
     def refuse(self, error: RequestError) -> None:
         """Send an error response in place of the application, then close. If a response has already begun,
@@ -430,16 +423,15 @@ class Connection(asyncio.BufferedProtocol):
             self._exchange = None
             exchange.disconnect()
         self.transport.write(whole_response(error))
-        self._linger(2 * self.server.limits.max_body_bytes + _PIECE_BYTES)
+        self._linger(2 * self.server.limits.max_body_bytes + PIECE_BYTES)
 
     def _linger(self, most_bytes: int) -> None:
         """Close, but first read and drop incoming bytes for a short time, so that the client can read the
         response."""
-        self._input.clear()
-        self._reader = HeadReader()
+        self._parser.drop()
         self._count_memory()
         if self._ended:
-            self._close_now()
+            self.close()
             return
         if not self.authenticated:
             most_bytes = min(most_bytes, UNAUTHENTICATED_LINGER_BYTES)
@@ -456,15 +448,6 @@ class Connection(asyncio.BufferedProtocol):
             self._timer.start(LINGER_S, self._linger_over)
         else:
             self.transport.abort()
-
-    def _close_now(self) -> None:
-        if self.transport.is_closing():
-            return
-        # Close only after the client has received everything.
-        self._timer.stop()
-        if self.transport.get_write_buffer_size():
-            self._write_limit.start()
-        self.transport.close()
 
     def _may_probe(self) -> bool:
         """Whether `100 Continue` may be sent now, as a probe of a half-closed connection."""
@@ -486,20 +469,20 @@ class Connection(asyncio.BufferedProtocol):
         return min(seconds, self.server.limits.unauthenticated_timeout_s)
 
     def _request_late(self) -> None:
-        if self._reader.begun:
+        if self._parser.head.begun:
             self.refuse(RequestError(408, "the request headers did not arrive in time", "header_timeout"))
         elif self.transport.get_write_buffer_size():
             # The last response has not been fully sent yet. The write timer checks that the client reads it.
             self._write_limit.start()
             self._timer.start(self._limit_s(self.server.limits.idle_timeout_s), self._request_late)
         else:
-            self._close_now()
+            self.close()
 
     def _body_late(self) -> None:
         exchange = self._exchange
         if exchange is None or self._linger_bytes is not None:
             return
-        if not exchange.wants_body and self._input:
+        if not exchange.wants_body and self._parser.received:
             # The application has not yet read the bytes that have arrived.
             self._timer.start(self.server.limits.body_timeout_s, self._body_late)
         elif exchange.started:
