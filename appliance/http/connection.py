@@ -201,10 +201,6 @@ class Connection(asyncio.BufferedProtocol):
         if on_lost is not None:
             on_lost()
 
-    def evict(self) -> None:
-        """Close the connection to free its place for another connection. No complete request is lost."""
-        self.transport.abort()
-
     def stop(self) -> None:
         """Close the connection as soon as the response in progress has been written."""
         if self._exchange is None:

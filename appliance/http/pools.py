@@ -12,7 +12,7 @@ OTHERS_SHARE = 8
 class Occupant(Protocol):
     """A connection in a pool."""
 
-    def evict(self) -> None: ...
+    def abort(self) -> None: ...
 
 
 class Pool:
@@ -124,7 +124,7 @@ class Pool:
     def _evict(self, connection: Occupant) -> None:
         self.remove(connection)
         self.evicted += 1
-        connection.evict()
+        connection.abort()
 
     def _leave_tenant(self, connection: Occupant) -> None:
         tenant = self._members[connection]

@@ -15,7 +15,7 @@ class Client:
     def __init__(self) -> None:
         self.closed = False
 
-    def evict(self) -> None:
+    def abort(self) -> None:
         self.closed = True
 
 
