@@ -66,12 +66,14 @@ class WriteLimit:
         self._unsent_bytes = 0
         """Number of unsent bytes when the timer was started."""
 
-    def start(self) -> None:
-        """Start the time limit if it is not running."""
-        if not self._is_running:
-            self._is_running = True
-            self._unsent_bytes = self._transport.get_write_buffer_size()
+    def start(self) -> bool:
+        """Start the time limit if any bytes are unsent and it is not running. Return whether bytes are
+        unsent."""
+        unsent = self._transport.get_write_buffer_size()
+        if unsent and not self._is_running:
+            self._is_running, self._unsent_bytes = True, unsent
             self._timer.start(self._limit_s, self._late)
+        return unsent > 0
 
     def restart(self) -> None:
         """Record that the client has read some bytes, so that the full time limit applies again."""
@@ -87,5 +89,5 @@ class WriteLimit:
         if unsent and unsent >= self._unsent_bytes:
             self._note()
             self._transport.abort()
-        elif unsent:
+        else:
             self.start()

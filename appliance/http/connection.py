@@ -404,8 +404,7 @@ class Connection(asyncio.BufferedProtocol):
         """Close after the bytes written so far have been sent."""
         if not self.transport.is_closing():
             self._timer.stop()
-            if self.transport.get_write_buffer_size():
-                self._write_limit.start()
+            self._write_limit.start()
             self.transport.close()
 
     def refuse(self, error: RequestError) -> None:
@@ -439,8 +438,7 @@ class Connection(asyncio.BufferedProtocol):
         self._pause_reading(False)
 
     def _linger_over(self) -> None:
-        if self.transport.get_write_buffer_size():
-            self._write_limit.start()
+        if self._write_limit.start():
             self._timer.start(LINGER_S, self._linger_over)
         else:
             self.transport.abort()
@@ -467,9 +465,8 @@ class Connection(asyncio.BufferedProtocol):
     def _request_late(self) -> None:
         if self._parser.head.begun:
             self.refuse(RequestError(408, "the request headers did not arrive in time", "header_timeout"))
-        elif self.transport.get_write_buffer_size():
+        elif self._write_limit.start():
             # The last response has not been fully sent yet. The write timer checks that the client reads it.
-            self._write_limit.start()
             self._timer.start(self._limit_s(self.server.limits.idle_timeout_s), self._request_late)
         else:
             self.close()
