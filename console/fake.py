@@ -480,6 +480,7 @@ class FakeSource:
                     state=("draining" if left else "drained") if paused else "ready",
                     max_model_len=131_072 if "70b" in name else 32_768,
                     queued=sum(one.model == name for one in sim.queue),
+                    drain_eta_s=self._drain_eta_s(name),
                     replicas=replicas,
                 )
             )
@@ -544,8 +545,18 @@ class FakeSource:
             queued=0,
             held=0,
             tokens_left=running * 170,
-            eta_s=running * 0.09 if running else None,
+            eta_s=self._drain_eta_s(model),
         )
+
+    def _drain_eta_s(self, model: str | None) -> float:
+        """Return the time until the longest running request has generated all its output tokens."""
+        replicas = [one for one in self.simulation.replicas if model in (None, one.model)]
+        left_ms = [
+            (request.output - request.generated) * one.decode_ms
+            for one in replicas
+            for request in one.running
+        ]
+        return max(left_ms, default=0.0) / 1000
 
     def _fronts(self) -> list[FrontStatus]:
         tokens = sum(one.generated_tokens for one in self.simulation.replicas)

@@ -42,6 +42,7 @@ def impact(action: Action, target: str | None, snapshot: Snapshot | None) -> lis
     tokens = [one.generated_tokens for one in affected]
     known = sum(token for token in tokens if token is not None)
     generated = units.UNKNOWN if None in tokens else f"{known:,}"
+    ends = _drain_end(target, snapshot) if action.name == "drain" else []
     names = ", ".join(tenants[:5]) + (f" and {len(tenants) - 5} more" if len(tenants) > 5 else "")
     queued = sum(one.state == "queued" for one in affected)
     return [
@@ -49,7 +50,17 @@ def impact(action: Action, target: str | None, snapshot: Snapshot | None) -> lis
         f"tenant{'s' if len(tenants) > 1 else ''}: "
         f"{names}",
         f"{generated} output tokens generated so far",
+        *ends,
     ]
+
+
+def _drain_end(model: str | None, snapshot: Snapshot) -> list[str]:
+    """Return when a drain that begins now would end. The models finish their requests at the same time."""
+    etas = [one.drain_eta_s for one in snapshot.models if model in (None, "", one.name)]
+    known = [eta for eta in etas if eta is not None]
+    if not known or len(known) < len(etas):
+        return [f"expected end: {units.UNKNOWN} (the rates of the models have not been measured yet)"]
+    return [f"expected end: in {units.seconds(max(known))}, at {units.clock(snapshot.at + max(known))}"]
 
 
 def watch(action: Action, target: str | None, snapshot: Callable[[], Snapshot | None]) -> Callable[[], str]:

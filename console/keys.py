@@ -108,7 +108,7 @@ KEYS: tuple[KeyBinding, ...] = (
     KeyBinding("theme", ("t",), "Switch to the next theme", "Console"),
     KeyBinding("glyphs", ("b",), "Switch the chart characters: braille, block or ASCII", "Console"),
     KeyBinding("redraw", ("ctrl+l",), "Redraw the screen", "Console"),
-    KeyBinding("quit", ("q", "ctrl+c", "ctrl+q"), "Quit", "Console", "quit"),
+    KeyBinding("quit", ("q", "ctrl+c", "ctrl+q"), "Quit", "Console", "quit", "quit"),
     KeyBinding("live", ("N",), "Return to live", "History", "", "live"),
     KeyBinding(
         "time", ("T",), "Go to a time in history: 14:03, -20m or a date", "History", "history", "time"

@@ -187,6 +187,7 @@ class StatusReader:
             detail=detail,
             max_model_len=model.max_model_len,
             queued=traffic.queued,
+            drain_eta_s=self.traffic.remaining(model.name).seconds,
             replicas=replicas,
             scaling=self.models.scaling(model.name),
         )

@@ -273,9 +273,10 @@ def _queue(status: Status, width: int | None) -> list[str]:
     for one in queue.classes:
         if one.waiting:
             target = "" if one.target_s is None else f" (target {of_seconds(one.target_s)})"
+            expected = "unknown" if one.expected_wait_s is None else of_seconds(one.expected_wait_s)
             waits = (
                 f"{one.name}  {one.waiting:,} waiting, the oldest for {of_seconds(one.oldest_wait_s)}; "
-                f"expected wait of new requests {of_seconds(one.expected_wait_s)}{target}"
+                f"expected wait of new requests {expected}{target}"
             )
             lines += _labelled("", waits, width)
     if queue.overload:

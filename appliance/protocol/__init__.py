@@ -193,6 +193,9 @@ class ModelStatus(msgspec.Struct, kw_only=True):
     """Explanation of the state. For a failed model, the reason for the failure."""
     max_model_len: int = 0
     queued: int = 0
+    drain_eta_s: float | None = None
+    """Predicted time in seconds until all unfinished requests have finished if no more requests are accepted,
+    based on measured rates. Null if there are unfinished requests but no measurements."""
     replicas: list[ReplicaStatus] = []
     scaling: ScalingStatus | None = None
     """Null if the number of replicas is fixed."""
@@ -266,9 +269,9 @@ class ClassStatus(msgspec.Struct, kw_only=True):
     """Name of the class, from "P0" to "P3"."""
     waiting: int
     oldest_wait_s: float
-    expected_wait_s: float
-    """Predicted waiting time, in seconds, of a request that arrives now, based on measured rates; 0 if there
-    are no measurements."""
+    expected_wait_s: float | None
+    """Predicted waiting time, in seconds, of a request that arrives now, based on measured rates. Null if no
+    model has measurements."""
     target_s: float | None
     """Target for the waiting time in seconds, or None for P3."""
 

@@ -73,7 +73,9 @@ def classes(models: Iterable[ModelTraffic], now: float) -> list[ClassStatus]:
                 name=name,
                 waiting=sum(model.queue.length(number) for model in known),
                 oldest_wait_s=max(0.0, now - min(oldest)) if oldest else 0.0,
-                expected_wait_s=max((one[number] or 0.0 for one in waits_s), default=0.0),
+                expected_wait_s=max(
+                    (wait for one in waits_s if (wait := one[number]) is not None), default=None
+                ),
                 target_s=None if target_s == float("inf") else target_s,
             )
         )

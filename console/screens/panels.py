@@ -155,7 +155,7 @@ def queue(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
             span(
                 f"{units.seconds(one.oldest_wait_s) if one.waiting else '-':>8}", "warn" if late else "text"
             ),
-            span(f"{units.seconds(one.expected_wait_s) if one.expected_wait_s else units.UNKNOWN:>8}", "dim"),
+            span(f"{units.seconds(one.expected_wait_s):>8}", "dim"),
         )
         if wide:
             target = "none" if one.target_s is None else units.seconds(one.target_s)

@@ -159,6 +159,8 @@ def test_the_status_says_how_long_each_class_waits_and_what_an_overload_costs(ru
     assert "P3  1 waiting, the oldest for 1 min 10 s; expected wait of new requests 1 min 30 s\n" in text
     assert "P0  " not in text
     assert status.queue.overload in text
+    status.queue.classes[1].expected_wait_s = None
+    assert "expected wait of new requests unknown (target 1.0 s)" in "\n".join(status_lines(status, None))
 
 
 def test_the_status_names_the_busiest_expert(run_dir: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
 
 from console.figures import FIGURES
 from console.keys import KEYS
 from console.lines import cells, plain
+from console.screens import panels
 from console.screens.base import View
 from console.screens.registry import all_views, alternate_views
 from console.screens.requests import RequestsView
@@ -125,6 +127,19 @@ def test_the_map_shows_the_shares_of_the_pool_if_a_cell_stands_for_several_block
     pool = made.context.snapshot.kv[0]
     in_use = sum(letters.count(letter) for letter in "█▓") / (pool.blocks_total / 2)
     assert in_use == pytest.approx(pool.blocks_used / pool.blocks_total, abs=0.05)
+
+
+def test_the_queue_distinguishes_no_wait_from_an_unknown_wait(shown: ConsoleSession) -> None:
+    snapshot = shown.context.snapshot
+    assert snapshot is not None
+    one = snapshot.queue.classes[0]
+    for expected, text in ((0.0, "0.0s"), (None, "--"), (12.0, "12s")):
+        known = msgspec.structs.replace(one, expected_wait_s=expected)
+        changed = msgspec.structs.replace(
+            snapshot, queue=msgspec.structs.replace(snapshot.queue, classes=[known])
+        )
+        rows = [plain(row) for row in panels.queue(shown.context, changed, 60)]
+        assert [row.split()[3] for row in rows if row.startswith("P0")] == [text]
 
 
 def test_a_small_terminal_gets_one_line_per_fact(shown: ConsoleSession) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import io
 import json
@@ -194,6 +195,24 @@ def test_the_impact_of_a_drain_names_requests_and_tenants() -> None:
     lines = impact(action_named("drain"), None, shown.context.snapshot)
     assert "running and" in lines[0]
     assert "tenants: " in lines[0]
+
+
+def test_the_impact_of_a_drain_names_its_expected_end() -> None:
+    snapshot = session(steps=3).context.snapshot
+    assert snapshot is not None
+    first, *others = models = copy.deepcopy(snapshot.models)
+    assert others
+    for one in models:
+        one.drain_eta_s = 5.0
+    first.drain_eta_s = 90.0
+    snapshot = msgspec.structs.replace(snapshot, models=models)
+    drain = action_named("drain")
+    assert impact(drain, None, snapshot)[-1].startswith("expected end: in 1m30s, at ")
+    assert impact(drain, others[0].name, snapshot)[-1].startswith("expected end: in 5.0s, at ")
+    first.drain_eta_s = None
+    assert impact(drain, None, snapshot)[-1].startswith("expected end: --")
+    assert impact(drain, others[0].name, snapshot)[-1].startswith("expected end: in 5.0s, at ")
+    assert not any("expected end" in row for row in impact(action_named("tenants.set"), "search", snapshot))
 
 
 def test_a_dialog_notices_that_the_target_has_changed() -> None:

@@ -1,4 +1,4 @@
-"""Tests of the predicted duration of a drain."""
+"""Tests of the predicted duration of a drain and of the predicted wait of a new request."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from appliance.traffic.remaining import Outstanding
+from store.policies import TenantRecord
+from tests.core.simulated_server import Shape, SimulatedServer
 
 STEP_S = 0.1
 
@@ -49,3 +51,14 @@ def test_nothing_runs_longer_than_it_may() -> None:
 
 def test_time_stands_in_for_tokens_that_are_not_reported_yet() -> None:
     assert eta_s(outstanding(), now=5 * STEP_S) == pytest.approx(5 * STEP_S)
+
+
+def test_the_predicted_wait_is_unknown_without_a_replica_and_zero_in_an_empty_queue() -> None:
+    server = SimulatedServer(tenants=[TenantRecord(name="t", created_at=0.0)])
+    state = server.requests.state
+    assert [one.expected_wait_s for one in state.queue_stats().classes] == [None] * 4
+    server.add_replica(slots=4)
+    server.ask("t", Shape(100, 20, 20))
+    server.run(60.0)
+    assert not state.waiting and state.ended == 1
+    assert [one.expected_wait_s for one in state.queue_stats().classes] == [0.0] * 4

@@ -150,6 +150,7 @@ class _State:
                     state="ready",
                     max_model_len=32768,
                     queued=rng.randint(0, 10),
+                    drain_eta_s=rng.uniform(1, 60),
                     replicas=replicas[2 * number : 2 * number + 2],
                 )
                 for number in range(MODELS)
