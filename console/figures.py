@@ -75,7 +75,7 @@ FIGURES: dict[str, Figure] = {
         "appliance_request_seconds",
     ),
     "waiting": Figure(
-        "waiting",
+        "waiting, WAIT",
         "requests",
         _NOW,
         "Requests waiting to be dispatched to a replica.",
@@ -103,14 +103,14 @@ FIGURES: dict[str, Figure] = {
         "status: queue.classes.target_s",
     ),
     "running": Figure(
-        "RUN, running",
+        "running, RUN",
         "requests",
         _NOW,
         "Requests running on a replica.",
         "appliance_running_requests",
     ),
     "kv_used": Figure(
-        "KV used",
+        "KV used, KV, KV blocks, used",
         "% of blocks",
         _NOW,
         "KV blocks in use by unfinished sequences. Cached blocks do not count, because they can be reused.",
@@ -124,17 +124,19 @@ FIGURES: dict[str, Figure] = {
         "appliance_engine_cached_tokens_total",
     ),
     "utilization_percent": Figure(
-        "USE, kernel time",
+        "kernel time, USE",
         "% of time",
         "NVML's sample period, at most 1 s",
         "Share of time during which at least one kernel was running. It does not tell how much of the GPU "
         "the kernel used.",
         "NVML utilization.gpu",
     ),
-    "used_bytes": Figure("memory", "bytes", _NOW, "GPU memory in use by all processes.", "NVML memory.used"),
-    "power_w": Figure("W", "watts", _NOW, "Power draw of the board.", "NVML power.draw"),
+    "used_bytes": Figure(
+        "memory, MEM", "bytes", _NOW, "GPU memory in use by all processes.", "NVML memory.used"
+    ),
+    "power_w": Figure("W, POWER", "watts", _NOW, "Power draw of the board.", "NVML power.draw"),
     "temperature_c": Figure(
-        "°",
+        "°, TEMP, temperature",
         "°C",
         _NOW,
         "Temperature of the GPU. T means that the GPU is throttled: its clocks are reduced.",
@@ -165,7 +167,7 @@ FIGURES: dict[str, Figure] = {
         "requests: phase",
     ),
     "class_name": Figure(
-        "CL",
+        "CL, class",
         "",
         "",
         "Service class: P0 real-time, P1 interactive, P2 batch, P3 background.",
@@ -182,14 +184,14 @@ FIGURES: dict[str, Figure] = {
     ),
     "ttft_s": Figure("TTFT", "s", _LIFE, "Time from arrival to the first token.", "requests: ttft_s"),
     "prompt_tokens": Figure(
-        "PROMPT",
+        "PROMPT, prompt tokens",
         "tokens",
         f"a request; usage: {_DAY}",
         "Prompt tokens of a request, or of all requests of a day.",
         "requests, usage: prompt_tokens",
     ),
     "generated_tokens": Figure(
-        "OUT, OUTPUT",
+        "OUT, OUTPUT, output tokens",
         "tokens",
         "a request so far; a model: since its replicas started",
         "Output tokens generated.",
@@ -203,18 +205,20 @@ FIGURES: dict[str, Figure] = {
         "requests: max_tokens",
     ),
     "tokens_per_s": Figure(
-        "TOK/S",
+        "TOK/S, tokens/s, output tokens/s",
         "tokens/s",
         "a request: since its first token; a tenant: last 10 s",
         "Output tokens per second of a request, or prompt and output tokens per second of a tenant.",
         "requests: generated_tokens, tenants: tokens_per_s",
     ),
-    "blocks": Figure("BLOCKS", "blocks", _NOW, "KV blocks in use by the request.", "requests: blocks"),
+    "blocks": Figure(
+        "BLOCKS, KV blocks", "blocks", _NOW, "KV blocks in use by the request.", "requests: blocks"
+    ),
     "replica": Figure("REPLICA", "", "", "The replica that runs the request.", "requests: replica"),
     "front": Figure(
         "FRONT", "", "", "The front process that holds the client's connection.", "requests: front"
     ),
-    "name": Figure("NAME", "", "", "Name of the model or tenant.", "status: models; tenants"),
+    "name": Figure("MODEL, TENANT", "", "", "Name of the model or tenant.", "status: models; tenants"),
     "state": Figure(
         "STATE",
         "",
@@ -227,7 +231,7 @@ FIGURES: dict[str, Figure] = {
     ),
     "weight": Figure("WEIGHT", "", _NOW, "The tenant's weight in fair sharing.", "tenants: weight"),
     "share": Figure(
-        "SHARE",
+        "SHARE, share of service",
         "% of service",
         _MINUTE,
         "The tenant's share of the weighted tokens processed for all tenants.",
@@ -249,7 +253,7 @@ FIGURES: dict[str, Figure] = {
         "tenants: usage",
     ),
     "exhausted_in_s": Figure(
-        "FULL IN",
+        "FULL IN, limit reached in",
         "s",
         _MINUTE,
         "Time until a limit is reached at the current rate.",
@@ -270,7 +274,7 @@ FIGURES: dict[str, Figure] = {
         "appliance_tenant_requests_total; usage: requests",
     ),
     "billed_tokens": Figure(
-        "BILLED",
+        "BILLED, billed tokens",
         "tokens",
         _START,
         "Output tokens delivered to the tenant.",
@@ -296,7 +300,7 @@ FIGURES: dict[str, Figure] = {
     ),
     "version": Figure("VERSION", "", _NOW, "Fingerprint of the model's files.", "status: models.version"),
     "step_ms": Figure(
-        "step",
+        "step, decode step, mixed step",
         "ms",
         _STEPS,
         "Mean step time. Decode steps only decode; mixed steps also process prompts.",
@@ -363,7 +367,11 @@ FIGURES: dict[str, Figure] = {
         "appliance_step_seconds",
     ),
     "steps_running": Figure(
-        "seqs", "sequences", _NOW, "Running sequences and the maximum number of them.", "appliance_sequences"
+        "SEQS, sequences",
+        "sequences",
+        _NOW,
+        "Running sequences and the maximum number of them.",
+        "appliance_sequences",
     ),
     "stall": Figure(
         "!",
@@ -402,14 +410,18 @@ FIGURES: dict[str, Figure] = {
         "usage: failed",
     ),
     "cached_tokens": Figure(
-        "CACHED",
+        "CACHED, cached tokens",
         "tokens",
         _REQUEST_OR_DAY,
         "Prompt tokens that came from the prefix cache. PROMPT includes them.",
         "request-log, usage: cached_tokens",
     ),
     "output_tokens": Figure(
-        "OUTPUT", "tokens", _DAY, "Output tokens delivered to the tenant.", "usage: output_tokens"
+        "OUTPUT, output tokens",
+        "tokens",
+        _DAY,
+        "Output tokens delivered to the tenant.",
+        "usage: output_tokens",
     ),
     "cost": Figure(
         "COST",
@@ -420,31 +432,33 @@ FIGURES: dict[str, Figure] = {
         "usage: cost",
     ),
     "number": Figure("GPU", "", "", "GPU index, as in NVML and nvidia-smi.", "gpus: number"),
-    "sm_clock_mhz": Figure("MHz", "MHz", _NOW, "SM clock.", "NVML clocks.sm"),
+    "sm_clock_mhz": Figure("MHz, SM clock", "MHz", _NOW, "SM clock.", "NVML clocks.sm"),
     "throttle_reasons": Figure(
-        "THROTTLED", "", _NOW, "Reasons for reduced clocks.", "NVML clocks_event_reasons"
+        "THROTTLED, throttled by", "", _NOW, "Reasons for reduced clocks.", "NVML clocks_event_reasons"
     ),
     "nvlink": Figure(
-        "NVLINK/s",
+        "NVLINK/s, NVLink",
         "bytes/s",
         _SLICE,
         "Bytes sent and received over all NVLink links.",
         "NVML NVLINK_THROUGHPUT_DATA",
     ),
     "ecc": Figure(
-        "ECC",
+        "ECC, ECC errors",
         "errors",
         "since the driver was loaded",
         "Memory errors, as uncorrected/corrected.",
         "NVML ecc.errors",
     ),
-    "last_xid": Figure("XID", "", _START, "Most recent Xid error code; - means none.", "NVML events"),
+    "last_xid": Figure(
+        "XID, last Xid", "", _START, "Most recent Xid error code; - means none.", "NVML events"
+    ),
     "model_name": Figure("NAME", "", "", "Product name of the GPU.", "NVML name"),
     "memory_parts": Figure(
-        "memory",
+        "weights, KV cache, other, free",
         "bytes",
         _NOW,
-        "Memory in use: weights, KV cache, and other (activations, CUDA contexts, other processes).",
+        "The parts of the GPU's memory. Other: activations, CUDA contexts and other processes.",
         "status: replicas.weight_bytes, kv_bytes; NVML memory.used",
     ),
     "severity": Figure("SEVERITY", "", _NOW, "‼ critical, ! warning, i info.", "alerts: severity"),
@@ -465,7 +479,7 @@ FIGURES: dict[str, Figure] = {
         "alerts: rule",
     ),
     "suppressed": Figure(
-        "ALSO",
+        "ALSO, explains",
         "alerts",
         _NOW,
         "Number of other alerts that are a consequence of this alert.",
@@ -530,5 +544,309 @@ FIGURES: dict[str, Figure] = {
         "",
         "Where the setting comes from: FILE:LINE, a command-line option, or default.",
         "config: places",
+    ),
+    "percentiles": Figure(
+        "p50, p90, p99",
+        "ms, s",
+        _MINUTE,
+        "Percentiles of the finished requests: 50%, 90% and 99% of them were at most this slow.",
+        "appliance_request_seconds",
+    ),
+    "peak": Figure(
+        "peak",
+        "tokens/s",
+        "the period of the chart",
+        "Highest value in the chart.",
+        "appliance_engine_generated_tokens_total, appliance_engine_prompt_tokens_total",
+    ),
+    "host_memory": Figure(
+        "memory, mem",
+        "% or bytes",
+        _NOW,
+        "Memory in use on the host, in percent of all memory, or by a process (resident set). The GPU panel "
+        "shows the used share of each GPU's memory.",
+        "status: host.memory_used_bytes, host.processes.memory_bytes",
+    ),
+    "disk_free": Figure(
+        "disk free, free",
+        "bytes",
+        _NOW,
+        "Free space on the file system of the state directory.",
+        "status: host.disk_free_bytes",
+    ),
+    "process_name": Figure(
+        "process",
+        "",
+        "",
+        "A process of the service: the core, a front or a replica. A number with ↻ counts its restarts.",
+        "status: host.processes.name, host.processes.restarts",
+    ),
+    "request_state": Figure(
+        "state",
+        "",
+        _NOW,
+        "queued: the request waits in the core. running: a replica has it. lost: its replica has ended, and "
+        "it waits for another one.",
+        "requests: state",
+    ),
+    "attempt": Figure(
+        "attempt",
+        "",
+        _LIFE,
+        "1, plus the number of times that the request was sent to another replica after its replica ended.",
+        "requests: attempt",
+    ),
+    "streamed": Figure("streamed", "", "", "Whether the client reads a stream.", "requests: stream"),
+    "request_computed_tokens": Figure(
+        "computed tokens",
+        "tokens",
+        _LIFE,
+        "Prompt tokens that were computed instead of taken from the prefix cache.",
+        "requests: computed_tokens",
+    ),
+    "request_preemptions": Figure(
+        "preemptions",
+        "",
+        _LIFE,
+        "How often the request lost its KV blocks to other requests and had to be recomputed.",
+        "requests, request-log: preemptions",
+    ),
+    "deadline_left_s": Figure(
+        "deadline in",
+        "s",
+        _NOW,
+        "Time left until the deadline that the client has set.",
+        "requests: deadline_left_s",
+    ),
+    "peer": Figure(
+        "peer",
+        "",
+        "",
+        "The local user or group that sent the request over the Unix socket; none for requests with a key.",
+        "requests, request-log: peer",
+    ),
+    "phases": Figure(
+        "queue, prefill, decode",
+        "ms, s",
+        "the request so far",
+        "The parts of a request's time: waiting for a replica, processing the prompt until the first token, "
+        "and generating the other tokens.",
+        "requests: queue_s, ttft_s",
+    ),
+    "error": Figure("error", "", "", "Why the request failed.", "request-log: error"),
+    "arrived": Figure(
+        "arrived", "date and time", "", "Time at which the request arrived.", "request-log: created_at"
+    ),
+    "user": Figure("user", "", "", "The field user of the request, set by the client.", "request-log: user"),
+    "endpoint": Figure(
+        "endpoint", "", "", "Path of the API that the client called.", "request-log: endpoint"
+    ),
+    "unit": Figure(
+        "answered by",
+        "",
+        "",
+        "The model and version that answered, which can differ from the requested name.",
+        "request-log: unit",
+    ),
+    "itl_ms": Figure(
+        "inter-token time", "ms", "the request", "Mean time between the output tokens.", "request-log: itl_ms"
+    ),
+    "resubmissions": Figure(
+        "resubmissions",
+        "",
+        "the request",
+        "How often the request was sent to another replica because its replica ended.",
+        "request-log: resubmissions",
+    ),
+    "tenant_prompt_tokens": Figure(
+        "prompt tokens",
+        "tokens",
+        _START,
+        "Prompt tokens of the tenant's finished requests, and how many of them came from the prefix cache.",
+        "tenants: prompt_tokens, tenants: cached_tokens",
+    ),
+    "limits": Figure(
+        "usage of limits",
+        "% of the limit",
+        _NOW,
+        'Each limit of the tenant with its use. Limits per minute and per day refill continuously; "resets '
+        'in" is the time until all of the used part is available again.',
+        "tenants: usage",
+    ),
+    "kv_tokens": Figure(
+        "tokens",
+        "tokens",
+        _NOW,
+        "Tokens that fit into the used blocks, of those that fit into all blocks. Under Longest contexts: "
+        "the prompt and output tokens of a request so far.",
+        "kv: blocks_used, blocks_total, block_tokens",
+    ),
+    "kv_size": Figure("size", "bytes", _NOW, "GPU memory of the KV cache, on all ranks.", "kv: kv_bytes"),
+    "busy": Figure(
+        "busy",
+        "% of time",
+        _SECOND,
+        "Share of the time that the replica spent in steps.",
+        "batches: step_ms, mixed_step_ms",
+    ),
+    "stall_time": Figure("time", "time of day", "", "Time at which a stall ended.", "stalls: at"),
+    "stall_mean": Figure(
+        "mean", "ms", _SECOND, "Mean decode-only step in the second of a stall.", "stalls: mean_ms"
+    ),
+    "stall_decodes": Figure(
+        "decodes",
+        "sequences",
+        "the stalled step",
+        "Sequences whose next token was delayed by a stall.",
+        "stalls: decodes",
+    ),
+    "stall_prompt": Figure(
+        "prompt",
+        "tokens",
+        "the stalled step",
+        "Prompt tokens that were processed in a stalled step.",
+        "stalls: prompt_tokens",
+    ),
+    "stall_request": Figure(
+        "request with the largest chunk",
+        "",
+        "the stalled step",
+        "The request, and its tenant, with the most prompt tokens in a stalled step.",
+        "stalls: request, tenant",
+    ),
+    "predicted_bytes": Figure(
+        "fit",
+        "bytes",
+        "the last start",
+        "GPU memory that was predicted before the replica started, on all ranks.",
+        "status: replicas.predicted_bytes",
+    ),
+    "replica_memory": Figure(
+        "memory",
+        "bytes",
+        "the last start",
+        "GPU memory that a replica uses, and its difference from the prediction; for a version: the memory "
+        "that it used when it was last loaded.",
+        "status: replicas.used_bytes; registry: versions.memory_bytes",
+    ),
+    "replica_kv_bytes": Figure(
+        "KV cache", "bytes", _NOW, "GPU memory of the KV cache, on all ranks.", "status: replicas.kv_bytes"
+    ),
+    "links": Figure(
+        "links",
+        "",
+        "the last start",
+        "How the GPUs of a replica are connected, and how they exchange data.",
+        "status: replicas.links, replicas.collectives",
+    ),
+    "version_number": Figure(
+        "version",
+        "",
+        "",
+        "Number of a version of the model. ● marks the default version.",
+        "registry: versions.version",
+    ),
+    "added": Figure(
+        "added", "date and time", "", "Time at which the version was added.", "registry: versions.added_at"
+    ),
+    "folder": Figure("folder", "", "", "Directory with the model's files.", "registry: versions.folder"),
+    "aliases": Figure(
+        "aliases", "", _NOW, "Other names that applications can use for the model.", "registry: aliases"
+    ),
+    "split": Figure(
+        "split",
+        "% of requests",
+        _NOW,
+        "How the requests for the name are divided among versions.",
+        "registry: split",
+    ),
+    "shadow": Figure(
+        "shadow",
+        "% of requests, % of tokens",
+        "since the shadow was set or the service started",
+        "Share of the requests that are copied to another version, and the share of tokens that were equal.",
+        "registry: shadows.share, shadows.agreement",
+    ),
+    "scaled_replicas": Figure(
+        "replicas",
+        "replicas",
+        _NOW,
+        "Number of replicas that the model should have, and its limits.",
+        "status: models.scaling.replicas",
+    ),
+    "demand": Figure(
+        "demand",
+        "replicas",
+        "now, and when a new replica would be ready",
+        "The load, measured in replicas: 1.5 would fully use one and a half replicas.",
+        "status: models.scaling.demand, models.scaling.expected",
+    ),
+    "scaling_reason": Figure(
+        "reason", "", _NOW, "Basis of the expected load.", "status: models.scaling.reason"
+    ),
+    "scaling_refusal": Figure(
+        "refusal", "", _NOW, "Why no replica can be added now.", "status: models.scaling.refusal"
+    ),
+    "uuid": Figure("uuid", "", "", "Identifier of the GPU, as in nvidia-smi.", "gpus: uuid"),
+    "gpu_replicas": Figure("REPLICAS", "", _NOW, "Replicas that run on the GPU.", "gpus: replicas"),
+    "memory_clock_mhz": Figure(
+        "memory clock", "MHz", _NOW, "Clock of the GPU's memory.", "gpus: memory_clock_mhz"
+    ),
+    "where": Figure(
+        "WHERE",
+        "",
+        "",
+        "The model, replica, front process, GPU, tenant or database that the alert concerns.",
+        "alerts: where",
+    ),
+    "what": Figure("WHAT", "", _NOW, "Description of the condition.", "alerts: what"),
+    "alert_value": Figure(
+        "value",
+        "as shown",
+        _NOW,
+        "The metric's value, and the threshold of the rule.",
+        "alerts: value, threshold, unit",
+    ),
+    "cause": Figure(
+        "likely cause",
+        "",
+        "the minutes before the alert",
+        "What happened shortly before the condition began and explains it.",
+        "alerts: cause",
+    ),
+    "remedy": Figure("next step", "", "", "What the operator should do next.", "alerts: remedy"),
+    "alert_ended": Figure(
+        "ended", "time of day", "", "Time at which the condition ended.", "alerts: ended_at"
+    ),
+    "silenced_until": Figure(
+        "silenced until",
+        "time of day",
+        "",
+        "Until then, the alert is not sent to receivers.",
+        "alerts: silenced_until",
+    ),
+    "audit_at": Figure("TIME", "date and time", "", "Time at which the action began.", "audit: at"),
+    "audit_target": Figure("TARGET", "", "", "The object that the action changes.", "audit: target"),
+    "audit_hash": Figure(
+        "hash", "", "", "SHA-256 of the row and of the hash of the row before it.", "status: audit.head"
+    ),
+    "audit_host": Figure("host", "", "", "The machine on which the action was recorded.", "audit: host"),
+    "audit_parameters": Figure(
+        "parameters", "", "", "Parameters of the action, without secrets.", "audit: params"
+    ),
+    "audit_change": Figure(
+        "before, after", "", "", "State of the target before and after the action.", "audit: before, after"
+    ),
+    "audit_note": Figure("note", "", "", "A remark that the operator gave.", "audit: note"),
+    "audit_ended": Figure("ended", "date and time", "", "Time at which the action ended.", "audit: ended_at"),
+    "message": Figure("MESSAGE", "", "", "The text of the log line.", "logs: message"),
+    "setting": Figure("SETTING", "", "", "Name of the setting, as in the settings file.", "config: settings"),
+    "setting_value": Figure("VALUE", "", _NOW, "Value of the setting that is in effect.", "config: settings"),
+    "finding": Figure(
+        "FINDING, SUBJECT, remedy",
+        "",
+        "the last check",
+        "What appliance doctor found, what it concerns, and what to do.",
+        "appliance doctor",
     ),
 }

@@ -6,7 +6,7 @@ import re
 
 from console.figures import FIGURES
 from console.keys import KeyTable, key_of, shown_name
-from console.lines import BLANK, Line, clip, heading, line, span, wrap
+from console.lines import BLANK, Line, beside, clip, heading, line, span, wrap
 from console.screens.base import View
 from console.screens.table import TableView
 
@@ -27,12 +27,10 @@ def help_lines(view: View, width: int, keys: KeyTable) -> list[Line]:
     lines += [heading("Fields and metrics", width, "unit · window · source")]
     for name in dict.fromkeys(view.figures):
         figure = FIGURES[name]
-        title = clip([span(figure.title, "accent")], _NAME_WIDTH)
+        title = wrap(figure.title, _NAME_WIDTH - 1, "accent")
         notes = " · ".join(part for part in (figure.unit, figure.window, figure.source) if part)
-        body = wrap(figure.text, width - _NAME_WIDTH)
-        lines.append([*title, *(body[0] if body else [])])
-        lines += [[span(" " * _NAME_WIDTH), *row] for row in body[1:]]
-        lines += [[span(" " * _NAME_WIDTH), *row] for row in wrap(notes, width - _NAME_WIDTH, "dim")]
+        body = [*wrap(figure.text, width - _NAME_WIDTH), *wrap(notes, width - _NAME_WIDTH, "dim")]
+        lines += beside(title, body, _NAME_WIDTH, width - _NAME_WIDTH, 0)
     if isinstance(view, TableView):
         names = ", ".join(column.name for column in view.columns)
         lines += [BLANK, heading("Filter", width, key_of(keys, "filter"))]

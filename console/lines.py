@@ -149,9 +149,17 @@ def _facts(facts: Iterable[tuple[str, str]], width: int) -> list[Line]:
     lines = []
     for name, value in facts:
         first, *others = wrap(value, width - _NAME_WIDTH) or [BLANK]
-        lines.append([span(f"{name:<{_NAME_WIDTH}}", "dim"), *first])
+        lines.append([span(f"{name:<{_NAME_WIDTH}}", "label"), *first])
         lines += [[span(" " * _NAME_WIDTH), *rest] for rest in others]
     return lines
+
+
+def titles(*columns: tuple[str, int]) -> Line:
+    """Return the titles of a table's columns, each with its width. A negative width aligns the title at the
+    left edge of its column."""
+    return [
+        span(f"{title:<{-width}}" if width < 0 else f"{title:>{width}}", "label") for title, width in columns
+    ]
 
 
 def plain(spans: Iterable[Span]) -> str:

@@ -1,5 +1,6 @@
 """The colours of each role in each theme. State is never shown by colour alone: letters and words repeat it,
-so the mono theme loses no information."""
+so the mono theme loses no information. The role "label" looks like "dim": it marks the names of values, which
+the help explains."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from rich.style import Style
 
 _SERIES = tuple(f"s{number}" for number in range(8))
 ROLES = (
-    *("text", "dim", "bold", "title", "rule", "track", "accent", "key"),
+    *("text", "label", "dim", "bold", "title", "rule", "track", "accent", "key"),
     *("good", "warn", "bad", "info", "badge", "badge_bad", "badge_good", "tab", "cursor", "mark"),
     *(
         "input",
@@ -39,7 +40,7 @@ def _series(*colours: str) -> dict[str, str]:
 
 _DARK = {
     "text": "#c8ccd4",
-    "dim": "#7f8796",
+    **dict.fromkeys(("label", "dim"), "#7f8796"),
     "bold": "bold #e6e9ef",
     "title": "bold #8fb8f0",
     "rule": "#3b4252",
@@ -73,7 +74,7 @@ _DARK = {
 }
 _LIGHT = {
     "text": "#24292f",
-    "dim": "#6b7480",
+    **dict.fromkeys(("label", "dim"), "#6b7480"),
     "bold": "bold #0b0f14",
     "title": "bold #0550ae",
     "rule": "#c4cbd4",
@@ -107,7 +108,7 @@ _LIGHT = {
 }
 _ANSI = {
     "text": "default",
-    "dim": "bright_black",
+    **dict.fromkeys(("label", "dim"), "bright_black"),
     "bold": "bold",
     "title": "bold blue",
     "rule": "bright_black",
@@ -141,14 +142,14 @@ _ANSI = {
 }
 _MONO = {
     **dict.fromkeys(ROLES, ""),
-    **dict.fromkeys(("dim", "rule", "track", "free", "p3"), "dim"),
+    **dict.fromkeys(("label", "dim", "rule", "track", "free", "p3"), "dim"),
     **dict.fromkeys(("bold", "title", "key", "bad", "mark", "p0"), "bold"),
     **dict.fromkeys(("badge", "badge_bad", "badge_good", "tab", "cursor"), "reverse"),
     "warn": "underline",
 }
 _HIGH_CONTRAST = {
     **dict.fromkeys(ROLES, "bold #ffffff"),
-    **dict.fromkeys(("dim", "rule", "track"), "#d0d0d0"),
+    **dict.fromkeys(("label", "dim", "rule", "track"), "#d0d0d0"),
     "free": "#808080",
     **dict.fromkeys(("good", "output", "used", "decode", "s0"), "bold #00ff5f"),
     **dict.fromkeys(("warn", "key", "p1", "s2"), "bold #ffff00"),
@@ -187,7 +188,7 @@ def style(theme: str, role: str, *, selected: bool = False) -> Style:
     cursor = Style.parse(THEMES[theme]["cursor"])
     return (
         cursor
-        if role in ("text", "dim", "rule", "track") or cursor.reverse
+        if role in ("text", "label", "dim", "rule", "track") or cursor.reverse
         else found
         + Style(bgcolor=cursor.bgcolor, bold=True, color=cursor.color if theme == "high-contrast" else None)
     )

@@ -131,7 +131,21 @@ def merged(line: Line) -> Line:
 
 _PLAIN = frozenset(
     (
-        *("text", "dim", "bold", "title", "rule", "track", "accent", "key", "good", "bad", "info", "mark"),
+        *(
+            "text",
+            "label",
+            "dim",
+            "bold",
+            "title",
+            "rule",
+            "track",
+            "accent",
+            "key",
+            "good",
+            "bad",
+            "info",
+            "mark",
+        ),
         *("input", "output", "p0", "p1", "p2", "p3", "prefill", "decode"),
     )
 )

@@ -55,7 +55,10 @@ class AlertsView(TableView[Alert]):
             drop=5,
         ),
     )
-    figures = ("severity", "alert_state", "since", "rule", "suppressed")
+    figures = (
+        *("severity", "alert_state", "since", "where", "what", "rule", "suppressed"),
+        *("cause", "remedy", "alert_value", "alert_ended", "silenced_until"),
+    )
 
     def rows(self, context: Context) -> Sequence[Alert]:
         return context.snapshot.alerts if context.snapshot else []

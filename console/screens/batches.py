@@ -9,7 +9,7 @@ from console import units
 from console.context import Context
 from console.glyphs import chart as bars
 from console.glyphs import rounded_up
-from console.lines import BLANK, Line, Span, clip, fit, heading, line, span, spread
+from console.lines import BLANK, Line, Span, clip, fit, heading, line, span, spread, titles
 from console.screens.base import View
 
 _GUTTER = 6
@@ -60,8 +60,15 @@ class BatchesView(View):
         "step_ms",
         "idle_us",
         "steps_running",
+        "busy",
         "stall",
         "computed_tokens",
+        "stall_time",
+        "stall_mean",
+        "stall_decodes",
+        "stall_prompt",
+        "replica",
+        "stall_request",
     )
 
     def __init__(self) -> None:
@@ -153,7 +160,7 @@ class BatchesView(View):
             *([span(f"{label:>5} ", "dim"), *row] for label, row in zip(labels, chart, strict=True)),
         ]
         lines.append([span(" " * _GUTTER), *_marks(visible, size, self.cursor if selected else None)])
-        lines.append([span(" seqs ", "dim"), *running])
+        lines.append([span(" seqs ", "label"), *running])
         lines.append(_figures(context, at, newest.at, width, selected and self.cursor > 0))
         return [*lines, BLANK] if spaced else lines
 
@@ -233,9 +240,12 @@ def _figures(context: Context, batch: Batch, newest: float, width: int, past: bo
         row.append(span(f"! {units.ms(batch.longest_ms)} {cause}  ", "bad"))
     prompt, output = units.short(batch.computed_tokens), units.short(batch.generated_tokens)
     row += [
-        span("idle ", "dim"),
+        span("idle ", "label"),
         span(f"{units.us(batch.idle_us)}  "),
-        span(f"tokens: prompt {prompt}, out {output}", "dim"),
+        span("tokens: prompt ", "label"),
+        span(f"{prompt}, ", "dim"),
+        span("out ", "label"),
+        span(output, "dim"),
     ]
     return clip(row, width)
 
@@ -262,8 +272,8 @@ def _stalls(context: Context, width: int, height: int) -> list[Line]:
     lines = [heading("Stalls", width, "all replicas, newest first" if found or measured else units.UNKNOWN)]
     if not found:
         return [*lines, [span("no stalls", "dim")]]
-    columns = f"{'time':<10}{'step':>8}  {'mean':>8}  {'decodes':>7}  {'prompt':>6}  {'replica':<20} "
-    lines.append([span(columns + "request with the largest chunk", "dim")])
+    columns = (("time", -10), ("step", 8), ("mean", 10), ("decodes", 9), ("prompt", 8), ("", 2))
+    lines.append(clip(titles(*columns, ("replica", -21), ("request with the largest chunk", -30)), width))
     for one in found[: height - 2]:
         lines.append(
             clip(

@@ -130,7 +130,11 @@ class FinishedView(TableView[NamedRequest]):
         ),
         TableColumn("replica", "REPLICA", 15, lambda r: r.replica, right=False, drop=11),
     )
-    figures = tuple(column.name for column in columns)
+    figures = (
+        *(column.name for column in columns),
+        *("phases", "error", "arrived", "user", "peer", "endpoint", "unit", "streamed", "itl_ms"),
+        *("request_preemptions", "resubmissions"),
+    )
 
     def lists(self) -> tuple[ListName, ...]:
         return ("finished",)

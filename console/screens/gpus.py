@@ -111,7 +111,10 @@ class GpusView(TableView[Gpu]):
         ),
         TableColumn("model_name", "NAME", 14, lambda g: g.name, right=False, drop=7, role=lambda g: "dim"),
     )
-    figures = (*(column.name for column in columns), "memory_parts")
+    figures = (
+        *(column.name for column in columns if column.name != "replicas"),
+        *("gpu_replicas", "memory_parts", "uuid", "memory_clock_mhz"),
+    )
 
     def rows(self, context: Context) -> Sequence[Gpu]:
         return context.snapshot.gpus if context.snapshot else []

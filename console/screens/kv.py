@@ -35,7 +35,10 @@ class KvView(View):
     )
     reads_blocks = True
     variants = ("state", "tenant", "age", "sharing", "replicas")
-    figures = ("kv_used", "hit_rate", "evictions", "preemptions", "block_state", "block_age")
+    figures = (
+        *("kv_used", "block_state", "hit_rate", "evictions", "preemptions", "kv_tokens", "kv_size"),
+        *("block_age", "blocks"),
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +177,11 @@ class KvView(View):
             count = blocks.states.count(number) * blocks.stride
             # The number of used blocks above the map includes the shared ones.
             row.append(span("+ " if name == "shared" else "", "dim"))
-            row += [span(f"{marks[number]} ", _STATE_ROLES[number]), span(f"{name} {count:,}  ", "dim")]
+            row += [
+                span(f"{marks[number]} ", _STATE_ROLES[number]),
+                span(name, "label"),
+                span(f" {count:,}  ", "dim"),
+            ]
         return clip(row, width)
 
     def _under_cursor(self, context: Context, blocks: BlockMap, width: int) -> Line:
@@ -239,7 +246,7 @@ def _totals(context: Context, one: KvCache, width: int) -> list[Line]:
     )
     row: Line = []
     for name, value in facts:
-        part = [span(f"{'  ' if row else ''}{name} ", "dim"), span(value, "bold")]
+        part = [span(f"{'  ' if row else ''}{name} ", "label"), span(value, "bold")]
         if width_of(row) + width_of(part) <= width:
             row += part
     return [kv_bar(context, one, width), row]
@@ -264,7 +271,8 @@ def _largest(context: Context, one: KvCache, width: int, height: int) -> list[Li
                     span(f"{fit(row.tenant, 16)} ", "bold"),
                     span(f"{length:>9,} "),
                     *meter(min(1.0, share), size, context.glyphs, "used"),
-                    span(f"{units.count(row.blocks):>6} blocks", "dim"),
+                    span(f"{units.count(row.blocks):>6}", "dim"),
+                    span(" blocks", "label"),
                 ],
                 width,
             )

@@ -11,7 +11,7 @@ from appliance.protocol.registry import RegisteredModel
 from console import units
 from console.context import Context
 from console.glyphs import meter
-from console.lines import Line, clip, fact_lines, heading, span, wrap
+from console.lines import Line, clip, fact_lines, heading, span, titles, wrap
 from console.screens.panels import STATE_ROLES
 from console.screens.table import TableColumn, TableView
 from console.source import ListName
@@ -107,7 +107,20 @@ class ModelsView(TableView[ModelRow]):
             "version", "VERSION", 16, lambda r: r.model.version, right=False, drop=7, role=lambda r: "dim"
         ),
     )
-    figures = (*(column.name for column in columns), "step_ms", "idle_us", "credit_seqs", "load_seconds")
+    figures = (
+        *(column.name for column in columns if column.name != "running"),
+        *(
+            "steps_running",
+            "step_ms",
+            "idle_us",
+            "predicted_bytes",
+            "replica_memory",
+            "load_seconds",
+            "replica_kv_bytes",
+        ),
+        *("credit_seqs", "links", "version_number", "added", "folder", "aliases", "split", "shadow"),
+        *("scaled_replicas", "demand", "scaling_reason", "scaling_refusal"),
+    )
 
     def rows(self, context: Context) -> Sequence[ModelRow]:
         return [ModelRow(one) for one in context.snapshot.models] if context.snapshot else []
@@ -216,8 +229,16 @@ def _versions(entry: RegisteredModel, width: int) -> list[Line]:
     lines = [
         heading("Versions", width, f"from the {entry.source}" if entry.source == "registry" else entry.source)
     ]
-    titles = f"  {'version':<9}{'state':<12}{'added':<21}{'memory':>8}  folder"
-    lines.append([span(titles, "dim")])
+    columns = (
+        ("", 2),
+        ("version", -9),
+        ("state", -12),
+        ("added", -21),
+        ("memory", 8),
+        ("", 2),
+        ("folder", -6),
+    )
+    lines.append(titles(*columns))
     for one in sorted(entry.versions, key=lambda one: -one.version):
         mark = (
             "default" if one.version == entry.default else "previous" if one.version == entry.previous else ""

@@ -24,17 +24,12 @@ class OverviewView(View):
         "processes. The arrow keys select a panel; {zoom} maximizes it."
     )
     figures = (
-        *("generated_tokens_per_s", "prompt_tokens_per_s", "cached", "ttft", "itl", "queue", "e2e"),
-        *("waiting", "oldest_wait_s", "expected_wait_s", "target_s", "running", "kv_used", "hit_rate"),
-        *(
-            "utilization_percent",
-            "used_bytes",
-            "power_w",
-            "temperature_c",
-            "alerts",
-            "cpu_percent",
-            "load_1m",
-        ),
+        *("generated_tokens_per_s", "prompt_tokens_per_s", "cached", "peak", "ttft", "itl", "queue", "e2e"),
+        *("percentiles", "class_name", "waiting", "oldest_wait_s", "expected_wait_s", "target_s"),
+        *("name", "state", "steps_running", "queued", "generated_tokens"),
+        *("utilization_percent", "used_bytes", "power_w", "temperature_c", "kv_used", "block_state"),
+        *("hit_rate", "alerts", "running", "tokens_per_s", "share"),
+        *("process_name", "cpu_percent", "load_1m", "host_memory", "disk_free"),
     )
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from console.context import Context
 from console.glyphs import bar as bar_of
 from console.glyphs import chart, meter, per_cell, unknown_bar
 from console.history import LATENCIES, Point
-from console.lines import Line, Span, beside, clip, fit, heading, line, span, spread, wrap
+from console.lines import Line, Span, beside, clip, fit, heading, line, span, spread, titles, wrap
 
 STATE_ROLES = {
     "ready": "good",
@@ -87,7 +87,7 @@ def throughput(context: Context, snapshot: Snapshot, width: int, height: int) ->
         left = line(span(f"{name} ", role), span(units.rate(value), "bold"), span("/s", "dim"))
         if note and width >= 50:
             left.append(span(f"  {note}", "dim"))
-        right = line(span(f"peak {units.rate(peak)}", "dim"))
+        right = line(span("peak ", "label"), span(units.rate(peak), "dim"))
         return [spread(left, right, width), *history_chart(context, figure, width, size, role)]
 
     out = rates.generated_tokens_per_s
@@ -108,11 +108,11 @@ def latency(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
     lines = [heading("Latency", width, note)]
     size = 9 if width >= 44 else 8
     room = width - 7 - 3 * size - 1
-    titles = f"{'':<7}" + "".join(f"{name:>{size}}" for name in ("p50", "p90", "p99"))
+    top = titles(("", 7), ("p50", size), ("p90", size), ("p99", size))
     wide = room >= 12
-    lines.append(
-        [span(titles + (f" {f'p99, last {shown_span(context, room)}':>{room}}" if wide else ""), "dim")]
-    )
+    if wide:
+        top.append(span(f" {f'p99, last {shown_span(context, room)}':>{room}}", "dim"))
+    lines.append(top)
     for index, (name, one) in enumerate(zip(LATENCIES, _each(snapshot), strict=True)):
         title = name.upper() if name != "queue" else name
         row = _percentiles(title, one, size)
@@ -145,8 +145,8 @@ def queue(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
     wide = width >= 50
     limit = f" of {queue.limit:,}" if wide else ""
     lines = [heading("Queue", width, f"{queue.waiting:,}{limit} waiting · {queue.running:,} running")]
-    titles = f"{'class':<6}{'waiting':>8}{'oldest':>8}{'expect':>8}" + (f"{'target':>8}" if wide else "")
-    lines.append([span(titles, "dim")])
+    columns = (("class", -6), ("waiting", 8), ("oldest", 8), ("expect", 8), ("target", 8))
+    lines.append(titles(*(columns if wide else columns[:-1])))
     for one in queue.classes:
         late = one.target_s is not None and one.oldest_wait_s > one.target_s
         row = line(
@@ -190,7 +190,11 @@ def kv(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
         used = one.blocks_used / one.blocks_total if one.blocks_total else None
         end = [
             span(f" {units.percent(used):>4}", "bold"),
-            span(f" hit {units.percent(one.hit_rate):>4}", "dim") if width >= 44 else span(""),
+            *(
+                [span(" hit", "label"), span(f" {units.percent(one.hit_rate):>4}", "dim")]
+                if width >= 44
+                else []
+            ),
         ]
         size = width - name_width - 1 - sum(len(part.text) for part in end)
         lines.append([span(f"{fit(one.replica, name_width)} "), *kv_bar(context, one, max(4, size)), *end])
@@ -266,10 +270,10 @@ def alert_line(one: Alert, width: int) -> Line:
 def models(snapshot: Snapshot, width: int, height: int) -> list[Line]:
     """Return one line per model."""
     name_width = max(10, width - 36)
-    titles = f"{'model':<{name_width}} {'state':<11}{'seqs':>7}{'queued':>8}{'output':>9}"
+    columns = (("model", -name_width - 1), ("state", -11), ("seqs", 7), ("queued", 8), ("output", 9))
     lines = [
         heading("Models", width, "output tokens since the replicas started"),
-        clip([span(titles, "dim")], width),
+        clip(titles(*columns), width),
     ]
     for one in snapshot.models[: height - 2]:
         running = sum(replica.running for replica in one.replicas) if one.replicas else None
@@ -295,8 +299,8 @@ def tenants(context: Context, snapshot: Snapshot, width: int, height: int) -> li
     size = width - name_width - 19
     shown = sorted(snapshot.tenants, key=lambda one: -(one.tokens_per_s or 0.0))[: max(0, height - 2)]
     note = f"{len(shown)} of {len(snapshot.tenants)}" if len(shown) < len(snapshot.tenants) else ""
-    titles = f"{'tenant':<{name_width}}{'run':>5}{'tokens/s':>9} {'share of service':<{size + 4}}"
-    lines = [heading("Tenants", width, note), clip([span(titles, "dim")], width)]
+    columns = (("tenant", -name_width), ("run", 5), ("tokens/s", 9), ("", 1), ("share of service", -size - 4))
+    lines = [heading("Tenants", width, note), clip(titles(*columns), width)]
     for one in shown:
         lines.append(
             clip(
@@ -327,7 +331,7 @@ def processes(context: Context, snapshot: Snapshot, width: int, height: int) -> 
     ]
     row: Line = []
     for number, (name, value) in enumerate(facts):
-        row += [span(f"{'  ' if number else ''}{name} ", "dim"), span(value, "bold")]
+        row += [span(f"{'  ' if number else ''}{name} ", "label"), span(value, "bold")]
     lines.append(clip(row, width))
     known: list[Process] = sorted(host.processes, key=lambda one: -(one.cpu_percent or 0.0))
     name_width = max(8, width - 19)
@@ -345,5 +349,5 @@ def processes(context: Context, snapshot: Snapshot, width: int, height: int) -> 
             )
         )
     if known:
-        lines.insert(2, [span(f"{'process':<{name_width}}{'cpu':>7}{'memory':>8}", "dim")])
+        lines.insert(2, titles(("process", -name_width), ("cpu", 7), ("memory", 8)))
     return lines[:height]

@@ -97,7 +97,11 @@ class RequestsView(TableView[UnfinishedRequest]):
         TableColumn("replica", "REPLICA", 15, lambda r: r.replica or None, right=False, drop=10),
         TableColumn("front", "FRONT", 8, lambda r: r.front or None, right=False, drop=11),
     )
-    figures = tuple(column.name for column in columns)
+    figures = (
+        *(column.name for column in columns),
+        *("phases", "request_state", "peer", "attempt", "streamed", "cached_tokens"),
+        *("request_computed_tokens", "request_preemptions", "deadline_left_s"),
+    )
 
     def rows(self, context: Context) -> Sequence[UnfinishedRequest]:
         return context.snapshot.requests if context.snapshot else []

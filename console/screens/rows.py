@@ -50,7 +50,7 @@ class ListView(TableView[ListRow]):
             **row.detail,
         }
         lines: list[Line] = [BLANK, *wrap(row.text, width), BLANK]
-        return lines + [[span(f"{name:<16}", "dim"), span(text)] for name, text in facts.items() if text]
+        return lines + [[span(f"{name:<16}", "label"), span(text)] for name, text in facts.items() if text]
 
 
 class AuditView(ListView):
@@ -78,7 +78,10 @@ class AuditView(ListView):
             "outcome", "RESULT", 7, lambda r: r.text, right=False, flexible=True, role=lambda r: "dim"
         ),
     )
-    figures = ("seq", "actor", "action", "outcome", "audit_rows")
+    figures = (
+        *("seq", "audit_at", "actor", "action", "audit_target", "outcome", "audit_rows"),
+        *("audit_host", "audit_parameters", "audit_change", "audit_note", "audit_ended", "audit_hash"),
+    )
 
     def list_name(self) -> ListName:
         return "audit"
@@ -146,7 +149,10 @@ class LogsView(ListView):
         TableColumn("subject", "SUBJECT", 16, lambda r: r.subject, right=False, role=lambda r: "bold"),
         TableColumn("text", "FINDING", 30, lambda r: r.text, right=False, flexible=True),
     )
-    figures = ("at", "level", "process", "area", "setting_source")
+    figures = (
+        *("at", "level", "process", "area", "message"),
+        *("setting", "setting_value", "setting_source", "finding"),
+    )
 
     def list_name(self) -> ListName:
         return self.variant  # type: ignore[return-value]

@@ -132,7 +132,7 @@ class TenantsView(TableView[TenantUse]):
         ),
         TableColumn("keys", "KEYS", 5, lambda r: r.keys, lambda r: units.count(r.keys), drop=11),
     )
-    figures = tuple(column.name for column in columns)
+    figures = (*(column.name for column in columns), "tenant_prompt_tokens", "limits")
 
     def rows(self, context: Context) -> Sequence[TenantUse]:
         return context.snapshot.tenants if context.snapshot else []
@@ -174,7 +174,8 @@ class TenantsView(TableView[TenantUse]):
         lines.append(heading("Usage", width, "totals since the service started"))
         facts = [
             ("state", "active" if row.suspended_at is None else "suspended: new requests are refused"),
-            ("running, waiting", f"{units.count(row.running)}, {units.count(row.waiting)} requests"),
+            ("running", f"{units.count(row.running)} requests"),
+            ("waiting", f"{units.count(row.waiting)} requests"),
             ("tokens/s", units.rate(row.tokens_per_s)),
             ("share of service", f"{units.percent(row.share)} (fair share {units.percent(row.fair_share)})"),
             ("weight", _number(row.weight)),

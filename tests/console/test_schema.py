@@ -16,6 +16,7 @@ from appliance.actions.parameters import CreateTenant, DrainService, SuspendTena
 from appliance.monitoring.metrics.families import Families
 from appliance.pages import AuditAction, LogLine, NamedRequest, UsageRow
 from appliance.protocol import Configuration, Status
+from appliance.protocol.registry import RegisteredModel
 from appliance.snapshot import Alert, Batch, Gpu, KvCache, Snapshot, Stall, TenantUse, UnfinishedRequest
 from console.fake import FIXED_TIME, FakeSource
 from console.figures import FIGURES
@@ -214,6 +215,7 @@ _TYPES: dict[str, tuple[type[msgspec.Struct], ...]] = {
     "alerts": (Alert,),
     "status": (Status,),
     "config": (Configuration,),
+    "registry": (RegisteredModel,),
 }
 _LISTS = {
     "audit": {"target", "outcome", *AuditAction.__struct_fields__},
@@ -221,7 +223,9 @@ _LISTS = {
     "request-log": set(NamedRequest.__struct_fields__),
     "usage": set(UsageRow.__struct_fields__),
 }
-_OUTSIDE = re.compile(r"NVML [a-zA-Z_.]+( throughput)?|/proc/loadavg|kernel log|GET /telemetry")
+_OUTSIDE = re.compile(
+    r"NVML [a-zA-Z_.]+( throughput)?|/proc/loadavg|kernel log|GET /telemetry|appliance doctor"
+)
 
 
 def test_every_figure_on_screen_traces_to_a_named_counter_or_field() -> None:
