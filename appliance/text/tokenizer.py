@@ -15,7 +15,13 @@ from appliance.text.fair_queue import run_steps
 from appliance.text.stop import StopMatcher, StopSet
 from appliance.text.stream import TextStream
 from appliance.text.token_table import TokenTable, build_token_table, id_to_token
-from appliance.text.tokenizer_files import TokenizerFiles, TokenizerFilesError, read_tokenizer_files
+from appliance.text.tokenizer_files import (
+    MAX_JSON_BYTES,
+    TokenizerFiles,
+    TokenizerFilesError,
+    read_regular_file,
+    read_tokenizer_files,
+)
 
 _DECODE_STEP_TOKENS = 16_384
 
@@ -64,14 +70,14 @@ class Tokenizer:
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
-        if not path.is_file():
+        if not path.exists():
             raise TokenizerFilesError(
                 f"{path} does not exist",
                 "copy it from the original model, or create it with "
                 "transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
             )
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            backend = tokenizers.Tokenizer.from_buffer(read_regular_file(path, MAX_JSON_BYTES))
         except Exception as error:  # The Rust extension raises plain `Exception`.
             raise TokenizerFilesError(f"{path} is not a valid tokenizer file ({error})") from error
         backend.no_truncation()

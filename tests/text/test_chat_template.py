@@ -13,7 +13,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from appliance.text.chat_template import ChatTemplate
 from appliance.text.template_files import MAX_TEMPLATE_BYTES, read_template_sources
 from appliance.text.template_messages import ChatTemplateError, NoChatTemplateError
-from appliance.text.tokenizer_files import TokenizerFilesError
+from appliance.text.tokenizer import Tokenizer
+from appliance.text.tokenizer_files import MAX_JSON_BYTES, TokenizerFilesError
 from tests.text.conftest import TEMPLATE, byte_level, write_model
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -152,3 +153,17 @@ def test_a_template_file_is_a_regular_file_of_bounded_size(tmp_path):
     os.mkfifo(path)
     with pytest.raises(TokenizerFilesError, match="not a regular file"):
         read_template_sources(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_a_json_file_of_a_tokenizer_is_a_regular_file_of_bounded_size(tmp_path, name):
+    folder = write_model(tmp_path, byte_level())
+    path = folder / name
+    path.touch()
+    os.truncate(path, MAX_JSON_BYTES + 1)
+    with pytest.raises(TokenizerFilesError, match=f"the limit is {MAX_JSON_BYTES} bytes"):
+        Tokenizer.load(folder)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(TokenizerFilesError, match="is not a regular file"):
+        Tokenizer.load(folder)
