@@ -231,6 +231,8 @@ class _Child:
                 env={name: environment[name] for name in _ENVIRONMENT if name in environment},
             )
         self._background = background
+        self._compiles = False
+        """Whether the process was last asked to compile, not to render."""
         self._reply: asyncio.Future[FromWorker] | None = None
         self._channel: Channel[FromWorker] = Channel(ours, FromWorker, 5 * MAX_RENDERED_CHARACTERS)
         self._channel.listen(self._take, self._lost)
@@ -243,15 +245,16 @@ class _Child:
     async def ask(self, message: ToWorker, limit_s: float) -> str:
         """Send a message and return the text of the reply. If there is no reply within `limit_s`, the process
         is killed. Raises `ChatTemplateError`."""
+        self._compiles = isinstance(message, Compile)
         self._reply = asyncio.get_running_loop().create_future()
         self._channel.send(message)
         try:
             reply = await asyncio.wait_for(self._reply, limit_s)
         except TimeoutError:
             self.kill()
+            work = "compile" if self._compiles else "render these messages; send fewer or shorter messages"
             raise TemplateBoundError(
-                f"the model's chat template takes longer than {limit_s:g} s to render these messages; "
-                "send fewer or shorter messages"
+                f"the model's chat template takes longer than {limit_s:g} s to {work}"
             ) from None
         except BaseException:
             self.kill()
@@ -274,11 +277,11 @@ class _Child:
 
     def _lost(self) -> None:
         self._background.run(_reap(self._process))
+        remedy = "" if self._compiles else "; send shorter messages"
         self._take(
             Failed(
                 "bound",
-                "the chat template process ended unexpectedly, probably at its memory limit; send "
-                "shorter messages",
+                f"the chat template process ended unexpectedly, probably at its memory limit{remedy}",
             )
         )
 

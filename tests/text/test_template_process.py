@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from appliance.text.fair_queue import TooMuchWorkError
+from appliance.text.template_files import MAX_TEMPLATE_BYTES
 from appliance.text.template_messages import ChatTemplateError, NoChatTemplateError, TemplateBoundError
 from appliance.text.template_process import TemplateProcess
 from appliance.text.tokenizer_files import TokenizerFilesError
@@ -109,6 +110,18 @@ def test_a_template_that_exceeds_a_bound_is_killed_and_the_next_conversation_is_
         return await process.render("a", [{"role": "user", "content": "?"}])
 
     assert with_process(hostile, both, max_render_s) == "fine"
+
+
+def test_a_template_that_takes_too_long_to_compile_is_refused_at_load() -> None:
+    longest = "{{a}}" * (MAX_TEMPLATE_BYTES // 5)  # Takes more than ten seconds.
+
+    async def compile_template() -> None:
+        process = TemplateProcess({"default": longest}, NAMES, max_compile_s=1.0)
+        with pytest.raises(TokenizerFilesError, match="takes longer than 1 s to compile; fix the chat"):
+            await process.compile()
+        assert have_ended(workers())
+
+    asyncio.run(compile_template())
 
 
 @pytest.mark.parametrize(
