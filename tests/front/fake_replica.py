@@ -47,7 +47,8 @@ class FakeReplica:
         """Whether `fail_with` is reported as a refusal of the request's content."""
         self.channel: Channel[DataInbound] = Channel(sock, DataInbound)
         self.channel.listen(self._take, lambda: None)
-        self._steps = 0
+        self.steps = 0
+        """Number of steps that the replica has run."""
         self._task: asyncio.Task[None] | None = None
 
     def _take(self, message: DataInbound) -> None:
@@ -94,7 +95,7 @@ class FakeReplica:
 
     def step(self) -> None:
         """Generate one token for every running sample."""
-        self._steps += 1
+        self.steps += 1
         if self.die_after is not None:
             self.die_after -= 1
             if self.die_after < 0:
@@ -128,7 +129,7 @@ class FakeReplica:
 
     def _send(self, outputs: list[Output]) -> None:
         if outputs:
-            self.channel.send(StepFrame(self._steps, outputs))
+            self.channel.send(StepFrame(self.steps, outputs))
 
     def die(self) -> None:
         """Close the channel, as if the process had been killed."""

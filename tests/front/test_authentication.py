@@ -146,6 +146,14 @@ def test_a_clients_request_id_is_echoed_exactly_and_the_logged_one_never_collide
     assert odd.headers["x-appliance-request-id"].startswith("req-")
 
 
+def test_a_request_id_of_more_than_1024_bytes_is_not_echoed(front: Harness) -> None:
+    answers = [
+        ask(front, "GET", "/v1/models", headers={"X-Request-Id": "i" * length}) for length in (1024, 1025)
+    ]
+    assert answers[0].headers["x-request-id"] == "i" * 1024
+    assert answers[1].headers["x-request-id"].startswith("req-")
+
+
 def test_only_authenticated_clients_learn_why_a_service_is_not_ready(front: Harness) -> None:
     key = {"Authorization": f"Bearer {KEY}"}
     assert ask(front, "GET", "/health/ready", tcp=True).json == {"status": "ready", "reason": None}

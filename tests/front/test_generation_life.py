@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from appliance.channel.identity import Identity
 from appliance.channel.served_models import Route
 from appliance.front.generation import Generation
 from appliance.front.generation_task import GenerationTask, Prompt
+from appliance.front.stream import MAX_HELD_LOGPROB_OUTPUTS, MAX_HELD_OUTPUTS
 from engine.messages import SamplingParams, Submit
 from tests.front.harness import KEY, MODEL, Harness
 from tests.front.raw import Answer, ask, chat, connect, events, read_answer, request
@@ -323,6 +325,32 @@ def test_a_slow_reader_takes_bounded_memory_and_delays_no_other_client(
     assert max(len(chunk["choices"][0]["delta"].get("content", "")) for chunk in chunks[:-1]) > len(text) / 2
     front.wait_for(lambda: len(front.settles) == 2)
     assert sum(settle.delivered_tokens for settle in front.settles) == slow_tokens + 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "max_held"), [({}, MAX_HELD_OUTPUTS), ({"logprobs": True}, MAX_HELD_LOGPROB_OUTPUTS)]
+)
+def test_a_request_ends_when_too_many_outputs_wait_for_its_client(
+    own_front: Callable[..., Harness], fields: dict[str, bool], max_held: int
+) -> None:
+    samples = 128
+    front = own_front()
+    front.models = [front.served(max_model_len=1 << 20)]
+    front.reconfigure()
+    front.replica.script = lambda submit, sample: [50]
+    front.replica.burst = 10
+    with connect(front) as slow:
+        send(front, slow, stream=True, ignore_eos=True, n=samples, max_tokens=8000, **fields)
+        (settle,) = front.settled(1, 120)
+        generated = samples * front.replica.steps
+        assert (settle.status, settle.finish_reason) == (499, "cancelled")
+        assert max_held < generated - settle.delivered_tokens
+        front.wait_for(lambda: not front.replica.running)
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := slow.recv(1 << 20):
+                received += piece
+    assert b"data: [DONE]" not in received
 
 
 def content(answer: Answer) -> str:

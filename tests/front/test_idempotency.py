@@ -126,9 +126,8 @@ def test_a_run_continues_although_its_client_reads_nothing_and_disconnects(front
 
 
 def test_a_waiting_retry_does_not_get_the_cut_off_answer_of_a_client_that_read_too_slowly(
-    front: Harness, monkeypatch: pytest.MonkeyPatch
+    front: Harness,
 ) -> None:
-    monkeypatch.setattr("appliance.front.stream.MAX_HELD_LOGPROB_OUTPUTS", 10)
     front.endless(*front.tokenizer.encode_blocking("a", False))
     front.replica.hold = True
     body = {"model": MODEL, "prompt": "quick", "stream": True, "n": 128, "logprobs": 5, "max_tokens": -1}

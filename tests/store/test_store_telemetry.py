@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sqlite3
 from array import array
 from contextlib import closing
 from functools import partial
@@ -11,12 +12,20 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from store import retention
 from store.database import open_readonly
 from store.errors import StoreError
 from store.samples import Splitter, TelemetryLayout, TelemetrySample, pack, rounded, unpack
-from store.telemetry import RESOLUTIONS, TelemetryLog, combine, pack_interval, unpack_interval
+from store.telemetry import (
+    _MAX_WAITING_ROWS,
+    RESOLUTIONS,
+    TelemetryLog,
+    combine,
+    pack_interval,
+    unpack_interval,
+)
 from store.telemetry_reader import TelemetryReader
 
 START = 1_800_000_000.0
@@ -238,6 +247,24 @@ def test_samples_are_dropped_and_counted_while_the_database_has_failed_for_a_min
     before = history.writer.state().dropped_rows
     assert not telemetry.record(sample)
     assert history.writer.state().dropped_rows == before + 1
+
+
+def test_samples_are_dropped_and_counted_while_too_many_rows_wait(history, telemetry, reader):
+    sample = Splitter().split(START, tree(1))
+    with closing(sqlite3.connect(history.path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        recorded = 0
+        while telemetry.record(replace(sample, at=START + min(recorded, 9999) / 1000)):
+            recorded += 1
+        state = history.writer.state()
+        assert state.lag_rows == _MAX_WAITING_ROWS
+        assert state.dropped_rows == 1
+        other.execute("COMMIT")
+    history.writer.flush()
+    assert telemetry.record(replace(sample, at=START + 60))
+    history.writer.flush()
+    rows = list(reader.samples(START, START + 61, RESOLUTIONS[0]))
+    assert len(rows) == recorded + 1
 
 
 def test_columns_have_one_value_per_time_and_stay_within_their_limits(history, telemetry, reader):
