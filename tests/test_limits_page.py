@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from appliance.settings import Settings
+from tests.system.attacks.test_event_loop import ATTACKS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
@@ -21,6 +22,59 @@ UNITS = {"KiB": 1 << 10, "MiB": 1 << 20}
 VALUE = re.compile(r"`(\w+)` = (?:(none)|([\d.,/]*\d)(?: (KiB|MiB))?)")
 """Matches a name and its value, with an optional unit. Without KiB or MiB, the value is in the setting's own
 unit (s, bytes, tokens)."""
+
+
+ON_THE_PAGE = "the page states the range of the option or field"
+LENGTH = "the length of a text that the service itself wrote"
+SHOWN = "the length of a list in a display"
+ESTIMATE = "a step or bound of an estimate; it refuses nothing and drops nothing"
+PROTOCOL = "a bound of the kernel, of a protocol, or of data that only the service writes"
+BENCH = "the load generator's own memory"
+INTERNAL = {
+    "MAX_AGE_S": PROTOCOL,
+    "MAX_BLOCK": ESTIMATE,
+    "MAX_CHARACTER_BYTES": PROTOCOL,
+    "MAX_CHARGE_S": ESTIMATE,
+    "MAX_COUNT": ON_THE_PAGE,
+    "MAX_DAYS": ON_THE_PAGE,
+    "MAX_DELAY_S": ON_THE_PAGE,
+    "MAX_ERROR_CHARACTERS": LENGTH,
+    "MAX_ERROR_CHARS": LENGTH,
+    "MAX_EVENTS": ESTIMATE,
+    "MAX_FAILED_STARTS": ESTIMATE,
+    "MAX_FILES": PROTOCOL,
+    "MAX_FREE_MULTIPLE": ESTIMATE,
+    "MAX_GRACE_S": ON_THE_PAGE,
+    "MAX_GROUPS_BYTES": PROTOCOL,
+    "MAX_GROWTH": ESTIMATE,
+    "MAX_HELD_TOKENS": ESTIMATE,
+    "MAX_INLINE_IDS": ESTIMATE,
+    "MAX_LINE_BYTES": PROTOCOL,
+    "MAX_LOCK_BYTES": PROTOCOL,
+    "MAX_NFC_SHRINKING": PROTOCOL,
+    "MAX_PASSED": ESTIMATE,
+    "MAX_PEER_NUMBER": PROTOCOL,
+    "MAX_PREPARED": BENCH,
+    "MAX_PREPARED_TOKENS": BENCH,
+    "MAX_PROBLEMS": SHOWN,
+    "MAX_PROMISED": ESTIMATE,
+    "MAX_REASON_CHARACTERS": LENGTH,
+    "MAX_REPORTED_PROBLEMS": SHOWN,
+    "MAX_REQUESTS": ON_THE_PAGE,
+    "MAX_RETRY_S": ESTIMATE,
+    "MAX_ROWS": ON_THE_PAGE,
+    "MAX_SILENCE_S": ON_THE_PAGE,
+    "MAX_SOCKET_PATH_BYTES": PROTOCOL,
+    "MAX_SPAN_S": ON_THE_PAGE,
+    "MAX_STEP": ESTIMATE,
+    "MAX_STEPS": ESTIMATE,
+    "MAX_TAKEN_S": ESTIMATE,
+    "MAX_USEFUL_WAIT_S": ESTIMATE,
+    "MAX_VOID": ESTIMATE,
+    "MAX_WARM_UP": BENCH,
+    "MAX_WIDTH": SHOWN,
+}
+"""Maximums in the code that the page does not name, and the reason."""
 
 
 def named_values() -> Iterator[tuple[str, float | None]]:
@@ -96,6 +150,47 @@ def test_every_limit_that_clients_meet_is_on_the_page() -> None:
     tables = (Settings().limits, Settings().idempotency)
     names = {field.name for table in tables for field in msgspec.structs.fields(table)}
     assert sorted(name for name in names if f"`{name}`" not in PAGE) == []
+
+
+def bounds() -> set[str]:
+    """Return the names of all maximums that modules of the service define, without leading underscores."""
+    return {
+        found.removeprefix("_")
+        for package in ("appliance", "store")
+        for path in (ROOT / package).rglob("*.py")
+        for found in re.findall(r"^(_?MAX_\w+)\b.*=", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+
+
+def test_every_maximum_in_the_code_is_on_the_page_or_is_no_limit_that_a_caller_can_reach() -> None:
+    found = bounds()
+    assert len(found) > 100
+    assert sorted(name for name in found - INTERNAL.keys() if f"`{name}`" not in PAGE) == []
+    assert sorted(name for name in INTERNAL if name not in found) == []
+
+
+def test_every_bound_of_the_page_names_a_test() -> None:
+    columns: list[str] = []
+    unnamed = []
+    for line in PAGE.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        if not cells or "test" in cells:
+            columns = cells
+        elif "test" in columns and cells != ["---"] * len(columns):
+            test = dict(zip(columns, cells, strict=True))["test"]
+            if not re.search(r"\.py`|`scripts/soak|^loop: `|^(the same|as above)$", test):
+                unnamed.append((cells[0], test))
+    assert unnamed == [("tenants, keys, registered models and their versions", "none")]
+
+
+def test_every_attack_that_the_page_names_exists() -> None:
+    names = {name for row in re.findall(r"loop: (`.*?) \|$", PAGE, re.MULTILINE) for name in named(row)}
+    assert len(names) > 10
+    assert sorted(names - ATTACKS.keys()) == []
+
+
+def named(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
 
 
 def test_every_test_that_the_page_names_exists() -> None:

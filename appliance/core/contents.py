@@ -82,6 +82,7 @@ class ContentKeeper:
                     message.request_id,
                 )
         except Exception:
+            self.writer.count_dropped(1)
             log.exception("request %s: its prompts and answers could not be stored", message.request_id)
         finally:
             with self._lock:

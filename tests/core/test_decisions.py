@@ -22,13 +22,14 @@ import httpx
 import msgspec
 import pytest
 
-from appliance.actions import ACTIONS
+from appliance.actions import ACTIONS, action_of
 from appliance.actions.parameters import (
     CreateKey,
     CreateTenant,
     DeleteTenant,
     DrainService,
     MapPeer,
+    ReloadConfig,
     ResumeTenant,
     RevokeKey,
     RotateKey,
@@ -37,7 +38,7 @@ from appliance.actions.parameters import (
     SuspendTenant,
     UnmapPeer,
 )
-from appliance.admin import effects
+from appliance.admin import auditing, effects
 from appliance.admin.alerts import AlertAdmin
 from appliance.admin.drains import DrainAdmin
 from appliance.admin.handlers import BackupAdmin, RequestAdmin, handlers
@@ -340,6 +341,28 @@ def test_a_change_that_the_disk_does_not_finish_has_an_unknown_outcome(
     with closing(sqlite3.connect(control.path)) as connection:
         rows = connection.execute("SELECT action, result FROM audit").fetchall()
     assert rows == [("keys.create", "ok")]
+
+
+def test_an_action_continues_while_the_disk_does_not_store_its_audit_entry(
+    make_service: Make,
+) -> None:
+    """Another process locks the database, which delays the entry by more than `_MAX_AUDIT_WAIT_S`."""
+    service = make_service()
+    service.start()
+    service.wait_ready()
+    before = time.monotonic()
+    with closing(sqlite3.connect(service.state_dir / "control.db", isolation_level=None)) as lock:
+        lock.execute("BEGIN IMMEDIATE")
+        service.admin.act(ReloadConfig())
+        assert time.monotonic() - before > auditing._MAX_AUDIT_WAIT_S
+        lock.execute("COMMIT")
+
+    def phases() -> list[str | None]:
+        action = action_of(ReloadConfig()).name
+        rows = read_audit(service.state_dir / "control.db")
+        return [row.phase for row in rows if row.action == action]
+
+    wait_until(lambda: phases() == ["intent", "result"], what="the audit entries")
 
 
 def test_every_action_of_the_registry_has_a_handler_for_its_parameters() -> None:

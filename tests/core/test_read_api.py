@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 from appliance import calls
 from appliance.actions.parameters import CreateKey, CreateTenant, ResumeTenant, SuspendTenant
 from appliance.admin.streams import MAX_STREAMS
+from appliance.admin.usage import MAX_DAILY_ROWS
 from appliance.calls import AdminError
 from appliance.client import AdminClient, ServiceNotRunningError
 from appliance.events.async_client import AsyncAdminClient
@@ -257,6 +261,27 @@ def test_an_unfinished_request_shows_its_age_class_phase_and_tokens_so_far(
     wait_until(lambda: service.admin.in_flight() == [])
     lines.close()
     asked.close()
+
+
+def test_a_report_of_too_many_daily_rows_is_refused_with_advice(running: Service) -> None:
+    day = (datetime.now(UTC) - timedelta(days=100)).date().isoformat()
+    with closing(sqlite3.connect(running.state_dir / "history.db", timeout=60)) as history, history:
+        history.executemany(
+            "INSERT INTO usage VALUES (?, ?, '', 'm', 1, 0, 2, 0, 3)",
+            ((day, f"t{number}") for number in range(MAX_DAILY_ROWS)),
+        )
+        history.execute("INSERT INTO usage VALUES (?, 'one', '', 'm', 1, 0, 2, 0, 3)", (day,))
+
+    def total(**wanted: Any) -> int:
+        report = running.admin.call(calls.usage(UsageQuery(since=day, until=day, by="model", **wanted)))
+        return report.total.requests
+
+    with pytest.raises(AdminError, match=r"more than 50,000 daily rows: select fewer days, or one tenant"):
+        total()
+    assert total(tenant="one") == 1
+    with closing(sqlite3.connect(running.state_dir / "history.db", timeout=60)) as history, history:
+        history.execute("DELETE FROM usage WHERE tenant = 'one'")
+    assert total() == MAX_DAILY_ROWS
 
 
 def test_usage_sums_the_tokens_of_ended_requests_and_prices_them(

@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from appliance.client import AdminError
+from appliance.front_pool.front import _MAX_UNTAKEN
 from appliance.monitoring.doctor import examine
 from appliance.protocol import ModelStatus, ReplicaStatus, Status
 from appliance.rundir import last_holder
@@ -76,6 +77,18 @@ def test_connections_that_a_killed_front_has_not_read_are_answered_by_another(
     wait_until(lambda: service.admin.status().sockets[0].accepted >= len(clients))
     os.kill(pid, signal.SIGKILL)
     assert {read_answer(client)[-1].split()[-1] for client in clients} == {"length"}
+
+
+def test_connections_that_a_stopped_front_does_not_take_wait_in_the_backlog(make_service: Make) -> None:
+    service = make_service("fronts = 1\nhang_timeout_s = 60")
+    service.start()
+    pid = service.wait_ready().fronts[0].pid or 0
+    os.kill(pid, signal.SIGSTOP)
+    clients = [service.connect("m 2") for _ in range(_MAX_UNTAKEN + 20)]
+    wait_until(lambda: service.admin.status().sockets[0].state == "waiting")
+    assert service.admin.status().sockets[0].accepted == _MAX_UNTAKEN
+    os.kill(pid, signal.SIGCONT)
+    assert {read_answer(client)[-1] for client in clients} == {"front-0 length"}
 
 
 def test_a_replica_that_hangs_is_killed_and_restarted(make_service: Make) -> None:

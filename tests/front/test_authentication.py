@@ -124,6 +124,17 @@ def test_errors_of_the_router_have_openais_format(front: Harness) -> None:
     assert [row.endpoint for row in front.rejected] == ["/v1/nothing", "/v1/chat/completions"]
 
 
+def test_long_names_are_cut_off_in_errors_and_in_the_log(front: Harness) -> None:
+    path, name = "/" + "p" * 999, "m" * 1000
+    assert repr(path[:100]) in ask(front, "GET", path).error["message"]
+    assert path[:101] not in ask(front, "GET", path).body.decode()
+    front.wait_for(lambda: len(front.rejected) == 2)
+    assert front.rejected[0].endpoint == path[:100]
+    answer = ask(front, "GET", f"/health/ready?model={name}", headers={"Authorization": f"Bearer {KEY}"})
+    assert answer.status == 404
+    assert repr(name[:80]) in answer.body.decode() and name[:81] not in answer.body.decode()
+
+
 def test_every_answer_has_the_request_id_of_the_log(front: Harness) -> None:
     answer = ask(front, "POST", "/v1/chat/completions", chat())
     assert answer.headers["x-request-id"] == front.settled(1)[0].request_id

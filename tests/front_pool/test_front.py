@@ -6,18 +6,21 @@ import asyncio
 import errno
 import gc
 import os
+import resource
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from appliance.admin.current_problems import _front
-from appliance.channel.core_messages import ClientConnection, Configure
+from appliance.channel.core_messages import ClientConnection, Configure, Identities
 from appliance.channel.front_messages import FrontReport
 from appliance.channel.front_settings import Limits
+from appliance.channel.identity import Identity
 from appliance.front_pool import front as front_module
 from appliance.front_pool.balancer import ConnectionBalancer
 from appliance.front_pool.front import Front
@@ -116,6 +119,69 @@ def test_a_front_that_never_becomes_ready_is_a_problem_and_is_killed() -> None:
         front.begin_stop(0.0)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("limit", [1024, 80])
+def test_a_front_that_takes_no_connections_is_given_a_bounded_number(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+
+    async def scenario(front: Front, process: psutil.Process) -> None:
+        with socket.socket() as client:
+            given = 0
+            while front.takes_connections:
+                front.give(ClientConnection("unix", ""), client.fileno())
+                given += 1
+            assert given == min(front_module._MAX_UNTAKEN, limit // 8)
+            process.resume()
+            await wait_until(lambda: front.takes_connections)
+
+    with_stopped_front(scenario, monkeypatch)
+
+
+def test_a_front_that_reads_nothing_is_given_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(front: Front, process: psutil.Process) -> None:
+        sent = 0
+        while front.takes_connections:
+            front.send(Identities(keys={"k" * 1000: Identity(tenant="t")}, uids={}, any_uid=None))
+            sent += 1
+            assert sent < 10_000
+        assert sent * 1000 > front_module._MAX_UNREAD_BYTES
+        process.resume()
+        await wait_until(lambda: front.takes_connections)
+
+    with_stopped_front(scenario, monkeypatch)
+
+
+def with_stopped_front(
+    scenario: Callable[[Front, psutil.Process], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run the scenario with a ready front whose process is stopped. The silence of the process has no effect
+    on the front."""
+    monkeypatch.setattr(front_module, "_QUIET_S", 600.0)
+
+    async def main() -> None:
+        events: Any = Events()
+        front = Front(0, events, hang_timeout_s=600, load_timeout_s=600, module="tests.core.fake_front")
+        front.start()
+        try:
+            async with asyncio.timeout(120):
+                await events.ready.wait()
+                process = psutil.Process(front.pid)
+                process.suspend()
+                await scenario(front, process)
+        finally:
+            front.begin_stop(0.0)
+            front.kill("the test is over")
+            await front.ended()
+
+    asyncio.run(main())
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
 
 
 class Full(Front):

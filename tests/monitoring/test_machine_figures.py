@@ -12,9 +12,11 @@ import pytest
 from appliance.admin import snapshots
 from appliance.admin.snapshots import TenantChoice, with_replicas
 from appliance.monitoring.burn_rates import BurnRates
+from appliance.monitoring.ended import MAX_KEPT, EndedRequests
 from appliance.monitoring.gpu_figures import GpuReader
 from appliance.protocol import LimitUsage, ModelStatus, ReplicaStatus, Status
 from appliance.snapshot import Gpu, GpuProcess
+from store.requests import RequestRow
 
 
 class FakeDriver:
@@ -145,6 +147,28 @@ def test_the_tenants_of_snapshots_change_seldom_if_there_are_too_many() -> None:
     later = choice.choose(names, {"tenant-298"})
     assert "tenant-298" in later and len(set(later) - set(first)) == 1
     assert later == sorted(later)
+
+
+def test_beyond_a_number_of_requests_the_latencies_cover_a_shorter_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("appliance.monitoring.ended.time.monotonic", lambda: now[0])
+    rows: Any = SimpleNamespace(end=lambda row: True)
+    ended = EndedRequests(rows, lambda name: True)
+
+    def end(count: int, ttft_ms: float) -> None:
+        for _ in range(count):
+            ended.end(RequestRow(request_id="r", created_at=0.0, endpoint="/x", ttft_ms=ttft_ms))
+
+    end(1, 500.0)
+    now[0] += 10
+    end(MAX_KEPT - 2, 20.0)
+    assert (ended.latency().ttft.window_s, ended.latency().ttft.count) == (60.0, MAX_KEPT - 1)
+    now[0] += 5
+    end(2, 20.0)
+    latest = ended.latency().ttft
+    assert (latest.window_s, latest.count, latest.p99_ms) == (5.0, MAX_KEPT, 20.0)
 
 
 def status_with_a_replica() -> Status:

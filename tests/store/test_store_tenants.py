@@ -228,6 +228,8 @@ def test_a_key_is_rotated_once_and_only_while_it_is_valid(control):
         control.rotate_key(actor=WHO, key_id="key_0", overlap_s=0).result(60)
     with pytest.raises(ValueError, match="overlap_s is -1"):
         control.rotate_key(actor=WHO, key_id=old.id, overlap_s=-1)
+    with pytest.raises(ValueError, match="one year"):
+        control.rotate_key(actor=WHO, key_id=old.id, overlap_s=366 * 86_400 + 1)
 
 
 @pytest.mark.parametrize(

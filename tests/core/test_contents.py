@@ -1,0 +1,85 @@
+"""Tests of how the core stores the texts that fronts send: how many wait, and how large they may be."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from appliance.channel.front_messages import Keep
+from appliance.channel.identity import Identity
+from appliance.core import contents
+from appliance.core.contents import ContentKeeper
+from appliance.host.memory_files import new_memory
+from appliance.settings import LogSettings
+from store.contents import read_contents
+from store.policies import Policies
+from store.schemas import CONTENTS
+from store.structs import KeptText
+from store.writer import Writer
+
+
+@pytest.fixture
+def keeper(tmp_path: Path) -> Iterator[ContentKeeper]:
+    writer = Writer(tmp_path / "contents.db", CONTENTS, synchronous="NORMAL")
+    writer.start()
+    keeper = ContentKeeper(writer, Policies, LogSettings)
+    yield keeper
+    keeper.close()
+    writer.close()
+
+
+def keep(keeper: ContentKeeper, request_id: str, data: bytes) -> None:
+    identity = Identity(tenant="acme", log_policy="full")
+    memory = new_memory("texts", data)
+    keeper.keep(Keep(request_id=request_id, identity=identity, created_at=1.8e9), memory)
+    os.close(memory)
+
+
+def texts(size: int) -> bytes:
+    """Return a message with one text, whose total size is `size` bytes."""
+    empty = msgspec.msgpack.encode([KeptText("prompt", 0, "0" * 64, 0, "x" * 100_000)])
+    text = "x" * (size - len(empty) + 100_000)
+    return msgspec.msgpack.encode([KeptText("prompt", 0, "0" * 64, 0, text)])
+
+
+def stored(keeper: ContentKeeper, request_id: str) -> bool:
+    keeper.writer.flush()
+    return bool(read_contents(keeper.writer.path, request_id))
+
+
+def test_texts_of_further_requests_are_dropped_and_counted_while_256_wait(
+    keeper: ContentKeeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read, may_read = contents.read_memory, threading.Event()
+
+    def delayed(descriptor: int, max_bytes: int) -> bytes:
+        may_read.wait()
+        return read(descriptor, max_bytes)
+
+    monkeypatch.setattr(contents, "read_memory", delayed)
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(258):
+        keep(keeper, f"req-{number}", texts(100_001))
+    assert len(os.listdir("/proc/self/fd")) - before == 256
+    assert keeper.writer.state().dropped_rows == 2
+    assert "too many requests are waiting to be stored" in caplog.text
+    may_read.set()
+    keeper.close()
+    assert stored(keeper, "req-0") and stored(keeper, "req-255")
+    assert not stored(keeper, "req-256") and not stored(keeper, "req-257")
+
+
+def test_texts_of_more_than_64_mib_are_dropped_and_counted(
+    keeper: ContentKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("store.contents.MAX_WAITING_BYTES", 128 << 20)
+    keep(keeper, "fits", texts(64 << 20))
+    keep(keeper, "too long", texts((64 << 20) + 1))
+    keeper.close()
+    assert stored(keeper, "fits") and not stored(keeper, "too long")
+    assert keeper.writer.state().dropped_rows == 1
