@@ -340,7 +340,8 @@ class UnloadModel(_Parameters):
 
 class RetryModel(_Parameters):
     """Immediately restart a model's replicas that have failed or are waiting to be restarted. Their earlier
-    exits no longer count towards `max_deaths`."""
+    exits no longer count towards `max_deaths`. A replica that runs on the CPU because its GPU was missing is
+    restarted on a GPU."""
 
     model: Annotated[
         str,
