@@ -80,8 +80,9 @@ class Readiness:
         ]
         if reason := self.reason():
             return f"loading: {', '.join(loading)}" if loading else f"not ready: {reason}"
-        count = len(self.models.models)
-        return f"ready: {count} model{'s' if count != 1 else ''}, {work}"
+        count = sum(not self.silence(model) for model in self.models.models)
+        ready = f"ready: {count} model{'s' if count != 1 else ''}, {work}"
+        return f"{ready}; loading: {', '.join(loading)}" if loading else ready
 
     def silence(self, model: str) -> str:
         """Return the reason why the model does not answer requests, or an empty string if it does."""

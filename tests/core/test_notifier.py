@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from appliance.actions.parameters import AddModel, LoadModel
 from appliance.core.notifier import Notifier
 from appliance.core.state import opened
 from appliance.core.systemd import Manager
@@ -109,6 +110,24 @@ def test_the_service_manager_is_told_loading_ready_and_drained(
     assert heard.count("EXTEND_TIMEOUT_USEC") > asked + 1
     last = [said["STATUS"] for said in heard.words if "STATUS" in said][-1]
     assert last == f"stopped: closing {service.state_dir}/control.db"
+
+
+def test_a_load_beside_models_that_serve_is_part_of_the_status_text(
+    make_service: Callable[..., Service], heard: Heard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", str(heard.path))
+    service = make_service()
+    folder = tmp_path / "late"
+    folder.mkdir()
+    for file in (tmp_path / "m").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "fake.json").write_text(json.dumps({"hang": True}))
+    service.start()
+    service.wait_ready()
+    service.admin.act(AddModel(name="late", folder=str(folder)))
+    service.admin.act(LoadModel(model="late"))
+    expected = "ready: 1 model, 0 running, 0 waiting; loading: late@1-0 read 50% of 2.0 MiB"
+    wait_until(lambda: heard.says(STATUS=expected), what="the load in the status text")
 
 
 def test_the_service_manager_waits_for_slow_databases(
