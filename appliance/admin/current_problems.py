@@ -48,11 +48,17 @@ def _model(model: ModelStatus) -> Iterator[CurrentProblem]:
     if model.state == "failed":
         yield CurrentProblem(
             where=f"model {model.name}",
-            what=f"failed: {model.detail}",
+            what=f"failed: {model.detail}{_fallback(model)}",
             remedy=next((one.remedy for one in model.replicas if one.remedy), _RETRIED),
         )
     for replica in model.replicas:
         yield from _replica(replica)
+
+
+def _fallback(model: ModelStatus) -> str:
+    if not model.fallback:
+        return ""
+    return f"; model {model.fallback!r} answers the requests of keys that allow a fallback"
 
 
 def _replica(replica: ReplicaStatus) -> Iterator[CurrentProblem]:

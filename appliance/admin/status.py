@@ -188,6 +188,7 @@ class StatusReader:
             max_model_len=model.max_model_len,
             queued=traffic.queued,
             drain_eta_s=self.traffic.remaining(model.name).seconds,
+            fallback=self.models.fallback(model.name),
             replicas=replicas,
             scaling=self.models.scaling(model.name),
         )

@@ -159,6 +159,8 @@ def _model(model: ModelStatus, width: int | None) -> list[str]:
         f"{model.queued:,} queued",
         f"version {printable(model.version)}",
     ]
+    if model.fallback:
+        facts.append(f"fallback {printable(model.fallback)}")
     detail = f": {printable(model.detail)}" if model.detail else ""
     room = None if width is None else width - _INDENT
     lines = [

@@ -196,6 +196,9 @@ class ModelStatus(msgspec.Struct, kw_only=True):
     drain_eta_s: float | None = None
     """Predicted time in seconds until all unfinished requests have finished if no more requests are accepted,
     based on measured rates. Null if there are unfinished requests but no measurements."""
+    fallback: str = ""
+    """Name of the model that answers requests while this model cannot, for keys that allow a fallback. Empty
+    if there is none."""
     replicas: list[ReplicaStatus] = []
     scaling: ScalingStatus | None = None
     """Null if the number of replicas is fixed."""

@@ -33,7 +33,13 @@ _ONLY_IN_SOME_STATES = (
     *("alerts[].acknowledged_by", "alerts[].ended_at", "alerts[].silenced_until"),
     *("current_problems[]", "problems[]", "reason", "queue.overload", "gpu_error", "drains[].model"),
     *("fronts[].detail", "fronts[].last_error", "fronts[].problems", "host.processes[].state"),
-    *("models[].detail", "models[].scaling", "models[].replicas[].detail", "models[].replicas[].fraction"),
+    *(
+        "models[].fallback",
+        "models[].detail",
+        "models[].scaling",
+        "models[].replicas[].detail",
+        "models[].replicas[].fraction",
+    ),
     *(
         "models[].replicas[].last_error",
         "models[].replicas[].load.",

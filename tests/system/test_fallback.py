@@ -91,6 +91,10 @@ def check_fell_back(running: Service, answered: tuple[int, Any]) -> None:
 def test_a_model_that_can_answer_is_not_replaced(running: Service, keys: dict[str, str]) -> None:
     status, answer = ask(running, keys["allowed"])
     assert (status, answer["model"]) == (200, "big")
+    assert {one["name"]: one["fallback"] for one in running.status()["models"]} == {
+        "big": "small",
+        "small": "",
+    }
     assert row(running, answer)["fallback_of"] is None
 
 
