@@ -176,6 +176,10 @@ class ModelAdmin:
         state, detail = self._state(unit_name(record.model, record.version))
         return VersionStatus(name=record.model, version=record.version, state=state, detail=detail)
 
+    def _declared_status(self, name: str) -> VersionStatus:
+        state, detail = self._state(name)
+        return VersionStatus(name=name, version=1, state=state, detail=detail)
+
     # ── add and remove ──
 
     async def add(self, actor: Actor, asked: AddModel) -> Effect:
@@ -272,7 +276,14 @@ class ModelAdmin:
     # ── load and unload ──
 
     async def load(self, actor: Actor, asked: LoadModel) -> Effect:
-        """Load a version. Raises UnknownModelError, or LoadError if it cannot be loaded."""
+        """Load a version, or a model of the settings that is not required. Raises UnknownModelError,
+        ConflictError for a required model of the settings, or LoadError if the model cannot be loaded."""
+        declared = self.settings().models.get(asked.model)
+        if declared is not None and not declared.required:
+            before = self._declared_status(asked.model).state
+            await self._perform(self.on_demand.load_declared(asked.model), wait=asked.wait)
+            status = self._declared_status(asked.model)
+            return Effect(status, {"state": before}, {"state": status.state})
         record = self._record(asked.model, "loaded")
         before = self._status(record).state
         await self._perform(self.on_demand.load(record), wait=asked.wait)

@@ -154,7 +154,15 @@ class OnDemand:
     async def load(self, record: VersionRecord) -> None:
         """Load a version as `ModelOperations.load` does. If it does not fit, idle models that may be unloaded
         are unloaded first. If the version is already being loaded, wait for that load. Raises LoadError."""
-        unit = unit_name(record.model, record.version)
+        await self._shared_load(unit_name(record.model, record.version), record)
+
+    async def load_declared(self, unit: str) -> None:
+        """Load a model of the settings that is not required. If it does not fit, idle models that may be
+        unloaded are unloaded first. If the model is already being loaded, wait for that load. Raises
+        LoadError."""
+        await self._shared_load(unit, None)
+
+    async def _shared_load(self, unit: str, record: VersionRecord | None) -> None:
         if (task := self._loads.get(unit)) is None:
             task = self._loads[unit] = asyncio.get_running_loop().create_task(self._load(unit, record))
             task.add_done_callback(lambda _: self._loads.pop(unit, None))
@@ -173,15 +181,24 @@ class OnDemand:
             await asyncio.wait([task])
         await self._operations.unload(record, grace_s)
 
-    async def _load(self, unit: str, record: VersionRecord) -> None:
+    async def _load(self, unit: str, record: VersionRecord | None) -> None:
         async with self._changing:
-            if unit not in self._routing.usable or self._manager.is_parked(unit):
+            if (record is not None and unit not in self._routing.usable) or self._manager.is_parked(unit):
                 self._forgive(unit)
-                await self._make_room(unit, record)
+                await self._make_room(unit, self._settings_of(unit, record))
                 self._note_load(unit)
-            await self._operations.load(record)
+            if record is None:
+                await self._operations.load_declared(unit)
+            else:
+                await self._operations.load(record)
             self._of(unit).ready_at = self._clock()
             self._incomplete.add(self._loaded_with(unit))
+
+    def _settings_of(self, unit: str, record: VersionRecord | None) -> ModelSettings:
+        """Return the settings of a unit, which may be unknown to the manager if it is a version."""
+        if record is None:
+            return self._settings().models[unit]
+        return self._operations.settings_of(record.folder, record.settings)
 
     def expires_at(self, unit: str) -> float | None:
         """Return the unix time at which the unit is unloaded if no more requests arrive, or None if it stays
@@ -386,9 +403,8 @@ class OnDemand:
             self._incomplete.add(bundle.units)
         self._of(unit).ready_at = self._clock()
 
-    async def _make_room(self, unit: str, record: VersionRecord) -> None:
-        """Unload idle models until a version fits or no more models can be unloaded."""
-        settings = self._operations.settings_of(record.folder, record.settings)
+    async def _make_room(self, unit: str, settings: ModelSettings) -> None:
+        """Unload idle models until a unit fits or no more models can be unloaded."""
         wanted = Bundle((unit,), waiting_since=self._clock())
         while True:
             idle = [one for one in self._bundles() if unit not in one.units and not one.busy]

@@ -239,14 +239,18 @@ class ModelOperations:
     async def _start(self, unit: str, record: VersionRecord, settings: ModelSettings) -> None:
         """Start the unit's replicas, and wait until they and the fronts are ready. Raises LoadError."""
         served = await _described(unit, record, settings)
+        await self._check_room(unit, settings)
+        self._manager.load(served, settings)
+        await self._until_loaded(unit)
+        await self._fronts_ready(unit)
+
+    async def _check_room(self, unit: str, settings: ModelSettings) -> None:
+        """Raise NoRoomError if the unit does not fit into memory."""
         if why_not := (await self._manager.shortage(settings)).why:
             raise NoRoomError(
                 f"{unit} does not fit alongside the models that are loaded: {why_not}; unload another model "
                 "first with: appliance models unload"
             )
-        self._manager.load(served, settings)
-        await self._until_loaded(unit)
-        await self._fronts_ready(unit)
 
     async def _fronts_ready(self, unit: str) -> None:
         """Wait until every front has read the unit's tokenizer. Raises LoadError."""
@@ -281,6 +285,20 @@ class ModelOperations:
             raise
         self._routing.usable.add(unit)
         await self._fronts.routed()
+
+    async def load_declared(self, unit: str) -> None:
+        """Load a model of the settings that is not required, and return when it is ready. Raises
+        LoadError."""
+        settings = self._manager.settings_of(unit)
+        if settings is not None and self._manager.is_parked(unit):
+            await self._check_room(unit, settings)
+        try:
+            await self.bring_back(unit)
+        except LoadError as error:
+            self.failures[unit] = str(error)
+            raise
+        self.forget_failure(unit)
+        self._fronts.publish_configuration()
 
     async def bring_back(self, unit: str) -> None:
         """Load a unit that was introduced or parked. If this raises LoadError, the unit is parked again,

@@ -326,6 +326,32 @@ def test_optional_models_of_the_settings_are_loaded_at_startup_as_far_as_they_fi
     play(site, scenario)
 
 
+def test_a_command_loads_an_optional_model_of_the_settings(tmp_path: Path) -> None:
+    site = Site(
+        tmp_path, Settings(models={name: optional() for name in "ab"} | {"kept": optional(pinned=True)})
+    )
+    site.manager.room = 2
+
+    async def scenario() -> None:
+        await site.until(lambda: site.manager.loaded("b"), "the loads at startup")
+        site.ask("kept")
+        await site.until(lambda: site.manager.loaded("kept"), "the pinned model")
+        site.answer("kept")
+        loaded = [one for one in "ab" if site.manager.loaded(one)]
+        [parked] = {"a", "b"} - set(loaded)
+        loading = asyncio.ensure_future(site.on_demand.load_declared(parked))
+        await site.until(loading.done, "the load")
+        await loading
+        assert site.manager.loaded(parked) and site.manager.is_parked(loaded[0])
+        site.ask(parked)  # a model with requests is not unloaded for a command
+        loading = asyncio.ensure_future(site.on_demand.load_declared(loaded[0]))
+        await site.until(loading.done, "the refusal")
+        with pytest.raises(LoadError, match="does not fit alongside the models that are loaded"):
+            await loading
+
+    play(site, scenario)
+
+
 def test_a_command_unloads_idle_models_to_make_room_but_no_pinned_ones(tmp_path: Path) -> None:
     site = Site(tmp_path, Settings(models={"a": optional(), "b": optional(pinned=True)}))
     site.manager.room = 2

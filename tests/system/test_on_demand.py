@@ -170,6 +170,10 @@ def test_groups_a_time_to_live_and_optional_models_of_the_settings(tmp_path: Pat
         running.wait_until(lambda: states(running)["c"] == "available", WITHIN_S, "c to expire")
         assert complete(running, "b").status_code == 200
         assert states(running) == {"a": "available", "b": "ready", "c": "available"}
+        loaded = running.command("models", "load", "a", "--wait")
+        assert (loaded["name"], loaded["version"], loaded["state"]) == ("a", 1, "ready")
+        assert states(running) == {"a": "ready", "b": "available", "c": "available"}
+        assert complete(running, "b").status_code == 200
         assert complete(running, "c", keep_alive="1h").status_code == 200
         assert states(running)["b"] == states(running)["c"] == "ready"
 
