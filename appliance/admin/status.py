@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import sqlite3
@@ -46,8 +47,13 @@ _BEST_FIRST: tuple[ReplicaState, ...] = (
 )
 
 
+@functools.cache
 def service_version() -> str:
-    """Return the version of the installed product."""
+    """Return the version of the installed product, as it was at the first call.
+
+    The result is cached because every status contains it. Each lookup reads a file and creates reference
+    cycles, which take up memory until the garbage collector runs, and the core collects rarely
+    (`appliance.core.process.COLLECT_AFTER`)."""
     try:
         return version("appliance")
     except PackageNotFoundError:
