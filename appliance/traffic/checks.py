@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from appliance.traffic.request import Request
 
 _CHECK_EVERY_S = 0.05
-_MAX_VOID = 1024
+_MAX_VOID = 64
 """Void entries are not removed while there are fewer than this many. An entry is void once its request is no
-longer waiting."""
+longer waiting. The number is small because each entry keeps about 2 KB of its request in memory."""
 
 
 class Checks:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from appliance.admin.status import service_version
+from appliance.traffic.request import Request
 from tests.core.simulated_service import SimulatedService
 
 
@@ -51,3 +52,14 @@ def test_requests_create_no_cyclic_garbage() -> None:
     with no_collection() as garbage:
         run_requests(service, 200)
         assert garbage() == 0
+
+
+def test_the_core_keeps_few_of_the_requests_that_have_ended() -> None:
+    service = SimulatedService()
+    service.new_front()
+    # All of these requests end long before their timeout of 50 s.
+    run_requests(service, 400)
+    gc.collect()
+    kept = [one for one in gc.get_objects() if type(one) is Request]
+    assert service.requests.state.in_flight == {}
+    assert len(kept) < 100
