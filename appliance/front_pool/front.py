@@ -12,18 +12,14 @@ import contextlib
 import logging
 import os
 import resource
-import signal
-import subprocess
 import time
 from collections.abc import Iterator
-from typing import Protocol
 
 import msgspec
 
 from appliance.background import Backoff
 from appliance.channel.core_messages import AttachReplica, ClientConnection, Configure, CoreToFront, StopFront
 from appliance.channel.front_messages import (
-    AboutRequest,
     Claim,
     FrontProgress,
     FrontReady,
@@ -35,10 +31,10 @@ from appliance.channel.front_messages import (
     Taken,
 )
 from appliance.channel.front_stats import FrontStats
+from appliance.front_pool.front_child import FrontChild
+from appliance.front_pool.front_events import FrontEvents
 from appliance.front_pool.refusals import RefusalWatch
 from appliance.protocol import FrontState, FrontStatus
-from engine.client import Channel, ChildLog, module_command, module_environment, socketpair
-from engine.memory_kills import count_memory_kills, memory_kill_note
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +54,6 @@ twice a second."""
 _SLOW_START_S = 30.0
 """A front that has been starting for longer than this is reported as a problem. A front takes about two
 seconds per model to read the tokenizer."""
-_DYING_S = 0.5
 
 
 class Untaken:
@@ -79,52 +74,6 @@ class Untaken:
         """Close the duplicates."""
         while self.descriptors:
             os.close(self.descriptors.pop())
-
-
-class FrontEvents(Protocol):
-    """Receives events about a front, and the messages that its process sends."""
-
-    def front_started(self, front: Front) -> None:
-        """Handle the start of a process, which has no configuration yet. If this method raises OSError, the
-        process is killed and started again."""
-
-    def front_ready(self, front: Front) -> None:
-        """Handle a front that is ready for connections."""
-
-    def front_reported(self, front: Front) -> None:
-        """Handle a message that shows that the front responds or has free places. The front may now accept
-        connections again."""
-
-    def name_wanted(self, name: str) -> None:
-        """Handle requests that are waiting in a front until the model for `name` is loaded or woken on
-        demand. Called for every report while requests are waiting."""
-
-    def request_message(self, front: Front, message: AboutRequest) -> None:
-        """Handle a message about a request."""
-
-    def claim_message(self, front: Front, message: Claim | Release) -> None:
-        """Handle a claim or a release for an `Idempotency-Key`."""
-
-    def front_hands_over(self, front: Front, message: HandOver, descriptors: tuple[int, int]) -> None:
-        """Pass a connection, with its request, to the front that must answer the request. The descriptors are
-        closed after this method returns."""
-
-    def front_keeps(self, front: Front, message: Keep, descriptor: int) -> None:
-        """Store prompts and answers that the front has sent. The descriptor is closed after this method
-        returns."""
-
-    def front_progress(self, front: Front, message: FrontProgress) -> None:
-        """Handle the front's reply to `AskProgress`."""
-
-    def front_changed(self, front: Front, former: dict[str, str]) -> None:
-        """Handle a change of `front.problems`, the models that the front cannot serve. `former` is the
-        previous value of `front.problems`."""
-
-    def front_lost(self, front: Front, name: str) -> None:
-        """Handle the exit of the process with this name."""
-
-    def front_problem(self, front: Front, what: str) -> None:
-        """Report a problem to the operator."""
 
 
 class Front:
@@ -159,15 +108,10 @@ class Front:
         self._module = module
         self.log_level = log_level
         self._backoff = Backoff()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pidfd = -1
-        self._log: ChildLog | None = None
-        self._channel: Channel[FrontToCore] | None = None
+        self._child: FrontChild | None = None
         self._report: FrontReport | None = None
-        self._kill_reason = ""
         self._started_at = 0.0
         self._ready_at: float | None = None
-        self._memory_kills = 0
         self._last_sign = 0.0
         self._given = 0
         """Number of connections given to this process."""
@@ -183,15 +127,15 @@ class Front:
     @property
     def pid(self) -> int | None:
         """Id of the running process."""
-        return self._process.pid if self._process else None
+        return self._child.pid if self._child else None
 
     @property
     def takes_connections(self) -> bool:
         """Whether the front may currently be given a connection."""
-        channel = self._channel
-        if self.operator_state != "ready" or channel is None:
+        child = self._child
+        if self.operator_state != "ready" or child is None:
             return False
-        return channel.backlog_bytes < _MAX_UNREAD_BYTES and len(self._untaken) < self._max_untaken
+        return child.backlog_bytes < _MAX_UNREAD_BYTES and len(self._untaken) < self._max_untaken
 
     @property
     def has_room(self) -> bool:
@@ -240,58 +184,26 @@ class Front:
         """Spawn the process. If this fails, retry after the same delay as for a process that has exited."""
         self.name = f"front-{self.number}" + (f".{self.restarts}" if self.restarts else "")
         self.state, self.detail = "starting", ""
-        self._report, self._ready_at, self._kill_reason = None, None, ""
+        self._report, self._ready_at = None, None
         self._given, self._refusals = 0, RefusalWatch()
         self._started_at = self._last_sign = time.monotonic()
-        self._memory_kills = count_memory_kills()
         try:
-            pid = self._spawn()
+            child = FrontChild(self._module, self.name, self.log_level, self._message, self._exited)
         except OSError as error:
             self._restart(f"the front process could not be started: {error}")
             return
-        log.info("%s is starting (pid %d)", self.name, pid)
+        self._child = child
+        self._ended.clear()
+        log.info("%s is starting (pid %d)", self.name, child.pid)
         try:
             self._events.front_started(self)
         except OSError as error:
             self.kill(f"its channels could not be created: {error}")
 
-    def _spawn(self) -> int:
-        """Spawn the process and return its id. If OSError is raised, everything opened here has been
-        released."""
-        with contextlib.ExitStack() as undo:
-            ours, theirs = socketpair()
-            undo.callback(ours.close)
-            copied = ChildLog(self.name)
-            undo.callback(copied.close)
-            with theirs:
-                process = subprocess.Popen(
-                    [
-                        *module_command(self._module),
-                        *("--channel", str(theirs.fileno())),
-                        *("--name", self.name),
-                        *("--log-level", self.log_level),
-                    ],
-                    pass_fds=(theirs.fileno(), copied.descriptor),
-                    stdin=subprocess.DEVNULL,
-                    env={**module_environment(), **copied.environment},
-                    start_new_session=True,
-                )
-            undo.callback(process.wait)
-            undo.callback(process.kill)
-            self._pidfd = os.pidfd_open(process.pid)
-            undo.pop_all()
-        self._process, self._log = process, copied
-        copied.listen()
-        self._ended.clear()
-        self._channel = Channel(ours, FrontToCore)
-        self._channel.listen(self._message, lambda: self.kill_soon("it closed its channel to the core"))
-        asyncio.get_running_loop().add_reader(self._pidfd, self._exited)
-        return process.pid
-
     def send(self, message: CoreToFront) -> None:
         """Send a message to the process. If there is no process, do nothing."""
-        if self._channel is not None:
-            self._channel.send(message)
+        if self._child is not None:
+            self._child.send(message)
 
     def configure(self, configure: Configure) -> None:
         """Send the configuration to the process."""
@@ -302,19 +214,19 @@ class Front:
         """Send the front process the descriptor of a channel to a replica, and close this process's copy.
         Raises OSError if too many files are open."""
         try:
-            if self._channel is not None:
-                self._channel.send(AttachReplica(replica, model), (descriptor,))
+            if self._child is not None:
+                self._child.send(AttachReplica(replica, model), (descriptor,))
         finally:
             os.close(descriptor)
 
     def give(self, connection: ClientConnection, *descriptors: int) -> None:
         """Send the process a client connection, and the bytes that were already read from it. The caller
         closes its own descriptors."""
-        if self._channel is not None:
+        if self._child is not None:
             self._given += 1
             connection = msgspec.structs.replace(connection, number=self._given)
             self._untaken[self._given] = Untaken(connection, descriptors)
-            self._channel.send(connection, descriptors)
+            self._child.send(connection, descriptors)
 
     def take_back(self) -> list[Untaken]:
         """Return the connections that the exited process had not begun to read. The caller closes them."""
@@ -326,7 +238,7 @@ class Front:
         self._stopping = True
         if self._timer is not None:
             self._timer.cancel()
-        if self._process is None:
+        if self._child is None:
             self.state, self.detail = "stopped", ""
             return
         self.state = "stopping"
@@ -338,20 +250,13 @@ class Front:
 
     def kill(self, reason: str) -> None:
         """Kill the process immediately."""
-        if self._process is not None:
-            self._kill_reason = self._kill_reason or reason
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        if self._child is not None:
+            self._child.kill(reason)
 
     def kill_soon(self, reason: str) -> None:
-        """Kill the process unless it exits within half a second. It is probably exiting already, and its own
-        exit status would then give the reason."""
-
-        def kill(name: str) -> None:
-            if self.name == name:
-                self.kill(reason)
-
-        asyncio.get_running_loop().call_later(_DYING_S, kill, self.name)
+        """Kill the process unless it exits within half a second."""
+        if self._child is not None:
+            self._child.kill_soon(reason)
 
     def check(self) -> None:
         """Kill the process if it hangs or takes too long to start. Must be called about once a second."""
@@ -410,9 +315,9 @@ class Front:
         taken: list[int] = []
         complete = True
         try:
-            if self._channel is not None:
+            if self._child is not None:
                 for _ in range(count):
-                    taken.append(self._channel.take_fd())
+                    taken.append(self._child.take_fd())
         except LookupError:
             complete = False
             self._events.front_problem(
@@ -426,31 +331,17 @@ class Front:
             for descriptor in taken:
                 os.close(descriptor)
 
-    def _exited(self) -> None:
-        process, channel = self._process, self._channel
-        if process is None or channel is None:
-            return
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        # The channel may still contain messages that the process sent before it exited.
-        for message in channel.read():
-            self._message(message)
-        channel.close()
-        channel.release_fds()
-        if self._log is not None:
-            self._log.finish()
-        returncode = process.wait()
-        os.close(self._pidfd)
-        self._process = self._channel = self._report = None
+    def _exited(self, reason: str) -> None:
+        child, self._child, self._report = self._child, None, None
+        assert child is not None
         self._ended.set()
         self._events.front_lost(self, self.name)
-        if self._stopping:
-            self.state, self.detail = "stopped", ""
-            if self._kill_reason:
-                self._events.front_problem(self, f"pid {process.pid} was killed: {self._kill_reason}")
+        if not self._stopping:
+            self._restart(f"pid {child.pid} ended: {reason}")
             return
-        how = f"killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exit code {returncode}"
-        how += memory_kill_note(returncode, self._memory_kills)
-        self._restart(f"pid {process.pid} ended: {self._kill_reason or how}")
+        self.state, self.detail = "stopped", ""
+        if child.kill_reason:
+            self._events.front_problem(self, f"pid {child.pid} was killed: {child.kill_reason}")
 
     def _restart(self, error: str) -> None:
         self.last_error = error

@@ -22,6 +22,7 @@ from appliance.channel.front_messages import FrontReport
 from appliance.channel.front_settings import Limits
 from appliance.channel.identity import Identity
 from appliance.front_pool import front as front_module
+from appliance.front_pool import front_child
 from appliance.front_pool.balancer import ConnectionBalancer
 from appliance.front_pool.front import Front
 from appliance.front_pool.refusals import RefusalWatch
@@ -61,7 +62,7 @@ def held() -> tuple[list[str], str]:
 @pytest.mark.parametrize(
     ("owner", "name", "said"),
     [
-        (front_module, "socketpair", "the front process could not be started"),
+        (front_child, "socketpair", "the front process could not be started"),
         (subprocess, "Popen", "the front process could not be started"),
         (os, "pidfd_open", "the front process could not be started"),
         (Events, "front_started", "its channels could not be created"),

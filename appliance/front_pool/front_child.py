@@ -1,0 +1,103 @@
+"""One front process, from its start to its exit: spawns it, exchanges messages with it, and kills it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+
+from appliance.channel.core_messages import CoreToFront
+from appliance.channel.front_messages import FrontToCore
+from engine.client import Channel, ChildLog, module_command, module_environment, socketpair
+from engine.memory_kills import count_memory_kills, memory_kill_note
+
+_DYING_S = 0.5
+
+
+class FrontChild:
+    """A running front process, and the core's end of its control channel."""
+
+    def __init__(
+        self,
+        module: str,
+        name: str,
+        log_level: str,
+        on_message: Callable[[FrontToCore], None],
+        on_exit: Callable[[str], None],
+    ) -> None:
+        """Spawn the process. `on_message` is called for each of its messages. `on_exit` is called with the
+        reason once the process has exited. If OSError is raised, everything opened here has been released."""
+        self.kill_reason = ""
+        """Why the process is being killed, or an empty string if it is not."""
+        self._on_message, self._on_exit = on_message, on_exit
+        self._memory_kills = count_memory_kills()
+        with contextlib.ExitStack() as undo:
+            ours, theirs = socketpair()
+            undo.callback(ours.close)
+            self._log = ChildLog(name)
+            undo.callback(self._log.close)
+            with theirs:
+                self._process = subprocess.Popen(
+                    [
+                        *module_command(module),
+                        *("--channel", str(theirs.fileno())),
+                        *("--name", name),
+                        *("--log-level", log_level),
+                    ],
+                    pass_fds=(theirs.fileno(), self._log.descriptor),
+                    stdin=subprocess.DEVNULL,
+                    env={**module_environment(), **self._log.environment},
+                    start_new_session=True,
+                )
+            undo.callback(self._process.wait)
+            undo.callback(self._process.kill)
+            self._pidfd = os.pidfd_open(self._process.pid)
+            undo.pop_all()
+        self.pid = self._process.pid
+        self._log.listen()
+        self._channel: Channel[FrontToCore] = Channel(ours, FrontToCore)
+        self._channel.listen(on_message, lambda: self.kill_soon("it closed its channel to the core"))
+        asyncio.get_running_loop().add_reader(self._pidfd, self._exited)
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Number of bytes sent to the process that its control channel has not accepted yet."""
+        return self._channel.backlog_bytes
+
+    def send(self, message: CoreToFront, descriptors: tuple[int, ...] = ()) -> None:
+        """Send a message. The caller closes its own descriptors."""
+        self._channel.send(message, descriptors)
+
+    def take_fd(self) -> int:
+        """Return the next descriptor that the process sent, as `Channel.take_fd` does."""
+        return self._channel.take_fd()
+
+    def kill(self, reason: str) -> None:
+        """Kill the process immediately. If it has exited, do nothing."""
+        if self._pidfd >= 0:
+            self.kill_reason = self.kill_reason or reason
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def kill_soon(self, reason: str) -> None:
+        """Kill the process unless it exits within half a second. It is probably exiting already, and its own
+        exit status would then give the reason."""
+        asyncio.get_running_loop().call_later(_DYING_S, self.kill, reason)
+
+    def _exited(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        # The channel may still contain messages that the process sent before it exited.
+        for message in self._channel.read():
+            self._on_message(message)
+        self._channel.close()
+        self._channel.release_fds()
+        self._log.finish()
+        returncode = self._process.wait()
+        os.close(self._pidfd)
+        self._pidfd = -1
+        how = f"killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exit code {returncode}"
+        how += memory_kill_note(returncode, self._memory_kills)
+        self._on_exit(self.kill_reason or how)
