@@ -1,5 +1,6 @@
-"""Tests that a read-only console cannot change a service. They try every action, key, palette entry and
-command line against a real core with its admin API."""
+"""Tests that a read-only console cannot change a service. They try every action, key, palette entry, command
+line, menu entry, clickable text and route against a real core with its admin API. All of them are taken from
+the registries, so that new ones are tried too."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import msgspec
 import pytest
 from textual import events
 from textual.pilot import Pilot
-from textual.widgets import Button
+from textual.widgets import Button, OptionList
 
 from appliance import calls
 from appliance.actions import ACTIONS, action_of
@@ -27,11 +28,18 @@ from console.dialogs import TextDialog
 from console.keys import CHARACTERS, KEYS, offered
 from console.live import LiveSource
 from console.palette import ConsoleCommands
+from console.screens.registry import all_views, alternate_views
 from console.source import SourceError
+from console.widget import FrameWidget
 from tests.console.test_app import opened, shown, until
 from tests.core.conftest import Service, running_core, wait_until
 
 pytestmark = pytest.mark.system
+
+
+VIEWS = [*all_views(), *alternate_views()]
+OF_EACH_TARGET = list({view.target: view for view in reversed(VIEWS)}.values())
+"""One screen for each kind of object that rows can represent."""
 
 
 class Target:
@@ -217,15 +225,14 @@ def test_no_key_changes_anything(target: Target) -> None:
     said = messages_of(app)
 
     async def steps(pilot: Pilot[int]) -> None:
-        # These are the screens whose rows can be targets of actions, and the screens that `v` opens from
-        # them.
-        for view in ("4", "4v", "6", "7", "7v", "8"):
+        for view in VIEWS:
             for one in KEYS:
                 for key in one.keys:
                     if one.command == "quit":
                         continue
                     app.action_run("live")
-                    await press(pilot, *view)
+                    app.action_run(f"screen {view.name}")
+                    await processed(pilot)
                     said.clear()
                     await press(pilot, key)
                     assert not acting(app), one
@@ -243,12 +250,12 @@ def test_no_palette_entry_changes_anything(target: Target) -> None:
     async def steps(pilot: Pilot[int]) -> None:
         entries = ConsoleCommands(app.screen)._entries()
         assert len(entries) > 20
-        for view in "4678":
+        for view in OF_EACH_TARGET:
             for _, _, command in entries:
                 if command == "quit":
                     continue
                 app.action_run("live")
-                await press(pilot, view)
+                app.action_run(f"screen {view.name}")
                 app.action_run(command)
                 await processed(pilot)
                 assert not acting(app), command
@@ -262,12 +269,13 @@ def test_no_command_line_changes_anything(target: Target, tmp_path: Path) -> Non
     before, app, values = target.state(), read_only(target), target.values()
 
     async def steps(pilot: Pilot[int]) -> None:
-        for action in offered():
+        for action in ACTIONS:
             command = equivalent(action, values[action.name]).removeprefix("appliance ")
             app.run_line(command.removesuffix(" --yes"))
             await processed(pilot)
             assert not acting(app), command
-            assert "--write" in shown(app), command
+            refusal = "--write" if action in offered() else "unknown command"
+            assert refusal in shown(app), command
         for word in WORDS:
             if word != "quit":
                 app.run_line(f"export csv {tmp_path}/x" if word == "export" else word)
@@ -275,6 +283,72 @@ def test_no_command_line_changes_anything(target: Target, tmp_path: Path) -> Non
                 assert not acting(app), word
 
     run(app, steps)
+    assert target.state() == before
+
+
+def test_no_menu_entry_changes_anything(target: Target) -> None:
+    before, app = target.state(), read_only(target)
+    said = messages_of(app)
+    tried: set[str] = set()
+
+    async def steps(pilot: Pilot[int]) -> None:
+        for view in OF_EACH_TARGET:
+            app.action_run(f"screen {view.name}")
+            number = 0
+            while True:
+                await press(pilot, "a")
+                menu = app.screen.query_one(OptionList)
+                if number == menu.option_count:
+                    break
+                tried.add(str(menu.get_option_at_index(number).id))
+                menu.highlighted = number
+                said.clear()
+                await press(pilot, "enter")
+                assert not acting(app)
+                assert any("read-only" in message for message in said)
+                number += 1
+            await press(pilot, "escape")
+
+    run(app, steps)
+    assert {action.target for action in ACTIONS if action.name in tried} >= {
+        view.target for view in OF_EACH_TARGET
+    }
+    assert target.state() == before
+
+
+def test_no_clickable_text_changes_anything(target: Target) -> None:
+    before, app = target.state(), read_only(target)
+
+    async def steps(pilot: Pilot[int]) -> None:
+        commands = set()
+        for view in VIEWS:
+            app.action_run(f"screen {view.name}")
+            commands |= {one.action for row in app.session.lines(200, 60) for one in row if one.action}
+        assert len(commands) > 20
+        for command in sorted(commands - {"quit"}):
+            app.post_message(FrameWidget.Clicked(command, 0))
+            await processed(pilot)
+            assert not acting(app), command
+            await confirm_and_close(pilot, app)
+
+    run(app, steps)
+    assert target.state() == before
+
+
+def test_the_service_refuses_every_route_that_can_change_something(target: Target) -> None:
+    before = target.state()
+    transport = httpx.HTTPTransport(uds=str(target.run_dir / "admin.sock"), verify=False)
+    with httpx.Client(transport=transport, base_url="http://appliance", timeout=60) as client:
+        routes = [
+            (method.upper(), path)
+            for path, methods in client.get("/openapi.json").json()["paths"].items()
+            for method in methods
+            if method != "get" and not path.startswith("/what-if/")
+        ]
+        assert {path for _, path in routes} >= {f"/actions/{action.name}" for action in ACTIONS}
+        for method, path in routes:
+            response = client.request(method, path, json={}, headers={READ_ONLY_HEADER: "true"})
+            assert response.status_code == 403 and "read-only" in response.json()["message"], path
     assert target.state() == before
 
 
