@@ -1,10 +1,11 @@
 """Tests of time travel on a real service: a replica is killed under load while a console is open. Every
 screen can then be reproduced for each second, both from the service and from an incident file on a machine
-without the service."""
+without the service. The recorded incident raises one alert."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -18,11 +19,14 @@ import pytest
 
 from appliance.actions.parameters import CreateTenant
 from appliance.snapshot import Snapshot
+from console.history import History
 from console.lines import plain
 from console.live import LiveSource
 from console.recordings import RecordedPast
 from console.replay import ReplaySource
+from console.screens.registry import all_views, alternate_views
 from console.session import ConsoleSession
+from console.source import SnapshotSource
 from console.stored_recording import file_recording, service_recording
 from console.timeline import PastState
 from tests.console.test_schema import undelivered, without
@@ -31,7 +35,16 @@ from tests.system.test_deaths import Stream
 
 pytestmark = pytest.mark.system
 
-SCREENS = ("overview", "batches", "kv", "requests", "gpus", "models", "tenants", "alerts")
+VIEWS = [*all_views(), *alternate_views()]
+SCREENS = tuple(view.name for view in VIEWS if not view.required_lists())
+"""The screens that show snapshots."""
+NOT_RECORDED = {"usage"}
+LISTS = {
+    view.name: view.required_lists()
+    for view in VIEWS
+    if view.required_lists() and view.name not in NOT_RECORDED
+}
+"""The screens that show recorded lists, with the names of their lists."""
 SIZES = ((120, 36), (80, 20))
 Frames = dict[float, dict[str, list[str]]]
 """The content of all screens at both sizes, by the time of the snapshot."""
@@ -85,19 +98,23 @@ async def watch(running: Service) -> tuple[Frames, list[Snapshot]]:
         await source.close()
 
 
+def keep_only(history: History, times: list[float]) -> None:
+    """Remove the points of the seconds that the live console did not receive: those before it was opened, and
+    those that the stream of a busy service has skipped."""
+    for points in (history.points, *history.batches.values()):
+        kept = [one for one in points if min(abs(one.at - at) for at in times) < 0.1]
+        points.clear()
+        points.extend(kept)
+
+
 async def replay(recording: RecordedPast, times: list[float]) -> Frames:
     """Return the content of a console's screens as it steps through the recorded samples, starting at the
     first of these times."""
     source, frames = ReplaySource(recording, times[0] + 0.0005), Frames()
     session = ConsoleSession(source)
     snapshot = await source.next()
-    # The live console was opened at the first of these times, so its charts begin there.
-    while source.history.points[0].at < times[0] - 0.001:
-        source.history.points.popleft()
-    for slices in source.history.batches.values():
-        while slices and slices[0].at < times[0] - 0.1:
-            slices.popleft()
     while True:
+        keep_only(source.history, times)
         assert source.instant is not None and source.instant.resolution_s == 1 and source.instant.details
         session.show_past(PastState(source.instant), source.history)
         frames[snapshot.at] = bodies(session)
@@ -114,6 +131,52 @@ def compare(live: Frames, past: Frames) -> None:
             assert past[at][name] == rows, f"{name} at {at}"
 
 
+async def show_lists(session: ConsoleSession, source: SnapshotSource) -> dict[str, list[str]]:
+    """Read the lists, and return the content of the screens that show them."""
+    shown = {}
+    for screen, names in LISTS.items():
+        session.run(f"screen {screen}")
+        for name in names:
+            session.take_rows(name, await source.rows(name), context=session.context)
+        for width, height in SIZES:
+            rows = session.view.render(session.context, width, height)
+            shown[f"{screen} {width}x{height}"] = [plain(row) for row in rows]
+    return shown
+
+
+async def watch_lists(running: Service) -> tuple[float, dict[str, list[str]]]:
+    """Return the screens with lists of an idle service, and the time of their snapshot. The lists are the
+    same before and after that time."""
+    source = LiveSource(running.run_dir, interval_s=1.0)
+    session = ConsoleSession(source)
+    session.accept(await source.next())
+    try:
+        for _ in range(_MAX_SECONDS):
+            before = await show_lists(session, source)
+            snapshot = await source.next()
+            session.accept(snapshot)
+            after = await show_lists(session, source)
+            if without_heading(before) == without_heading(after):
+                return snapshot.at, after
+        raise AssertionError("the lists of an idle service keep changing")
+    finally:
+        await source.close()
+
+
+def without_heading(screens: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Return the screens without their headings, which show values of the snapshot."""
+    return {name: rows[1:] for name, rows in screens.items()}
+
+
+async def replay_lists(recording: RecordedPast, at: float) -> dict[str, list[str]]:
+    """Return the screens with lists at a recorded time."""
+    source = ReplaySource(recording, at + 0.0005)
+    session = ConsoleSession(source)
+    assert (await source.next()).at == at and source.instant is not None
+    session.show_past(PastState(source.instant), source.history)
+    return await show_lists(session, source)
+
+
 def export(running: Service, path: Path, since: float) -> str:
     age = f"{time.time() - since:.0f}s"
     done = subprocess.run(
@@ -125,6 +188,19 @@ def export(running: Service, path: Path, since: float) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def raised_alerts(path: Path) -> list[str]:
+    """Return the rules whose alerts the built-in rules raise on a recording."""
+    done = subprocess.run(
+        [APPLIANCE, "alerts", "test", "built-in", "--on", str(path), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [one["rule"] for one in json.loads(done.stdout)["transitions"] if one["event"] == "raised"]
 
 
 def found(frames: Frames, screen: str, wanted: Callable[[str], bool]) -> bool:
@@ -151,23 +227,27 @@ def test_the_screens_of_a_killed_replica_equal_those_that_were_live(tmp_path: Pa
 
         past = asyncio.run(replay(service_recording(running.run_dir, None), times))
         compare(live, past)
-        printed = export(running, path, since=began - 60)
-        assert "samples" in printed and "log lines" in printed
         for client in clients:
             client.join(120)
+        running.wait_until(lambda: not running.status()["queue"]["running"], 120, "the end of the requests")
+        idle_at, idle = asyncio.run(watch_lists(running))
+        assert any("witness" in row for row in idle["audit 120x36"])
+        assert any("SIGKILL" in row for row in idle["logs 120x36"])
+        assert any("length" in row for row in idle["finished 120x36"])
+
+        def recorded() -> bool:
+            # Log lines and audit rows are written to the databases in the background.
+            return asyncio.run(replay_lists(service_recording(running.run_dir, None), idle_at)) == idle
+
+        running.wait_until(recorded, 60, "the lists in the recording")
+        printed = export(running, path, since=began - 60)
+        assert "samples" in printed and "log lines" in printed
     # The service has stopped and its databases are deleted.
     assert not running.state_dir.exists()
     recording = file_recording(path)
     compare(live, asyncio.run(replay(recording, times)))
-
-    async def lists() -> None:
-        source = ReplaySource(recording, times[-1])
-        await source.next()
-        assert "witness" in [row.target for row in await source.rows("audit")]
-        assert any("SIGKILL" in row.text for row in await source.rows("logs"))
-        await source.close()
-
-    asyncio.run(lists())
+    assert without_heading(asyncio.run(replay_lists(recording, idle_at))) == without_heading(idle)
+    assert raised_alerts(path) == ["replica-down"]
     top = subprocess.run(
         [APPLIANCE, "top", "--replay", str(path), "--screen", "requests"],
         capture_output=True,
