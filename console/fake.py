@@ -389,7 +389,7 @@ class FakeSource:
             peer="",
             front=f"front-{1 + one.key % 2}",
             replica=one.replica,
-            attempt=1,
+            attempt=0,
             age_s=now - one.arrived,
             prompt_tokens=one.prompt,
             max_tokens=one.max_tokens,

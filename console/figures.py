@@ -593,7 +593,7 @@ FIGURES: dict[str, Figure] = {
         "attempt",
         "",
         _LIFE,
-        "1, plus the number of times that the request was sent to another replica after its replica ended.",
+        "How often the request was sent to another replica because its replica had ended.",
         "requests: attempt",
     ),
     "streamed": Figure("streamed", "", "", "Whether the client reads a stream.", "requests: stream"),
