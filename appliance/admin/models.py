@@ -144,7 +144,9 @@ class ModelAdmin:
             if self.on_demand.is_loading(unit):
                 return "loading", _WAITS
             failure = self.routing.failures.get(unit, "")
-            return ("failed", failure) if failure else ("available", "")
+            if failure:
+                return "failed", failure
+            return "available", self.manager.unreturned.get(unit, "")
         usable = unit in self.routing.usable or self.manager.is_declared(unit)
         if usable and any(replica.answers for replica in replicas):
             return "ready", ""
@@ -155,7 +157,7 @@ class ModelAdmin:
             return "failed", f"{failure}: {remedy}" if remedy else failure
         if replicas or self.operations.is_loading(unit) or usable:
             return "loading", next((replica.detail for replica in replicas if replica.detail), "")
-        return "available", ""
+        return "available", self.manager.unreturned.get(unit, "")
 
     def _aliases(self, model: str) -> list[str]:
         aliases = self.operations.registry.current.aliases.values()

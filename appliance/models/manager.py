@@ -29,6 +29,7 @@ from appliance.channel.served_models import ServedModel
 from appliance.models.cgroups import ReplicaCgroups, descendants
 from appliance.models.changes import describe_change
 from appliance.models.fit import MemoryShortage, shortage_beside
+from appliance.models.freed_memory import why_held
 from appliance.models.placement import GpuPlacement, machine_topology
 from appliance.models.replica import FilesCheck, Launch, Preflight, Replica
 from appliance.models.replica_connections import FrontChannels, ReplicaConnections
@@ -81,6 +82,8 @@ class ModelManager:
         """The models that are loaded or being loaded, as the fronts know them. The keys are units of loading:
         the names of models in the settings, and NAME@VERSION for versions in the registry."""
         self.replicas: list[Replica] = []
+        self.unreturned: dict[str, str] = {}
+        """For each unit whose latest unload did not return its memory: what is still held."""
         self._settings = settings
         self._declared = dict(settings().models)
         """The models in the settings."""
@@ -456,7 +459,12 @@ class ModelManager:
                 lambda: not self._requests.state.occupied(account) or replica.account is not account, grace_s
             )
             self._requests.preempt(account)
+        held = await replica.held_memory()
         await replica.stop(_STOP_S)
+        if why := await asyncio.to_thread(why_held, held):
+            log.warning("%s: %s", replica.name, why)
+            self._note(replica.name, why)
+            self.unreturned[replica.model] = why
         self.replicas.remove(replica)
         log.info("%s ended", replica.name)
 
@@ -478,6 +486,7 @@ class ModelManager:
         log.info("model %s removed", name)
 
     def _new(self, model: str, settings: ModelSettings) -> Replica:
+        self.unreturned.pop(model, None)
         number = self._numbers.get(model, 0)
         self._numbers[model] = number + 1
         service = self._settings()

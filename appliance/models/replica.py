@@ -17,6 +17,7 @@ import msgspec
 from appliance.background import Background
 from appliance.channel.served_models import ServedModel
 from appliance.models.cgroups import LIMITS_REMEDY, ReplicaCgroups, limits_of
+from appliance.models.freed_memory import HeldMemory, held_memory
 from appliance.models.load_progress import LoadProgress, load_text
 from appliance.models.placement import GpuPlacement, numbered
 from appliance.models.replica_blocks import BlockUseReader
@@ -51,6 +52,9 @@ second. If a replica has announced a long step, the predicted time of the step i
 _MAX_STEP_FACTOR = 10.0
 """A replica is considered hung if a step takes longer than this multiple of the step's predicted time."""
 _AFTER_FATAL_S = 5.0
+_KILLED_WITHIN_S = 30.0
+"""Time limit for processes to exit after SIGKILL. A process that waits for a device or a disk (state D) may
+take longer."""
 _CHECK_AGAIN_S = 10.0
 """Delay after which the files of a model with a known problem are checked again."""
 
@@ -234,14 +238,32 @@ class Replica:
 
     async def stop(self, grace_s: float) -> None:
         """Stop the replica permanently. A replica that is not ready is killed, because it has no requests and
-        reads no messages while it loads."""
+        reads no messages while it loads. If its processes do not exit although they were killed, return after
+        `_KILLED_WITHIN_S`."""
         self._stopping = True
         self._next_start.stop()
         if self.group is not None:
-            await self.group.stop(grace_s if self.account is not None else 0.0)
+            grace_s = grace_s if self.account is not None else 0.0
+            try:
+                async with asyncio.timeout(grace_s + _KILLED_WITHIN_S):
+                    await self.group.stop(grace_s)
+            except TimeoutError:
+                log.error(
+                    "%s: not all of its processes (%s) have exited %.0f s after they were killed",
+                    self.name,
+                    _join(self.group.pids if self.group is not None else []),
+                    _KILLED_WITHIN_S,
+                )
         self._placement.release(self.name)
         self._cgroups.remove(self.name)
         self.state = "stopped"
+
+    async def held_memory(self) -> HeldMemory:
+        """Return the memory that the running processes hold."""
+        status = self.status()
+        device_bytes = status.weight_bytes + status.kv_bytes - status.freed_bytes
+        rank_bytes = max(0, device_bytes) // max(1, len(self._gpus))
+        return await asyncio.to_thread(held_memory, status.pids, self._gpus, rank_bytes)
 
     async def sleep(self) -> str:
         """Release the memory of the weights and the KV cache. The replica must have no requests. Return the

@@ -141,3 +141,25 @@ def test_a_replica_whose_files_have_changed_is_not_restarted_until_they_are_rest
         await replica.stop(0.0)
 
     asyncio.run(scenario())
+
+
+def test_a_replica_whose_processes_survive_sigkill_stops_within_a_bound(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("appliance.models.replica._KILLED_WITHIN_S", 0.05)
+
+    async def scenario() -> None:
+        simulated = Simulated()
+        simulated.replica.start()
+
+        async def never_ends(grace_s: float) -> None:
+            await asyncio.Event().wait()
+
+        group: Any = simulated.replica.group
+        group.stop = never_ends
+        async with asyncio.timeout(60):
+            await simulated.replica.stop(0.0)
+        assert simulated.replica.state == "stopped"
+        assert "not all of its processes (7) have exited" in caplog.text
+
+    asyncio.run(scenario())
