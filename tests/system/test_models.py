@@ -367,9 +367,9 @@ def test_swaps_rollbacks_and_changes_of_aliases_and_splits_fail_no_stream(tmp_pa
     config.write_text("fronts = 2\n[models]\n")
     with service("--config", str(config)) as running:
         swaps = Swaps(running, tmp_path)
-        assert swaps.swap_and_roll_back(rounds=1) >= 2 * STREAMS
-        assert swaps.change_alias(rounds=1) >= 2 * STREAMS
-        assert swaps.change_split(rounds=1) >= 4 * STREAMS
+        assert swaps.swap_and_roll_back(rounds=2) >= 4 * STREAMS
+        assert swaps.change_alias(rounds=2) >= 4 * STREAMS
+        assert swaps.change_split(rounds=2) >= 8 * STREAMS
 
 
 def test_the_lines_of_each_front_are_in_the_logs_of_the_service(running: Service) -> None:
