@@ -1,0 +1,264 @@
+"""The fields and metrics of the screens Batches, KV cache, GPUs and Models."""
+
+from __future__ import annotations
+
+from console.figures.figure import NOW, SECOND, SLICE, START, STEPS, Figure
+
+ENGINE: dict[str, Figure] = {
+    "replicas": Figure(
+        "READY", "replicas", NOW, "Ready replicas and all replicas.", "appliance_replica_state"
+    ),
+    "queued": Figure("QUEUED", "requests", NOW, "Requests waiting for the model.", "status: models.queued"),
+    "weight_bytes": Figure(
+        "WEIGHTS", "bytes", NOW, "Memory used by the weights on all ranks.", "status: replicas.weight_bytes"
+    ),
+    "max_model_len": Figure(
+        "CONTEXT",
+        "tokens",
+        NOW,
+        "Maximum sequence length: prompt plus output.",
+        "status: models.max_model_len",
+    ),
+    "restarts": Figure(
+        "RESTARTS", "", START, "Restarts of the model's replicas.", "appliance_replica_restarts_total"
+    ),
+    "version": Figure("VERSION", "", NOW, "Fingerprint of the model's files.", "status: models.version"),
+    "step_ms": Figure(
+        "step, decode step, mixed step",
+        "ms",
+        STEPS,
+        "Mean step time. Decode steps only decode; mixed steps also process prompts.",
+        "appliance_step_seconds",
+    ),
+    "idle_us": Figure(
+        "idle",
+        "µs",
+        STEPS,
+        "Mean time that the GPU waits for the host before a step.",
+        "appliance_device_idle_seconds",
+    ),
+    "credit_seqs": Figure(
+        "credit",
+        "sequences",
+        NOW,
+        "Number of sequences that a replica can start now.",
+        "appliance_credit_seqs",
+    ),
+    "load_seconds": Figure(
+        "loaded in", "s", "the last start", "Time taken to load the weights.", "status: replicas.load_seconds"
+    ),
+    "evictions": Figure(
+        "evictions",
+        "blocks",
+        START,
+        "Cached blocks that were evicted to make room for new sequences.",
+        "appliance_kv_evictions_total",
+    ),
+    "preemptions": Figure(
+        "preemptions",
+        "",
+        START,
+        "Sequences that were preempted: they lost their blocks to other sequences and had to be recomputed.",
+        "appliance_preemptions_total",
+    ),
+    "block_state": Figure(
+        "free, cached, used, shared",
+        "blocks",
+        NOW,
+        "A cached block is free and still holds a prefix. A shared block has more than one reference: "
+        "usually, several requests use it.",
+        "kv: blocks.states",
+    ),
+    "block_age": Figure(
+        "age",
+        "log2 of s",
+        NOW,
+        "Time since a cached block was last used, as a power of two.",
+        "kv: blocks.ages",
+    ),
+    "mixed_steps": Figure(
+        "mixed",
+        "steps",
+        SECOND,
+        "Number of steps that also processed prompts, and their mean step time.",
+        "appliance_step_seconds",
+    ),
+    "decode_steps": Figure(
+        "decode",
+        "steps",
+        SECOND,
+        "Number of decode-only steps, and their mean step time.",
+        "appliance_step_seconds",
+    ),
+    "steps_running": Figure(
+        "SEQS, sequences",
+        "sequences",
+        NOW,
+        "Running sequences and the maximum number of them.",
+        "appliance_sequences",
+    ),
+    "stall": Figure(
+        "!",
+        "ms",
+        SECOND,
+        "A stall: the longest step with decodes, if it took more than three times the mean decode-only "
+        "step, and the request with the largest prefill chunk in that step.",
+        "batches: longest_ms; stalls: request, tenant",
+    ),
+    "computed_tokens": Figure(
+        "tokens: prompt, out",
+        "tokens",
+        SECOND,
+        "Prompt tokens processed and output tokens generated.",
+        "batches: computed_tokens",
+    ),
+    "number": Figure("GPU", "", "", "GPU index, as in NVML and nvidia-smi.", "gpus: number"),
+    "sm_clock_mhz": Figure("MHz, SM clock", "MHz", NOW, "SM clock.", "NVML clocks.sm"),
+    "throttle_reasons": Figure(
+        "THROTTLED, throttled by", "", NOW, "Reasons for reduced clocks.", "NVML clocks_event_reasons"
+    ),
+    "nvlink": Figure(
+        "NVLINK/s, NVLink",
+        "bytes/s",
+        SLICE,
+        "Bytes sent and received over all NVLink links.",
+        "NVML NVLINK_THROUGHPUT_DATA",
+    ),
+    "ecc": Figure(
+        "ECC, ECC errors",
+        "errors",
+        "since the driver was loaded",
+        "Memory errors, as uncorrected/corrected.",
+        "NVML ecc.errors",
+    ),
+    "last_xid": Figure(
+        "XID, last Xid", "", START, "Most recent Xid error code; - means none.", "NVML events"
+    ),
+    "model_name": Figure("NAME", "", "", "Product name of the GPU.", "NVML name"),
+    "memory_parts": Figure(
+        "weights, KV cache, other, free",
+        "bytes",
+        NOW,
+        "The parts of the GPU's memory. Other: activations, CUDA contexts and other processes.",
+        "status: replicas.weight_bytes, kv_bytes; NVML memory.used",
+    ),
+    "kv_tokens": Figure(
+        "tokens",
+        "tokens",
+        NOW,
+        "Tokens that fit into the used blocks, of those that fit into all blocks. Under Longest contexts: "
+        "the prompt and output tokens of a request so far.",
+        "kv: blocks_used, blocks_total, block_tokens",
+    ),
+    "kv_size": Figure("size", "bytes", NOW, "GPU memory of the KV cache, on all ranks.", "kv: kv_bytes"),
+    "busy": Figure(
+        "busy",
+        "% of time",
+        SECOND,
+        "Share of the time that the replica spent in steps.",
+        "batches: step_ms, mixed_step_ms",
+    ),
+    "stall_time": Figure("time", "time of day", "", "Time at which a stall ended.", "stalls: at"),
+    "stall_mean": Figure(
+        "mean", "ms", SECOND, "Mean decode-only step in the second of a stall.", "stalls: mean_ms"
+    ),
+    "stall_decodes": Figure(
+        "decodes",
+        "sequences",
+        "the stalled step",
+        "Sequences whose next token was delayed by a stall.",
+        "stalls: decodes",
+    ),
+    "stall_prompt": Figure(
+        "prompt",
+        "tokens",
+        "the stalled step",
+        "Prompt tokens that were processed in a stalled step.",
+        "stalls: prompt_tokens",
+    ),
+    "stall_request": Figure(
+        "request with the largest chunk",
+        "",
+        "the stalled step",
+        "The request, and its tenant, with the most prompt tokens in a stalled step.",
+        "stalls: request, tenant",
+    ),
+    "predicted_bytes": Figure(
+        "fit",
+        "bytes",
+        "the last start",
+        "GPU memory that was predicted before the replica started, on all ranks.",
+        "status: replicas.predicted_bytes",
+    ),
+    "replica_memory": Figure(
+        "memory",
+        "bytes",
+        "the last start",
+        "GPU memory that a replica uses, and its difference from the prediction; for a version: the memory "
+        "that it used when it was last loaded.",
+        "status: replicas.used_bytes; registry: versions.memory_bytes",
+    ),
+    "replica_kv_bytes": Figure(
+        "KV cache", "bytes", NOW, "GPU memory of the KV cache, on all ranks.", "status: replicas.kv_bytes"
+    ),
+    "links": Figure(
+        "links",
+        "",
+        "the last start",
+        "How the GPUs of a replica are connected, and how they exchange data.",
+        "status: replicas.links, replicas.collectives",
+    ),
+    "version_number": Figure(
+        "version",
+        "",
+        "",
+        "Number of a version of the model. ● marks the default version.",
+        "registry: versions.version",
+    ),
+    "added": Figure(
+        "added", "date and time", "", "Time at which the version was added.", "registry: versions.added_at"
+    ),
+    "folder": Figure("folder", "", "", "Directory with the model's files.", "registry: versions.folder"),
+    "aliases": Figure(
+        "aliases", "", NOW, "Other names that applications can use for the model.", "registry: aliases"
+    ),
+    "split": Figure(
+        "split",
+        "% of requests",
+        NOW,
+        "How the requests for the name are divided among versions.",
+        "registry: split",
+    ),
+    "shadow": Figure(
+        "shadow",
+        "% of requests, % of tokens",
+        "since the shadow was set or the service started",
+        "Share of the requests that are copied to another version, and the share of tokens that were equal.",
+        "registry: shadows.share, shadows.agreement",
+    ),
+    "scaled_replicas": Figure(
+        "replicas",
+        "replicas",
+        NOW,
+        "Number of replicas that the model should have, and its limits.",
+        "status: models.scaling.replicas",
+    ),
+    "demand": Figure(
+        "demand",
+        "replicas",
+        "now, and when a new replica would be ready",
+        "The load, measured in replicas: 1.5 would fully use one and a half replicas.",
+        "status: models.scaling.demand, models.scaling.expected",
+    ),
+    "scaling_reason": Figure(
+        "reason", "", NOW, "Basis of the expected load.", "status: models.scaling.reason"
+    ),
+    "scaling_refusal": Figure(
+        "refusal", "", NOW, "Why no replica can be added now.", "status: models.scaling.refusal"
+    ),
+    "uuid": Figure("uuid", "", "", "Identifier of the GPU, as in nvidia-smi.", "gpus: uuid"),
+    "gpu_replicas": Figure("REPLICAS", "", NOW, "Replicas that run on the GPU.", "gpus: replicas"),
+    "memory_clock_mhz": Figure(
+        "memory clock", "MHz", NOW, "Clock of the GPU's memory.", "gpus: memory_clock_mhz"
+    ),
+}

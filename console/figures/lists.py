@@ -1,0 +1,149 @@
+"""The fields and metrics of alerts, the audit trail, log lines, settings, findings and comparisons."""
+
+from __future__ import annotations
+
+from console.figures.figure import NOW, Figure
+
+LISTS: dict[str, Figure] = {
+    "severity": Figure("SEVERITY", "", NOW, "‼ critical, ! warning, i info.", "alerts: severity"),
+    "alert_state": Figure(
+        "STATE",
+        "",
+        NOW,
+        "pending: the condition holds, but not for long enough yet. firing: it has held for long enough. "
+        "acknowledged or silenced: by an operator.",
+        "alerts: state",
+    ),
+    "since": Figure("SINCE", "time of day", "", "Time at which the condition began.", "alerts: since"),
+    "where": Figure(
+        "WHERE",
+        "",
+        "",
+        "The model, replica, front process, GPU, tenant or database that the alert concerns.",
+        "alerts: where",
+    ),
+    "what": Figure("WHAT", "", NOW, "Description of the condition.", "alerts: what"),
+    "rule": Figure(
+        "RULE",
+        "",
+        "",
+        'The alert rule that matched; "problem" means a current problem of the service.',
+        "alerts: rule",
+    ),
+    "suppressed": Figure(
+        "ALSO, explains",
+        "alerts",
+        NOW,
+        "Number of other alerts that are a consequence of this alert.",
+        "alerts: suppressed",
+    ),
+    "cause": Figure(
+        "likely cause",
+        "",
+        "the minutes before the alert",
+        "What happened shortly before the condition began and explains it.",
+        "alerts: cause",
+    ),
+    "remedy": Figure("next step", "", "", "What the operator should do next.", "alerts: remedy"),
+    "alert_value": Figure(
+        "value",
+        "as shown",
+        NOW,
+        "The metric's value, and the threshold of the rule.",
+        "alerts: value, threshold, unit",
+    ),
+    "alert_ended": Figure(
+        "ended", "time of day", "", "Time at which the condition ended.", "alerts: ended_at"
+    ),
+    "silenced_until": Figure(
+        "silenced until",
+        "time of day",
+        "",
+        "Until then, the alert is not sent to receivers.",
+        "alerts: silenced_until",
+    ),
+    "seq": Figure("SEQ", "", "", "Sequence number of the row in the audit chain.", "audit: seq"),
+    "audit_at": Figure("TIME", "date and time", "", "Time at which the action began.", "audit: at"),
+    "actor": Figure("OPERATOR", "", "", "The local user or key that performed the action.", "audit: actor"),
+    "action": Figure("ACTION", "", "", "The action.", "audit: action, target"),
+    "audit_target": Figure("TARGET", "", "", "The object that the action changes.", "audit: target"),
+    "outcome": Figure(
+        "RESULT",
+        "",
+        "",
+        "Result of the action: ok, or the reason why it was refused or failed.",
+        "audit: outcome",
+    ),
+    "audit_rows": Figure(
+        "anchored",
+        "rows",
+        NOW,
+        "Rows proven unchanged by chain heads that were anchored outside the database.",
+        "status: audit.recorded_rows",
+    ),
+    "audit_host": Figure("host", "", "", "The machine on which the action was recorded.", "audit: host"),
+    "audit_parameters": Figure(
+        "parameters", "", "", "Parameters of the action, without secrets.", "audit: params"
+    ),
+    "audit_change": Figure(
+        "before, after", "", "", "State of the target before and after the action.", "audit: before, after"
+    ),
+    "audit_note": Figure("note", "", "", "A remark that the operator gave.", "audit: note"),
+    "audit_ended": Figure("ended", "date and time", "", "Time at which the action ended.", "audit: ended_at"),
+    "audit_hash": Figure(
+        "hash", "", "", "SHA-256 of the row and of the hash of the row before it.", "status: audit.head"
+    ),
+    "at": Figure("TIME", "", "", "Time at which the line was written.", "logs: at"),
+    "level": Figure("LEVEL", "", "", "Severity of the log line or finding.", "logs: level"),
+    "process": Figure(
+        "PROCESS",
+        "",
+        "",
+        "The process that wrote the line: core, a front or a replica. Filter with process:front-0 to see one "
+        "process.",
+        "logs: process",
+    ),
+    "area": Figure("AREA", "", "", "The component that wrote the line.", "logs: area"),
+    "message": Figure("MESSAGE", "", "", "The text of the log line.", "logs: message"),
+    "setting": Figure("SETTING", "", "", "Name of the setting, as in the settings file.", "config: settings"),
+    "setting_value": Figure("VALUE", "", NOW, "Value of the setting that is in effect.", "config: settings"),
+    "setting_source": Figure(
+        "SOURCE",
+        "",
+        "",
+        "Where the setting comes from: FILE:LINE, a command-line option, or default.",
+        "config: places",
+    ),
+    "finding": Figure(
+        "FINDING, SUBJECT, remedy",
+        "",
+        "the last check",
+        "What appliance doctor found, what it concerns, and what to do.",
+        "appliance doctor",
+    ),
+    "metric": Figure("METRIC", "", "", "Name of the metric, as in the admin API.", "GET /telemetry: figures"),
+    "first": Figure(
+        "FIRST",
+        "of the metric",
+        "the first time",
+        "Value at the first time.",
+        "GET /telemetry",
+    ),
+    "second": Figure(
+        "SECOND",
+        "of the metric",
+        "the displayed time",
+        "Value at the displayed time.",
+        "GET /telemetry",
+    ),
+    "difference": Figure(
+        "DIFFERENCE", "of the metric", "both times", "SECOND minus FIRST.", "GET /telemetry"
+    ),
+    "change": Figure(
+        "CHANGE",
+        "% of the first value",
+        "both times",
+        "DIFFERENCE as a percentage of FIRST.",
+        "GET /telemetry",
+    ),
+}
