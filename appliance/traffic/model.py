@@ -515,7 +515,7 @@ class ModelTraffic:
         """Return the earliest time at which the promised requests can be served. Only requests that have lost
         their replica are served before them."""
         resumed = self.resumed.values()
-        prompt_tokens = sum([request.admit.prompt_tokens for request in resumed])
+        prompt_tokens = sum([request.tokens_to_prefill for request in resumed])
         output_tokens = sum([request.expected_tokens for request in resumed])
         return now + 2.0 * self.forecast.step_s + self.forecast.serving_s(prompt_tokens, output_tokens)
 

@@ -178,6 +178,16 @@ class Request:
         """The token limit of a sample."""
         return self.first.max_tokens / max(1, self.first.num_seqs)
 
+    @property
+    def tokens_to_prefill(self) -> int:
+        """Number of tokens that a replica computes before the request's next output tokens: its prompts and,
+        if it was resumed, the earlier tokens of its unfinished samples. A resumed request has a submission
+        for each sample, but the samples share their prompt in the prefix cache."""
+        if not self.admit.attempt:
+            return self.admit.prompt_tokens
+        emitted = max(0.0, self.most_each * self.admit.num_seqs - self.admit.max_tokens)
+        return min(self.admit.prompt_tokens, self.first.prompt_tokens + round(emitted))
+
     def service(self, output_weight: float) -> float:
         """Return the number of weighted tokens that replicas are known to have computed for this request."""
         if not (self.counted or self.lost_counts):

@@ -68,6 +68,29 @@ def test_resumed_requests_that_wait_do_not_close_the_queue_to_real_time_requests
     assert [probe.refused for probe in probes] == [None] * 20
 
 
+def test_the_shared_prompt_of_a_resumed_request_counts_once_for_new_deadlines() -> None:
+    server = _server("wide", "long", "asks")
+    for _ in range(2):
+        server.add_replica(prefix_cache=True)
+    server.run(1.0)
+    wide = server.ask("wide", Shape(60_000, 500, 500), asked_class="P3", samples=64)
+    server.run(1.1)
+    assert wide.replica is not None
+    server.ask("long", Shape(120_000, 1, 1), asked_class="P3")
+    server.run(5.0)
+    assert wide.first_token_at is not None
+    # The other replica has no credit for a while, so the resumed request waits.
+    server.ask("long", Shape(120_000, 1, 1), asked_class="P3")
+    server.run(5.1)
+    server.kill_replica(wide.replica)
+    server.run(5.5)
+    assert wide.attempt and not wide.replica
+    asked = server.ask("asks", Shape(500, 5, 5), asked_class="P3", deadline_s=20.0)
+    server.run(30.0)
+    assert asked.refused is None
+    assert asked.met
+
+
 def test_a_light_request_is_not_refused_because_of_work_that_it_overtakes() -> None:
     light = ("light-0", "light-1", "light-2")
     server = _server("a", "b", "c", *light)
