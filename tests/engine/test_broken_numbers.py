@@ -60,6 +60,24 @@ def test_a_non_finite_sequence_ends_with_an_error_and_no_other_is_affected(engin
     engine.close()
 
 
+def test_only_an_invalid_submission_is_refused_and_a_non_finite_one_is_a_failure(engine: LocalEngine) -> None:
+    """A client must not repeat an invalid request, but may repeat one for which the engine failed."""
+    prompts = {1: [*PROMPTS[0][:8], POISON, 4], 2: [*PROMPTS[0][:8], engine.runner.spec.max_model_len * 10]}
+    for handle, prompt in prompts.items():
+        submit = Submit(handle=handle, request_id=f"r{handle}", prompt=pack_tokens(prompt), sampling=GREEDY)
+        engine.scheduler.add("front", submit)
+    last = {}
+    while engine.scheduler.has_work:
+        last |= {output.handle: output for output in engine.core.step().outputs.get("front", [])}
+    assert {handle: (one.finish_reason, one.token_ids) for handle, one in last.items()} == {
+        1: ("error", []),
+        2: ("error", []),
+    }
+    assert {handle: one.refused for handle, one in last.items()} == {1: False, 2: True}
+    assert "NaN or infinity" in (last[1].error or "") and "prompt contains 1280" in (last[2].error or "")
+    engine.close()
+
+
 def test_a_long_prompt_ends_at_its_first_non_finite_chunk_and_leaves_the_prefix_cache(
     engine: LocalEngine,
 ) -> None:
