@@ -27,8 +27,8 @@ AFTER_S = 1.0
 """Time, in seconds, for which a mix runs after the last probes have been sent."""
 
 
-def full_step_s(slots: int) -> float:
-    return SPEED.step_s + SPEED.seq_s * slots + SPEED.prompt_token_s * BUDGET + HOST_S
+def full_step_s(slots: int, step_tokens: int = BUDGET) -> float:
+    return SPEED.step_s + SPEED.seq_s * slots + SPEED.prompt_token_s * step_tokens + HOST_S
 
 
 # ── individual requests ──
@@ -59,6 +59,12 @@ class Case:
     """Number of tenants that send the short requests."""
     output: int = 5
     """Length of the short requests' answers."""
+    short_prompt: int = 50
+    """Length of the short requests' prompts."""
+    step_tokens: int = BUDGET
+    """Number of tokens in a full step."""
+    decodes: int = 0
+    """Number of P3 requests that generate long answers during the whole case."""
 
 
 CASES: dict[str, Case] = {
@@ -69,6 +75,12 @@ CASES: dict[str, Case] = {
     "P1 behind a P3 prompt of 120,000": Case("P3", 120_000, behind="P1"),
     "light P1 behind a P1 prompt of 120,000": Case("P1", 120_000, behind="P1"),
     "P1 behind a P3 prompt of 2,000": Case("P3", 2000, after_s=0.01, behind="P1"),
+    "P1 of 10 tokens behind a P3 prompt of 4,000, steps of 64": Case(
+        "P3", 4000, after_s=0.02, slots=32, behind="P1", short_prompt=10, step_tokens=64
+    ),
+    "P1 of 10 tokens behind a P3 prompt of 4,000 and 4 decodes, steps of 64": Case(
+        "P3", 4000, after_s=0.02, slots=32, behind="P1", short_prompt=10, step_tokens=64, decodes=4
+    ),
     "P0 behind a P3 request with 40 prompts of 3,000": Case("P3", 3000, prompts=40),
     "P1 behind a P3 request with 40 prompts of 3,000": Case("P3", 3000, prompts=40, behind="P1"),
     "P0 behind a resumed P3 prompt of 120,000": Case("P3", 120_000, resumed=True),
@@ -105,8 +117,8 @@ CASES: dict[str, Case] = {
 
 
 def figures() -> dict[str, float]:
-    """Return the time to first token, in ms, of requests with a 50-token prompt: without other load, and in
-    each case. If several requests arrive at the same time, the last one's time is returned."""
+    """Return the time to first token, in ms, of short requests: of one with 50 tokens without other load, and
+    of those of each case. If several requests arrive at the same time, the last one's time is returned."""
     made = {"alone": _ttft_ms(None)}
     for name, case in CASES.items():
         made[name] = _ttft_ms(case)
@@ -118,7 +130,10 @@ def _ttft_ms(case: Case | None) -> float:
     fronts = [f"front-{number}" for number in range(case.tenants if case else 0)]
     tenants = [f"behind-{number}" for number in range(case.crowd_tenants if case else 1)]
     server = SimulatedServer(tenants=[_tenant(name) for name in (*fronts, *tenants)])
-    server.add_replica(slots=slots)
+    step_tokens = case.step_tokens if case else BUDGET
+    server.add_replica(slots=slots, max_num_batched_tokens=step_tokens)
+    for _ in range(case.decodes if case else 0):
+        server.ask(fronts[0], Shape(10, 3000, 3000), asked_class="P3")
     server.run(1.0)
     if case is not None:
         for front in fronts:
@@ -133,11 +148,12 @@ def _ttft_ms(case: Case | None) -> float:
         if case.resumed:
             server.run(1.02)
             server.kill_replica(server.replicas[0])
-            server.add_replica(slots=slots)
+            server.add_replica(slots=slots, max_num_batched_tokens=step_tokens)
     server.run(1.0 + (case.after_s if case else 0.0))
-    asked_class, crowd, output = (case.behind, case.crowd, case.output) if case else ("P0", 1, 5)
+    asked_class, crowd = (case.behind, case.crowd) if case else ("P0", 1)
+    prompt, output = (case.short_prompt, case.output) if case else (50, 5)
     behind = [
-        server.ask(tenants[number % len(tenants)], Shape(50, output, output), asked_class=asked_class)
+        server.ask(tenants[number % len(tenants)], Shape(prompt, output, output), asked_class=asked_class)
         for number in range(crowd)
     ]
     while any(one.first_token_at is None for one in behind) and server.now < 100.0:

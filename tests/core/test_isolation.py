@@ -15,7 +15,10 @@ from tests.core.simulated_server import Shape, SimulatedServer
 def test_no_single_request_delays_a_short_one_by_more_than_two_full_steps() -> None:
     made = figures()
     assert made.keys() == {"alone", *CASES}
-    bounds = {name: made["alone"] + 2e3 * full_step_s(case.slots) + 5.0 for name, case in CASES.items()}
+    bounds = {
+        name: made["alone"] + 2e3 * full_step_s(case.slots, case.step_tokens) + 5.0
+        for name, case in CASES.items()
+    }
     late = {name: made[name] for name, bound in bounds.items() if made[name] > bound}
     assert not late, bounds
 
