@@ -189,18 +189,39 @@ class Probes(NamedTuple):
     """Short P0 requests ("P0"), or P1 requests from light tenants ("light") or from a busy tenant
     ("busy")."""
     shape: Shape
-    samples: int
-    crowd: int
-    """Number of probes that are sent at the same time."""
     every_s: float
     """Time between two crowds."""
+    crowd: int = 1
+    """Number of probes that are sent at the same time."""
+    prompts: int = 1
+    samples: int = 1
+    """Number of samples for each prompt."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.prompts * self.shape.prompt
+
+    @property
+    def own_class(self) -> str:
+        return "P0" if self.kind == "P0" else "P1"
+
+
+MAX_TOKENS = 131_072
+"""Maximum length of a prompt and its answer together."""
+
+
+def max_samples(slots: int) -> int:
+    """Return the maximum number of samples of an urgent request, over all of its prompts."""
+    return max(2, slots // 32)
 
 
 def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float) -> list[Load]:
     """Return requests of random kinds that must not delay these probes. One exception: P0 requests may delay
     a busy tenant's P1 probes by the time that the P0 prompts take. Urgent requests in the probes' class have
-    prompts at least twice as long as the probes' prompts."""
+    prompts at least twice as long as the probes' prompts. There are none if the probes' prompts do not fit
+    into one step, because all such prompts have the same level."""
     classes = {"P0": ("P0", "P1", "P2", "P3"), "light": ("P1", "P1", "P2", "P3"), "busy": ("P2", "P3")}
+    fits = probes.prompt_tokens <= BUDGET
     loads = []
     for _ in range(draw.randint(1, 12)):
         asked_class = draw.choice(classes[probes.kind])
@@ -211,8 +232,9 @@ def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float
         samples = draw.choice((8, 60, 64, 128, 257, 1024)) if "wide" in kind else 1
         output = draw.choice((1, 20, 200, 1000))
         prompts = draw.randint(2, 20) if "several" in kind else 1
-        if prompts * samples <= slots // 32 and asked_class == {"P0": "P0", "light": "P1"}.get(probes.kind):
-            prompt = max(prompt, 2 * probes.shape.prompt)
+        if asked_class == probes.own_class and prompts * samples <= max_samples(slots):
+            prompt = max(prompt, 2 * probes.prompt_tokens)
+            samples = samples if fits else 64
         # When a request must begin soon to meet its promised deadline, it may overtake requests in
         # higher-priority classes.
         has_deadline = samples == 1 and asked_class != "P0" and draw.random() < 0.4
@@ -221,19 +243,24 @@ def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float
                 at=draw.uniform(0.0, seconds / 2),
                 tenant=f"heavy-{draw.randint(0, 2)}",
                 asked_class=asked_class,
-                shape=Shape(prompt, output, output),
+                shape=Shape(min(prompt, MAX_TOKENS - output), output, output),
                 prompts=prompts,
                 samples=samples,
                 deadline_s=0.03 * output + draw.uniform(1.0, 20.0) if has_deadline else None,
             )
         )
     # Urgent requests of other tenants, which arrive at the same time.
-    asked_class = {"P0": "P0", "light": "P1", "busy": "P0"}[probes.kind]
-    for _ in range(draw.choice((0, 1, 3))):
+    asked_class = "P1" if probes.kind == "light" or (probes.kind == "P0" and not fits) else "P0"
+    for _ in range(0 if probes.kind == "light" and not fits else draw.choice((0, 1, 3))):
         at, output = draw.uniform(0.0, seconds), draw.choice((1, 20, 200))
-        prompt = round(2 * max(probes.shape.prompt, 250) * 2 ** draw.uniform(0.0, 4.0))
+        prompt = round(2 * max(probes.prompt_tokens, 250) * 2 ** draw.uniform(0.0, 4.0))
         loads += [
-            Load(at, f"urgent-{number}", asked_class, Shape(prompt, output, output))
+            Load(
+                at,
+                f"urgent-{number}",
+                asked_class,
+                Shape(min(prompt, MAX_TOKENS - output), output, output),
+            )
             for number in range(draw.randint(1, 6))
         ]
     return loads
@@ -241,18 +268,28 @@ def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float
 
 def random_probes(draw: random.Random, slots: int) -> Probes:
     """Return probes that never delay each other by more than a short step, because all of them together fit
-    into one step and into the slots."""
+    into one step and into the slots, or because each of them arrives long after the previous one."""
     kind = draw.choice(("P0", "light", "busy"))
     # A light tenant occupies less than 1/32 of the slots.
-    most = {"P0": 8, "light": slots // 32, "busy": 20}[kind]
-    made = draw.choice(("short", "short", "short", "long answer", "full step", "samples"))
+    crowd = {"P0": 8, "light": slots // 32, "busy": 20}[kind]
+    most = 20 if kind == "busy" else max_samples(slots)
+    made = draw.choice(("short", "short", "long answer", "full step", "samples", "prompts", "several steps"))
     if made == "long answer":
-        return Probes(kind, Shape(100, 400, 400), 1, 1, 0.23)
+        return Probes(kind, Shape(100, 400, 400), 0.23)
     if made == "full step":
-        return Probes(kind, Shape(BUDGET - draw.randint(0, 500), 5, 5), 1, 1, 1.5)
-    if made == "samples" and kind != "busy":
-        return Probes(kind, Shape(200, 5, 5), 2, 1, 0.23)
-    return Probes(kind, Shape(draw.choice((20, 200)), 5, 5), 1, draw.choice((1, most)), 0.23)
+        return Probes(kind, Shape(BUDGET - draw.randint(0, 500), 5, 5), 1.5)
+    if made == "samples":
+        return Probes(kind, Shape(200, 5, 5), 0.23, samples=draw.randint(2, most))
+    if made == "prompts":
+        prompts = draw.randint(2, most)
+        shape = Shape(draw.randint(20, min(2000, BUDGET // prompts)), 5, 5)
+        return Probes(
+            kind, shape, 0.23 if shape.prompt < 200 else 1.5, prompts=prompts, samples=most // prompts
+        )
+    if made == "several steps":
+        prompt = round(BUDGET * 2 ** draw.uniform(0.1, 3.0))
+        return Probes(kind, Shape(prompt, 5, 5), 1.0 + 1.5 * prompt * SPEED.prompt_token_s)
+    return Probes(kind, Shape(draw.choice((20, 200)), 5, 5), 0.23, crowd=draw.choice((1, crowd)))
 
 
 class Event(NamedTuple):
@@ -308,17 +345,28 @@ def random_mix(seed: int, seconds: float = 5.0) -> Mix:
 
 def broken_promises(mix: Mix) -> list[str]:
     """Run a mix. Return a description of each probe whose time to first token exceeds the time without load
-    by more than two full steps.
+    by more than two full steps. Return a description of the mix if it measures nothing: if it has no probe,
+    if no load was dispatched, or if the engine rejected a load.
 
     If a probe's replica dies, the allowance starts again when the probe is resubmitted. A busy tenant's probe
     is also allowed the time of the prompts served before it: prompts of P0 requests, of requests dispatched
     ahead of higher-priority classes, and of resumed P1 requests.
     """
-    alone, _ = _run(mix, (), ())
-    beside, better = _run(mix, mix.loads, mix.events)
+    alone = _run(mix, (), ()).probes
+    beside, better, loads = _run(mix, mix.loads, mix.events)
+    if not alone or not beside:
+        return ["no probe was sent"]
     alone_s = max(probe.ttft_s for probe in alone)
+    if mix.probes.prompts > 1:
+        # Without load, the first prompt may be computed before the others arrive. Otherwise, all of them are
+        # computed in one step.
+        alone_s = max(alone_s, SPEED.step_s + SPEED.prompt_token_s * mix.probes.prompt_tokens + HOST_S)
     bound_s = alone_s + 2 * full_step_s(mix.slots) + MARGIN_S
-    broken = []
+    broken = [
+        f"the engine rejected the load {load.shape}" for load in loads if load.ended_at and not load.tokens
+    ]
+    if not any(load.admitted_at for load in loads):
+        broken.append(f"none of {len(loads)} loads was dispatched")
     for after in beside:
         most_s = bound_s + after.attempt * (bound_s + RESUBMIT_S)
         if mix.probes.kind == "busy":
@@ -363,9 +411,15 @@ def _ask(server: SimulatedServer, load: Load) -> None:
     )
 
 
-def _run(mix: Mix, loads: Sequence[Load], events: Sequence[Event]) -> tuple[list[Asked], list[Asked]]:
-    """Run a mix with these loads and events. Return its probes, and the requests that may be served ahead of
-    an ordinary P1 request."""
+class _Run(NamedTuple):
+    probes: list[Asked]
+    better: list[Asked]
+    """The requests that may be served ahead of an ordinary P1 request."""
+    loads: list[Asked]
+
+
+def _run(mix: Mix, loads: Sequence[Load], events: Sequence[Event]) -> _Run:
+    """Run a mix with these loads and events."""
     measured = mix.probes
     names = {"probe-0", "probe-1", "probe-2", *(load.tenant for load in loads)}
     server = SimulatedServer(tenants=[_tenant(name) for name in sorted(names)], rules=mix.rules)
@@ -405,14 +459,20 @@ def _run(mix: Mix, loads: Sequence[Load], events: Sequence[Event]) -> tuple[list
     probes: list[Asked] = []
 
     def ask_crowd() -> None:
-        asked_class = "P0" if measured.kind == "P0" else "P1"
+        asked_class = measured.own_class
         # In P1, each tenant sends its next requests only after its previous ones have been answered.
         # Otherwise, a light tenant would become a busy one, and a busy tenant's requests would delay each
         # other.
         tenant = f"probe-{len(probes) // measured.crowd % tenants}"
         if asked_class == "P0" or all(one.ended_at is not None for one in probes if one.tenant == tenant):
             probes.extend(
-                server.ask(tenant, measured.shape, asked_class=asked_class, samples=measured.samples)
+                server.ask(
+                    tenant,
+                    measured.shape,
+                    asked_class=asked_class,
+                    prompts=measured.prompts,
+                    samples=measured.samples,
+                )
                 for _ in range(measured.crowd)
             )
         if server.now + measured.every_s < start + mix.seconds:
@@ -430,4 +490,6 @@ def _run(mix: Mix, loads: Sequence[Load], events: Sequence[Event]) -> tuple[list
         asked.first_token_at = None if asked.first_token_at is None else asked.first_token_at - start
         asked.admitted_at = None if asked.admitted_at is None else asked.admitted_at - start
         asked.ended_at = None if asked.ended_at is None else asked.ended_at - start
-    return probes, better
+    return _Run(
+        probes, better, [asked for asked in server.asked if asked.tenant in {load.tenant for load in loads}]
+    )

@@ -3,11 +3,22 @@ while the server also has large requests."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from appliance.traffic.rules import QueueRules
 from store.policies import TenantRecord
-from tests.core.isolation import CASES, broken_promises, figures, full_step_s, random_mix
+from tests.core.isolation import (
+    BUDGET,
+    CASES,
+    MAX_TOKENS,
+    Load,
+    broken_promises,
+    figures,
+    full_step_s,
+    random_mix,
+)
 from tests.core.simulated_clients import backlogged, fixed
 from tests.core.simulated_server import Shape, SimulatedServer
 
@@ -27,6 +38,27 @@ def test_no_single_request_delays_a_short_one_by_more_than_two_full_steps() -> N
 def test_no_mix_of_requests_delays_a_short_one_by_more_than_two_full_steps_property(seed: int) -> None:
     mix = random_mix(seed)
     assert not broken_promises(mix), mix
+
+
+@pytest.mark.parametrize(
+    ("loads", "message"),
+    [
+        ((), "none of 0 loads was dispatched"),
+        ((Load(0.1, "heavy", "P3", Shape(MAX_TOKENS, 1, 1)),), "the engine rejected the load"),
+    ],
+)
+def test_a_mix_without_served_loads_does_not_pass(loads: tuple[Load, ...], message: str) -> None:
+    (reason,) = broken_promises(replace(random_mix(0), loads=loads))
+    assert message in reason
+
+
+def test_the_mixes_have_probes_of_every_kind_and_size() -> None:
+    probes = [random_mix(seed).probes for seed in range(300)]
+    for kind in ("P0", "light", "busy"):
+        ours = [one for one in probes if one.kind == kind]
+        assert any(one.samples > 2 for one in ours) and any(one.prompts > 2 for one in ours)
+        assert any(one.prompts > 1 and one.samples > 1 for one in ours)
+        assert any(one.prompt_tokens > 4 * BUDGET for one in ours)
 
 
 def test_a_wide_request_does_not_make_the_predicted_wait_of_long_prompts_far_too_long() -> None:
