@@ -1,5 +1,6 @@
 """The order of requests within a class: weighted fair sharing between tenants, and earliest due time first
-within a tenant.
+within a tenant. If the level of a tenant's first request has no credit, the tenant's more urgent requests are
+served before it.
 
 The algorithm is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI
 2024). Each tenant has a counter of the service that it has received, divided by its weight. The tenant with
@@ -91,7 +92,29 @@ class _Line(Generic[Item]):
     entry: int = 0
     """Serial number of the tenant's valid heap entry; 0 if it has none."""
     urgency: int = 0
-    """Urgency of the tenant's first request."""
+    """Highest urgency of the tenant's waiting requests when the heap entry was added."""
+    urgent: dict[int, Timeline[Ticket[Item]]] = field(default_factory=dict)
+    """The tickets that are urgent if the tenant is light, by urgency."""
+
+    def first(self, urgency: int) -> Ticket[Item] | None:
+        """Return the first request with at least this urgency."""
+        if not urgency:
+            return self.tickets.first()
+        firsts = [tickets.first() for number, tickets in self.urgent.items() if number >= urgency]
+        return min((one for one in firsts if one is not None), key=_due, default=None)
+
+    def count(self, urgency: int) -> int:
+        """Return the number of waiting requests with at least this urgency."""
+        if not urgency:
+            return len(self.tickets)
+        return sum(len(tickets) for number, tickets in self.urgent.items() if number >= urgency)
+
+    def before(self, due: float, urgency: int) -> tuple[float, float]:
+        """Return `Timeline.before` of the requests with at least this urgency."""
+        if not urgency:
+            return self.tickets.before(due)
+        both = [tickets.before(due) for number, tickets in self.urgent.items() if number >= urgency]
+        return sum(prompt for prompt, _ in both), sum(output for _, output in both)
 
 
 _Entry = tuple[float, int, _Line[Item]]
@@ -116,7 +139,7 @@ class FairQueue(Generic[Item]):
         """Lowest virtual token counter of the waiting tenants when a request was last served."""
         self._lines: dict[str, _Line[Item]] = {}
         self._orders: list[list[_Entry[Item]]] = [[] for _ in range(URGENCIES)]
-        """For each urgency, a heap of the tenants whose first request is at least that urgent, ordered by
+        """For each urgency, a heap of the tenants with a request that is at least that urgent, ordered by
         counter. Tenants with equal counters are served in the order in which they were added."""
         self._entries = 0
         self._max_samples = 1
@@ -147,22 +170,24 @@ class FairQueue(Generic[Item]):
     def next(self, urgency: int = 0, *, only_reserved: bool = False) -> Ticket[Item] | None:
         """Return the next request with at least this urgency.
 
-        An urgent request may overtake a tenant with a lower counter if its own tenant has few waiting
-        requests and has received at most its fair share plus one step's tokens. The fair share is ignored if
-        `only_reserved` is set, because then only reserved slots are free, and other requests cannot use them.
+        An urgent request may overtake a tenant with a lower counter, and its own tenant's earlier requests
+        that are less urgent, if few requests of its tenant are at least as urgent as `urgency`. It may
+        overtake another tenant only if its own tenant has also received at most its fair share plus one
+        step's tokens. The fair share is ignored if `only_reserved` is set, because then only reserved slots
+        are free, and other requests cannot use them.
         """
         order, least = self._orders[urgency], _first(self._orders[0])
         passed: list[_Entry[Item]] = []
         found: Ticket[Item] | None = None
         while (line := _first(order)) is not None and least is not None and len(passed) < _MAX_PASSED:
-            waits_little = len(line.tickets) <= self._max_samples
-            if waits_little and only_reserved:
-                found = line.tickets.first()
-                break
+            waits_little = line.count(urgency) <= self._max_samples
+            first = line.first(urgency if waits_little else 0)
             slack = self._max_prompt_tokens if waits_little else 0
-            if (line.counter - least.counter) * line.weight <= slack:
-                found = line.tickets.first()
-                break
+            if first is not None and self.urgency(first) >= urgency:
+                ahead = (line.counter - least.counter) * line.weight
+                if ahead <= slack or (waits_little and only_reserved):
+                    found = first
+                    break
             passed.append(heapq.heappop(order))
         for entry in passed:
             heapq.heappush(order, entry)
@@ -170,7 +195,10 @@ class FairQueue(Generic[Item]):
 
     def urgency(self, ticket: Ticket[Item]) -> int:
         """Return the urgency of a waiting request (`Submit.urgency`)."""
-        if not self._lines[ticket.tenant].light or ticket.num_seqs > self._max_samples:
+        return self._urgency_if_light(ticket) if self._lines[ticket.tenant].light else 0
+
+    def _urgency_if_light(self, ticket: Ticket[Item]) -> int:
+        if ticket.num_seqs > self._max_samples:
             return 0
         return urgency_of(ticket.prompt_tokens, self._max_prompt_tokens)
 
@@ -180,6 +208,9 @@ class FairQueue(Generic[Item]):
         if (max_samples, max_prompt_tokens) != (self._max_samples, self._max_prompt_tokens):
             self._max_samples, self._max_prompt_tokens = max_samples, max_prompt_tokens
             for line in self._lines.values():
+                line.urgent.clear()
+                for ticket in line.tickets:
+                    self._add_urgent(line, ticket)
                 self._reorder(line)
 
     def take(self, ticket: Ticket[Item]) -> None:
@@ -259,20 +290,23 @@ class FairQueue(Generic[Item]):
 
     # ── the work ahead of a request ──
 
-    def ahead(self, tenant: str, weight: float, due: float, *, urgent: bool = False) -> tuple[float, float]:
+    def ahead(self, tenant: str, weight: float, due: float, *, urgency: int = 0) -> tuple[float, float]:
         """Return how many prompt tokens and output tokens are served before a request of this tenant with the
         due time `due`.
 
         These tokens belong to the tenant's own earlier requests and, in proportion to the weights, to
-        requests of other tenants. They never exceed the total of all waiting requests. An `urgent` request
-        overtakes the requests of other tenants.
+        requests of other tenants. They never exceed the total of all waiting requests. A request with an
+        urgency overtakes the requests of other tenants, and its own tenant's requests that are less urgent.
         """
         total = self.backlog
         line = self._lines.get(tenant)
         if not total.tickets:
             return 0.0, 0.0
-        own = line.tickets.before(due) if line is not None else (0.0, 0.0)
-        if urgent:
+        if line is not None and urgency and line.count(urgency) >= self._max_samples:
+            own = line.tickets.before(due)
+        else:
+            own = line.before(due, urgency) if line is not None else (0.0, 0.0)
+        if urgency:
             return own
         joins = line is None or not line.entry
         shares = (self.weight + (weight if joins else 0.0)) / weight
@@ -303,6 +337,7 @@ class FairQueue(Generic[Item]):
     def _insert(self, line: _Line[Item], ticket: Ticket[Item]) -> None:
         line.tickets.add(ticket.due, ticket.serial, ticket.prompt_tokens, ticket.output_tokens, ticket)
         line.backlog.count(ticket, 1)
+        self._add_urgent(line, ticket)
         if line.entry:
             self.backlog.count(ticket, 1)
             self._reorder(line)
@@ -312,12 +347,21 @@ class FairQueue(Generic[Item]):
     def _extract(self, line: _Line[Item], ticket: Ticket[Item]) -> None:
         line.tickets.remove(ticket.due, ticket.serial)
         line.backlog.count(ticket, -1)
+        if urgency := self._urgency_if_light(ticket):
+            line.urgent[urgency].remove(ticket.due, ticket.serial)
+            if not line.urgent[urgency]:
+                del line.urgent[urgency]
         if line.entry:
             self.backlog.count(ticket, -1)
             if not line.tickets:
                 self._leave(line)
             else:
                 self._reorder(line)
+
+    def _add_urgent(self, line: _Line[Item], ticket: Ticket[Item]) -> None:
+        if urgency := self._urgency_if_light(ticket):
+            tickets = line.urgent.setdefault(urgency, Timeline())
+            tickets.add(ticket.due, ticket.serial, ticket.prompt_tokens, ticket.output_tokens, ticket)
 
     def _join(self, line: _Line[Item]) -> None:
         if line.held or line.entry or not line.tickets:
@@ -339,8 +383,7 @@ class FairQueue(Generic[Item]):
         """Push a new heap entry for the tenant; its earlier entries become void."""
         self._entries += 1
         line.entry = self._entries
-        first = line.tickets.first()
-        line.urgency = self.urgency(first) if first is not None else 0
+        line.urgency = _highest_urgency(line)
         for order in self._orders[: line.urgency + 1]:
             heapq.heappush(order, (line.counter, line.entry, line))
             if len(order) > 2 * self.tenants + 64:
@@ -348,10 +391,17 @@ class FairQueue(Generic[Item]):
                 heapq.heapify(order)
 
     def _reorder(self, line: _Line[Item]) -> None:
-        """Push a new entry if the urgency of the tenant's first request has changed."""
-        first = line.tickets.first()
-        if line.entry and first is not None and self.urgency(first) != line.urgency:
+        """Push a new entry if the highest urgency of the tenant's requests has changed."""
+        if line.entry and line.tickets and _highest_urgency(line) != line.urgency:
             self._enter(line)
+
+
+def _due(ticket: Ticket[Item]) -> tuple[float, int]:
+    return ticket.due, ticket.serial
+
+
+def _highest_urgency(line: _Line[Item]) -> int:
+    return max(line.urgent, default=0) if line.light else 0
 
 
 def _first(order: list[_Entry[Item]]) -> _Line[Item] | None:

@@ -485,8 +485,8 @@ class ModelTraffic:
         """Return the predicted waiting time of a new request in seconds. Like all predictions, it is valid
         only while `predictable` is true."""
         number, level = request.request_class, self.level_of(request, tenant)
-        urgent = level < level_of(number, 0)
-        ahead = self.queue.classes[number].ahead(tenant.name, tenant.weight, request.due, urgent=urgent)
+        urgency = split_level(level)[1]
+        ahead = self.queue.classes[number].ahead(tenant.name, tenant.weight, request.due, urgency=urgency)
         return self.first_credit_s(level, now) + self._served_s(number, *ahead)
 
     def waits_s(self, now: float) -> list[float | None]:

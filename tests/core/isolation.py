@@ -23,9 +23,6 @@ MARGIN_S = 0.005
 """Allowance, in seconds, for messages between processes and for the step that follows a step without
 prompts."""
 
-AFTER_S = 1.0
-"""Time, in seconds, for which a mix runs after the last probes have been sent."""
-
 
 def full_step_s(slots: int, step_tokens: int = BUDGET) -> float:
     return SPEED.step_s + SPEED.seq_s * slots + SPEED.prompt_token_s * step_tokens + HOST_S
@@ -46,6 +43,8 @@ class Case:
     deadline_s: float | None = None
     tenants: int = 1
     """Number of tenants that send the large request at the same time."""
+    own: bool = False
+    """Whether the short requests' first tenant sends all large requests instead of these tenants."""
     resumed: bool = False
     """Whether the replica that ran the large request has died, so that another replica resumes it."""
     after_s: float = 0.2
@@ -101,6 +100,13 @@ CASES: dict[str, Case] = {
     "light P1 behind P1 prompts of 8,000 by 5 tenants": Case(
         "P1", 8000, tenants=5, after_s=0.01, behind="P1"
     ),
+    "P0 behind 3 P0 prompts of 100,000 by the same tenant": Case("P0", 100_000, tenants=3, own=True),
+    "P0 behind 2 P0 requests with n = 1,024 by the same tenant, 256 slots": Case(
+        "P0", 50, 1000, samples=1024, tenants=2, own=True
+    ),
+    "light P1 behind 3 P1 prompts of 100,000 by the same tenant": Case(
+        "P1", 100_000, tenants=3, own=True, behind="P1"
+    ),
     "2 P0 at once behind n = 64 of P0, 64 slots": Case(
         "P0", 50, 1000, samples=64, slots=64, crowd=2, output=500
     ),
@@ -127,9 +133,11 @@ def figures() -> dict[str, float]:
 
 def _ttft_ms(case: Case | None) -> float:
     slots = case.slots if case else 256
-    fronts = [f"front-{number}" for number in range(case.tenants if case else 0)]
     tenants = [f"behind-{number}" for number in range(case.crowd_tenants if case else 1)]
-    server = SimulatedServer(tenants=[_tenant(name) for name in (*fronts, *tenants)])
+    fronts = [f"front-{number}" for number in range(case.tenants if case else 0)]
+    if case is not None and case.own:
+        fronts = tenants[:1] * len(fronts)
+    server = SimulatedServer(tenants=[_tenant(name) for name in sorted({*fronts, *tenants})])
     step_tokens = case.step_tokens if case else BUDGET
     server.add_replica(slots=slots, max_num_batched_tokens=step_tokens)
     for _ in range(case.decodes if case else 0):
@@ -186,8 +194,8 @@ class Probes(NamedTuple):
     """The requests for which the time to first token is measured."""
 
     kind: str
-    """Short P0 requests ("P0"), or P1 requests from light tenants ("light") or from a busy tenant
-    ("busy")."""
+    """P0 requests from several tenants ("P0") or from the only tenant that sends P0 requests ("only P0"), or
+    P1 requests from light tenants ("light") or from a busy tenant ("busy")."""
     shape: Shape
     every_s: float
     """Time between two crowds."""
@@ -202,8 +210,13 @@ class Probes(NamedTuple):
         return self.prompts * self.shape.prompt
 
     @property
+    def after_s(self) -> float:
+        """Time, in seconds, for which a mix runs after the last probes have been sent."""
+        return 1.0 + self.crowd * self.prompt_tokens * SPEED.prompt_token_s
+
+    @property
     def own_class(self) -> str:
-        return "P0" if self.kind == "P0" else "P1"
+        return "P0" if self.kind in ("P0", "only P0") else "P1"
 
 
 MAX_TOKENS = 131_072
@@ -219,8 +232,15 @@ def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float
     """Return requests of random kinds that must not delay these probes. One exception: P0 requests may delay
     a busy tenant's P1 probes by the time that the P0 prompts take. Urgent requests in the probes' class have
     prompts at least twice as long as the probes' prompts. There are none if the probes' prompts do not fit
-    into one step, because all such prompts have the same level."""
-    classes = {"P0": ("P0", "P1", "P2", "P3"), "light": ("P1", "P1", "P2", "P3"), "busy": ("P2", "P3")}
+    into one step, because all such prompts have the same level.
+
+    If only one tenant sends P0 requests, it also sends the P0 loads, unless it sends many probes at once."""
+    classes = {
+        "P0": ("P0", "P1", "P2", "P3"),
+        "only P0": ("P1", "P2", "P3") if probes.crowd > 1 else ("P0", "P0", "P1", "P2", "P3"),
+        "light": ("P1", "P1", "P2", "P3"),
+        "busy": ("P2", "P3"),
+    }
     fits = probes.prompt_tokens <= BUDGET
     loads = []
     for _ in range(draw.randint(1, 12)):
@@ -230,7 +250,7 @@ def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float
         if kind in ("long", "long and wide") or (kind == "several" and draw.random() < 0.5):
             prompt = round(2 ** draw.uniform(13.2, 17)) - 1001
         samples = draw.choice((8, 60, 64, 128, 257, 1024)) if "wide" in kind else 1
-        output = draw.choice((1, 20, 200, 1000))
+        output, tenant = draw.choice((1, 20, 200, 1000)), f"heavy-{draw.randint(0, 2)}"
         prompts = draw.randint(2, 20) if "several" in kind else 1
         if asked_class == probes.own_class and prompts * samples <= max_samples(slots):
             prompt = max(prompt, 2 * probes.prompt_tokens)
@@ -241,7 +261,7 @@ def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float
         loads.append(
             Load(
                 at=draw.uniform(0.0, seconds / 2),
-                tenant=f"heavy-{draw.randint(0, 2)}",
+                tenant="probe-0" if (probes.kind, asked_class) == ("only P0", "P0") else tenant,
                 asked_class=asked_class,
                 shape=Shape(min(prompt, MAX_TOKENS - output), output, output),
                 prompts=prompts,
@@ -250,7 +270,8 @@ def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float
             )
         )
     # Urgent requests of other tenants, which arrive at the same time.
-    asked_class = "P1" if probes.kind == "light" or (probes.kind == "P0" and not fits) else "P0"
+    lower = probes.kind in ("light", "only P0") or (probes.kind == "P0" and not fits)
+    asked_class = "P1" if lower else "P0"
     for _ in range(0 if probes.kind == "light" and not fits else draw.choice((0, 1, 3))):
         at, output = draw.uniform(0.0, seconds), draw.choice((1, 20, 200))
         prompt = round(2 * max(probes.prompt_tokens, 250) * 2 ** draw.uniform(0.0, 4.0))
@@ -268,10 +289,17 @@ def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float
 
 def random_probes(draw: random.Random, slots: int) -> Probes:
     """Return probes that never delay each other by more than a short step, because all of them together fit
-    into one step and into the slots, or because each of them arrives long after the previous one."""
-    kind = draw.choice(("P0", "light", "busy"))
+    into one step and into the slots, or because each of them arrives long after the previous one. There is
+    one exception: the only tenant that sends P0 requests may send many at once, which take several steps and
+    use up most of the server."""
+    kind = draw.choice(("P0", "only P0", "light", "busy"))
+    if kind == "only P0" and draw.random() < 0.5:
+        # Two crowds fit into the slots.
+        crowd, prompt = draw.randint(12, 30), draw.choice((800, 2000))
+        most_s = crowd * prompt * SPEED.prompt_token_s
+        return Probes(kind, Shape(prompt, 5, 5), max(0.6, most_s / draw.uniform(0.5, 0.8)), crowd)
     # A light tenant occupies less than 1/32 of the slots.
-    crowd = {"P0": 8, "light": slots // 32, "busy": 20}[kind]
+    crowd = {"P0": 8, "only P0": 1, "light": slots // 32, "busy": 20}[kind]
     most = 20 if kind == "busy" else max_samples(slots)
     made = draw.choice(("short", "short", "long answer", "full step", "samples", "prompts", "several steps"))
     if made == "long answer":
@@ -325,6 +353,9 @@ def random_mix(seed: int, seconds: float = 5.0) -> Mix:
     kinds: tuple[tuple[str, ...], ...] = ((), ("pause",))
     if replicas > 1:
         kinds = ((), ("death",), ("death", "death"), ("drain",), ("pause",))
+    if probes.kind == "only P0" and probes.crowd > 1:
+        # After a pause, several crowds would wait together. After a drain, a crowd takes more time.
+        kinds = ((),)
     strict = QueueRules(background_share=0.0, lifted_share=0.0)
     return Mix(
         slots=slots,
@@ -374,7 +405,7 @@ def broken_promises(mix: Mix) -> list[str]:
         for event in mix.events:
             if event.kind == "pause" and event.at <= after.arrived_at <= event.at + PAUSE_S:
                 most_s += event.at + PAUSE_S - after.arrived_at
-        waited_s = (after.first_token_at or mix.seconds + AFTER_S) - after.arrived_at
+        waited_s = (after.first_token_at or mix.seconds + mix.probes.after_s) - after.arrived_at
         if waited_s > most_s:
             took = f"{after.ttft_s:.3f}" if after.first_token_at is not None else f"never: {after.refused}"
             broken.append(
@@ -400,14 +431,16 @@ def _may_delay(asked: Asked, probe: Asked) -> bool:
     return begins_before and (computed_at is None or computed_at >= probe.arrived_at)
 
 
-def _ask(server: SimulatedServer, load: Load) -> None:
-    server.ask(
-        load.tenant,
-        load.shape,
-        asked_class=load.asked_class,
-        prompts=load.prompts,
-        samples=load.samples,
-        deadline_s=load.deadline_s,
+def _ask(server: SimulatedServer, load: Load, sent: list[Asked]) -> None:
+    sent.append(
+        server.ask(
+            load.tenant,
+            load.shape,
+            asked_class=load.asked_class,
+            prompts=load.prompts,
+            samples=load.samples,
+            deadline_s=load.deadline_s,
+        )
     )
 
 
@@ -430,16 +463,15 @@ def _run(mix: Mix, loads: Sequence[Load], events: Sequence[Event]) -> _Run:
     for _ in range(mix.replicas):
         add_replica()
     server.run(0.5)
-    tenants = 1
+    tenants = 1 if measured.kind in ("busy", "only P0") else 3
     if measured.kind == "busy":
         for _ in range(mix.replicas * mix.slots // 16):
             server.ask("probe-0", Shape(50, 3000, 3000), asked_class="P1")
-    else:
-        tenants = 3
     server.run(1.0)
     start = server.now
+    sent: list[Asked] = []
     for load in loads:
-        server.at(start + load.at, partial(_ask, server, load))
+        server.at(start + load.at, partial(_ask, server, load, sent))
 
     def kill() -> None:
         server.kill_replica(server.replicas[0])
@@ -479,7 +511,7 @@ def _run(mix: Mix, loads: Sequence[Load], events: Sequence[Event]) -> _Run:
             server.after(measured.every_s, ask_crowd)
 
     server.after(measured.every_s, ask_crowd)
-    server.run(start + mix.seconds + AFTER_S)
+    server.run(start + mix.seconds + measured.after_s)
     better = [
         asked
         for asked in server.asked
@@ -490,6 +522,4 @@ def _run(mix: Mix, loads: Sequence[Load], events: Sequence[Event]) -> _Run:
         asked.first_token_at = None if asked.first_token_at is None else asked.first_token_at - start
         asked.admitted_at = None if asked.admitted_at is None else asked.admitted_at - start
         asked.ended_at = None if asked.ended_at is None else asked.ended_at - start
-    return _Run(
-        probes, better, [asked for asked in server.asked if asked.tenant in {load.tenant for load in loads}]
-    )
+    return _Run(probes, better, sent)

@@ -54,7 +54,7 @@ def test_a_mix_without_served_loads_does_not_pass(loads: tuple[Load, ...], messa
 
 def test_the_mixes_have_probes_of_every_kind_and_size() -> None:
     probes = [random_mix(seed).probes for seed in range(300)]
-    for kind in ("P0", "light", "busy"):
+    for kind in ("P0", "only P0", "light", "busy"):
         ours = [one for one in probes if one.kind == kind]
         assert any(one.samples > 2 for one in ours) and any(one.prompts > 2 for one in ours)
         assert any(one.prompts > 1 and one.samples > 1 for one in ours)

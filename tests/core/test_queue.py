@@ -175,6 +175,52 @@ def test_a_tenant_is_asked_again_for_its_urgency_when_its_first_request_changes(
     assert fair.next(1) is None and fair.next(0) is wide
 
 
+def test_the_urgency_of_the_only_tenant_of_a_class_is_never_suspended() -> None:
+    """A tenant that alone sends P0 requests is not limited by fair sharing, because the fair shares are those
+    of the tenants of one class."""
+    queue, serial = RequestQueue[str](RULES), Serial()
+    fair = queue.classes[0]
+    fair.set_urgent(2, 1000)
+    lower = [serial.ticket(f"lower-{number}", number) for number in (1, 2, 3)]
+    tickets = [serial.ticket("only", 0, now=float(number)) for number in range(20)]
+    held = serial.ticket("held", 0)
+    for ticket in (*lower, *tickets, held):
+        queue.push(ticket, 1.0, light=ticket.request_class < 2)
+    fair.hold("held")
+    fair.charge("only", 1e9)
+    for ticket in tickets:
+        for reserved in (0, levels((0, 5))):
+            found = queue.next(levels((0, 5)), 0.0, 0.0, free_levels=reserved)
+            assert found == (ticket, level_of(0, 5))
+        queue.take(ticket, 0.0)
+
+
+def test_a_request_overtakes_less_urgent_requests_of_its_own_tenant() -> None:
+    queue, serial = RequestQueue[str](RULES), Serial()
+    fair = queue.classes[0]
+    fair.set_urgent(2, 1000)
+    long = [serial.ticket("a", 0, prompt=5000) for _ in range(3)]
+    wide = serial.ticket("a", 0, num_seqs=50)
+    short = [serial.ticket("a", 0, prompt=100) for _ in range(2)]
+    for ticket in (*long, wide, *short):
+        queue.push(ticket, 1.0, light=True)
+    assert fair.ahead("a", 1.0, NEVER, urgency=5)[0] == 15_300, "three requests would not be few"
+    assert queue.next(ALL_LEVELS, 0.0, 0.0) == (long[0], level_of(0, 1)), "every level has credit"
+    only_short = levels((0, 5))
+    assert queue.next(only_short, 0.0, 0.0) == (short[0], level_of(0, 5))
+    queue.take(short[0], 0.0)
+    assert fair.ahead("a", 1.0, NEVER, urgency=5)[0] == 100
+    assert queue.next(only_short, 0.0, 0.0) == (short[1], level_of(0, 5))
+    more = [serial.ticket("a", 0, prompt=100) for _ in range(2)]
+    for ticket in more:
+        queue.push(ticket, 1.0, light=True)
+    assert queue.next(only_short, 0.0, 0.0) is None, "many short requests must not starve the long one"
+    for ticket in (*more, short[1]):
+        queue.remove(ticket)
+    assert queue.next(only_short, 0.0, 0.0) is None
+    assert queue.next(levels((0, 1), (0, 5)), 0.0, 0.0) == (long[0], level_of(0, 1))
+
+
 def test_a_request_that_goes_before_better_classes_runs_as_one_of_them() -> None:
     queue, serial = RequestQueue[str](RULES), Serial()
     background = serial.ticket("b", 3, prompt=10, output=1.0)
