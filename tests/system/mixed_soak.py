@@ -16,6 +16,7 @@ import random
 import sqlite3
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -26,6 +27,8 @@ from typing import Any
 
 from tests.system.attack_soak import FLOODS, attacked_service, attackers, orders_of, reports
 from tests.system.attacks.conftest import Target
+from tests.system.attacks.test_templates import hostile_model_flags
+from tests.system.single_attacks import SingleAttacks
 from tests.system.storm import Tally, ask, check_house
 from tests.system.trends import slope_of
 from tests.system.usage import Usage, fill_kv_cache, processes_of, usage_of
@@ -160,12 +163,14 @@ def run(attacked: Target, key: str, seconds: float, count: int, every_s: float) 
     ]
     with attackers(orders) as processes:
         threads = clients(attacked, count, seconds, tally)
+        single = SingleAttacks(attacked, key, seconds)
         samples = sample(attacked, seconds, every_s)
         for thread in threads:
             thread.join(120)
+        failures = single.failures()
         done = reports(processes)
     check_house(attacked.running, tally)
-    failures = account(attacked, tally)
+    failures += account(attacked, tally)
     trends = trends_of(samples)
     failures += [
         f"{one.process}: {one.measurement} grows by {one.per_minute:.3f} a minute"
@@ -177,6 +182,7 @@ def run(attacked: Target, key: str, seconds: float, count: int, every_s: float) 
         "requests": sum(tally.outcomes.values()),
         "outcomes": tally.outcomes,
         "attackers": done,
+        "single_attacks": single.statuses,
         "trends": [asdict(one) for one in trends],
         "samples": {
             "times_s": samples.times_s,
@@ -201,13 +207,17 @@ def main() -> int:
     )
     options = parser.parse_args()
     flags = ("--kv-blocks", str(options.kv_blocks)) if options.kv_blocks else ()
-    with attacked_service(*flags) as (attacked, key):
+    with (
+        tempfile.TemporaryDirectory(prefix="soak-model-") as folder,
+        attacked_service(*hostile_model_flags(Path(folder) / "model"), *flags) as (attacked, key),
+    ):
         blocks = attacked.running.replica()["blocks_total"]
         filled_mb = fill_kv_cache(attacked.running, blocks, random.Random(1))
         print(f"all {blocks} KV blocks have been used once: the replica uses {filled_mb:.0f} MB", flush=True)
         result = run(attacked, key, 60 * options.minutes, options.clients, options.sample_seconds)
         result |= {"kv_blocks": blocks, "replica_mb_with_all_kv_blocks": filled_mb}
     print(f"{result['requests']} client requests: {result['outcomes']}\nattackers: {result['attackers']}")
+    print(f"single attacks: { {name: dict(found) for name, found in result['single_attacks'].items()} }")
     print(f"{'process':18} {'measurement':12} {'first':>8} {'last':>8}  a minute, 95% confidence interval")
     for one in result["trends"]:
         print(

@@ -9,6 +9,7 @@ import pytest
 
 from tests.system.attack_soak import FLOODS, Plan, attacked_service, measure
 from tests.system.attacks.conftest import Target
+from tests.system.attacks.test_templates import hostile_model_flags
 from tests.system.mixed_soak import KV_BLOCKS, run
 from tests.system.trends import slope_of
 
@@ -16,9 +17,10 @@ pytestmark = pytest.mark.system
 
 
 @pytest.fixture(scope="module")
-def attacked() -> Iterator[tuple[Target, str]]:
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Target, str]]:
     """Start a service. Yields the service and the key of the attackers' tenant."""
-    with attacked_service("--kv-blocks", str(KV_BLOCKS)) as made:
+    flags = hostile_model_flags(tmp_path_factory.mktemp("checkpoint") / "model")
+    with attacked_service(*flags, "--kv-blocks", str(KV_BLOCKS)) as made:
         yield made
 
 
@@ -49,6 +51,7 @@ def test_mixed_traffic_with_attacks_loses_no_request(attacked: tuple[Target, str
     assert [failure for failure in result["failures"] if "grows by" not in failure] == []
     assert result["requests"] > 3
     assert result["attackers"]["requests"] > 100
+    assert all(result["single_attacks"].values()), result["single_attacks"]
 
 
 def test_a_slope_is_found_in_noise_that_lasts_and_none_where_there_is_none() -> None:

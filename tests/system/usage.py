@@ -36,9 +36,9 @@ def processes_of(running: Service) -> dict[str, psutil.Process]:
     for number, front in enumerate(status["fronts"]):
         found[f"front {number + 1}"] = front["pid"]
     for model in status["models"]:
-        for number, replica in enumerate(model["replicas"]):
+        for replica in model["replicas"]:
             for rank, pid in enumerate(replica["pids"]):
-                found[f"replica {number + 1} rank {rank}"] = pid
+                found[f"replica {replica['name']} rank {rank}"] = pid
     return {name: psutil.Process(pid) for name, pid in found.items()}
 
 

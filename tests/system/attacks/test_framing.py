@@ -18,6 +18,25 @@ from tests.system.attacks.wire import chat, connect, exchange, post, read_all
 
 pytestmark = pytest.mark.system
 HIDDEN = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+AMBIGUOUS_HEADERS = [
+    "Content-Length: 6\r\nTransfer-Encoding: chunked",
+    "Transfer-Encoding: chunked\r\nContent-Length: 6",
+    "Content-Length: 6\r\nContent-Length: 5",
+    "Content-Length: 6, 6",
+    "Content-Length: +6",
+    "Content-Length: 0x6",
+    "Transfer-Encoding: xchunked",
+    "Transfer-Encoding : chunked",
+    "Transfer-Encoding: chunked\r\nTransfer-Encoding: identity",
+    "Transfer-Encoding: identity\r\nTransfer-Encoding: chunked",
+    "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked",
+    "Transfer-Encoding: gzip, chunked",
+    "Transfer-Encoding:\r\n chunked",
+    "A: b\r\n c: d",
+    "A: b\rContent-Length: 6",
+    "Host: y",
+]
+"""Headers with which a request could be framed in two ways."""
 
 
 def statuses(answer: bytes) -> list[int]:
@@ -29,6 +48,11 @@ def chunked(path: str, body: bytes, *headers: str) -> bytes:
     """Return a POST request with this body in one chunk."""
     lines = [f"POST {path} HTTP/1.1", "Host: x", "Transfer-Encoding: chunked", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+
+
+def ambiguous(headers: str) -> bytes:
+    """Return a request with these headers and a body that contains another request."""
+    return f"POST /v1/models HTTP/1.1\r\nHost: x\r\n{headers}\r\n\r\n0\r\n\r\nx".encode() + HIDDEN
 
 
 @pytest.mark.parametrize("upgrade", ["h2c", "websocket", "foo/2"])
@@ -79,32 +103,11 @@ def test_curl_gets_its_answer(attacked: Target, option: str) -> None:
     assert b"messages" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        "Content-Length: 6\r\nTransfer-Encoding: chunked",
-        "Transfer-Encoding: chunked\r\nContent-Length: 6",
-        "Content-Length: 6\r\nContent-Length: 5",
-        "Content-Length: 6, 6",
-        "Content-Length: +6",
-        "Content-Length: 0x6",
-        "Transfer-Encoding: xchunked",
-        "Transfer-Encoding : chunked",
-        "Transfer-Encoding: chunked\r\nTransfer-Encoding: identity",
-        "Transfer-Encoding: identity\r\nTransfer-Encoding: chunked",
-        "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked",
-        "Transfer-Encoding: gzip, chunked",
-        "Transfer-Encoding:\r\n chunked",
-        "A: b\r\n c: d",
-        "A: b\rContent-Length: 6",
-        "Host: y",
-    ],
-)
+@pytest.mark.parametrize("headers", AMBIGUOUS_HEADERS)
 def test_a_request_that_could_be_framed_in_two_ways_is_refused_and_hides_nothing(
     attacked: Target, headers: str
 ) -> None:
-    request = f"POST /v1/models HTTP/1.1\r\nHost: x\r\n{headers}\r\n\r\n0\r\n\r\nx".encode() + HIDDEN
-    assert statuses(exchange(attacked.unix, request)) == [400]
+    assert statuses(exchange(attacked.unix, ambiguous(headers))) == [400]
 
 
 def test_a_request_needs_a_host_and_connect_is_refused(attacked: Target) -> None:

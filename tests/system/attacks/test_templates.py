@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import psutil
@@ -30,14 +31,18 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Start a service with the demo model and a model that has a hostile template."""
-    folder = tmp_path_factory.mktemp("checkpoint") / "model"
+def hostile_model_flags(folder: Path) -> list[str]:
+    """Write a checkpoint with a hostile template to `folder`. Return the options of `appliance serve` that
+    serve it as `hostile`, next to the demo model."""
     shutil.copytree(demo_model_folder(), folder)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
-    flags = ["--model", f"hostile={folder}", "--model", f"demo={demo_model_folder()}"]
+    return ["--model", f"demo={demo_model_folder()}", "--model", f"hostile={folder}"]
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    flags = hostile_model_flags(tmp_path_factory.mktemp("checkpoint") / "model")
     with service(*flags, "--kv-blocks", "100") as running:
         yield running
 

@@ -52,9 +52,9 @@ def exchange(address: Address, request: bytes) -> bytes:
         return read_all(sock)
 
 
-def post(path: str, body: dict[str, Any], *headers: str, version: str = "1.1") -> bytes:
+def post(path: str, body: dict[str, Any] | bytes, *headers: str, version: str = "1.1") -> bytes:
     """Return a POST request with a JSON body."""
-    data = json.dumps(body).encode()
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [f"POST {path} HTTP/{version}", "Host: x", f"Content-Length: {len(data)}", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
 
