@@ -4,14 +4,16 @@ models' state and the time.
 Models that wait for memory are served in the order in which their oldest requests began to wait for a load.
 To make room for the first of them, other models are evicted: models without requests first, starting with the
 least recently used, then models with requests. A model stays in memory for at least `min_residence_s` after
-its load began and for at least `MIN_SERVICE_S` after it became ready. A model with requests also stays until
-the first waiting model has waited for `min_residence_s`. During an eviction, running requests have `DRAIN_S`
-to finish; any requests not finished by then continue when their model is loaded again.
+its load began, unless the first waiting model has already waited `DRAIN_S` longer than that, and for at least
+`MIN_SERVICE_S` after it became ready. A model with requests also stays until the first waiting model has
+waited for `min_residence_s`. During an eviction, running requests have `DRAIN_S` to finish; any requests not
+finished by then continue when their model is loaded again.
 
 If two models compete for memory and only one of them fits, they are swapped at most once every
 `min_residence_s`. A request waits at most `min_residence_s` (or the time of a load and `MIN_SERVICE_S`, if
 that is longer), one swap, and 2 × `DRAIN_S`. The second drain is for a request that arrives while its own
-model is being drained. With N competing models, a request may have to wait for N - 1 of these swaps.
+model is being drained. With N competing models, a request may have to wait for N - 2 more swaps, but not for
+another `min_residence_s`: each of the other models then leaves `MIN_SERVICE_S` after it became ready.
 """
 
 from __future__ import annotations
@@ -55,7 +57,10 @@ class Bundle(NamedTuple):
     def evictable_at(self, waiting_since: float, min_residence_s: float) -> float:
         """Return the time from which this bundle may be unloaded in favour of a bundle whose oldest request
         has waited since `waiting_since`."""
-        earliest = max(self.load_began_at + min_residence_s, self.ready_at + MIN_SERVICE_S)
+        residence_ends_at = self.load_began_at + min_residence_s
+        # With three models, the third one would otherwise wait for the residence of both others.
+        residence_ends_at = min(residence_ends_at, waiting_since + min_residence_s + DRAIN_S)
+        earliest = max(residence_ends_at, self.ready_at + MIN_SERVICE_S)
         return max(earliest, waiting_since + min_residence_s) if self.busy else earliest
 
 

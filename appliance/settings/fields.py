@@ -163,7 +163,8 @@ class OnDemandSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
     `appliance models fit`. Default: the available memory. On GPUs, `gpu_memory_utilization` is the limit."""
     min_residence_s: Seconds = 10.0
     """Minimum time in seconds for which a model keeps its memory, counted from when it begins to load. A
-    model that has requests also keeps its memory until requests for another model have waited this long."""
+    model that has requests also keeps its memory until requests for another model have waited this long. A
+    model leaves earlier if requests for another model have already waited 5 s longer than this."""
 
 
 class UnixSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):

@@ -160,8 +160,9 @@ class Machine:
 
 def longest_wait_s(load_s: float, models: int = 2) -> float:
     """Return the bound stated in docs/models.md, plus the time added by this simulation's ticks."""
-    turn_s = max(RESIDENCE_S, load_s + MIN_SERVICE_S) + DRAIN_S + UNLOAD_S + load_s
-    return (models - 1) * turn_s + DRAIN_S + UNLOAD_S + 10 * models * TICK_S
+    swap_s = DRAIN_S + UNLOAD_S + load_s
+    first_s = max(RESIDENCE_S, load_s + MIN_SERVICE_S) + swap_s
+    return first_s + (models - 2) * (MIN_SERVICE_S + swap_s) + DRAIN_S + UNLOAD_S + 10 * models * TICK_S
 
 
 ARRIVALS = st.lists(
@@ -218,6 +219,32 @@ def test_two_busy_models_change_places_at_the_minimum_residence() -> None:
     gaps = [second[0] - first[0] for first, second in zip(machine.loads, machine.loads[1:], strict=False)]
     assert len(machine.loads) > 6 and min(gaps) >= RESIDENCE_S
     assert {name for _, name in machine.loads} == {"a", "b"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 120), st.sampled_from("abc"), st.sampled_from([0.05, 0.5, 3.0, 30.0])),
+        min_size=1,
+        max_size=80,
+    ),
+    st.sampled_from([0.2, 3.0, 15.0]),
+)
+def test_with_three_models_a_request_waits_for_one_residence_and_two_swaps(
+    arrivals: list[tuple[float, str, float]], load_s: float
+) -> None:
+    machine = Machine(*map(Model, "abc"), load_s=load_s)
+    machine.run(arrivals)
+    assert max(machine.waits) <= longest_wait_s(load_s, models=3)
+
+
+@pytest.mark.parametrize("every_s", [0.0, 0.1, 0.3, 0.5, 1.0])
+def test_the_pattern_a_b_a_a_c_waits_at_most_a_residence_one_swap_and_10_s(every_s: float) -> None:
+    # A load takes 3.6 s. The second swap that the third model waits for fits into the 10 s.
+    machine = Machine(*map(Model, "abc"), load_s=3.6)
+    machine.run([(every_s * number, name, 0.5) for number, name in enumerate("abaac" * 40)])
+    assert max(machine.waits) <= RESIDENCE_S + 3.6 + 10.0
+    assert machine.most_loads_in(60.0) <= 60.0 / (RESIDENCE_S / 2) + 1
 
 
 def test_the_pattern_a_b_a_a_c_needs_one_load_for_each_model() -> None:
