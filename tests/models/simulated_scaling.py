@@ -16,6 +16,15 @@ MEAN_RUN_S = 8.0
 """One replica serves two requests per second."""
 
 
+def recorded_shares(points: int) -> list[float]:
+    """Return the recorded load at this many points, as shares of its peak. Each point is the mean of equally
+    many intervals of the recording; the incomplete last group is omitted."""
+    requests = json.loads(RECORDED.read_text())["requests"]
+    size = len(requests) // points
+    sums = [sum(requests[size * number : size * (number + 1)]) for number in range(points)]
+    return [one / max(sums) for one in sums]
+
+
 def recorded_arrivals(seed: int) -> list[float]:
     """Return the times at which the recorded requests arrive, in seconds. Within each interval of the
     recording, the times are drawn at random with the given seed."""
