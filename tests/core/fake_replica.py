@@ -2,7 +2,8 @@
 sample.
 
 `fake.json` in the model's folder may contain {"fatal": [kind, message]}, {"exit": code}, or {"hang": true}.
-With "hang", the replica stops sending messages while it loads, until "hang" is removed from the file. A file
+With "hang", the replica stops sending messages while it loads, until "hang" is removed from the file. With
+{"child": true}, the replica starts a process that survives it, and writes its process id to `child`. A file
 named `step.json`, such as {"announced_s": 2.0, "seconds": 9.0}, makes the next step long and is then deleted.
 """
 
@@ -15,6 +16,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -97,6 +99,9 @@ class FakeReplica:
         script = Path(spec.model_path) / "fake.json"
         while "hang" in (does := said(script)):
             time.sleep(0.05)  # A replica that hangs does not read messages, like a rank that is loading.
+        if does.pop("child", False):
+            child = subprocess.Popen(["sleep", "600"])
+            (self.folder / "child").write_text(str(child.pid))
         if "fatal" in does:
             self.control.send(Fatal(*does["fatal"]))
         if does:

@@ -1,0 +1,45 @@
+"""Tests that an unload reports memory that was not returned, in a real core."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from appliance.actions.parameters import AddModel, LoadModel, UnloadModel
+from tests.core.conftest import Service
+
+pytestmark = pytest.mark.system
+
+
+def test_a_process_that_survives_an_unload_is_named_until_the_model_is_loaded_again(
+    make_service: Callable[..., Service], tmp_path: Path
+) -> None:
+    service = make_service()
+    folder = tmp_path / "late"
+    folder.mkdir()
+    for file in (tmp_path / "m").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "fake.json").write_text(json.dumps({"child": True}))
+    service.start()
+    service.wait_ready()
+    service.admin.act(AddModel(name="late", folder=str(folder)))
+    service.admin.act(LoadModel(model="late", wait=True))
+    # The fake replica writes into the folder, so a later comparison with the manifest would fail.
+    child = int((folder / "child").read_text())
+    (folder / "child").unlink()
+    try:
+        unloaded = service.admin.act(UnloadModel(model="late", wait=True))
+        assert unloaded.state == "available"
+        assert f"still exist although they were killed: {child} (state S)" in unloaded.detail
+        assert any(f"{child} (state S)" in one.what for one in service.admin.status().problems)
+    finally:
+        os.kill(child, signal.SIGKILL)
+    service.admin.act(LoadModel(model="late", wait=True))
+    os.kill(int((folder / "child").read_text()), signal.SIGKILL)
+    (folder / "child").unlink()
+    assert service.admin.act(UnloadModel(model="late", wait=True)).detail == ""
