@@ -8,19 +8,20 @@ from collections.abc import Iterator
 from appliance.traffic.request import Request
 
 _CHECK_EVERY_S = 0.05
-_MAX_VOID = 64
+_MAX_VOID = 1024
 """Void entries are not removed while there are fewer than this many. An entry is void once its request is no
-longer waiting. The number is small because each entry keeps about 2 KB of its request in memory."""
+longer waiting."""
 
 
 class Checks:
     """Waiting requests, ordered by the time of their next check."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Request]] = []
+        self._waiting: dict[str, Request] = {}
+        self._heap: list[tuple[float, int, str]] = []
+        """Time of each check, a serial number, and the request's id. Void entries contain no request, because
+        a request takes several KB of memory."""
         self._serial = 0
-        self._waited = 0
-        """Number of waiting requests at the last removal of void entries."""
 
     def push(self, request: Request, timeout_s: float, now: float) -> None:
         """Schedule the check of a waiting request. The check is due at the request's timeout, or earlier if
@@ -29,15 +30,19 @@ class Checks:
         if request.deadline_at is not None:
             due = min(due, max(request.begin_by or request.deadline_at, now + _CHECK_EVERY_S))
         self._serial += 1
-        heapq.heappush(self._heap, (due, self._serial, request))
-        if len(self._heap) > 2 * self._waited + _MAX_VOID:
-            self._heap = [check for check in self._heap if check[2].queued_at is not None]
+        self._waiting[request.request_id] = request
+        heapq.heappush(self._heap, (due, self._serial, request.request_id))
+        if len(self._heap) > 2 * len(self._waiting) + _MAX_VOID:
+            self._heap = [check for check in self._heap if check[2] in self._waiting]
             heapq.heapify(self._heap)
-            self._waited = len(self._heap)
+
+    def remove(self, request: Request) -> None:
+        """Cancel the checks of a request that no longer waits."""
+        self._waiting.pop(request.request_id, None)
 
     def due(self, now: float) -> Iterator[Request]:
         """Remove and yield the waiting requests whose check is due."""
         while self._heap and self._heap[0][0] <= now:
-            request = heapq.heappop(self._heap)[2]
-            if request.queued_at is not None:
+            request = self._waiting.get(heapq.heappop(self._heap)[2])
+            if request is not None:
                 yield request

@@ -115,6 +115,7 @@ class RequestLifecycle:
         if request.queued_at is None:
             return
         request.queued_at = None
+        self._checks.remove(request)
         self._count_waiting(request, -1)
         if not self._state.pauses.let_go(request):
             model = self._state.models[request.unit]
