@@ -320,8 +320,8 @@ class AddModel(_Parameters):
 
 
 class LoadModel(_Parameters):
-    """Load a version of a model. If it does not fit into memory, idle models that are not pinned are removed
-    from memory first."""
+    """Load a version of a model, or a model of the settings that is not required. If it does not fit into
+    memory, idle models that are not pinned are removed from memory first."""
 
     model: ModelVersion
     wait: Annotated[
