@@ -1,7 +1,8 @@
 """Tests that commands send and show no data if the service's directory in /tmp, or the process behind a
-socket, belongs to another user.
+socket, belongs to another user; and that mistakes on the command line change nothing in a running service.
 
-The commands run as one unprivileged user and the attacker runs as another. Only root can start both.
+In the tests of ownership, the commands run as one unprivileged user and the attacker runs as another. Only
+root can start both.
 """
 
 from __future__ import annotations
@@ -20,9 +21,14 @@ from typing import Any
 
 import pytest
 
+from appliance.actions.parameters import CancelRequest, DrainService, ResumeService
+from appliance.client import AdminClient
 from store.requests import RequestLog, RequestRow
 from store.schemas import HISTORY
 from store.writer import Writer
+from tests.system.attacks.conftest import Target
+from tests.system.service import APPLIANCE, Service
+from tests.system.test_deaths import Stream
 
 pytestmark = [
     pytest.mark.system,
@@ -302,3 +308,115 @@ def test_a_directory_that_root_gave_to_the_services_user_is_trusted(commands: Co
         assert requests[0] == 0 and "req-forged" in requests[1], requests
     finally:
         shutil.rmtree(place)
+
+
+_AS_INSTALLED = """
+set -e
+mount -t tmpfs -o mode=755 none /run
+mkdir -p /run/systemd/system /run/appliance
+cp "$2" /run/forged.lock
+test -z "$1" || mount --bind "$1" /run/appliance
+mount -t tmpfs -o mode=1777 none /tmp
+mkdir /tmp/appliance-0
+cp /run/forged.lock /tmp/appliance-0/service.lock
+chown -R "$3" /tmp/appliance-0
+mount -t tmpfs -o mode=755 none /etc/systemd/system
+touch /etc/systemd/system/appliance.service
+exec "$4" status --json
+"""
+"""Runs `appliance status` as root in a mount namespace where systemd has the service's unit, and where
+another user has created root's default directory in /tmp. If $1 is not empty, the run directory $1 is
+/run/appliance."""
+
+
+def status_as_installed(running: Service, run_dir: str) -> subprocess.CompletedProcess[str]:
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", _AS_INSTALLED, "sh"]
+    arguments = [run_dir, str(running.run_dir / "service.lock"), str(ATTACKER), APPLIANCE]
+    return subprocess.run(
+        [*command, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_systemds_service_precedes_a_directory_in_tmp_and_is_not_replaced(attacked: Target) -> None:
+    running = attacked.running
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("needs the right to create a mount namespace")
+    found = status_as_installed(running, str(running.run_dir))
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout)["pid"] == running.process.pid
+    stopped = status_as_installed(running, "")
+    assert stopped.returncode == 1
+    assert stopped.stderr.endswith("start the service with: systemctl start appliance\n"), stopped.stderr
+
+
+def command(running: Service, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command without a terminal."""
+    return subprocess.run(
+        [APPLIANCE, *words, "--run-dir", str(running.run_dir)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_without_a_terminal_a_dangerous_action_needs_yes_and_else_changes_nothing(attacked: Target) -> None:
+    running = attacked.running
+    (key,) = (one for one in running.command("keys", "list") if one["tenant"] == "acme")
+    stream = Stream(running, max_tokens=1900)
+    assert stream.begun.wait(60)
+    (request_id,) = (row["request_id"] for row in running.rows(state="open"))
+    for words in (
+        ("drain",),
+        ("keys", "revoke", key["id"]),
+        ("tenants", "delete", "acme"),
+        ("requests", "cancel", request_id),
+    ):
+        refused = command(running, *words)
+        assert refused.returncode == 2 and "--yes" in refused.stderr, (words, refused.stderr)
+    assert running.status()["state"] == "ready" and running.status()["drains"] == []
+    assert running.command("keys", "list", "--tenant", "acme") == [key]
+    (row,) = running.rows(request_id=request_id)
+    assert row["status"] in (None, 200)
+    if row["status"] is None:
+        running.act(CancelRequest(request_id=request_id))
+    stream.join(120)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("requests", "-n", "99999999999999999999"),
+        ("requests", "--since", "99999999999d"),
+        ("audit", "list", "--since", "99999999999d"),
+        ("logs", "-n", "99999999999999999999"),
+    ],
+    ids=" ".join,
+)
+def test_absurd_values_are_refused_with_the_range(attacked: Target, words: tuple[str, ...]) -> None:
+    refused = command(attacked.running, *words)
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert words[-2] in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_a_drain_announces_no_end_that_its_requests_cannot_meet(attacked: Target) -> None:
+    running = attacked.running
+    streams = [Stream(running, max_tokens=1900) for _ in range(5)]
+    assert all(stream.begun.wait(60) for stream in streams)
+    try:
+        with AdminClient(running.run_dir) as admin:
+            admin.drain(DrainService(grace_s=2.0))
+            seen = []
+            while (drain := admin.status().drains[0]).state != "drained":
+                if drain.running == 5:
+                    seen.append(drain)
+                time.sleep(0.1)
+        assert drain.ended == 5
+        for one in seen:
+            assert one.eta_s is None or one.eta_s > 0.1, one
+            assert one.tokens_left > 0
+        assert seen
+    finally:
+        running.act(ResumeService())
+        for stream in streams:
+            stream.join(120)

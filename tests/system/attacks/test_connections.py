@@ -139,6 +139,18 @@ def test_idle_connections_lock_nobody_out_of_metrics_or_administration(attacked:
         wait_for(lambda: is_closed(first[0]), "the oldest idle connection to be closed")
 
 
+def test_without_a_key_the_readiness_of_a_model_reveals_nothing(attacked: Target) -> None:
+    def asked(name: str, *headers: str) -> bytes:
+        lines = [f"GET /health/ready?model={name} HTTP/1.1", "Host: x", "Connection: close", *headers]
+        answer = exchange(attacked.tcp, "\r\n".join(lines).encode() + b"\r\n\r\n")
+        status, _, rest = answer.partition(b"\r\n")
+        return status + rest.partition(b"\r\n\r\n")[2]
+
+    assert asked("demo") == asked("unknown") and asked("demo").startswith(b"HTTP/1.1 401 ")
+    assert asked("demo", attacked.authorization).startswith(b"HTTP/1.1 200 ")
+    assert asked("unknown", attacked.authorization).startswith(b"HTTP/1.1 404 ")
+
+
 def test_wrong_keys_leave_one_line_and_are_visible(attacked: Target) -> None:
     def logged(text: str) -> list[str]:
         lines = attacked.running.log_path.read_text().splitlines()

@@ -8,13 +8,17 @@ import shutil
 import sqlite3
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
+from msgspec.structs import replace
 
 from store.control import ControlStore
+from store.requests import RequestLog, RequestRow
 from store.schemas import CONTENTS, HISTORY
 from store.writer import Writer
 from tests.system.attacks.reading import doctor, no_problem, problem
@@ -119,6 +123,29 @@ def test_with_damaged_logs_the_service_starts_serves_and_says_so(stopped: Servic
         (stopped.state_dir / name).write_bytes(before[name])
 
 
+def test_a_log_that_is_damaged_while_the_service_runs_stops_no_request_and_is_reported(
+    stopped: Service,
+) -> None:
+    path = stopped.state_dir / "history.db"
+    before = path.read_bytes()
+    fill(path)
+    stopped.start()
+    try:
+        no_problem(stopped)
+        with path.open("r+b") as file:
+            file.seek(PAGE_BYTES)
+            file.write(b"\xa5" * (path.stat().st_size - PAGE_BYTES))
+        with load(stopped, logged=False):
+            problem(stopped, "history.db", "not a valid SQLite database")
+            assert any("history.db" in text and "restore a backup" in text for text in doctor(stopped))
+        assert answer(stopped)
+    finally:
+        stopped.stop()
+    for suffix in ("-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    path.write_bytes(before)
+
+
 def test_a_full_disk_stops_no_request_and_costs_no_row(running: Service, disk: Path) -> None:
     ballast = disk / "ballast"
     with load(running):
@@ -154,6 +181,17 @@ def test_deleted_databases_are_written_back(running: Service) -> None:
     running.command("audit", "verify")
 
 
+def test_a_locked_request_log_stops_no_request_and_costs_no_row(running: Service) -> None:
+    with load(running):
+        with closing(sqlite3.connect(running.state_dir / "history.db", isolation_level=None)) as intruder:
+            intruder.execute("BEGIN IMMEDIATE")
+            problem(running, "history.db", "locked")
+            assert any("history.db" in text and "locked" in text for text in doctor(running))
+            assert answer(running)
+            intruder.execute("ROLLBACK")
+        no_problem(running)
+
+
 def test_a_change_that_failed_for_a_lock_is_not_made_later(running: Service) -> None:
     with closing(sqlite3.connect(running.state_dir / "control.db", isolation_level=None)) as intruder:
         intruder.execute("BEGIN IMMEDIATE")
@@ -179,6 +217,17 @@ def test_a_disk_that_becomes_read_only_stops_no_request(running: Service, disk: 
         assert any("history.db" in text for text in doctor(running))
         assert answer(running)
     assert running.status()["databases"][1]["dropped_rows"] == 0
+
+
+def fill(path: Path) -> None:
+    """Add so many requests to the log that its pages do not fit into the service's page cache."""
+    writer = Writer(path, HISTORY, synchronous="NORMAL")
+    writer.start()
+    log = RequestLog(writer)
+    for _ in range(10_000):
+        row = RequestRow(request_id=f"req-{uuid4()}", created_at=time.time(), endpoint="/v1/completions")
+        log.end(replace(row, finished_at=time.time(), status=200))
+    writer.close()
 
 
 def damage(path: Path) -> bytes:
