@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,25 @@ def test_a_stopped_rank_is_noticed_and_replaced_and_its_streams_go_on() -> None:
         assert stream.error is None and stream.text == undisturbed.text
         assert running.replica()["pids"] != pids
         no_problem(running)
+
+
+def test_a_step_that_takes_longer_than_the_deadline_counts_neither_as_silence_nor_as_a_hang() -> None:
+    """One step computes four prompts. It takes several seconds, and the replica does not report meanwhile."""
+    deadline_s = 1.0
+    tokens = ["--max-num-batched-tokens", "8192", "--kv-blocks", "300"]
+    with configured(f"hang_timeout_s = {deadline_s}\n", *tokens) as running, ThreadPoolExecutor(1) as thread:
+        prompts = [[100 + prompt] * 2000 for prompt in range(4)]
+        body = {"model": "demo", "prompt": prompts, "max_tokens": 1}
+        with running.http() as http:
+            asked = thread.submit(http.post, "/v1/completions", json=body)
+            seen = []
+            while not asked.done():
+                seen.append(running.replica())
+            assert asked.result().status_code == 200, asked.result().text
+        assert max(one["last_report_s"] for one in seen) > 1.5 * deadline_s
+        assert {one["state"] for one in seen} == {"ready"}
+        after = running.replica()
+        assert (after["restarts"], after["pids"]) == (0, seen[0]["pids"])
 
 
 def test_a_silent_replica_gets_no_new_requests_while_another_one_serves(two_replicas: Service) -> None:
