@@ -13,13 +13,13 @@ pytestmark = pytest.mark.system
 
 
 def test_memory_rises_with_the_first_use_of_each_kv_block_and_then_stays() -> None:
-    draw, blocks = random.Random(11), 1000
+    draw, blocks = random.Random(11), 400
     with service("--kv-blocks", str(blocks)) as running:
         kv_mb = running.replica()["kv_bytes"] / MEGABYTE
         # The first prompts of this length also allocate the workspace and compile kernels.
         first = fill_kv_cache(running, 30, draw)
         full = fill_kv_cache(running, blocks, draw)
         again = fill_kv_cache(running, blocks, draw)
-    assert kv_mb > 500  # far more than the workspace, which the allocator sometimes frees
+    assert kv_mb > 200  # far more than the workspace, which the allocator sometimes frees
     assert 0.7 * kv_mb < full - first < 1.1 * kv_mb
     assert again - full < 0.1 * kv_mb
