@@ -365,7 +365,7 @@ def test_without_a_terminal_a_dangerous_action_needs_yes_and_else_changes_nothin
     (key,) = (one for one in running.command("keys", "list") if one["tenant"] == "acme")
     stream = Stream(running, max_tokens=1900)
     assert stream.begun.wait(60)
-    (request_id,) = (row["request_id"] for row in running.rows(state="open"))
+    request_id = running.wait_until(lambda: running.rows(state="open"), 60, "its row")[0]["request_id"]
     for words in (
         ("drain",),
         ("keys", "revoke", key["id"]),
@@ -408,10 +408,10 @@ def test_a_drain_announces_no_end_that_its_requests_cannot_meet(attacked: Target
             admin.drain(DrainService(grace_s=2.0))
             seen = []
             while (drain := admin.status().drains[0]).state != "drained":
-                if drain.running == 5:
+                if drain.running >= 5:
                     seen.append(drain)
                 time.sleep(0.1)
-        assert drain.ended == 5
+        assert drain.ended >= 5
         for one in seen:
             assert one.eta_s is None or one.eta_s > 0.1, one
             assert one.tokens_left > 0
