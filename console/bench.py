@@ -1,7 +1,8 @@
 """Measures the resources that the console uses: `python -m console.bench`. It shows a recorded load of 500
 requests, 16,384 blocks, 8 GPUs and 20 tenants at 2 Hz on a pseudo-terminal of 120×40 characters. It prints
-the CPU share of the console's process, the bytes per second sent to the terminal, and the time from a
-keypress to the first byte of output."""
+the time to the first frame, the CPU share of the console's process, the bytes per second sent to the
+terminal, and the time from a keypress to the first byte of output, each beside its limit. Its exit code is 1
+if a limit is exceeded. `scripts/bench_events` measures what the stream costs the core."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ import select
 import signal
 import statistics
 import struct
-import subprocess
 import sys
 import termios
 import time
@@ -29,6 +29,10 @@ _ROW_KEYS, _PAUSE_KEYS = "jk", "pp"
 """Keys that always change the screen. A key that changed nothing would produce no output, and the measurement
 would wait for the output of the next snapshot."""
 _LIMITS = {"cpu": 0.05, "bytes_per_s": 15_000.0, "echo_p95_ms": 50.0}
+_START_LIMITS_S = {"total": 1.2, "after imports": 0.5}
+_IMPORTED = b"imports ended"
+"""The child process prints this text after its imports."""
+_FIRST_FRAME = b"Overview"
 
 
 class ScreenCosts(NamedTuple):
@@ -44,11 +48,12 @@ class ScreenCosts(NamedTuple):
 class Terminal:
     """A console on a pseudo-terminal."""
 
-    def __init__(self, theme: str) -> None:
+    def __init__(self, *arguments: str) -> None:
+        """Run a Python module with its arguments."""
         self._pid, self._descriptor = pty.fork()
         if self._pid == 0:
             os.environ.update(TERM="xterm-256color", COLORTERM="truecolor")
-            os.execv(sys.executable, [sys.executable, "-m", "console.bench", "--child", theme])
+            os.execv(sys.executable, [sys.executable, "-m", *arguments])
         fcntl.ioctl(self._descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", _ROWS, _COLUMNS, 0, 0))
 
     def read_for(self, seconds: float) -> int:
@@ -96,7 +101,7 @@ class Terminal:
 
 def measure(screens: dict[str, str], theme: str, seconds: float, presses: int) -> list[ScreenCosts]:
     """Measure the given screens. `screens` maps each screen's name to the key that opens it."""
-    terminal = Terminal(theme)
+    terminal = Terminal("console.bench", "--child", theme)
     terminal.wait_for(b"Latency")
     results = []
     for name, key in screens.items():
@@ -111,6 +116,34 @@ def measure(screens: dict[str, str], theme: str, seconds: float, presses: int) -
         results.append(ScreenCosts(name, cpu, count / span, statistics.quantiles(echoes, n=20)[-1]))
     terminal.close()
     return results
+
+
+def start_times(theme: str, starts: int) -> dict[str, float]:
+    """Return the medians of the times to the first frame, in seconds: of the command `appliance console
+    --demo` since the start of its process, and of the same console since the end of its imports."""
+    found: dict[str, list[float]] = {name: [] for name in _START_LIMITS_S}
+    for _ in range(starts):
+        began = time.monotonic()
+        terminal = Terminal("appliance.cli", "console", "--demo", "--theme", theme)
+        terminal.wait_for(_FIRST_FRAME)
+        found["total"].append(time.monotonic() - began)
+        terminal.close()
+        terminal = Terminal("console.bench", "--start", theme)
+        terminal.wait_for(_IMPORTED)
+        began = time.monotonic()
+        terminal.wait_for(_FIRST_FRAME)
+        found["after imports"].append(time.monotonic() - began)
+        terminal.close()
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def _start(theme: str) -> None:
+    """Run the console of `appliance console --demo`, and report the end of its imports."""
+    from console.fake import FakeSource
+    from console.run import run
+
+    os.write(1, _IMPORTED)
+    run(FakeSource(), write=False, theme=theme, keys=None)
 
 
 def _child(theme: str) -> None:
@@ -142,25 +175,44 @@ def _child(theme: str) -> None:
     ConsoleApp(source, theme=theme).run()
 
 
-def main() -> None:
+def main() -> int:
+    """Print the measurements, and return 1 if a limit is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--theme", default="ansi")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of each measurement")
     parser.add_argument("--presses", type=int, default=40, help="number of keys to press")
+    parser.add_argument("--starts", type=int, default=5, help="number of starts to measure")
     parser.add_argument("--child", metavar="THEME", help=argparse.SUPPRESS)
+    parser.add_argument("--start", metavar="THEME", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.child:
         _child(flags.child)
-        return
-    start = time.monotonic()
-    subprocess.run([sys.executable, "-c", "import console.app"], check=True)
-    print(f"import of the console: {time.monotonic() - start:.2f} s, including interpreter startup")
+        return 0
+    if flags.start:
+        _start(flags.start)
+        return 0
+    exceeded = False
+
+    def verdict(within: bool) -> str:
+        nonlocal exceeded
+        exceeded |= not within
+        return "ok" if within else "EXCEEDED"
+
+    for name, measured in start_times(flags.theme, flags.starts).items():
+        limit = _START_LIMITS_S[name]
+        print(f"first frame, {name}: {measured:.2f} s, limit {limit:.1f} s  {verdict(measured <= limit)}")
     screens = {"overview": "1", "batches": "2", "kv": "3", "requests": "4", "gpus": "5", "tenants": "7"}
     print(f"{'screen':<12}{'cpu':>8}{'bytes/s':>10}{'echo p95':>12}")
     for one in measure(screens, flags.theme, flags.seconds, flags.presses):
-        print(f"{one.screen:<12}{one.cpu:>8.1%}{one.bytes_per_s:>10,.0f}{one.echo_p95_ms:>9.0f} ms")
-    print(f"limits: {_LIMITS['cpu']:.0%}, {_LIMITS['bytes_per_s']:,.0f}, {_LIMITS['echo_p95_ms']:.0f} ms")
+        within = all(getattr(one, name) <= limit for name, limit in _LIMITS.items())
+        row = f"{one.screen:<12}{one.cpu:>8.1%}{one.bytes_per_s:>10,.0f}{one.echo_p95_ms:>9.0f} ms"
+        print(f"{row}  {verdict(within)}")
+    print(
+        f"{'limit':<12}{_LIMITS['cpu']:>8.0%}{_LIMITS['bytes_per_s']:>10,.0f}"
+        f"{_LIMITS['echo_p95_ms']:>9.0f} ms"
+    )
+    return int(exceeded)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
