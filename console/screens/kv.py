@@ -17,6 +17,8 @@ from console.screens.panels import history_chart, kv_bar, shown_span
 _CONTEXT_ROWS = 7
 _LETTERS = {"braille": "·▒█▓", "block": "·▒█▓", "ascii": ".c#S"}
 _STATE_ROLES = ("free", "cached", "used", "shared")
+_SHARING_ROLES = ("free", "cached", "track", "shared")
+"""Roles that highlight only blocks whose prefix several sequences use or could use."""
 _AGE_ROLES = ("used", "used", "s1", "s1", "s5", "s5", "cached", "cached")
 
 
@@ -152,8 +154,7 @@ class KvView(View):
                 if (owner := owners[start]) < len(tenant_roles):
                     letter, role = tenant_letters[owner], tenant_roles[owner]
             elif self.variant == "sharing":
-                # Highlight only blocks whose prefix several sequences use or could use.
-                role = {2: "track", 3: "shared"}.get(state, role)
+                role = _SHARING_ROLES[state]
             elif self.variant == "age" and state and blocks.ages is not None:
                 age = blocks.ages[start]
                 letter, role = str(min(9, age)), _AGE_ROLES[min(age, len(_AGE_ROLES) - 1)]
@@ -171,14 +172,15 @@ class KvView(View):
                 row += [span(f"{_tenant_letter(name)} ", _tenant_role(name)), span(f"{name}  ", "dim")]
             return clip(row, width)
         if self.variant == "age":
-            row.append(span("0: in use or <1 s, 3: 7 s, 6: 1 min, 9: ≥8 min since the last use", "dim"))
+            row.append(span("0: in use or <1 s, 3: 7 s, 6: 1 min, 9: ≥8 min since use", "dim"))
             return clip(row, width)
+        roles = _SHARING_ROLES if self.variant == "sharing" else _STATE_ROLES
         for number, name in enumerate(BLOCK_STATES):
             count = blocks.states.count(number) * blocks.stride
             # The number of used blocks above the map includes the shared ones.
             row.append(span("+ " if name == "shared" else "", "dim"))
             row += [
-                span(f"{marks[number]} ", _STATE_ROLES[number]),
+                span(f"{marks[number]} ", roles[number]),
                 span(name, "label"),
                 span(f" {count:,}  ", "dim"),
             ]

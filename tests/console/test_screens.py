@@ -220,6 +220,29 @@ def test_the_queue_distinguishes_no_wait_from_an_unknown_wait(shown: ConsoleSess
         assert [row.split()[3] for row in rows if row.startswith("P0")] == [text]
 
 
+@pytest.mark.parametrize("variant", ["state", "sharing"])
+def test_the_legend_of_the_map_has_the_colours_of_the_map(variant: str) -> None:
+    made = session(195, interval_s=1.0)
+    made.run("screen kv")
+    while made.view.variant != variant:
+        made.run("variant")
+    rows = made.lines(80, 24)
+    legend = next(number for number, row in enumerate(rows) if plain(row).startswith("1 cell ="))
+    colours = {one.text[0]: one.role for one in rows[legend] if one.text[:1] in tuple("·▒█▓")}
+    assert set(colours) == set("·▒█▓")
+    shown = {(one.text[0], one.role) for row in rows[5:legend] for one in row if one.text[:1] in colours}
+    assert shown - {("▒", "tab")} <= set(colours.items())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_legend_of_the_ages_fits(size: tuple[int, int]) -> None:
+    made = session(195, interval_s=1.0)
+    made.run("screen kv")
+    while made.view.variant != "age":
+        made.run("variant")
+    assert any("≥8 min since use" in plain(row) for row in made.lines(*size))
+
+
 def test_a_small_terminal_gets_one_line_per_fact(shown: ConsoleSession) -> None:
     shown.run("screen overview")
     lines = [plain(row) for row in shown.lines(50, 16)]
