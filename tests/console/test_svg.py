@@ -18,13 +18,17 @@ from rich.color import Color
 from rich.console import Console
 from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
+from textual.screen import ModalScreen
 
+import console.dialogs
+import console.past_dialogs
 from console.app import ConsoleApp
+from console.dialogs import ActionDialog, ChoiceDialog, TextDialog
 from console.fake import FIXED_TIME
 from console.lines import Line
 from console.past_dialogs import SliceDialog, TimeDialog
 from console.replay import ReplaySource
-from console.screens.registry import all_views
+from console.screens.registry import all_views, alternate_views
 from console.session import ConsoleSession
 from console.stored_recording import file_recording
 from console.themes import BACKGROUNDS, style
@@ -106,7 +110,11 @@ def test_a_screen_looks_like_its_picture(shown: ConsoleSession, name: str, size:
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
 @pytest.mark.parametrize(
-    "name", ["overview-zoom", "requests-detail", "finished", "finished-detail", "finished-help", "usage"]
+    "name",
+    [
+        *("overview-zoom", "requests-detail", "finished", "finished-detail", "finished-help", "usage"),
+        *(f"{view.name}-{variant}" for view in all_views() for variant in view.variants[1:]),
+    ],
 )
 def test_details_and_alternate_screens_look_like_their_pictures(
     utc: None, name: str, size: tuple[int, int]
@@ -115,8 +123,29 @@ def test_details_and_alternate_screens_look_like_their_pictures(
     screen, _, part = name.partition("-")
     made.run(f"screen {screen}")
     made.lines(*size)
-    made.run({"detail": "open", "help": "help", "zoom": "zoom", "": "move first"}[part])
+    if part in made.view.variants:
+        while made.view.variant != part:
+            made.run("variant")
+    else:
+        made.run({"detail": "open", "help": "help", "zoom": "zoom", "": "move first"}[part])
     compare(f"{name}-{size[0]}x{size[1]}.svg", picture(made.lines(*size), "dark", size[0]))
+
+
+def test_every_screen_and_dialog_has_pictures_of_both_sizes() -> None:
+    drawn = {path.stem for path in PICTURES.glob("*.svg")}
+    screens = {view.name for view in [*all_views(), *alternate_views()]}
+    variants = {f"{view.name}-{variant}" for view in all_views() for variant in view.variants[1:]}
+    for width, height in SIZES:
+        assert {f"{name}-{width}x{height}" for name in screens | variants} <= drawn
+    # One picture shows each kind of dialog.
+    pictured_dialogs = {ActionDialog, ChoiceDialog, TextDialog, TimeDialog, SliceDialog}
+    found = {
+        value
+        for module in (console.dialogs, console.past_dialogs)
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, ModalScreen) and value is not ModalScreen
+    }
+    assert found == pictured_dialogs, "draw a picture of the new dialog"
 
 
 def without_outer_spaces(drawn: str) -> str:
