@@ -15,6 +15,7 @@ from appliance.snapshot import Snapshot
 from console.fake import FIXED_TIME
 from console.lines import plain
 from console.replay import ReplaySource
+from console.screens.registry import all_views
 from console.session import ConsoleSession
 from console.source import SourceError
 from console.stored_recording import StoredRecording, file_recording
@@ -23,7 +24,8 @@ from tests.console.frames import SIZES, source
 from tests.console.recorded import fake_seconds, record
 
 _SECONDS = 40
-_SCREENS = ("overview", "batches", "kv", "requests", "gpus", "models", "tenants", "alerts")
+_SCREENS = tuple(view.name for view in all_views() if not view.required_lists())
+"""The screens that show snapshots. `tests/system/test_time_travel.py` also compares the other screens."""
 
 
 @pytest.fixture(scope="module")
