@@ -353,8 +353,11 @@ def random_mix(seed: int, seconds: float = 5.0) -> Mix:
     kinds: tuple[tuple[str, ...], ...] = ((), ("pause",))
     if replicas > 1:
         kinds = ((), ("death",), ("death", "death"), ("drain",), ("pause",))
+    if probes.crowd > 1:
+        # During a pause, several crowds collect. Together, they need more than one step.
+        kinds = tuple(events for events in kinds if "pause" not in events)
     if probes.kind == "only P0" and probes.crowd > 1:
-        # After a pause, several crowds would wait together. After a drain, a crowd takes more time.
+        # After a drain, a crowd takes more time.
         kinds = ((),)
     strict = QueueRules(background_share=0.0, lifted_share=0.0)
     return Mix(
