@@ -19,6 +19,8 @@ MAX_BAD_WORD_CHARS = 256
 """Maximum length of one bad word. Each word is tokenized twice, with and without a leading space."""
 MAX_TEMPLATE_VARIABLES = 32
 MAX_TEMPLATE_VARIABLE_DEPTH = 200
+MAX_TEMPLATE_VARIABLE_ITEMS = 32_768
+"""Maximum number of values in `chat_template_kwargs`, including the values in its lists and objects."""
 """Maximum nesting depth of lists and objects. It is limited because the code that renders templates is
 recursive."""
 
@@ -105,7 +107,7 @@ class TextFormatField:
         kind = value.get("type") if isinstance(value, dict) else value
         if not isinstance(value, dict) or kind != "text":
             raise FieldError(
-                f'type {str(kind)[:40]!r} is not supported by this server; use {{"type": "text"}} and '
+                f'type {shown(kind)} is not supported by this server; use {{"type": "text"}} and '
                 "describe the desired format in the prompt",
                 UNSUPPORTED,
             )
@@ -328,7 +330,11 @@ class TemplateVariablesField(dict[str, Any]):
         if len(value) > MAX_TEMPLATE_VARIABLES:
             raise FieldError(f"has {len(value)} variables; at most {MAX_TEMPLATE_VARIABLES} are allowed")
         level: list[Any] = [value]
+        items = 0
         for _ in range(MAX_TEMPLATE_VARIABLE_DEPTH):
+            items += sum(map(len, level))
+            if items > MAX_TEMPLATE_VARIABLE_ITEMS:
+                raise FieldError(f"has more than {MAX_TEMPLATE_VARIABLE_ITEMS} values")
             level = [
                 item
                 for container in level

@@ -96,8 +96,10 @@ async def chat_tokens(
                 state, context, shield.hide([shown, variables]), size, inline=HIDE_INLINE_CHARACTERS
             )
             text = await model.template.render(context.identity.tenant, shown, generates, variables)
-            if mark:
-                text = _before_mark(text, mark)
+        if mark:
+            text = _before_mark(text, mark)
+        # A template can produce much more text than the messages contain.
+        with text_memory(state, context, memory + text_bytes([text])):
             steps = model.tokenizer.encode_rendered_steps(
                 text, shield, add_special_tokens, _max_tokens(limit)
             )

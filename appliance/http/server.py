@@ -154,7 +154,7 @@ class HttpServer:
     def admit(self, connection: Connection, peer: Peer) -> bool:
         """Give a new connection a place in a pool. Return False if no place is free."""
         known = self._known(peer)
-        if known and self.known_pool.add(connection):
+        if known and self.known_pool.add(connection, source=peer.source):
             connection.pool, connection.authenticated = self.known_pool, True
         elif self.unknown_pool.add(connection, source=peer.source):
             # If the pool of known clients is full, a known client gets a place in this pool for its 503
@@ -173,7 +173,7 @@ class HttpServer:
         if former is self.known_pool:
             if self.known_pool.assign(connection, tenant):
                 return True
-        elif self.known_pool.add(connection, tenant):
+        elif self.known_pool.add(connection, tenant, source=f"tenant {tenant}"):
             if former is not None:
                 former.remove(connection)
             connection.pool = self.known_pool

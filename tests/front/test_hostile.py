@@ -263,6 +263,20 @@ def test_one_tenant_cannot_take_all_places_of_a_front(own_front: Callable[..., H
         sock.close()
 
 
+def test_idle_connections_of_a_local_user_close_no_connection_of_a_tenant(
+    own_front: Callable[..., Harness],
+) -> None:
+    own = own_front(Limits(max_connections=8))
+    with contextlib.ExitStack() as opened:
+        tenant = opened.enter_context(connect(own, tcp=True))
+        for _ in range(2):
+            tenant.sendall(head("GET", "/v1/models", {"Authorization": f"Bearer {KEY}"}))
+            assert read_answer(tenant).status == 200
+            idle = [opened.enter_context(connect(own)) for _ in range(20)]
+            # The first of them have been closed to free places.
+            assert idle[0].recv(1) == b""
+
+
 def test_a_request_is_dropped_if_its_client_leaves_while_sending(front: Harness) -> None:
     with connect(front) as sock:
         sock.sendall(head("POST", "/v1/completions", {"Content-Length": "100"}) + b"{")

@@ -26,7 +26,12 @@ HUNGRY = (
 )
 TEMPLATE = (
     "{% set asked = messages[0].content %}"
-    "{% if asked == 'endless' %}" + ENDLESS + "{% elif asked == 'hungry' %}" + HUNGRY + "{% else %}"
+    "{% if asked == 'endless' %}"
+    + ENDLESS
+    + "{% elif asked == 'hungry' %}"
+    + HUNGRY
+    + "{% elif asked == 'large' %}"
+    "{{ 'x ' * 4000000 }}{% else %}"
     "{{ asked }}{% endif %}"
 )
 
@@ -98,3 +103,16 @@ def test_a_template_that_exceeds_a_bound_is_refused_and_delays_nobody_else(
     hostile.wait_until(shown, 30, "the problem to appear in the status")
     assert any("'hostile'" in text and message in text for text in doctor(hostile, "warning"))
     assert hostile.ready()
+
+
+def test_rendered_text_counts_against_the_bound_on_waiting_text(hostile: Service) -> None:
+    def tokenize(_: int) -> httpx.Response:
+        with hostile.http() as http:
+            body = {"model": "hostile", "messages": [{"role": "user", "content": "large"}]}
+            return http.post("/tokenize", json=body)
+
+    with ThreadPoolExecutor(12) as threads:
+        answers = list(threads.map(tokenize, range(12)))
+    codes = {(answer.status_code, answer.json()["error"]["code"]) for answer in answers}
+    assert (503, "too_many_prompts") in codes and any(status == 400 for status, _ in codes), codes
+    assert any("waiting to be tokenized" in answer.text for answer in answers)
