@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import langchain_openai
 import openai
 import psutil
 import pytest
+from pydantic import SecretStr
 
 from tests.system.service import Service, service
 
@@ -65,8 +69,6 @@ def of(client: str, path: str, key_header: str = "Authorization", /, **body: Any
 
 
 DEFAULTS = [
-    of("LangChain", CHAT, messages=HI, stream=False),
-    of("LangChain, streamed", CHAT, messages=HI, stream=True, stream_options=USAGE),
     of("LlamaIndex", CHAT, messages=HI, stream=False, temperature=0.1),
     of("LlamaIndex, completions", COMPLETION, prompt="import ", stream=False, temperature=0.1, max_tokens=64),
     of("litellm", CHAT, messages=HI, headers={"User-Agent": "litellm/1.77.0"}),
@@ -76,7 +78,6 @@ DEFAULTS = [
     of("guidellm, completions", COMPLETION, prompt="import ", stream=True,
        stream_options={"include_usage": True, "continuous_usage_stats": True}, max_completion_tokens=16,
        max_tokens=16, stop=None, ignore_eos=True),
-    of("llm", CHAT, messages=HI, stream=True, stream_options=USAGE),
     of("aider", CHAT, messages=TALK, temperature=0, stream=True,
        headers={"HTTP-Referer": "https://aider.chat", "X-Title": "Aider"}),
     of("Continue", CHAT, messages=TALK, max_tokens=64, stream=True, stream_options=USAGE,
@@ -224,6 +225,49 @@ def test_openais_client_with_the_fields_of_vllm(base: str, key: str, azure: bool
     assert len(free.choices[0].prompt_logprobs) == free.usage.prompt_tokens
     assert set(allowed.choices[0].token_ids) <= set(ids[1:3])
     assert banned.choices[0].token_ids[:2] != ids[:2]
+
+
+def test_langchain(base: str, key: str) -> None:
+    model = langchain_openai.ChatOpenAI(
+        base_url=base + "/v1", api_key=SecretStr(key), model="demo", max_completion_tokens=8, temperature=0
+    )
+    answer = model.invoke("What does textwrap.dedent do?")
+    pieces = list(model.stream("What does textwrap.dedent do?", stream_usage=True))
+    assert answer.content and "".join(str(piece.content) for piece in pieces) == answer.content
+    streamed = [piece.usage_metadata for piece in pieces if piece.usage_metadata]
+    assert answer.usage_metadata and streamed[-1]["output_tokens"] == answer.usage_metadata["output_tokens"]
+
+
+LLM_MODELS = """
+- model_id: on-appliance
+  model_name: demo
+  api_base: {base}/v1
+  api_key_name: appliance
+"""
+
+
+def test_the_command_llm(base: str, key: str, tmp_path: Path) -> None:
+    (tmp_path / "extra-openai-models.yaml").write_text(LLM_MODELS.format(base=base))
+    (tmp_path / "keys.json").write_text(json.dumps({"appliance": key}))
+    words = [
+        sys.executable,
+        "-m",
+        "llm",
+        "-m",
+        "on-appliance",
+        "-o",
+        "max_tokens",
+        "8",
+        "-o",
+        "temperature",
+        "0",
+    ]
+    environment = os.environ | {"LLM_USER_PATH": str(tmp_path)}
+    streamed, complete = (
+        run(*words, *options, "What does textwrap.dedent do?", env=environment)
+        for options in ((), ("--no-stream",))
+    )
+    assert streamed.strip() and streamed == complete
 
 
 JAVASCRIPT = """
