@@ -98,6 +98,14 @@ def serve(
             parser=whole_number(1, 1_000_000_000),
         ),
     ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Number of replicas of each model.",
+            parser=whole_number(1, 1024),
+        ),
+    ] = None,
     log_level: Annotated[
         LogLevel | None, typer.Option(help="Minimum level of log messages.", show_default=False)
     ] = None,

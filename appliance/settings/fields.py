@@ -385,6 +385,7 @@ class Flags(msgspec.Struct, kw_only=True):
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     kv_blocks: int | None = None
+    replicas: int | None = None
     load_format: LoadFormat | None = None
 
 

@@ -282,7 +282,7 @@ def test_flags_of_serve_reach_the_core(
         *("serve", "--model", f"a={tmp_path}", "--model", f"b={run_dir}", "--listen", "127.0.0.1:8080"),
         *("--run-dir", run_dir, "--state-dir", tmp_path, "--fronts", 2, "--device", "cpu"),
         *("--dtype", "bfloat16", "--load-format", "dummy", "--tensor-parallel-size", 2, "--max-num-seqs", 8),
-        *("--quantization", "fp8", "--kv-cache-dtype", "fp8"),
+        *("--quantization", "fp8", "--kv-cache-dtype", "fp8", "--replicas", 3),
         *("--max-num-batched-tokens", 256, "--kv-blocks", 99, "--max-model-len", 512, "--log-level", "debug"),
     )
     assert outcome.code == 0
@@ -298,7 +298,7 @@ def test_flags_of_serve_reach_the_core(
         spec = model.spec("a-0")
         assert (spec.dtype, spec.quantization, spec.kv_cache_dtype) == ("bfloat16", "fp8", "fp8")
         assert (model.tensor_parallel_size, model.max_num_seqs, model.max_num_batched_tokens) == (2, 8, 256)
-        assert (model.kv_blocks, model.max_model_len) == (99, 512)
+        assert (model.kv_blocks, model.max_model_len, model.replicas) == (99, 512, 3)
 
 
 def test_settings_that_cannot_be_used_are_told_in_a_line(cli: Run) -> None:
