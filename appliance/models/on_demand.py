@@ -380,10 +380,14 @@ class OnDemand:
             self.evictions[unit, reason] += 1
             self._manager.park(unit)
             self._of(unit).left_at = self._clock()
-        while any(self._manager.of(unit) for unit in leaving):
+        while any(self._manager.of(unit) and self._leaves(unit) for unit in leaving):
             self._observe()
             await asyncio.sleep(_POLL_S)
         self._fronts.publish_configuration()
+
+    def _leaves(self, unit: str) -> bool:
+        """Return whether the unit is still being unloaded. New settings may require it in the meantime."""
+        return self._manager.is_parked(unit) or unit not in self._manager.models
 
     async def _load_at_start(self, bundles: list[Bundle]) -> None:
         """Load the next optional model in the settings, if it fits."""

@@ -442,3 +442,20 @@ def test_a_request_wakes_a_sleeping_version_or_loads_it_again_if_it_does_not_fit
         assert site.manager.history == ["load chat@1", "sleep chat@1", "wake chat@1", *ended]
 
     play(site, scenario)
+
+
+def test_an_eviction_ends_if_new_settings_keep_the_model_loaded(tmp_path: Path) -> None:
+    site = Site(tmp_path, Settings(models={"m": optional(), "other": optional()}))
+
+    async def scenario() -> None:
+        def park(unit: str) -> None:
+            """Simulate a reload that makes the model required while its requests are finishing."""
+            site.manager.history.append(f"kept {unit}")
+
+        await site.until(lambda: site.manager.loaded("m"), "the load of m")
+        site.manager.park = park  # type: ignore[method-assign]
+        async with asyncio.timeout(60):
+            await site.on_demand._evict(("m",), "memory", "a test needs the memory")
+        assert site.manager.history[-1] == "kept m" and site.manager.of("m")
+
+    play(site, scenario)
