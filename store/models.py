@@ -19,6 +19,9 @@ class ModelFile(msgspec.Struct, frozen=True, array_like=True):
     samples: str = ""
     """SHA-256 (hex) of samples of a file that is too large to be read before each start. Empty for smaller
     files, and if the version was added before samples were stored."""
+    mtime_ns: int = 0
+    """When the file was last modified, in nanoseconds of unix time; 0 if the version was added before this
+    time was stored."""
 
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):

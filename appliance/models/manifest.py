@@ -1,10 +1,11 @@
 """The manifest of a model's folder: the size and the SHA-256 of each file. Creating a manifest takes as long
-as reading the files. Checking a manifest reads at most `_WHOLE_BYTES` of each file. Both must not be done on
-the event loop.
+as reading the files. Checking a manifest reads at most `_WHOLE_BYTES` of each file, unless a larger file has
+another modification time. Both must not be done on the event loop.
 
 The contents of a large file are compared by samples. They detect a file that was replaced by another file of
 the same size, because training changes every part of the weights. They do not detect a change of a few bytes
-between two samples; the SHA-256 that `appliance models show` prints does.
+between two samples. Such a change gives the file another modification time. A file with another modification
+time and the same samples is therefore read completely: a copy or `touch` leaves its contents as they were.
 """
 
 from __future__ import annotations
@@ -43,24 +44,27 @@ def read_manifest(folder: str) -> tuple[ModelFile, ...]:
 
 
 def check_manifest(folder: str, files: tuple[ModelFile, ...]) -> None:
-    """Check that the files in a folder still match the manifest. For large files, only the size and the
-    samples are compared, and only the size if the manifest was created before samples were stored. Raises
-    ManifestError."""
+    """Check that the files in a folder still match the manifest. Of a large file, the size and the samples
+    are compared, and the SHA-256 if its modification time differs. If the manifest was created before samples
+    or modification times were stored, they are not compared. Raises ManifestError."""
     known = {file.name: file for file in files}
     try:
-        paths = {path.name: path for path in _files(Path(folder))}
+        paths = {_name(path): path for path in _files(Path(folder))}
         if missing := sorted(known.keys() - paths.keys()):
             raise _changed(Path(folder) / missing[0], "has been deleted")
         if added := sorted(paths.keys() - known.keys()):
             raise _changed(paths[added[0]], "has been created")
         for name, path in paths.items():
-            file, size = known[name], path.stat().st_size
+            file, status = known[name], path.stat()
+            size = status.st_size
             if size != file.bytes:
                 raise _changed(path, f"has changed from {file.bytes} to {size} bytes")
             if size <= _WHOLE_BYTES:
                 same = _sha256(path) == file.sha256
             else:
-                same = file.samples in ("", _samples(path, size))
+                same = file.samples in ("", _samples(path, size)) and (
+                    file.mtime_ns in (0, status.st_mtime_ns) or _sha256(path) == file.sha256
+                )
             if not same:
                 raise _changed(path, "has changed")
     except OSError as error:
@@ -72,8 +76,9 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _describe(path: Path) -> ModelFile:
-    name, size = os.fsencode(path.name).decode(errors="replace"), path.stat().st_size
-    return ModelFile(name, size, _sha256(path), _samples(path, size) if size > _WHOLE_BYTES else "")
+    status = path.stat()  # read first, so that a change during the reads is found later
+    samples = _samples(path, status.st_size) if status.st_size > _WHOLE_BYTES else ""
+    return ModelFile(_name(path), status.st_size, _sha256(path), samples, status.st_mtime_ns)
 
 
 def _sha256(path: Path) -> str:
@@ -98,6 +103,12 @@ def _changed(path: Path, how: str) -> ManifestError:
         f"{path} {how} since this version was added: restore the file, or add the folder as a new version "
         "with: appliance models add"
     )
+
+def _name(path: Path) -> str:
+    """Return a file's name as the manifest contains it: text that can be stored, even if the name is not
+    UTF-8."""
+    return os.fsencode(path.name).decode(errors="backslashreplace")
+
 
 
 def _unreadable(error: OSError) -> ManifestError:
