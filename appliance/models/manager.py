@@ -29,7 +29,8 @@ from appliance.channel.served_models import ServedModel
 from appliance.models.cgroups import ReplicaCgroups, descendants
 from appliance.models.changes import describe_change
 from appliance.models.fit import MemoryShortage, shortage_beside
-from appliance.models.freed_memory import why_held
+from appliance.models.freed_memory import find_held
+from appliance.models.manifest import find_problem
 from appliance.models.placement import GpuPlacement, machine_topology
 from appliance.models.replica import FilesCheck, Launch, Preflight, Replica
 from appliance.models.replica_connections import FrontChannels, ReplicaConnections
@@ -310,14 +311,16 @@ class ModelManager:
         if not self.replicas and limit_gb is None:
             return MemoryShortage()  # the replica itself reports why it cannot load
         return await asyncio.to_thread(
-            shortage_beside,
-            settings,
-            self._placement.choose(settings.tensor_parallel_size),
-            settings.replica_range()[0] if count is None else count,
-            others=[replica.settings for replica in self.replicas if not replica.sleeping.asleep],
-            limit_bytes=None if limit_gb is None else int(limit_gb * 1e9),
+            lambda: shortage_beside(
+                settings,
+                self._placement.choose(settings.tensor_parallel_size),
+                settings.replica_range()[0] if count is None else count,
+                others=others,
+                limit_bytes=None if limit_gb is None else int(limit_gb * 1e9),
+            )
         )
 
+        others = [replica.settings for replica in self.replicas if not replica.sleeping.asleep]
     async def why_not_beside(self, settings: ModelSettings, count: int = 1) -> str:
         """Return the reason why `count` replicas with these settings cannot run alongside the running
         replicas, or an empty string if they can."""

@@ -31,8 +31,8 @@ class GpuPlacement:
 
     def choose(self, count: int) -> list[int]:
         """Return the numbers of the GPUs that another replica would get, or an empty list if this object does
-        not choose GPUs."""
-        used = [gpu for gpus in self._of.values() for gpu in gpus]
+        not choose GPUs. May be called in any thread."""
+        used = [gpu for gpus in list(self._of.values()) for gpu in gpus]
         replicas = [used.count(gpu) for gpu in range(len(self._topology.uuids))]
         if not replicas:
             return []
