@@ -4,11 +4,13 @@ processing time."""
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import random
+import threading
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +20,27 @@ _HEALTHY_S = 30.0
 _JITTER = 0.2
 """Maximum random deviation of a delay, as a fraction of it. Without it, processes that exited together would
 repeatedly restart at the same moment."""
+
+
+Result = TypeVar("Result")
+
+
+async def in_own_thread(work: Callable[[], Result], timeout_s: float) -> Result:
+    """Run a function that may hang in a thread of its own, and return its result. Raises TimeoutError after
+    `timeout_s`. The thread then continues, but it neither occupies one of the few threads of
+    `asyncio.to_thread`, nor delays the exit of the process."""
+    future: concurrent.futures.Future[Result] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    async with asyncio.timeout(timeout_s):
+        return await asyncio.wrap_future(future)
 
 
 class Background:

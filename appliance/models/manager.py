@@ -300,6 +300,11 @@ class ModelManager:
         self._begin_change(unit)
         await asyncio.wait([self._changes[unit]])
 
+    @property
+    def load_timeout_s(self) -> float:
+        """Time limit in seconds for the check of a model's files, and for a load without progress."""
+        return self._settings().load_timeout_s
+
     def finished(self, unit: str) -> bool:
         """Return whether all requests for the unit have finished."""
         return self._requests.state.finished(unit)
@@ -397,7 +402,11 @@ class ModelManager:
             return await self._replace(outdated[0], current, wanted)
         elif len(current) < self._scaling.count(name, wanted):
             # The files were checked before the first replica was started, but may have changed since then.
-            changed = await asyncio.to_thread(self._files_check, name) if current else ""
+            changed = ""
+            if current:
+                changed = await find_problem(
+                    lambda: self._files_check(name), wanted.folder, self.load_timeout_s
+                )
             added = self._new(name, wanted)
             if changed:
                 added.refuse(changed)

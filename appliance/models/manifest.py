@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from appliance.background import in_own_thread
 from store.models import ModelFile
 
 _READERS = 4
@@ -71,8 +73,40 @@ def check_manifest(folder: str, files: tuple[ModelFile, ...]) -> None:
         raise _unreadable(error) from error
 
 
+def difference(folder: str, files: tuple[ModelFile, ...]) -> str:
+    """Return how the files in a folder differ from the manifest, or an empty string if they match."""
+    try:
+        check_manifest(folder, files)
+    except ManifestError as error:
+        return str(error)
+    return ""
+
+
+async def find_problem(check: Callable[[], str], folder: str, timeout_s: float) -> str:
+    """Check a model's files in a thread, for at most `timeout_s`, because a disk may not respond. `check`
+    returns the problem, or an empty string if there is none."""
+    try:
+        return await in_own_thread(check, timeout_s)
+    except TimeoutError:
+        return not_checked(folder, timeout_s)
+
+
+def not_checked(folder: str, timeout_s: float) -> str:
+    """Return the message for files whose check did not end in time."""
+    return (
+        f"the files in {folder} could not be read within {timeout_s:g} s: check that their disk responds; if "
+        "it is only slow, raise load_timeout_s"
+    )
+
+
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+
+
+def _name(path: Path) -> str:
+    """Return a file's name as the manifest contains it: text that can be stored, even if the name is not
+    UTF-8."""
+    return os.fsencode(path.name).decode(errors="backslashreplace")
 
 
 def _describe(path: Path) -> ModelFile:
@@ -103,12 +137,6 @@ def _changed(path: Path, how: str) -> ManifestError:
         f"{path} {how} since this version was added: restore the file, or add the folder as a new version "
         "with: appliance models add"
     )
-
-def _name(path: Path) -> str:
-    """Return a file's name as the manifest contains it: text that can be stored, even if the name is not
-    UTF-8."""
-    return os.fsencode(path.name).decode(errors="backslashreplace")
-
 
 
 def _unreadable(error: OSError) -> ManifestError:

@@ -20,10 +20,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from appliance.background import Background
+from appliance.background import Background, in_own_thread
 from appliance.channel.served_models import ServedModel
 from appliance.models.manager import ModelManager
-from appliance.models.manifest import ManifestError, check_manifest
+from appliance.models.manifest import difference, find_problem, not_checked
 from appliance.models.registry import describe
 from appliance.models.restarts import StartTimer, Watch
 from appliance.models.routing import Routing, split_target, unit_name
@@ -238,11 +238,30 @@ class ModelOperations:
 
     async def _start(self, unit: str, record: VersionRecord, settings: ModelSettings) -> None:
         """Start the unit's replicas, and wait until they and the fronts are ready. Raises LoadError."""
-        served = await _described(unit, record, settings)
+        served = await self._described(unit, record, settings)
         await self._check_room(unit, settings)
         self._manager.load(served, settings)
         await self._until_loaded(unit)
         await self._fronts_ready(unit)
+
+    async def _described(self, unit: str, record: VersionRecord, settings: ModelSettings) -> ServedModel:
+        """Compare a version's files with its manifest, and describe it for the fronts. Raises LoadError."""
+        await self._check_files(record)
+        limit_s = self._manager.load_timeout_s
+        try:
+            return await in_own_thread(lambda: describe(unit, settings), limit_s)
+        except TimeoutError as error:
+            raise LoadError(not_checked(record.folder, limit_s)) from error
+        except OSError as error:
+            raise LoadError(f"{error.filename} cannot be read ({error.strerror})") from error
+
+    async def _check_files(self, record: VersionRecord) -> None:
+        """Compare a version's files with its manifest. Raises LoadError."""
+        problem = await find_problem(
+            lambda: difference(record.folder, record.files), record.folder, self._manager.load_timeout_s
+        )
+        if problem:
+            raise LoadError(problem)
 
     async def _check_room(self, unit: str, settings: ModelSettings) -> None:
         """Raise NoRoomError if the unit does not fit into memory."""
@@ -278,7 +297,7 @@ class ModelOperations:
             return
         settings = self.settings_of(record.folder, record.settings)
         try:
-            self._manager.introduce(await _described(unit, record, settings), settings)
+            self._manager.introduce(await self._described(unit, record, settings), settings)
             await self._fronts_ready(unit)
         except BaseException:
             await self._manager.unload(unit, 0.0)
@@ -308,7 +327,7 @@ class ModelOperations:
         async with self._one_at_a_time:
             try:
                 if record is not None:
-                    await _check_files(record)
+                    await self._check_files(record)
                 self._manager.unpark(unit)
                 await self._until_loaded(unit)
             except BaseException:
@@ -558,37 +577,12 @@ class ModelOperations:
             self._note(f"{record.model}@{record.version}", f"its state could not be stored: {error}")
 
 
-async def _described(unit: str, record: VersionRecord, settings: ModelSettings) -> ServedModel:
-    """Compare a version's files with its manifest, and describe it for the fronts. Raises LoadError."""
-    await _check_files(record)
-    try:
-        return await asyncio.to_thread(describe, unit, settings)
-    except OSError as error:
-        raise LoadError(f"{error.filename} cannot be read ({error.strerror})") from error
-
-
-async def _check_files(record: VersionRecord) -> None:
-    """Compare a version's files with its manifest. Raises LoadError."""
-    try:
-        await asyncio.to_thread(check_manifest, record.folder, record.files)
-    except ManifestError as error:
-        raise LoadError(str(error)) from error
-    except OSError as error:
-        raise LoadError(f"{error.filename} cannot be read ({error.strerror})") from error
-
-
 def changed_files(registry: Registry, unit: str) -> str:
     """Return how the files of a unit differ from the manifest of its version. Return an empty string if they
     match, or if the unit is not a registered version. Called in a thread."""
     model, version = split_target(unit)
     record = registry.versions.get((model, version or 0))
-    if record is None:
-        return ""
-    try:
-        check_manifest(record.folder, record.files)
-    except ManifestError as error:
-        return str(error)
-    return ""
+    return "" if record is None else difference(record.folder, record.files)
 
 
 class NoRoomError(LoadError):

@@ -18,6 +18,7 @@ from appliance.background import Background
 from appliance.channel.served_models import ServedModel
 from appliance.models.cgroups import LIMITS_REMEDY, ReplicaCgroups, limits_of
 from appliance.models.freed_memory import HeldMemory, held_memory
+from appliance.models.manifest import find_problem
 from appliance.models.load_progress import LoadProgress, load_text
 from appliance.models.placement import GpuPlacement, numbered
 from appliance.models.replica_blocks import BlockUseReader
@@ -284,7 +285,7 @@ class Replica:
         if not self.sleeping.asleep:
             return ""
         if self.group is None:
-            if changed := await asyncio.to_thread(self._files_check, self.model):
+            if changed := await self._checked(lambda: self._files_check(self.model)):
                 return changed
             self.sleeping.asleep = False
             self.start()
@@ -460,8 +461,11 @@ class Replica:
             )
         )
 
-    async def _start_unless(self, find_problem: Callable[[], str]) -> None:
-        problem = await asyncio.to_thread(find_problem)
+    async def _checked(self, check: Callable[[], str]) -> str:
+        return await find_problem(check, self.settings.folder, self.load_timeout_s)
+
+    async def _start_unless(self, check: Callable[[], str]) -> None:
+        problem = await self._checked(check)
         if self._stopping or self.retiring or self.state not in ("restarting", "failed"):
             return
         if problem:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class SimulatedManager:
     def __init__(self) -> None:
         self.models: dict[str, ServedModel] = {}
         self.room = 2
+        self.load_timeout_s = WITHIN_S
         self.broken: set[str] = set()
         self.slow: set[str] = set()
         """Units that never become ready."""
@@ -378,3 +380,28 @@ def test_loaded_versions_are_loaded_again_at_the_next_start(world: World) -> Non
         await world.until(lambda: world.unit == "chat@1")
 
     run(scenario)
+
+
+@pytest.mark.parametrize("function", ["difference", "describe"])
+def test_a_load_ends_although_the_disk_does_not_respond(
+    world: World, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    released = threading.Event()
+
+    def hangs(*arguments: object) -> None:
+        released.wait()
+
+    async def scenario() -> None:
+        world.manager.load_timeout_s = 0.05
+        with monkeypatch.context() as patched:
+            patched.setattr(f"appliance.models.operations.{function}", hangs)
+            with pytest.raises(LoadError, match=r"chat-1 could not be read within 0.05 s: check that their"):
+                await world.operations.load(world.version(1))
+        world.manager.load_timeout_s = WITHIN_S
+        await world.operations.load(world.version(1))
+        assert world.unit == "chat@1"
+
+    try:
+        run(scenario)
+    finally:
+        released.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,7 +46,7 @@ class Simulated:
             events,
             run_dir=Path("/"),
             hang_timeout_s=1.0,
-            load_timeout_s=1.0,
+            load_timeout_s=60.0,
             placement=GpuPlacement(NO_TOPOLOGY),
             preflight=lambda model, settings: "",
             files_check=lambda unit: self.changed,
@@ -163,3 +164,39 @@ def test_a_replica_whose_processes_survive_sigkill_stops_within_a_bound(
         assert "not all of its processes (7) have exited" in caplog.text
 
     asyncio.run(scenario())
+
+
+def test_a_replica_is_refused_if_the_disk_does_not_respond_and_starts_when_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("appliance.models.replica._CHECK_AGAIN_S", 0.05)
+    released = threading.Event()
+
+    async def scenario() -> None:
+        simulated = Simulated()
+        replica = simulated.replica
+
+        def check(unit: str) -> str:
+            released.wait()
+            return ""
+
+        replica._files_check = check
+        replica.start()
+        replica.load_timeout_s = 0.05
+        simulated.end("rank 0 (pid 7) was killed by SIGKILL")
+        async with asyncio.timeout(60):
+            while replica.state != "failed":
+                await asyncio.sleep(0.01)
+        assert "the files in /m could not be read within 0.05 s: check that their disk" in replica.failure
+        replica.load_timeout_s = 60.0
+        released.set()
+        async with asyncio.timeout(60):
+            while len(simulated.specs) == 1:
+                await asyncio.sleep(0.01)
+        simulated.end("rank 0 (pid 7) was killed by SIGKILL")
+        await replica.stop(0.0)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        released.set()
