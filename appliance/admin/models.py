@@ -258,7 +258,9 @@ class ModelAdmin:
 
     async def _withdraw(self, record: VersionRecord) -> None:
         """Make the front processes refuse requests for a version that is not loaded."""
-        if unit_name(record.model, record.version) in self.routing.usable:
+        unit = unit_name(record.model, record.version)
+        self.manager.unreturned.pop(unit, None)
+        if unit in self.routing.usable:
             await self.operations.unload(record, 0.0)
 
     def _is_named(self, record: VersionRecord) -> bool:

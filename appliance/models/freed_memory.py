@@ -1,98 +1,97 @@
 """Verifies that the memory of a replica was returned when the replica ended: its processes no longer exist,
-and the used memory of its GPUs has fallen. All functions read from the kernel or call NVML, so they must not
-run on the event loop."""
+and no GPU has memory of theirs."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
-from appliance.models.gpus import find_gpus
-from appliance.quantities import of_bytes
+from appliance.background import in_own_thread
+from appliance.models.gpus import gpu_processes
 
-RETURNED_WITHIN_S = 10.0
+log = logging.getLogger(__name__)
+
+_RETURNED_WITHIN_S = 10.0
 """Time limit for the memory to be returned after the processes have exited or were killed."""
+_CHECKED_WITHIN_S = 15.0
+"""Time limit for the check itself, which is longer because a call of NVML may hang."""
 _POLL_S = 0.1
-_SHARE = 0.9
-"""Share of the weights and the KV cache by which a GPU's used memory must fall. It is less than 1 because
-other processes may allocate memory at the same time."""
+
+GpuProcesses = Callable[[], Mapping[int, Collection[int]]]
+"""Returns the ids of the processes that have memory on each GPU, by the GPU's number."""
 
 
-def _used_bytes() -> Mapping[int, int]:
-    return {gpu.number: gpu.used_bytes for gpu in find_gpus().gpus}
-
-
-class HeldMemory(NamedTuple):
-    """The memory that a running replica holds."""
-
-    pids: Sequence[int]
-    """The replica's ranks. Each rank leads a session, which also contains the processes that it starts."""
-    limits: Mapping[int, int]
-    """The used memory in bytes that each of the replica's GPUs may have after the replica has ended, by the
-    GPU's number."""
-
-
-def held_memory(
-    pids: Sequence[int],
-    gpus: Sequence[int],
-    rank_bytes: int,
-    used_bytes: Callable[[], Mapping[int, int]] = _used_bytes,
-) -> HeldMemory:
-    """Return the memory of a running replica. `rank_bytes` is the memory of each rank's weights and KV cache.
-    `used_bytes` returns the used memory of each GPU."""
-    used = used_bytes() if gpus and rank_bytes else {}
-    limits = {number: used[number] - int(_SHARE * rank_bytes) for number in gpus if number in used}
-    return HeldMemory(pids, limits)
+async def find_held(pids: Collection[int], processes_on_gpus: GpuProcesses = gpu_processes) -> str:
+    """Do the same as `why_held`, in a thread. If the check fails or hangs, return this as the reason."""
+    try:
+        return await in_own_thread(
+            lambda: why_held(pids, processes_on_gpus=processes_on_gpus), _CHECKED_WITHIN_S
+        )
+    except TimeoutError:
+        return (
+            f"its processes were stopped, but the GPU driver did not answer within {_CHECKED_WITHIN_S:g} s "
+            "whether their memory was returned: check the GPUs with nvidia-smi"
+        )
+    except Exception as error:
+        log.exception("the check for returned memory failed")
+        return f"its processes were stopped, but whether their memory was returned is not known: {error}"
 
 
 def why_held(
-    held: HeldMemory,
-    within_s: float = RETURNED_WITHIN_S,
-    used_bytes: Callable[[], Mapping[int, int]] = _used_bytes,
+    pids: Collection[int],
+    within_s: float | None = None,
+    processes_on_gpus: GpuProcesses = gpu_processes,
 ) -> str:
-    """Wait until the memory of a replica that has ended was returned, for at most `within_s`. Return what is
-    still held, with a remedy, or an empty string if everything was returned."""
-    deadline = time.monotonic() + within_s
-    while problem := _held(held, used_bytes):
+    """Wait until the memory of a replica that has ended was returned, for at most `within_s`
+    (`_RETURNED_WITHIN_S` if it is None). Return what is
+    still held, with a remedy, or an empty string if everything was returned. This function reads from the
+    kernel and calls NVML, so it must not run on the event loop.
+
+    `pids` contains the replica's ranks. Each rank leads a session, which also contains the processes that it
+    starts. In a container, NVML may list no processes or use the machine's process ids. Then only the
+    processes are checked. The kernel returns the GPU memory of a process when the process ends.
+    """
+    deadline = time.monotonic() + (_RETURNED_WITHIN_S if within_s is None else within_s)
+    while problem := _held(pids, processes_on_gpus):
         if time.monotonic() >= deadline:
             return problem
         time.sleep(_POLL_S)
     return ""
 
 
-def _held(held: HeldMemory, used_bytes: Callable[[], Mapping[int, int]]) -> str:
-    if remaining := _members(held.pids):
+def _held(pids: Collection[int], processes_on_gpus: GpuProcesses) -> str:
+    if remaining := _members(pids):
         processes = ", ".join(f"{pid} (state {state})" for pid, state in remaining.items())
         return (
             f"its memory is not free, because these processes still exist although they were killed: "
             f"{processes}: a process in state D waits for a device or a disk, so check those in the kernel's "
             "log (dmesg); if it never ends, restart the machine"
         )
-    used = used_bytes() if held.limits else {}
-    for number, limit in held.limits.items():
-        if (now := used.get(number, 0)) > limit:
+    for number, listed in processes_on_gpus().items() if pids else ():
+        if held := sorted(set(pids) & set(listed)):
             return (
-                f"the memory of GPU {number} was not returned: {of_bytes(now)} are in use after the replica "
-                f"has ended, and at most {of_bytes(limit)} were expected: find the process that uses the "
-                "memory with nvidia-smi"
+                f"the memory of GPU {number} was not returned: the driver still lists process {held[0]}, "
+                "which has ended: check the GPU with nvidia-smi and the kernel's log (dmesg); if the process "
+                "stays in the list, restart the machine"
             )
     return ""
 
 
-def _members(sessions: Sequence[int]) -> dict[int, str]:
+def _members(sessions: Collection[int]) -> dict[int, str]:
     """Return the state of each process in these sessions, by process id. Zombies are not included, because
-    they hold no memory."""
+    they hold no memory, unless threads of theirs still run."""
     found = {}
     for entry in Path("/proc").iterdir() if sessions else ():
         if not entry.name.isdecimal():
             continue
         try:
             # The command's name is in parentheses and may contain spaces (proc_pid_stat(5)).
-            state, _, _, session, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
-        except (OSError, ValueError):  # the process has ended
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # the process has ended
             continue
-        if int(session) in sessions and state not in "ZX":
+        state, session, threads = fields[0], int(fields[3]), int(fields[17])
+        if session in sessions and (state not in "ZX" or (state == "Z" and threads > 1)):
             found[int(entry.name)] = state
     return found

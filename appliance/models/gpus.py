@@ -55,6 +55,27 @@ def find_gpus() -> GpuReport:
             pynvml.nvmlShutdown()
 
 
+def gpu_processes() -> dict[int, set[int]]:
+    """Return the ids of the processes that have memory on each GPU or MIG instance, by its number. The result
+    is empty if NVML does not list them."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return {}
+    try:
+        return {
+            number: {one.pid for one in pynvml.nvmlDeviceGetComputeRunningProcesses(device.handle)}
+            for number, device in enumerate(devices())
+        }
+    except pynvml.NVMLError:
+        return {}
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
 class NvmlDevice(NamedTuple):
     """A GPU or a MIG instance, as accepted by NVML's functions."""
 

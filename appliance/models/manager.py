@@ -25,6 +25,7 @@ from pathlib import Path
 
 import msgspec
 
+from appliance.background import Background
 from appliance.channel.served_models import ServedModel
 from appliance.models.cgroups import ReplicaCgroups, descendants
 from appliance.models.changes import describe_change
@@ -46,6 +47,8 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _STOP_S = 2.0
+_RETURNED_AGAIN_S = 30.0
+"""Pause between checks whether memory that an unload did not return was returned later."""
 _MAX_FAILED_LOADS = 2
 """Number of failed starts after which a registered version counts as impossible to load. A second start is
 attempted, because the first one also fails if another process has not freed its memory yet."""
@@ -99,6 +102,7 @@ class ModelManager:
         self._broken = broken
         self._placement = GpuPlacement(machine_topology())
         self._cgroups = ReplicaCgroups(descendants)
+        self._background = Background()
         self._numbers: dict[str, int] = {}
         self._changes: dict[str, asyncio.Task[None]] = {}
         self._retirements: dict[Replica, asyncio.Task[None]] = {}
@@ -315,6 +319,7 @@ class ModelManager:
         limit_gb = self._settings().on_demand.memory_gb
         if not self.replicas and limit_gb is None:
             return MemoryShortage()  # the replica itself reports why it cannot load
+        others = [replica.settings for replica in self.replicas if not replica.sleeping.asleep]
         return await asyncio.to_thread(
             lambda: shortage_beside(
                 settings,
@@ -325,7 +330,6 @@ class ModelManager:
             )
         )
 
-        others = [replica.settings for replica in self.replicas if not replica.sleeping.asleep]
     async def why_not_beside(self, settings: ModelSettings, count: int = 1) -> str:
         """Return the reason why `count` replicas with these settings cannot run alongside the running
         replicas, or an empty string if they can."""
@@ -471,14 +475,27 @@ class ModelManager:
                 lambda: not self._requests.state.occupied(account) or replica.account is not account, grace_s
             )
             self._requests.preempt(account)
-        held = await replica.held_memory()
-        await replica.stop(_STOP_S)
-        if why := await asyncio.to_thread(why_held, held):
-            log.warning("%s: %s", replica.name, why)
-            self._note(replica.name, why)
-            self.unreturned[replica.model] = why
-        self.replicas.remove(replica)
+        pids = [] if replica.group is None else list(replica.group.pids)
+        try:
+            await replica.stop(_STOP_S)
+            if why := await find_held(pids):
+                log.warning("%s: %s", replica.name, why)
+                self._note(replica.name, why)
+                self.unreturned[replica.model] = why
+                self._background.run(self._until_returned(replica.model, why, pids))
+        finally:
+            self.replicas.remove(replica)
         log.info("%s ended", replica.name)
+
+    async def _until_returned(self, unit: str, why: str, pids: list[int]) -> None:
+        """Forget that the memory of a unit was not returned as soon as it is returned."""
+        while self.unreturned.get(unit) == why:
+            await asyncio.sleep(_RETURNED_AGAIN_S)
+            if not await find_held(pids):
+                if self.unreturned.get(unit) == why:
+                    del self.unreturned[unit]
+                log.info("the memory of %s was returned", unit)
+                return
 
     async def _remove(self, name: str) -> None:
         """Stop serving a model."""

@@ -17,9 +17,8 @@ import msgspec
 from appliance.background import Background
 from appliance.channel.served_models import ServedModel
 from appliance.models.cgroups import LIMITS_REMEDY, ReplicaCgroups, limits_of
-from appliance.models.freed_memory import HeldMemory, held_memory
-from appliance.models.manifest import find_problem
 from appliance.models.load_progress import LoadProgress, load_text
+from appliance.models.manifest import find_problem
 from appliance.models.placement import GpuPlacement, numbered
 from appliance.models.replica_blocks import BlockUseReader
 from appliance.models.replica_events import ReplicaEvents
@@ -258,13 +257,6 @@ class Replica:
         self._placement.release(self.name)
         self._cgroups.remove(self.name)
         self.state = "stopped"
-
-    async def held_memory(self) -> HeldMemory:
-        """Return the memory that the running processes hold."""
-        status = self.status()
-        device_bytes = status.weight_bytes + status.kv_bytes - status.freed_bytes
-        rank_bytes = max(0, device_bytes) // max(1, len(self._gpus))
-        return await asyncio.to_thread(held_memory, status.pids, self._gpus, rank_bytes)
 
     async def sleep(self) -> str:
         """Release the memory of the weights and the KV cache. The replica must have no requests. Return the

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from appliance.models.freed_memory import HeldMemory, held_memory, why_held
-
-GIB = 1 << 30
+from appliance.models.freed_memory import find_held, why_held
 
 
 @pytest.fixture
@@ -37,33 +39,76 @@ def rank() -> Iterator[subprocess.Popen[str]]:
 def test_processes_that_still_exist_are_named(rank: subprocess.Popen[str]) -> None:
     assert rank.stdout is not None
     child = int(rank.stdout.readline())
-    held = held_memory([rank.pid], [], 0)
-    why = why_held(held, 0.0)
-    assert f"{rank.pid} (state " in why and f"{child} (state S)" in why
+    why = why_held([rank.pid], 0.0)
+    assert f"{rank.pid} (state " in why and f"{child} (state " in why
     rank.kill()
     rank.wait()
-    assert f"still exist although they were killed: {child} (state S): " in why_held(held, 0.0)
+    assert f"still exist although they were killed: {child} (state " in why_held([rank.pid], 0.0)
     os.kill(child, signal.SIGKILL)
-    assert why_held(held, 60.0) == ""
+    assert why_held([rank.pid], 60.0) == ""
 
 
-def test_memory_that_a_gpu_still_has_in_use_is_reported() -> None:
-    used: dict[int, int] = {0: 1 * GIB, 1: 71 * GIB, 2: 75 * GIB}
+def test_a_process_whose_main_thread_has_ended_but_not_its_other_threads_is_named() -> None:
+    script = (
+        "import ctypes, platform, threading, time; "
+        "threading.Thread(target=time.sleep, args=(600,)).start(); "
+        "exit_thread = {'x86_64': 60, 'aarch64': 93}[platform.machine()]; "
+        "ctypes.CDLL(None).syscall(exit_thread, 0)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        stat = Path(f"/proc/{process.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert f"{process.pid} (state Z)" in why_held([process.pid], 0.0)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert why_held([process.pid], 0.0) == ""  # a zombie without threads
+    process.wait()
 
-    def read() -> Mapping[int, int]:
-        return dict(used)
 
-    held = held_memory([], [1, 2], 70 * GIB, read)
-    assert held == HeldMemory([], {1: 8 * GIB, 2: 12 * GIB})
-    used |= {1: 1 * GIB}
-    why = why_held(held, 0.0, read)
-    assert "the memory of GPU 2 was not returned: 75.0 GiB are in use" in why and "at most 12.0 GiB" in why
-    used |= {2: 6 * GIB}
-    assert why_held(held, 0.0, read) == ""
+def test_a_gpu_that_still_has_memory_of_an_ended_rank_is_reported() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    listed = {0: {1}, 1: {1, ended.pid}}
+    why = why_held([ended.pid], 0.0, lambda: listed)
+    assert f"the memory of GPU 1 was not returned: the driver still lists process {ended.pid}" in why
+    assert why_held([], 0.0, lambda: listed) == ""
+    listed[1] = {1}
+    assert why_held([ended.pid], 0.0, lambda: listed) == ""
 
 
 def test_the_check_waits_for_memory_that_is_returned_late() -> None:
-    reads = iter([71 * GIB, 71 * GIB, 71 * GIB, 1 * GIB])
-    held = HeldMemory([], {0: 8 * GIB})
-    assert why_held(held, 60.0, lambda: {0: next(reads)}) == ""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    reads = iter([{ended.pid}, {ended.pid}, {ended.pid}, {1}])
+    assert why_held([ended.pid], 60.0, lambda: {0: next(reads)}) == ""
     assert next(reads, None) is None
+
+
+def test_a_check_that_hangs_or_fails_ends_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("appliance.models.freed_memory._CHECKED_WITHIN_S", 0.05)
+    released = threading.Event()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+
+    def hangs() -> dict[int, set[int]]:
+        released.wait()
+        return {}
+
+    def fails() -> dict[int, set[int]]:
+        raise OSError("the driver was removed")
+
+    async def scenario() -> None:
+        async with asyncio.timeout(60):
+            assert "the GPU driver did not answer within 0.05 s" in await find_held([ended.pid], hangs)
+            monkeypatch.setattr("appliance.models.freed_memory._CHECKED_WITHIN_S", 60.0)
+            assert "is not known: the driver was removed" in await find_held([ended.pid], fails)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        released.set()
