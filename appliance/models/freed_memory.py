@@ -41,11 +41,10 @@ async def find_held(pids: Collection[int], processes_on_gpus: GpuProcesses = gpu
 
 def why_held(
     pids: Collection[int],
-    within_s: float | None = None,
+    within_s: float = _RETURNED_WITHIN_S,
     processes_on_gpus: GpuProcesses = gpu_processes,
 ) -> str:
-    """Wait until the memory of a replica that has ended was returned, for at most `within_s`
-    (`_RETURNED_WITHIN_S` if it is None). Return what is
+    """Wait until the memory of a replica that has ended was returned, for at most `within_s`. Return what is
     still held, with a remedy, or an empty string if everything was returned. This function reads from the
     kernel and calls NVML, so it must not run on the event loop.
 
@@ -53,7 +52,7 @@ def why_held(
     starts. In a container, NVML may list no processes or use the machine's process ids. Then only the
     processes are checked. The kernel returns the GPU memory of a process when the process ends.
     """
-    deadline = time.monotonic() + (_RETURNED_WITHIN_S if within_s is None else within_s)
+    deadline = time.monotonic() + within_s
     while problem := _held(pids, processes_on_gpus):
         if time.monotonic() >= deadline:
             return problem
