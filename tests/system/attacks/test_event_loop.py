@@ -109,6 +109,7 @@ ATTACKS: dict[str, tuple[str, Callable[[], bytes]]] = {
     "a list as response format": (CHAT, lambda: chat(response_format={"type": [0] * 262_000})),
     "many allowed tokens": (CHAT, lambda: chat(allowed_token_ids=list(range(300)) * 800)),
     "many bad words": (CHAT, lambda: chat(bad_words=["x " * 50] * 16_000)),
+    "allowed bad words": (CHAT, lambda: chat(bad_words=["x " * 10] * 128)),
     "many messages": (CHAT, lambda: chat(messages=[{"role": "user", "content": "x" * 400}] * 4096)),
     "too many messages": (CHAT, lambda: chat(messages=[{"role": "user", "content": ""}] * 16_000)),
     "many parts": (CHAT, lambda: says([{"type": "text", "text": "x"}] * 16_000)),  # type: ignore[arg-type]
@@ -202,6 +203,7 @@ REFUSED: dict[str, tuple[int, str]] = {
     "numbers as template variables": (400, "more than 32768 values"),
     "fractions as template variables": (400, "at most 65536 are allowed"),
     "a list as response format": (400, "type a list is not supported"),
+    "many bad words": (400, "at most 128 are allowed"),
     "text as template variable": (400, "at most 65536 are allowed"),
     "many messages": (400, "at most 524288 bytes of such text"),
     "too many messages": (400, "at most 4096 are allowed"),
