@@ -7,6 +7,7 @@ import csv
 import io
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 import msgspec
@@ -72,6 +73,10 @@ class ConsoleSession:
     def view(self) -> View:
         """The screen that is shown."""
         return self.state.view
+
+    def newest(self) -> Context:
+        """Return the live screen input with the newest snapshot, also while updates are paused."""
+        return replace(self._live, snapshot=self._newest)
 
     def lines(self, width: int, height: int) -> list[Line]:
         """Return the frame for a terminal of this size."""

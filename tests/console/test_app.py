@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,6 +13,7 @@ from textual.widgets import Button, Input
 
 from appliance.actions import action_named
 from appliance.actions.parameters import DeleteTenant
+from appliance.protocol import Key
 from appliance.snapshot import Snapshot
 from console.app import ConsoleApp
 from console.dialogs import ActionDialog
@@ -21,7 +22,7 @@ from console.keys import KEYS, offered
 from console.lines import plain
 from console.palette import ConsoleCommands
 from console.screens.table import TableView
-from console.source import SourceError
+from console.source import ListName, Row, SourceError
 from tests.console.frames import SIZES, source
 
 
@@ -249,6 +250,82 @@ def test_a_dialog_refuses_if_the_state_has_changed() -> None:
         await until(pilot, lambda: app.session.context.snapshot is not before)
         dialog.query_one("#confirm", Button).press()
         await until(pilot, lambda: "state changed" in str(dialog.query_one("#error").render()))
+        assert not hasattr(app.source, "performed")
+
+    run(steps, console(write=True))
+
+
+def impact_of(app: ConsoleApp) -> str:
+    """Return the impact shown in the open dialog."""
+    return str(app.screen.query_one("#impact").render())
+
+
+def test_the_impact_in_an_open_dialog_follows_the_service_also_while_updates_are_paused() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("p")
+        await until(pilot, lambda: "PAUSED" in shown(app))
+        app.call_later(app.begin, action_named("models.unload"), {"model": "qwen3-8b"}, given=True)
+        await until(pilot, lambda: opened(app))
+        dialog, before = app.screen, impact_of(app)
+        assert "KV cache of" in before and "running and" in before
+        sim = app.source.simulation  # type: ignore[attr-defined]
+        ended = next(request for one in sim.replicas if one.model == "qwen3-8b" for request in one.running)
+        sim.cancel(ended.id)
+        await until(pilot, lambda: impact_of(app) != before)
+        # The number of requests is not part of the decision, so the action is still confirmed.
+        dialog.query_one("#confirm", Button).press()
+        await until(pilot, lambda: getattr(app.source, "performed", []))
+
+    run(steps, console(write=True))
+
+
+def test_the_impact_follows_the_target_in_the_form() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        app.call_later(app.begin, action_named("drain"), {}, given=True)
+        await until(pilot, lambda: opened(app))
+        before = impact_of(app)
+        app.screen.query_one("#field-model", Input).value = "qwen3-8b"
+        await until(pilot, lambda: impact_of(app) != before)
+
+    run(steps, console(write=True))
+
+
+def test_a_dialog_notices_another_operators_change_of_a_limit() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        app.call_later(app.run_line, "tenants set mobile --weight 3")
+        await until(pilot, lambda: opened(app))
+        dialog = app.screen
+        app.source.simulation.tenants["mobile"].tokens_per_minute = 123_456.0  # type: ignore[attr-defined]
+        before = app.session.context.snapshot
+        await until(pilot, lambda: app.session.context.snapshot is not before)
+        dialog.query_one("#confirm", Button).press()
+        await until(pilot, lambda: "to 123,456: review" in str(dialog.query_one("#error").render()))
+        assert not hasattr(app.source, "performed")
+        dialog.query_one("#confirm", Button).press()
+        await until(pilot, lambda: getattr(app.source, "performed", []))
+
+    run(steps, console(write=True))
+
+
+def test_a_dialog_reads_the_keys_again_while_it_is_open() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        rows, removed = app.source.rows, list[str]()
+
+        async def fewer(name: ListName) -> Sequence[Row]:
+            return [one for one in await rows(name) if getattr(one, "id", "") not in removed]
+
+        app.source.rows = fewer  # type: ignore[method-assign]
+        key = next(one.id for one in await rows("callers") if isinstance(one, Key))
+        app.call_later(app.run_line, f"keys revoke {key}")
+        await until(pilot, lambda: opened(app))
+        dialog = app.screen
+        removed.append(key)
+        left = len(await fewer("callers"))
+        await until(pilot, lambda: len(app.session.context.rows["callers"]) == left)
+        dialog.query_one("#confirm", Button).press()
+        await until(
+            pilot, lambda: "key changed from valid to absent" in str(dialog.query_one("#error").render())
+        )
         assert not hasattr(app.source, "performed")
 
     run(steps, console(write=True))

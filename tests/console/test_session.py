@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import csv
 import io
 import json
@@ -22,7 +21,6 @@ from appliance.actions.parameters import (
 )
 from appliance.cli.app import app
 from console.commands import CommandError, build, completions, equivalent, flags, parse_action
-from console.impact import impact, watch
 from console.keys import KEYS, offered
 from console.lines import plain
 from console.session import ConsoleSession
@@ -188,40 +186,3 @@ def test_the_equivalent_command_of_every_action_exists_in_the_cli() -> None:
         given = set(flags(action))
         missing += [f"{action.name} {flag}" for flag in sorted(given - known)]
     assert not missing
-
-
-def test_the_impact_of_a_drain_names_requests_and_tenants() -> None:
-    shown = session(steps=3)
-    lines = impact(action_named("drain"), None, shown.context.snapshot)
-    assert "running and" in lines[0]
-    assert "tenants: " in lines[0]
-
-
-def test_the_impact_of_a_drain_names_its_expected_end() -> None:
-    snapshot = session(steps=3).context.snapshot
-    assert snapshot is not None
-    first, *others = models = copy.deepcopy(snapshot.models)
-    assert others
-    for one in models:
-        one.drain_eta_s = 5.0
-    first.drain_eta_s = 90.0
-    snapshot = msgspec.structs.replace(snapshot, models=models)
-    drain = action_named("drain")
-    assert impact(drain, None, snapshot)[-1].startswith("expected end: in 1m30s, at ")
-    assert impact(drain, others[0].name, snapshot)[-1].startswith("expected end: in 5.0s, at ")
-    first.drain_eta_s = None
-    assert impact(drain, None, snapshot)[-1].startswith("expected end: --")
-    assert impact(drain, others[0].name, snapshot)[-1].startswith("expected end: in 5.0s, at ")
-    assert not any("expected end" in row for row in impact(action_named("tenants.set"), "search", snapshot))
-
-
-def test_a_dialog_notices_that_the_target_has_changed() -> None:
-    shown = session(steps=3)
-    snapshot = shown.context.snapshot
-    assert snapshot is not None
-    check = watch(
-        action_named("requests.cancel"), snapshot.requests[0].request_id, lambda: shown.context.snapshot
-    )
-    assert check() == ""
-    snapshot.requests.pop(0)
-    assert "state changed from unfinished to ended" in check()
