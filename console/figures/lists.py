@@ -48,8 +48,8 @@ LISTS: dict[str, Figure] = {
     "alert_value": Figure(
         "value",
         "as shown",
-        NOW,
-        "The metric's value, and the threshold of the rule.",
+        "when the alert was raised",
+        "The metric's value when the alert was raised, and the threshold of the rule.",
         "alerts: value, threshold, unit",
     ),
     "alert_ended": Figure(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from appliance.quantities import of_measure
 from appliance.snapshot import Alert
 from console import units
 from console.context import Context
@@ -70,18 +71,18 @@ class AlertsView(TableView[Alert]):
         return f"{row.where}: {row.what}"
 
     def describe(self, row: Alert, context: Context, width: int) -> list[Line]:
-        value = units.UNKNOWN if row.value is None else f"{row.value:,.4g} {row.unit}"
-        limit = units.UNKNOWN if row.threshold is None else f"{row.threshold:,.4g} {row.unit}"
         facts = [
             ("rule", row.rule),
             ("severity", row.severity),
             ("state", row.state + (f" by {row.acknowledged_by}" if row.acknowledged_by else "")),
             ("where", row.where),
             ("what", row.what),
-            ("value", f"{value} (threshold {limit})"),
             ("since", units.clock(row.since)),
             ("explains", f"{row.suppressed} other alert{'' if row.suppressed == 1 else 's'}"),
         ]
+        if row.threshold is not None:  # rules on texts have no value
+            value = units.UNKNOWN if row.value is None else of_measure(row.value, row.unit)
+            facts.append(("value", f"{value} when raised (threshold {of_measure(row.threshold, row.unit)})"))
         for name, at in (("ended", row.ended_at), ("silenced until", row.silenced_until)):
             if at is not None:
                 facts.append((name, units.clock(at)))

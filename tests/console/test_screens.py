@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from appliance.pages import AuditAction
 from appliance.protocol import ScalingStatus
 from appliance.protocol.registry import RegisteredModel, ShadowStatus
+from appliance.snapshot import Alert
 from console.fake import FIXED_TIME
 from console.figures import FIGURES
 from console.help import help_lines
@@ -17,6 +19,7 @@ from console.keys import KEYS
 from console.lines import cells, plain
 from console.list_rows import audit_row
 from console.screens import panels
+from console.screens.alerts import AlertsView
 from console.screens.base import View
 from console.screens.registry import all_views, alternate_views
 from console.screens.requests import RequestsView
@@ -248,6 +251,39 @@ def test_a_small_terminal_gets_one_line_per_fact(shown: ConsoleSession) -> None:
     lines = [plain(row) for row in shown.lines(50, 16)]
     assert any(row.startswith("output tokens/s") for row in lines)
     assert any(row.startswith("TTFT") for row in lines)
+
+
+def _alert(**values: Any) -> Alert:
+    plain_alert = Alert(
+        id="a",
+        rule="kv-cache-full",
+        severity="warning",
+        state="firing",
+        where="llama-1",
+        what="the KV cache of llama-1 is 97% full",
+    )
+    return msgspec.structs.replace(plain_alert, **values)
+
+
+@pytest.mark.parametrize(
+    ("value", "threshold", "unit", "text"),
+    [
+        (0.97, 0.95, "%", "97% when raised (threshold 95%)"),
+        (88_980.0, 81_000.0, "tokens", "88,980 tokens when raised (threshold 81,000 tokens)"),
+        (700.0, 900.0, "s", "12 min when raised (threshold 15 min)"),
+        (90.4, 88.0, "°C", "90.4 °C when raised (threshold 88 °C)"),
+        (None, 0.95, "%", "-- when raised (threshold 95%)"),
+        (None, None, "", None),
+    ],
+)
+def test_the_value_of_an_alert_has_the_form_of_its_text(
+    value: float | None, threshold: float | None, unit: str, text: str | None
+) -> None:
+    alert = _alert(value=value, threshold=threshold, unit=unit)
+    rows = [plain(row) for row in AlertsView().describe(alert, context(unknown()), 70)]
+    assert [row.partition("value")[2].strip() for row in rows if row.startswith("value")] == (
+        [] if text is None else [text]
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
