@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from appliance.snapshot import Snapshot
+from appliance.snapshot import LatencyPercentiles, Snapshot
 from console import units
 from console.context import Context
 from console.lines import BLANK, Line, Span, beside
@@ -26,6 +26,7 @@ class OverviewView(View):
     figures = (
         *("generated_tokens_per_s", "prompt_tokens_per_s", "cached", "peak", "ttft", "itl", "queue", "e2e"),
         *("percentiles", "class_name", "waiting", "oldest_wait_s", "expected_wait_s", "target_s"),
+        *("failed_per_s", "refused_per_s"),
         *("name", "state", "steps_running", "queued", "generated_tokens"),
         *("utilization_percent", "used_bytes", "power_w", "temperature_c", "kv_used", "block_state"),
         *("hit_rate", "alerts", "running", "tokens_per_s", "share"),
@@ -148,9 +149,10 @@ class OverviewView(View):
         total = sum(one.blocks_total for one in snapshot.kv)
         used = sum(one.blocks_used for one in snapshot.kv)
 
-        def pair(one: object) -> str:
-            values = (getattr(one, "p50_ms", None), getattr(one, "p99_ms", None))
-            return f"p50 {units.ms(values[0])}  p99 {units.ms(values[1])}"
+        def pair(one: LatencyPercentiles | None) -> str:
+            if one is None:
+                return f"p50 {units.UNKNOWN}  p99 {units.UNKNOWN}"
+            return f"p50 {units.ms(one.p50_ms)}  p99 {units.ms(one.p99_ms)} ({units.seconds(one.window_s)})"
 
         facts = [
             (
@@ -165,6 +167,11 @@ class OverviewView(View):
             ("ITL", pair(latency.itl), "text"),
             ("running", units.count(queue.running), "text"),
             ("waiting", f"{queue.waiting:,} of {queue.limit:,}", "text"),
+            (
+                "errors",
+                f"failed {panels.failed(rates)}  refused {units.rate(rates.refused_per_s)}/s",
+                "bad" if rates.failed_per_s else "text",
+            ),
             ("KV used", units.percent(units.ratio(used, total)), "text"),
         ]
         for gpu in snapshot.gpus:

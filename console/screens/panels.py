@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from appliance.snapshot import Alert, Gpu, KvCache, LatencyPercentiles, Process, Snapshot
+from appliance.snapshot import Alert, Gpu, KvCache, LatencyPercentiles, Process, Rates, Snapshot
 from console import units
 from console.context import Context
 from console.glyphs import bar as bar_of
@@ -140,7 +140,7 @@ def _percentiles(name: str, one: LatencyPercentiles | None, size: int) -> Line:
 
 
 def queue(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
-    """Return a table of the queue, with one row per service class."""
+    """Return a table of the queue, with one row per service class, and the rate of errors."""
     queue = snapshot.queue
     wide = width >= 50
     limit = f" of {queue.limit:,}" if wide else ""
@@ -169,9 +169,32 @@ def queue(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
         trend = history_chart(context, lambda point: point.waiting, room, len(lines) - 2, "warn")
         lines[1] = spread(lines[1], [span(f"waiting, last {shown_span(context, room)}", "dim")], width)
         lines[2:] = beside(lines[2:], trend, used - 1, room, 1)
+    lines.append(_errors(snapshot.rates, width))
     if queue.overload:
         lines += wrap(queue.overload, width, "bad")
     return [clip(row, width) for row in lines]
+
+
+def failed(rates: Rates, *, share: bool = True) -> str:
+    """Return the failed requests per second as text and, if `share` is true, their share of the ended
+    requests."""
+    text = f"{units.rate(rates.failed_per_s)}/s"
+    if not share:
+        return text
+    part = units.ratio(rates.failed_per_s, rates.requests_per_s)
+    # A share above zero is never shown as 0.
+    return f"{text} ({'<0.1%' if part and part < 0.001 else units.percent(part, 1)})"
+
+
+def _errors(rates: Rates, width: int) -> Line:
+    """Return the rates of failed and of refused requests."""
+    return line(
+        span("errors  " if width >= 36 else "", "label"),
+        span("failed ", "label"),
+        span(failed(rates, share=width >= 44), "bad" if rates.failed_per_s else "bold"),
+        span("  refused ", "label"),
+        span(f"{units.rate(rates.refused_per_s)}/s", "warn" if rates.refused_per_s else "bold"),
+    )
 
 
 def kv_bar(context: Context, one: KvCache, width: int) -> Line:

@@ -11,7 +11,7 @@ import pytest
 from appliance.pages import AuditAction
 from appliance.protocol import ScalingStatus
 from appliance.protocol.registry import RegisteredModel, ShadowStatus
-from appliance.snapshot import Alert
+from appliance.snapshot import Alert, Rates, Snapshot
 from console.fake import FIXED_TIME
 from console.figures import FIGURES
 from console.help import help_lines
@@ -21,6 +21,7 @@ from console.list_rows import audit_row
 from console.screens import panels
 from console.screens.alerts import AlertsView
 from console.screens.base import View
+from console.screens.overview import OverviewView
 from console.screens.registry import all_views, alternate_views
 from console.screens.requests import RequestsView
 from console.screens.table import TableView
@@ -251,6 +252,45 @@ def test_a_small_terminal_gets_one_line_per_fact(shown: ConsoleSession) -> None:
     lines = [plain(row) for row in shown.lines(50, 16)]
     assert any(row.startswith("output tokens/s") for row in lines)
     assert any(row.startswith("TTFT") for row in lines)
+
+
+def overview_facts(snapshot: Snapshot) -> dict[str, str]:
+    return {name: value for name, value, _ in OverviewView().facts(context(snapshot))}
+
+
+def test_a_small_terminal_shows_the_window_of_percentiles(shown: ConsoleSession) -> None:
+    snapshot = shown.context.snapshot
+    assert snapshot is not None and snapshot.latency.ttft is not None
+    ttft = msgspec.structs.replace(snapshot.latency.ttft, p50_ms=40.0, p99_ms=1200.0, window_s=60.0)
+    latency = msgspec.structs.replace(snapshot.latency, ttft=ttft, itl=None)
+    facts = overview_facts(msgspec.structs.replace(snapshot, latency=latency))
+    assert facts["TTFT"] == "p50 40.0ms  p99 1.20s (1m00s)"
+    assert facts["ITL"] == "p50 --  p99 --"
+
+
+@pytest.mark.parametrize(
+    ("rates", "failed", "refused"),
+    [
+        (Rates(requests_per_s=8.0, failed_per_s=0.2, refused_per_s=2.5), "0.2/s (2.5%)", "2.5/s"),
+        (Rates(requests_per_s=8.0, failed_per_s=0.0, refused_per_s=0.0), "0/s (0.0%)", "0/s"),
+        (Rates(requests_per_s=2000.0, failed_per_s=0.1, refused_per_s=0.0), "0.1/s (<0.1%)", "0/s"),
+        (Rates(requests_per_s=0.0, failed_per_s=0.0, refused_per_s=0.0), "0/s (--)", "0/s"),
+        (Rates(), "--/s (--)", "--/s"),
+    ],
+)
+def test_the_overview_shows_the_rate_and_the_share_of_errors(
+    shown: ConsoleSession, rates: Rates, failed: str, refused: str
+) -> None:
+    snapshot = shown.context.snapshot
+    assert snapshot is not None
+    changed = msgspec.structs.replace(snapshot, rates=rates)
+    assert overview_facts(changed)["errors"] == f"failed {failed}  refused {refused}"
+    for width, height in SIZES:
+        rows = [plain(row) for row in OverviewView().render(context(changed), width, height)]
+        [row] = [row for row in rows if row.startswith("errors")]
+        assert row.startswith(
+            f"errors  failed {failed if width > 100 else failed.split()[0]}  refused {refused}"
+        )
 
 
 def _alert(**values: Any) -> Alert:
