@@ -239,9 +239,9 @@ class ConsoleSession:
         self.state.message, self.state.message_role = message, role
 
     def export(self, form: str) -> str:
-        """Return the table on screen as CSV or JSON. Raises ValueError on screens without a table."""
-        if not isinstance(self.view, TableView):
-            raise ValueError(f"{self.view.title} has no table to export: open a screen with a table first")
+        """Return the table on screen as CSV or JSON. Raises ValueError."""
+        if self.context.snapshot is None:
+            raise ValueError("no data received yet: wait for the first snapshot")
         names, rows = self.view.export(self.context)
         if form == "json":
             encoded = msgspec.json.encode([dict(zip(names, row, strict=True)) for row in rows])

@@ -6,12 +6,12 @@ from __future__ import annotations
 import zlib
 from array import array
 
-from appliance.snapshot import BLOCK_STATES, BlockMap, KvCache
+from appliance.snapshot import BLOCK_STATES, BlockMap, KvCache, UnfinishedRequest
 from console import units
 from console.context import Context
 from console.glyphs import meter
 from console.lines import BLANK, Line, Span, clip, fit, heading, line, span, width_of
-from console.screens.base import FAR, PAGE, View
+from console.screens.base import FAR, PAGE, Table, View, table
 from console.screens.panels import history_chart, kv_bar, shown_span
 
 _CONTEXT_ROWS = 7
@@ -87,6 +87,19 @@ class KvView(View):
             text = f"{units.percent(used)} used, {cached} cached, hit {hit}"
             facts.append((one.replica, text, "text"))
         return facts or [("KV cache", "no replica has reported", "dim")]
+
+    def export(self, context: Context) -> Table:
+        caches = context.snapshot.kv if context.snapshot else []
+        if self.variant == "replicas" or not caches:
+            return table(
+                caches,
+                *("replica", "blocks_total", "blocks_used", "blocks_cached", "block_tokens", "kv_bytes"),
+                *("hit_rate", "evictions", "preemptions"),
+            )
+        return table(
+            _by_length(context, caches[self.replica % len(caches)]),
+            *("request_id", "tenant", "replica", "prompt_tokens", "generated_tokens", "blocks"),
+        )
 
     def move(self, rows: int) -> None:
         if abs(rows) in (PAGE, FAR):
@@ -254,15 +267,22 @@ def _totals(context: Context, one: KvCache, width: int) -> list[Line]:
     return [kv_bar(context, one, width), row]
 
 
+def _length(row: UnfinishedRequest) -> int:
+    return row.prompt_tokens + (row.generated_tokens or 0)
+
+
+def _by_length(context: Context, one: KvCache) -> list[UnfinishedRequest]:
+    """Return the requests on a replica, longest context first."""
+    requests = context.snapshot.requests if context.snapshot else []
+    return sorted((row for row in requests if row.replica == one.replica), key=lambda row: -_length(row))
+
+
 def _largest(context: Context, one: KvCache, width: int, height: int) -> list[Line]:
     """Return the requests with the longest contexts on a replica."""
-    requests = [
-        row for row in (context.snapshot.requests if context.snapshot else []) if row.replica == one.replica
-    ]
-    requests.sort(key=lambda row: -(row.prompt_tokens + (row.generated_tokens or 0)))
+    requests = _by_length(context, one)
     lines = [heading("Longest contexts", width, "tokens so far, share of the tokens in use")]
     for row in requests[: max(0, height - 1)]:
-        length = row.prompt_tokens + (row.generated_tokens or 0)
+        length = _length(row)
         names = 38 if width >= 100 else 22
         size = max(0, width - 42 - names)
         share = length / max(1, one.block_tokens * one.blocks_used)

@@ -10,7 +10,7 @@ from console.context import Context
 from console.filters import Cell, FilterError, matcher, sort_rows
 from console.keys import key_of
 from console.lines import BLANK, Line, Span, clip, fit, heading, is_heading, span, wrap
-from console.screens.base import JUMP_LETTERS, View
+from console.screens.base import JUMP_LETTERS, Table, View
 
 R = TypeVar("R")
 _MIN_PREVIEW = 6
@@ -178,8 +178,7 @@ class TableView(View, Generic[R]):
             facts.append((self._cell(self.columns[0], row).strip(), " ".join(cells), "text"))
         return facts or [(self.title.lower(), self.empty, "dim")]
 
-    def export(self, context: Context) -> tuple[list[str], list[list[Cell]]]:
-        """Return the names of all columns, and the values of the filtered rows in the displayed order."""
+    def export(self, context: Context) -> Table:
         names = [column.name for column in self.columns]
         return names, [[column.value(row) for column in self.columns] for row in self.ordered(context)]
 

@@ -23,6 +23,9 @@ from appliance.cli.app import app
 from console.commands import CommandError, build, completions, equivalent, flags, parse_action
 from console.keys import KEYS, offered
 from console.lines import plain
+from console.screens.base import View
+from console.screens.overview import OverviewView
+from console.screens.registry import all_views, alternate_views
 from console.session import ConsoleSession
 from console.travel import COMMANDS
 from tests.console.frames import session, source
@@ -88,9 +91,59 @@ def test_tables_export_as_csv_and_json() -> None:
     assert rows[0]["name"] == objects[0]["name"]
     with pytest.raises(ValueError, match="use csv or json"):
         shown.export("xml")
-    shown.run("screen overview")
-    with pytest.raises(ValueError, match="no table to export"):
-        shown.export("csv")
+
+
+def exported(shown: ConsoleSession) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(shown.export("csv"))))
+
+
+@pytest.mark.parametrize("view", [*all_views(), *alternate_views()], ids=lambda view: view.name)
+def test_every_screen_exports_its_table(view: View) -> None:
+    shown = session(steps=60, interval_s=1.0)
+    shown.run(f"screen {view.name}")
+    assert exported(shown)
+
+
+def test_batches_exports_all_stalls() -> None:
+    shown = session(steps=60, interval_s=1.0)
+    shown.run("screen batches")
+    snapshot = shown.context.snapshot
+    assert snapshot is not None and snapshot.stalls
+    rows = exported(shown)
+    assert len(rows) == len(snapshot.stalls)
+    assert (rows[0]["request"], float(rows[0]["ms"])) == (snapshot.stalls[-1].request, snapshot.stalls[-1].ms)
+
+
+def test_the_kv_screen_exports_the_contexts_of_its_replica_or_all_replicas() -> None:
+    shown = session(steps=60, interval_s=1.0)
+    shown.run("screen kv")
+    snapshot = shown.context.snapshot
+    assert snapshot is not None
+    rows = exported(shown)
+    replica = snapshot.kv[0].replica
+    assert {row["replica"] for row in rows} == {replica}
+    assert {row["request_id"] for row in rows} == {
+        one.request_id for one in snapshot.requests if one.replica == replica
+    }
+    lengths = [int(row["prompt_tokens"]) + int(row["generated_tokens"]) for row in rows]
+    assert lengths == sorted(lengths, reverse=True)
+    while shown.view.variant != "replicas":
+        shown.run("variant")
+    assert [row["replica"] for row in exported(shown)] == [one.replica for one in snapshot.kv]
+
+
+def test_the_overview_exports_the_chosen_panel_or_the_other_figures() -> None:
+    shown = session(steps=60, interval_s=1.0)
+    snapshot = shown.context.snapshot
+    assert snapshot is not None
+    shown.lines(120, 40)
+    figures = {row["metric"]: row["value"] for row in exported(shown)}
+    assert figures["rates.failed_per_s"] == str(snapshot.rates.failed_per_s)
+    assert figures["latency.ttft.p99_ms"] == str(snapshot.latency.ttft.p99_ms)  # type: ignore[union-attr]
+    view = shown.view
+    assert isinstance(view, OverviewView)
+    view.chosen = "gpus"
+    assert [int(row["number"]) for row in exported(shown)] == [gpu.number for gpu in snapshot.gpus]
 
 
 def test_back_returns_to_the_screen_before() -> None:
