@@ -9,7 +9,7 @@ from console import units
 from console.context import Context
 from console.lines import BLANK, Line, span, wrap
 from console.screens.table import TableColumn, TableView
-from console.source import ListName, ListRow
+from console.source import MAX_ROWS, ListName, ListRow
 
 _LEVEL_ROLES = {
     "error": "bad",
@@ -67,6 +67,7 @@ class AuditView(ListView):
     )
     sorted_by = "seq"
     reverse = True
+    max_rows = MAX_ROWS
     empty = "no actions have been recorded"
     columns = (
         TableColumn("seq", "SEQ", 6, lambda r: int(r.id) if r.id.isdigit() else 0, lambda r: r.id),
@@ -112,6 +113,7 @@ class LogsView(ListView):
         "settings with the source of each, and to the findings of appliance doctor."
     )
     variants = ("logs", "settings", "findings")
+    max_rows = MAX_ROWS
     sorted_by = "at"
     reverse = True
     empty = "no rows"
@@ -175,6 +177,7 @@ class LogsView(ListView):
         ]
         self.title = {"logs": "Logs", "settings": "Settings", "findings": "Doctor's findings"}[self.variant]
         self.sorted_by, self.reverse = self.columns[0].name, self.variant == "logs"
+        self.max_rows = MAX_ROWS if self.variant == "logs" else 0
         self.filter, self.detail, self.marks = "", "", set()
 
 

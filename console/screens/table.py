@@ -44,6 +44,8 @@ class TableView(View, Generic[R]):
     """Name of the column by which the table is initially sorted."""
     reverse = False
     empty = "no rows"
+    max_rows = 0
+    """Maximum number of rows that the source delivers: the newest ones. 0 if it delivers all rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,8 +119,12 @@ class TableView(View, Generic[R]):
         if self.detail:
             return self._detail(rows, context, width, height)
         total = len(self.rows(context)) if self.filter else len(rows)
-        counted = f"{len(rows)} of {total}" if self.filter else f"{total}"
-        title = f"{self.title} {counted}" + (f" · {len(self.marks)} marked" if self.marks else "")
+        is_cut = 0 < self.max_rows <= total
+        if self.filter:
+            counted = f" {len(rows)} of {'the newest ' if is_cut else ''}{total}"
+        else:
+            counted = f", newest {total}" if is_cut else f" {total}"
+        title = f"{self.title}{counted}" + (f" · {len(self.marks)} marked" if self.marks else "")
         lines = [heading(title, width, self.note(context))]
         if self.filter:
             lines.append(

@@ -26,7 +26,7 @@ from console.screens.registry import all_views, alternate_views
 from console.screens.requests import RequestsView
 from console.screens.table import TableView
 from console.session import ConsoleSession
-from console.source import ListRow
+from console.source import MAX_ROWS, ListRow
 from tests.console.frames import SIZES, context, session, unknown
 
 VIEWS = [*all_views(), *alternate_views()]
@@ -324,6 +324,22 @@ def test_the_value_of_an_alert_has_the_form_of_its_text(
     assert [row.partition("value")[2].strip() for row in rows if row.startswith("value")] == (
         [] if text is None else [text]
     )
+
+
+@pytest.mark.parametrize("name", ["audit", "finished", "logs"])
+def test_a_list_that_is_cut_off_says_so(name: str) -> None:
+    made = session()
+    made.run(f"screen {name}")
+    view = made.view
+    assert isinstance(view, TableView)
+    row = view.rows(made.context)[0]
+    replaced = {"finished": "request_id"}.get(name, "id")
+    for count, counted in ((MAX_ROWS - 1, " 499"), (MAX_ROWS, ", newest 500")):
+        rows = [msgspec.structs.replace(row, **{replaced: str(number)}) for number in range(count)]
+        made.context.rows[name] = rows  # type: ignore[index]
+        assert plain(view.render(made.context, 120, 40)[0]).startswith(f"─ {view.title}{counted} ")
+    made.run("filter none-of-them")
+    assert plain(view.render(made.context, 120, 40)[0]).startswith(f"─ {view.title} 0 of the newest 500 ")
 
 
 @pytest.mark.parametrize("size", SIZES)
