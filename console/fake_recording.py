@@ -13,6 +13,7 @@ import msgspec
 from appliance.history.pages import PastSnapshot
 from appliance.pages import NamedRequest
 from appliance.snapshot import Snapshot
+from console import units
 from console.fake_rows import FakeRows
 from console.history import History
 from console.recordings import HISTORY_POINTS, NOT_RECORDED, USAGE_NOT_RECORDED, Mark, PastTimeline
@@ -47,7 +48,7 @@ class FakeRecording:
         for one in snapshot.alerts:
             if one.state == "firing":
                 self._alerts.setdefault(
-                    one.id, Mark(snapshot.at, True, f"{one.severity}: {one.where}: {one.what}")
+                    one.id, Mark(snapshot.at, True, f"{one.severity}: {units.about(one.where, one.what)}")
                 )
 
     def add_to_charts(self, snapshot: Snapshot) -> None:

@@ -85,6 +85,12 @@ def size(value: float | None) -> str:
     return f"{value:.1f}T"
 
 
+def about(where: str, what: str) -> str:
+    """Return the description of a condition, with the name of its subject unless the description contains
+    it."""
+    return what if where in what else f"{where}: {what}"
+
+
 def clock(at: float | None) -> str:
     """Format a time of day."""
     return UNKNOWN if at is None else time.strftime("%H:%M:%S", time.localtime(at))

@@ -42,18 +42,18 @@ class AlertsView(TableView[Alert]):
             "state", "STATE", 12, lambda a: a.state, right=False, role=lambda a: STATE_ROLES[a.state]
         ),
         TableColumn(
-            "since", "SINCE", 8, lambda a: a.since, lambda a: units.clock(a.since), right=False, drop=3
+            "since", "SINCE", 8, lambda a: a.since, lambda a: units.clock(a.since), right=False, drop=2
         ),
-        TableColumn("where", "WHERE", 18, lambda a: a.where, right=False, role=lambda a: "bold"),
-        TableColumn("what", "WHAT", 24, lambda a: a.what, right=False, flexible=True),
-        TableColumn("rule", "RULE", 18, lambda a: a.rule, right=False, drop=4, role=lambda a: "dim"),
+        TableColumn("where", "WHERE", 18, lambda a: a.where, right=False, drop=4, role=lambda a: "bold"),
+        TableColumn("what", "WHAT", 54, lambda a: a.what, right=False, flexible=True),
+        TableColumn("rule", "RULE", 18, lambda a: a.rule, right=False, drop=5, role=lambda a: "dim"),
         TableColumn(
             "suppressed",
             "ALSO",
             5,
             lambda a: a.suppressed,
             lambda a: f"+{a.suppressed}" if a.suppressed else "",
-            drop=5,
+            drop=3,
         ),
     )
     figures = (
@@ -68,7 +68,7 @@ class AlertsView(TableView[Alert]):
         return row.id
 
     def title_of(self, row: Alert) -> str:
-        return f"{row.where}: {row.what}"
+        return units.about(row.where, row.what)
 
     def describe(self, row: Alert, context: Context, width: int) -> list[Line]:
         facts = [

@@ -286,7 +286,9 @@ def alert_line(one: Alert, width: int) -> Line:
     """Return a line that describes an alert. The first character shows the severity."""
     role = SEVERITY_ROLES[one.severity]
     sign = {"critical": "‼", "warning": "!", "info": "i"}[one.severity]
-    what = [span(f"{one.where}: ", "bold"), span(one.what)]
+    text = units.about(one.where, one.what)
+    before, where, after = text.partition(one.where) if one.where else ("", "", text)
+    what = [span(before), span(where, "bold"), span(after)]
     return clip([span(f"{sign} ", role), *what, span(f" ({one.state})", "dim")], width)
 
 

@@ -326,6 +326,20 @@ def test_the_value_of_an_alert_has_the_form_of_its_text(
     )
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_the_text_of_an_alert_fits_and_names_its_subject_once(size: tuple[int, int]) -> None:
+    what = "tenant research has used 90% of its daily token limit"
+    snapshot = msgspec.structs.replace(unknown(), alerts=[_alert(where="tenant research", what=what)])
+    rows = [plain(row) for row in AlertsView().render(context(snapshot), *size)]
+    assert any(what in row for row in rows[:3])
+    panel = plain(panels.alert_line(snapshot.alerts[0], 120))
+    assert panel == f"! {what} (firing)"
+    other = msgspec.structs.replace(snapshot.alerts[0], what="its limit is nearly reached")
+    assert plain(panels.alert_line(other, 120)) == "! tenant research: its limit is nearly reached (firing)"
+    without = msgspec.structs.replace(other, where="")
+    assert plain(panels.alert_line(without, 120)) == "! its limit is nearly reached (firing)"
+
+
 @pytest.mark.parametrize("name", ["audit", "finished", "logs"])
 def test_a_list_that_is_cut_off_says_so(name: str) -> None:
     made = session()
