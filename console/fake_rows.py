@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from appliance.protocol import Key, PeerMapping
 from appliance.protocol.registry import RegisteredModel, RegisteredVersion
+from console.fake_log import FakeLog
 from console.fake_requests import finished_requests, usage_rows
 from console.simulation import KEY_NAMES, Simulation, key_id
 from console.source import ListName, ListRow, Row
@@ -35,6 +36,7 @@ class FakeRows:
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
+        self.log = FakeLog(simulation)
         self.audit: list[ListRow] = []
         self.head = ""
         now = simulation.now
@@ -51,7 +53,9 @@ class FakeRows:
 
     def record(self, action: str, target: str) -> None:
         """Add the audit row of an action."""
-        self._add(self._simulation.now, action, target, "uid:1000 (demo)")
+        actor = "uid:1000 (demo)"
+        self._add(self._simulation.now, action, target, actor)
+        self.log.write(self._simulation.now, "core", "auditing", f"{action} by {actor}: ok")
 
     def of(self, name: ListName) -> Sequence[Row]:
         """Return a list, newest rows first."""
@@ -72,7 +76,7 @@ class FakeRows:
                 ListRow(id=f"{area}/{subject}", level=level, actor=area, subject=subject, text=text)
                 for level, area, subject, text in _FINDINGS
             ]
-        return self._log()
+        return list(reversed(self.log.lines))
 
     def _models(self) -> list[RegisteredModel]:
         """Return two versions of each model: the one that serves requests, and its predecessor."""
@@ -134,22 +138,3 @@ class FakeRows:
                 detail={"hash": self.head},
             )
         )
-
-    def _log(self) -> list[ListRow]:
-        now, rows, replica = self._simulation.now, [], self._simulation.replicas[0]
-        for index in range(40):
-            at = now - index * 6.5
-            number = int(at // 6.5)
-            step = max(400, int(replica.step - (now - at) * 60))
-            steps = f"steps {step - 400:,} to {step:,}: 15.9 ms mean, 6 µs idle"
-            level, process, area, text = (
-                ("info", "front-1", "connection", "connection from 10.0.3.7 closed by the client"),
-                ("info", "core", "recording", "history.db: 412 rows committed in 3 ms"),
-                ("info", replica.name, "leader", steps),
-                ("warning", "front-2", "gate", "request from 10.0.3.9 denied: unknown API key"),
-                ("info", "core", "heads", "audit head anchored in the journal"),
-            )[number % 5]
-            rows.append(
-                ListRow(id=f"log-{number}", at=at, level=level, actor=process, subject=area, text=text)
-            )
-        return rows

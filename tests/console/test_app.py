@@ -295,7 +295,7 @@ def test_a_dialog_notices_another_operators_change_of_a_limit() -> None:
         app.call_later(app.run_line, "tenants set mobile --weight 3")
         await until(pilot, lambda: opened(app))
         dialog = app.screen
-        app.source.simulation.tenants["mobile"].tokens_per_minute = 123_456.0  # type: ignore[attr-defined]
+        app.source.simulation.tenants["mobile"].limits[0].capacity = 123_456.0  # type: ignore[attr-defined]
         before = app.session.context.snapshot
         await until(pilot, lambda: app.session.context.snapshot is not before)
         dialog.query_one("#confirm", Button).press()

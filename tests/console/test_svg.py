@@ -69,9 +69,9 @@ def shown(utc: None) -> ConsoleSession:
 
 
 def pictured() -> ConsoleSession:
-    """Return a session that shows a fixed time, three minutes after its start. Its charts use block
-    characters, because browsers often lack monospaced Braille characters."""
-    made = session(195, interval_s=1.0)
+    """Return a session that shows a fixed time, four minutes after the simulation begins. Its charts use
+    block characters, because browsers often lack monospaced Braille characters."""
+    made = session(240, interval_s=1.0)
     made._received = None
     made.run("glyphs block")
     return made
