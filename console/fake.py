@@ -117,7 +117,9 @@ class FakeSource:
         if self._real_time and self._first:
             await asyncio.to_thread(self._run_past)
         elif self._real_time:
-            await asyncio.sleep(self.interval_s)
+            # After a delay, the simulation catches up with the clock.
+            due = self.simulation.now + self.interval_s
+            await asyncio.sleep(max(0.0, due - time.time()))
         self._first = False
         return self.step()
 

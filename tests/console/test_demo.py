@@ -4,6 +4,7 @@ simulated service."""
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -99,3 +100,14 @@ def test_the_recording_begins_before_the_start_of_the_console() -> None:
         assert past.at == pytest.approx(first.at - earlier, abs=1.1)
         assert past.snapshot.requests and past.snapshot.models and past.snapshot.tenants
     assert past.first <= first.at - 115.0
+
+
+def test_the_clock_of_the_demo_catches_up_after_a_delay() -> None:
+    fake = FakeSource(requests=20, blocks=512, gpus=2, tenants=4, interval_s=0.1)
+
+    async def lags() -> list[float]:
+        await fake.next()
+        time.sleep(0.6)  # a terminal that is slow to draw
+        return [time.time() - (await fake.next()).at for _ in range(40)]
+
+    assert min(asyncio.run(lags())) < 0.3
