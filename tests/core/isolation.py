@@ -45,6 +45,11 @@ class Case:
     """Number of tenants that send the large request at the same time."""
     own: bool = False
     """Whether the short requests' first tenant sends all large requests instead of these tenants."""
+    own_wide: int = 0
+    """Number of requests with n = 64 of 1,000 tokens that the short requests' first tenant sends before the
+    large requests."""
+    other_wide: int = 0
+    """Number of samples of a request of another tenant, which is sent before all others; 0 for none."""
     resumed: bool = False
     """Whether the replica that ran the large request has died, so that another replica resumes it."""
     after_s: float = 0.2
@@ -107,6 +112,12 @@ CASES: dict[str, Case] = {
     "light P1 behind 3 P1 prompts of 100,000 by the same tenant": Case(
         "P1", 100_000, tenants=3, own=True, behind="P1"
     ),
+    "P0 behind 2 requests with n = 64 and 4 prompts of 100,000 by the same tenant, 64 slots": Case(
+        "P0", 100_000, 1, tenants=4, own=True, own_wide=2, after_s=2.6, slots=64
+    ),
+    "light P1 behind n = 128 of another tenant, its own n = 64 and 4 prompts of 100,000, 64 slots": Case(
+        "P1", 100_000, 1, tenants=4, own=True, own_wide=1, other_wide=128, after_s=2.6, slots=64, behind="P1"
+    ),
     "2 P0 at once behind n = 64 of P0, 64 slots": Case(
         "P0", 50, 1000, samples=64, slots=64, crowd=2, output=500
     ),
@@ -137,13 +148,16 @@ def _ttft_ms(case: Case | None) -> float:
     fronts = [f"front-{number}" for number in range(case.tenants if case else 0)]
     if case is not None and case.own:
         fronts = tenants[:1] * len(fronts)
-    server = SimulatedServer(tenants=[_tenant(name) for name in sorted({*fronts, *tenants})])
+    server = SimulatedServer(tenants=[_tenant(name) for name in sorted({*fronts, *tenants, "wide"})])
     step_tokens = case.step_tokens if case else BUDGET
     server.add_replica(slots=slots, max_num_batched_tokens=step_tokens)
     for _ in range(case.decodes if case else 0):
         server.ask(fronts[0], Shape(10, 3000, 3000), asked_class="P3")
     server.run(1.0)
     if case is not None:
+        wide = [("wide", case.other_wide)] if case.other_wide else []
+        for name, samples in (*wide, *[(tenants[0], 64)] * case.own_wide):
+            server.ask(name, Shape(50, 1000, 1000), asked_class=case.asked_class, samples=samples)
         for front in fronts:
             server.ask(
                 front,

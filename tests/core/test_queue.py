@@ -221,6 +221,63 @@ def test_a_request_overtakes_less_urgent_requests_of_its_own_tenant() -> None:
     assert queue.next(levels((0, 1), (0, 5)), 0.0, 0.0) == (long[0], level_of(0, 1))
 
 
+def test_more_urgent_requests_have_their_turn_where_many_less_urgent_ones_wait() -> None:
+    """Reproduces a bug: only the lowest open urgency was considered. If many requests of a tenant had that
+    urgency and its first request had none, the tenant's more urgent requests waited too."""
+    queue, serial = RequestQueue[str](RULES), Serial()
+    fair = queue.classes[0]
+    fair.set_urgent(2, 1000)
+    wide, long = serial.ticket("a", 0, num_seqs=64), [serial.ticket("a", 0, prompt=5000) for _ in range(3)]
+    for ticket in (wide, *long):
+        queue.push(ticket, 1.0, light=True)
+    all_urgent = levels(*((0, urgency) for urgency in range(1, 9)))
+    assert queue.next(all_urgent, 0.0, 0.0) is None, "three requests are not few"
+    short, medium = serial.ticket("a", 0, prompt=10), serial.ticket("a", 0, prompt=600)
+    for ticket in (short, medium):
+        queue.push(ticket, 1.0, light=True)
+        assert queue.next(all_urgent, 0.0, 0.0) == (short, level_of(0, 8))
+    other = serial.ticket("b", 0, num_seqs=64)
+    queue.push(other, 1.0, light=True)
+    fair.charge("a", 1000.0)
+    assert queue.next(all_urgent, 0.0, 0.0) == (short, level_of(0, 8))
+    fair.charge("a", 1.0)
+    assert queue.next(all_urgent, 0.0, 0.0) is None, "the tenant has more than its share and a step's tokens"
+    fair.charge("a", -1.0)
+    queue.remove(short)
+    assert queue.next(all_urgent, 0.0, 0.0) == (medium, level_of(0, 2))
+    queue.remove(medium)
+    queue.remove(wide)
+    assert queue.next(all_urgent, 0.0, 0.0) is None, "many urgent requests do not overtake another tenant"
+    fair.charge("b", 1001.0)
+    assert queue.next(all_urgent, 0.0, 0.0) == (long[0], level_of(0, 1))
+
+
+def test_tenants_that_cannot_be_next_hide_no_other_tenant() -> None:
+    """Reproduces a bug: the search ended after eight tenants, whatever the reason for which it had skipped
+    them."""
+    queue, serial = RequestQueue[str](RULES), Serial()
+    fair = queue.classes[1]
+    fair.set_urgent(2, 1000)
+    queue.push(serial.ticket("busy", 1), 1.0, light=False)
+    for number in range(20):
+        stuck = f"stuck-{number}"
+        queue.push(serial.ticket(stuck, 1, num_seqs=number % 2 * 64 + 1), 1.0, light=True)
+        for _ in range(3):
+            queue.push(serial.ticket(stuck, 1), 1.0, light=True)
+        fair.charge(stuck, 1.0)
+    light = serial.ticket("light", 1)
+    queue.push(light, 1.0, light=True)
+    fair.charge("light", 1000.0)
+    assert queue.next(levels((1, 5)), 0.0, 0.0) == (light, level_of(1, 5))
+    for number in range(20):
+        over = f"over-{number}"
+        queue.push(serial.ticket(over, 1), 1.0, light=True)
+        fair.charge(over, 1001.0)
+    assert queue.next(levels((1, 5)), 0.0, 0.0) == (light, level_of(1, 5))
+    queue.remove(light)
+    assert queue.next(levels((1, 5)), 0.0, 0.0) is None
+
+
 def test_a_request_that_goes_before_better_classes_runs_as_one_of_them() -> None:
     queue, serial = RequestQueue[str](RULES), Serial()
     background = serial.ticket("b", 3, prompt=10, output=1.0)
