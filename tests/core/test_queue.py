@@ -278,6 +278,32 @@ def test_tenants_that_cannot_be_next_hide_no_other_tenant() -> None:
     assert queue.next(levels((1, 5)), 0.0, 0.0) is None
 
 
+def test_a_new_request_would_be_next_only_if_the_order_of_its_class_allows_it() -> None:
+    queue, serial = RequestQueue[str](RULES), Serial()
+    fair = queue.classes[0]
+    fair.set_urgent(2, 1000)
+    short, other = levels((0, 5)), serial.ticket("b", 0, num_seqs=64)
+
+    def would_be_next(ticket: Ticket[str]) -> bool:
+        before = len(queue), list(fair), fair.tenants, fair.backlog.tickets
+        result = queue.would_be_next(ticket, 1.0, True, short, 0.0, 0.0)
+        assert before == (len(queue), list(fair), fair.tenants, fair.backlog.tickets)
+        assert not ticket.waiting
+        return result
+
+    assert would_be_next(serial.ticket("a", 0))
+    queue.push(other, 1.0, light=True)
+    assert would_be_next(serial.ticket("a", 0))
+    assert not would_be_next(serial.ticket("a", 0, num_seqs=64)), "its level is not open"
+    queue.push(serial.ticket("a", 0, prompt=600), 1.0, light=True)
+    fair.charge("a", 1001.0)
+    assert not would_be_next(serial.ticket("a", 0)), "its tenant has more than its share and a step's tokens"
+    assert would_be_next(serial.ticket("c", 0))
+    fair.hold("a")
+    queue.remove(other)
+    assert not would_be_next(serial.ticket("a", 0)), "its tenant is held"
+
+
 def test_a_request_that_goes_before_better_classes_runs_as_one_of_them() -> None:
     queue, serial = RequestQueue[str](RULES), Serial()
     background = serial.ticket("b", 3, prompt=10, output=1.0)
