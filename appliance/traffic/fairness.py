@@ -193,7 +193,8 @@ class FairQueue(Generic[Item]):
         least, line = _first(self._orders[0]), _first(self._orders[urgency])
         if least is None or (line is not None and line.counter <= least.counter):
             return None if line is None else line.tickets.first()
-        order, passed = self._overtaking[urgency], list[_Entry[Item]]()
+        order = self._overtaking[urgency]
+        passed: list[_Entry[Item]] = []
         found: Ticket[Item] | None = None
         while found is None and (line := _first(order)) is not None and len(passed) < _MAX_PASSED:
             if only_reserved or (line.counter - least.counter) * line.weight <= self._max_prompt_tokens:
