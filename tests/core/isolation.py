@@ -224,9 +224,19 @@ class Probes(NamedTuple):
         return self.prompts * self.shape.prompt
 
     @property
+    def crowd_tokens(self) -> int:
+        """Number of prompt tokens of all probes that are sent at the same time."""
+        return self.crowd * self.prompt_tokens
+
+    @property
+    def is_large_crowd(self) -> bool:
+        """Whether several probes are sent at the same time that do not fit into one step."""
+        return self.crowd > 1 and self.crowd_tokens > BUDGET
+
+    @property
     def after_s(self) -> float:
         """Time, in seconds, for which a mix runs after the last probes have been sent."""
-        return 1.0 + self.crowd * self.prompt_tokens * SPEED.prompt_token_s
+        return 1.0 + self.crowd_tokens * SPEED.prompt_token_s
 
     @property
     def own_class(self) -> str:
@@ -248,10 +258,11 @@ def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float
     prompts at least twice as long as the probes' prompts. There are none if the probes' prompts do not fit
     into one step, because all such prompts have the same level.
 
-    If only one tenant sends P0 requests, it also sends the P0 loads, unless it sends many probes at once."""
+    If only one tenant sends P0 requests, it also sends the P0 loads, unless it sends more probes at once than
+    fit into one step. docs/traffic.md gives the reason for each kind of request that is left out."""
     classes = {
         "P0": ("P0", "P1", "P2", "P3"),
-        "only P0": ("P1", "P2", "P3") if probes.crowd > 1 else ("P0", "P0", "P1", "P2", "P3"),
+        "only P0": ("P1", "P2", "P3") if probes.is_large_crowd else ("P0", "P0", "P1", "P2", "P3"),
         "light": ("P1", "P1", "P2", "P3"),
         "busy": ("P2", "P3"),
     }
@@ -271,7 +282,7 @@ def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float
             samples = samples if fits else 64
         # When a request must begin soon to meet its promised deadline, it may overtake requests in
         # higher-priority classes.
-        has_deadline = samples == 1 and asked_class != "P0" and draw.random() < 0.4
+        has_deadline = samples == 1 and draw.random() < 0.4
         loads.append(
             Load(
                 at=draw.uniform(0.0, seconds / 2),
@@ -302,14 +313,16 @@ def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float
 
 
 def random_probes(draw: random.Random, slots: int) -> Probes:
-    """Return probes that never delay each other by more than a short step, because all of them together fit
-    into one step and into the slots, or because each of them arrives long after the previous one. There is
-    one exception: the only tenant that sends P0 requests may send many at once, which take several steps and
-    use up most of the server."""
+    """Return probes that never delay each other by more than a step, because all of them together fit into
+    one step and into the slots, or because each of them arrives long after the previous one. There is one
+    exception: the only tenant that sends P0 requests may send many at once, which take several steps and use
+    up most of the server."""
     kind = draw.choice(("P0", "only P0", "light", "busy"))
-    if kind == "only P0" and draw.random() < 0.5:
-        # Two crowds fit into the slots.
+    if kind == "only P0" and draw.random() < 0.6:
+        # Two crowds fit into the slots, and three of the smaller ones beside the loads of their tenant.
         crowd, prompt = draw.randint(12, 30), draw.choice((800, 2000))
+        if draw.random() < 0.5:
+            crowd, prompt = draw.randint(3, 12), draw.choice((20, 200, 600))
         most_s = crowd * prompt * SPEED.prompt_token_s
         return Probes(kind, Shape(prompt, 5, 5), max(0.6, most_s / draw.uniform(0.5, 0.8)), crowd)
     # A light tenant occupies less than 1/32 of the slots.
@@ -370,8 +383,8 @@ def random_mix(seed: int, seconds: float = 5.0) -> Mix:
     if probes.crowd > 1:
         # During a pause, several crowds collect. Together, they need more than one step.
         kinds = tuple(events for events in kinds if "pause" not in events)
-    if probes.kind == "only P0" and probes.crowd > 1:
-        # After a drain, a crowd takes more time.
+    if 2 * probes.crowd_tokens > BUDGET and probes.crowd > 1:
+        # After a drain, a crowd takes more time, and after a death, it is computed with a resumed crowd.
         kinds = ((),)
     strict = QueueRules(background_share=0.0, lifted_share=0.0)
     return Mix(
