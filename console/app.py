@@ -22,6 +22,7 @@ from appliance.actions import Action, action_named
 from appliance.actions.parameters import SetTenant
 from appliance.protocol import Done
 from console.commands import CommandError, parse_action
+from console.context import Context
 from console.dialogs import ActionDialog, ChoiceDialog, TextDialog
 from console.fingerprints import required_lists
 from console.history import History
@@ -51,6 +52,7 @@ _WITH_FORECAST = ("tenants.set", "keys.set")
 _ROW_TARGETS = ("request", "tenant", "key", "peer")
 """Target kinds for which a target must be chosen before an action starts. Other actions apply to the whole
 service if no target is chosen."""
+_CHAIN_IS_PRESENT = "the audit chain can only be verified as it is now: return to live with the command :live"
 _READ_ONLY = "this console is read-only: start it with --write to perform actions"
 
 
@@ -90,6 +92,7 @@ class ConsoleApp(App[int]):
         self._fed = 0
         self._confirming: Action | None = None
         """The action whose dialog is open or about to open."""
+        self._verifying = False
 
     def compose(self) -> ComposeResult:
         """Build the screen: the frame, and the input line for commands and filters."""
@@ -221,6 +224,8 @@ class ConsoleApp(App[int]):
             self.session.say("copied to the terminal's clipboard", "dim")
         elif word == "export":
             self._export(rest)
+        elif word == "verify":
+            self._begin_verifying()
         elif word == "actions":
             self.choose_action()
         elif word == "act":
@@ -245,6 +250,8 @@ class ConsoleApp(App[int]):
             found = parse_action(text)
             if found is not None:
                 self.begin(found[0], found[1], given=True)
+            elif text.split() == ["audit", "verify"]:
+                self.action_run("verify")
             elif word in names:
                 self.action_run(f"screen {names[word]}")
             elif word in ("finished", "usage"):
@@ -259,6 +266,30 @@ class ConsoleApp(App[int]):
                 raise CommandError(f"unknown command {word!r}: press tab to complete a command")
         except ValueError as error:
             self.session.say(str(error), "bad")
+        self.redraw()
+
+    def _begin_verifying(self) -> None:
+        """Show the audit screen, and verify the audit chain unless it is being verified."""
+        if self.session.past is not None:
+            self.session.say(_CHAIN_IS_PRESENT, "warn")
+            return
+        self.action_run("screen audit")
+        if not self._verifying:
+            self._verifying = True
+            self.verify(self.session.context)
+
+    @work(group="verify", exit_on_error=True)
+    async def verify(self, context: Context) -> None:
+        """Verify the audit chain, and show the result on the audit screen. `context` is the live screens'
+        input."""
+        context.chain = "verifying the audit chain…"
+        self.redraw()
+        try:
+            context.chain = await self.source.verify()
+        except SourceError as error:
+            context.chain = f"not verified: {error}"
+        finally:
+            self._verifying = False
         self.redraw()
 
     def _export(self, rest: str) -> None:

@@ -21,6 +21,7 @@ from appliance.actions.parameters import (
     SuspendTenant,
 )
 from appliance.history.forecasts import QuotaForecast
+from appliance.pages import ChainReport
 from appliance.protocol import (
     ClassStatus,
     Done,
@@ -149,6 +150,10 @@ class FakeSource:
     async def rows(self, name: ListName) -> Sequence[Row]:
         """Return one of the simulated service's lists."""
         return self._rows.of(name)
+
+    async def verify(self) -> ChainReport:
+        """Verify the simulated audit chain."""
+        return self._rows.verify()
 
     async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:
         """Refuse, because the demo has no limits to change."""

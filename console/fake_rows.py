@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from appliance.protocol import Key, PeerMapping
+from appliance.pages import ChainReport
+from appliance.protocol import AuditHead, Key, PeerMapping
 from appliance.protocol.registry import RegisteredModel, RegisteredVersion
 from console.fake_log import FakeLog
 from console.fake_requests import finished_requests, usage_rows
@@ -56,6 +57,34 @@ class FakeRows:
         actor = "uid:1000 (demo)"
         self._add(self._simulation.now, action, target, actor)
         self.log.write(self._simulation.now, "core", "auditing", f"{action} by {actor}: ok")
+
+    def verify(self) -> ChainReport:
+        """Verify the hashes of the audit rows."""
+        before, broken = "", None
+        for number, row in enumerate(self.audit, 1):
+            before = _row_hash(before, number, row.subject, row.target)
+            if row.detail["hash"] != before:
+                broken = number
+                break
+        rows = len(self.audit) if broken is None else broken - 1
+        newest = max(0, len(self.audit) - 2)
+        return ChainReport(
+            at=self._simulation.now,
+            path="/var/lib/appliance/control.db",
+            ok=broken is None,
+            rows=rows,
+            head=AuditHead(seq=rows, hash=self.audit[rows - 1].detail["hash"] if rows else ""),
+            broken_seq=broken,
+            problems=[] if broken is None else [f"row {broken}: rewritten: its hash does not match"],
+            notes=[
+                "the last 2 rows are newer than any recorded head, so their removal would not be detected"
+            ],
+            heads=1,
+            journal_heads=0,
+            journal_missing="the demo has no journal",
+            confirmed_seq=min(newest, rows),
+            spooled=0,
+        )
 
     def of(self, name: ListName) -> Sequence[Row]:
         """Return a list, newest rows first."""
@@ -126,7 +155,7 @@ class FakeRows:
 
     def _add(self, at: float, action: str, target: str, actor: str) -> None:
         seq = len(self.audit) + 1
-        self.head = hashlib.sha256(f"{self.head}{seq}{action}{target}".encode()).hexdigest()
+        self.head = _row_hash(self.head, seq, action, target)
         self.audit.append(
             ListRow(
                 id=str(seq),
@@ -138,3 +167,7 @@ class FakeRows:
                 detail={"hash": self.head},
             )
         )
+
+
+def _row_hash(before: str, seq: int, action: str, target: str) -> str:
+    return hashlib.sha256(f"{before}{seq}{action}{target}".encode()).hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 
+from appliance.admin.checks import Checks, examination_routes
 from appliance.admin.events import EventFeeds, event_route
 from appliance.admin.kv_blocks import BlockMaps, kv_blocks_route
 from appliance.admin.log_reading import LogReading
@@ -69,9 +70,12 @@ class ObservingParts:
         feeds = EventFeeds(
             lambda hz: self._recorder.reader() if hz == 1 else SnapshotReader(snapshots).read, self._streams
         )
+        checks = Checks(settings)
+        held.callback(checks.close)
         self.routes = [
             *log_routes(reading, self._streams),
             *telemetry_routes(state.history.path, reading.threads),
+            *examination_routes(checks),
             event_route(feeds, self._streams),
             kv_blocks_route(BlockMaps(lambda: parts.models.replicas, parts.requests.state)),
             *what_if_routes(

@@ -93,6 +93,14 @@ LISTS: dict[str, Figure] = {
     "audit_hash": Figure(
         "hash", "", "", "SHA-256 of the row and of the hash of the row before it.", "status: audit.head"
     ),
+    "audit_chain": Figure(
+        "chain",
+        "",
+        "the last verification",
+        "ok if every row of the chain is unchanged and agrees with the recorded heads. Otherwise, the first "
+        "wrong or missing row.",
+        "audit/verify: ok, rows, heads, broken_seq, problems",
+    ),
     "at": Figure("TIME", "", "", "Time at which the line was written.", "logs: at"),
     "level": Figure("LEVEL", "", "", "Severity of the log line or finding.", "logs: level"),
     "process": Figure(

@@ -137,10 +137,15 @@ class TableView(View, Generic[R]):
                     ),
                 ]
             )
+        lines += self.above(context, width)
         shown = self._fitting(width)
         lines.append(self._titles(shown, width))
         lines += self._body(rows, shown, width, height - len(lines))
         return [*lines, *self.below(rows, context, width, height - len(lines))]
+
+    def above(self, context: Context, width: int) -> list[Line]:
+        """Return lines to show between the heading and the table."""
+        return []
 
     def below(self, rows: list[R], context: Context, width: int, height: int) -> list[Line]:
         """Return the lines that fill the space below a short table: the details of the row under the

@@ -131,6 +131,23 @@ def test_the_command_line_shows_screens_and_refuses_unknown_commands() -> None:
     run(steps, console())
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_the_audit_chain_is_verified_by_key_and_by_command(size: tuple[int, int]) -> None:
+    app = console()
+    rows = app.source._rows  # type: ignore[attr-defined]
+
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("V")
+        await until(pilot, lambda: "chain ok at 09-21 14:1" in shown(app))
+        assert app.session.view.name == "audit" and f": {len(rows.audit)} rows," in shown(app)
+        rows.audit[3] = msgspec.structs.replace(rows.audit[3], target="another")
+        await pilot.press("1", "colon", *"audit verify", "enter")
+        await until(pilot, lambda: "chain BROKEN at row 4, found at" in shown(app))
+        assert app.session.view.name == "audit"
+
+    run(steps, app, size)
+
+
 def test_a_read_only_console_performs_no_action_through_any_key_or_command() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         for key in "4678":

@@ -14,7 +14,7 @@ import pytest
 
 from appliance.actions.parameters import CreateTenant, DrainService, SuspendTenant
 from appliance.monitoring.metrics.families import Families
-from appliance.pages import AuditAction, LogLine, NamedRequest, UsageRow
+from appliance.pages import AuditAction, ChainReport, LogLine, NamedRequest, UsageRow
 from appliance.protocol import Configuration, Status
 from appliance.protocol.registry import RegisteredModel
 from appliance.snapshot import Alert, Batch, Gpu, KvCache, Snapshot, Stall, TenantUse, UnfinishedRequest
@@ -225,6 +225,7 @@ _TYPES: dict[str, tuple[type[msgspec.Struct], ...]] = {
 }
 _LISTS = {
     "audit": {"target", "outcome", *AuditAction.__struct_fields__},
+    "audit/verify": set(ChainReport.__struct_fields__),
     "logs": {"process", *LogLine.__struct_fields__},
     "request-log": set(NamedRequest.__struct_fields__),
     "usage": set(UsageRow.__struct_fields__),

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance.pages import AuditAction
-from appliance.protocol import ScalingStatus
+from appliance.pages import AuditAction, ChainReport
+from appliance.protocol import AuditHead, ScalingStatus
 from appliance.protocol.registry import RegisteredModel, ShadowStatus
 from appliance.snapshot import Alert, Rates, Snapshot
 from console.fake import FIXED_TIME
@@ -385,3 +385,34 @@ def test_a_panel_of_the_overview_is_zoomed_and_all_panels_return(size: tuple[int
     made.run("screen gpus")
     made.run("zoom")
     assert "only one panel" in plain(made.lines(*size)[-1])
+
+
+def test_the_audit_screen_names_the_first_wrong_row_and_limits_further_problems() -> None:
+    made = session()
+    made.run("screen audit")
+    before = len(made.lines(120, 40))
+    problems = ["row 7: rewritten: its hash does not match its content", *(f"head {n}" for n in range(6))]
+    made.context.chain = ChainReport(
+        at=FIXED_TIME,
+        path="/state/control.db",
+        ok=False,
+        rows=6,
+        head=AuditHead(seq=6, hash="0" * 64),
+        broken_seq=7,
+        problems=problems,
+        notes=["2 entries are waiting"],
+        heads=3,
+        journal_heads=0,
+        journal_missing=None,
+        confirmed_seq=6,
+        spooled=2,
+    )
+    lines = [plain(row).strip() for row in made.lines(120, 40)]
+    assert len(lines) == before
+    at = next(number for number, text in enumerate(lines) if "BROKEN" in text)
+    assert lines[at].startswith("chain BROKEN at row 7, found at ")
+    assert lines[at].endswith(": rewritten: its hash does not match its content")
+    assert lines[at + 1 : at + 6] == [
+        *("head 0", "head 1", "head 2", "and 3 more problems", "2 entries are waiting")
+    ]
+    assert made.view.facts(made.context)[0][:2] == ("chain", lines[at])

@@ -156,7 +156,18 @@ def test_back_returns_to_the_screen_before() -> None:
 
 
 def test_every_command_of_the_key_table_is_known() -> None:
-    app_commands = {"command", "palette", "redraw", "quit", "filter", "copy", "actions", "act", *COMMANDS}
+    app_commands = {
+        "command",
+        "palette",
+        "redraw",
+        "quit",
+        "filter",
+        "copy",
+        "actions",
+        "act",
+        "verify",
+        *COMMANDS,
+    }
     shown = session(steps=1)
     for key in KEYS:
         if key.command.split()[0] not in app_commands:
