@@ -266,11 +266,13 @@ class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU, as reported by NVML. A field is None if the GPU or the driver does not report the value."""
+    """One GPU, as reported by NVML. A field is None if the value is unknown."""
 
     number: int
     name: str
     uuid: str = ""
+    unsupported: list[str] = []
+    """Names of the fields that are None because the GPU or its driver does not support them."""
     replicas: list[str] = []
     """Replicas with a rank on this GPU."""
     utilization_percent: float | None = None

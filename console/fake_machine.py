@@ -46,8 +46,10 @@ def _gpu(simulation: Simulation, number: int, replica: SimReplica) -> Gpu:
         max_sm_clock_mhz=1980,
         memory_clock_mhz=3201,
         throttle_reasons=["temperature"] if hot else [],
-        nvlink_tx_bytes_per_s=random.uniform(8e9, 12e9) if ranks > 1 else 0.0,
-        nvlink_rx_bytes_per_s=random.uniform(8e9, 12e9) if ranks > 1 else 0.0,
+        # A GPU without a link to another one does not support the counters of links.
+        unsupported=[] if ranks > 1 else ["nvlink_tx_bytes_per_s", "nvlink_rx_bytes_per_s"],
+        nvlink_tx_bytes_per_s=random.uniform(8e9, 12e9) if ranks > 1 else None,
+        nvlink_rx_bytes_per_s=random.uniform(8e9, 12e9) if ranks > 1 else None,
         ecc_corrected=3 if number == 2 else 0,
         ecc_uncorrected=0,
         last_xid=0,
