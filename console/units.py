@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 
 UNKNOWN = "--"
+NOT_SUPPORTED = "n/a"
+"""Shown instead of a value that a device does not support."""
 
 
 def count(value: float | None) -> str:

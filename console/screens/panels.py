@@ -8,7 +8,7 @@ from appliance.snapshot import Alert, Gpu, KvCache, LatencyPercentiles, Process,
 from console import units
 from console.context import Context
 from console.glyphs import bar as bar_of
-from console.glyphs import chart, meter, per_cell, unknown_bar
+from console.glyphs import bar_legend, chart, meter, per_cell, unknown_bar
 from console.history import LATENCIES, Point
 from console.lines import Line, Span, beside, clip, fit, heading, line, span, spread, titles, wrap
 
@@ -207,7 +207,8 @@ def kv_bar(context: Context, one: KvCache, width: int) -> Line:
 
 def kv(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
     """Return the KV cache of each replica as a bar."""
-    lines = [heading("KV cache", width, "used, cached, free blocks")]
+    parts = bar_legend(("used", "cached"), context.glyphs)
+    lines = [heading("KV cache", width, f"{parts}, free")]
     name_width = min(max((len(one.replica) for one in snapshot.kv), default=4), max(10, width // 2))
     for one in snapshot.kv:
         used = one.blocks_used / one.blocks_total if one.blocks_total else None
@@ -245,14 +246,20 @@ def gpu_line(context: Context, gpu: Gpu, width: int) -> Line:
     row = [
         span(f"{gpu.number:>2} ", "bold"),
         *meter(use, size, context.glyphs, "accent"),
-        span(f" {units.percent(use):>4} "),
+        span(f" {gpu_text(gpu, units.percent(use), 'utilization_percent'):>4} "),
         *meter(memory, size, context.glyphs, "used"),
-        span(f" {units.percent(memory):>4}"),
-        span(f" {watts(gpu.power_w):>5}", "dim"),
-        span(f" {celsius(gpu.temperature_c):>4}", "warn" if hot else "dim"),
+        span(f" {gpu_text(gpu, units.percent(memory), 'used_bytes'):>4}"),
+        span(f" {gpu_text(gpu, watts(gpu.power_w), 'power_w'):>5}", "dim"),
+        span(f" {gpu_text(gpu, celsius(gpu.temperature_c), 'temperature_c'):>4}", "warn" if hot else "dim"),
         span("T" if hot else " ", "bad"),
     ]
     return clip(row, width)
+
+
+def gpu_text(gpu: Gpu, text: str, *names: str) -> str:
+    """Return a figure's text, or "n/a" if the GPU supports none of the fields on which the figure is
+    based."""
+    return units.NOT_SUPPORTED if set(names) <= set(gpu.unsupported) else text
 
 
 def watts(value: float | None) -> str:

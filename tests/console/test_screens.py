@@ -11,7 +11,7 @@ import pytest
 from appliance.pages import AuditAction, ChainReport
 from appliance.protocol import AuditHead, ScalingStatus
 from appliance.protocol.registry import RegisteredModel, ShadowStatus
-from appliance.snapshot import Alert, Rates, Snapshot
+from appliance.snapshot import Alert, Gpu, Rates, Snapshot
 from console.fake import FIXED_TIME
 from console.figures import FIGURES
 from console.help import help_lines
@@ -21,13 +21,14 @@ from console.list_rows import audit_row
 from console.screens import panels
 from console.screens.alerts import AlertsView
 from console.screens.base import View
+from console.screens.kv import tenant_letters
 from console.screens.overview import OverviewView
 from console.screens.registry import all_views, alternate_views
 from console.screens.requests import RequestsView
 from console.screens.table import TableView
 from console.session import ConsoleSession
 from console.source import MAX_ROWS, ListRow
-from tests.console.frames import SIZES, context, session, unknown
+from tests.console.frames import SIZES, context, session, source, unknown
 
 VIEWS = [*all_views(), *alternate_views()]
 NAMES = [view.name for view in VIEWS]
@@ -416,3 +417,67 @@ def test_the_audit_screen_names_the_first_wrong_row_and_limits_further_problems(
         *("head 0", "head 1", "head 2", "and 3 more problems", "2 entries are waiting")
     ]
     assert made.view.facts(made.context)[0][:2] == ("chain", lines[at])
+
+
+def test_every_tenant_has_its_own_letter_on_the_map_of_kv_blocks() -> None:
+    assert tenant_letters(["support-bot", "search", "s", "", "123"]) == {
+        "123": "a",
+        "s": "s",
+        "search": "e",
+        "support-bot": "u",
+        "": "?",
+    }
+    many = tenant_letters(f"team-{number}" for number in range(60))
+    assert len(set(many.values()) - {"?"}) == 52
+
+
+@pytest.mark.parametrize("theme", ["dark", "mono"])
+def test_the_legend_names_more_than_eight_of_twenty_tenants(theme: str) -> None:
+    made = ConsoleSession(fake := source(tenants=20, requests=400))
+    made.accept(fake.step())
+    for command in (f"theme {theme}", "screen kv", "variant"):
+        made.run(command)
+    assert made.view.variant == "tenant"
+
+    def legend(width: int, height: int) -> str:
+        lines = [plain(row) for row in made.lines(width, height)]
+        assert len(lines) == height
+        at = next(number for number, text in enumerate(lines) if text.startswith("1 cell = "))
+        end = next(number for number, text in enumerate(lines) if text.startswith("▸ block"))
+        return " ".join(lines[at:end])
+
+    snapshot = made.context.snapshot
+    assert snapshot is not None and snapshot.kv[0].blocks is not None
+    names = set(snapshot.kv[0].blocks.tenants)
+    assert len(names) > 8
+    letters = tenant_letters(one.name for one in snapshot.tenants)
+    wide = legend(120, 40)
+    assert all(f"{letters[name]} {name}" in wide for name in names)
+    narrow = legend(80, 24)
+    shown = sum(f"{letters[name]} {name} " in narrow for name in names)
+    assert 0 < shown < len(names) and f"and {len(names) - shown} more" in narrow
+
+
+def test_a_figure_that_a_gpu_does_not_support_differs_from_an_unknown_figure() -> None:
+    made = session()
+    snapshot = made.context.snapshot
+    assert snapshot is not None
+    without = [name for name in Gpu.__struct_fields__ if name.endswith(("_w", "_c", "_mhz", "_s", "_xid"))]
+    gpu = msgspec.structs.replace(snapshot.gpus[0], **dict.fromkeys(without), throttle_reasons=None)
+    other = msgspec.structs.replace(gpu, number=1, unsupported=[*without, "throttle_reasons"])
+    made.context.snapshot = msgspec.structs.replace(snapshot, gpus=[gpu, other])
+    made.run("screen gpus")
+    rows = [plain(row).split() for row in made.lines(120, 40)]
+    first, second, *_ = (row for row in rows if gpu.replicas[0] in row)
+    assert first.count("--") == second.count("n/a") == 6 and "n/a" not in first and "--" not in second
+    for number, text in ((0, "--"), (1, "n/a")):
+        made.run("move first")
+        if number:
+            made.run("move down")
+        made.run("open")
+        shown = " ".join(plain(row) for row in made.lines(120, 40))
+        assert f"{text} of at most {text}" in shown
+        made.run("back")
+    overview = [plain(row) for row in panels.gpus(made.context, made.context.snapshot, 50)]
+    assert " -- " in overview[1] and "n/a" not in overview[1]
+    assert overview[2].count("n/a") == 2
