@@ -50,6 +50,21 @@ def required_lists(action: Action) -> tuple[ListName, ...]:
     return ()
 
 
+def registered(name: str, context: Context) -> RegisteredModel | None:
+    """Return the model with this name or alias, if the list of models has been read."""
+    models = context.rows_of("models", RegisteredModel)
+    found = next((one for one in models if one.name == name), None)
+    return found or next((one for one in models if name in one.aliases), None)
+
+
+def is_drained(target: str, drained: str | None, context: Context) -> bool:
+    """Return whether a drain of `drained` is a drain of the target. An empty target and None stand for the
+    whole service. A drain names the version that answers the requests for the target's name."""
+    model = registered(target, context)
+    names = {target} if model is None else {target, model.name, f"{model.name}@{model.default}"}
+    return (drained or "") in (names if target else {""})
+
+
 def fingerprint(action: Action, target: str | None, context: Context) -> Fingerprint:
     """Return the target's current fingerprint."""
     snapshot = context.snapshot
@@ -63,7 +78,7 @@ def fingerprint(action: Action, target: str | None, context: Context) -> Fingerp
         case "tenant":
             observed |= _tenant(next((one for one in snapshot.tenants if one.name == target), None))
         case "model":
-            observed |= _model(target, snapshot)
+            observed |= _model(target or "", snapshot, context)
         case "alert" if action.named_by == "rule":
             matching = [one for one in snapshot.alerts if fnmatchcase(one.rule, target or "*")]
             observed["matching alerts"] = ", ".join(f"{one.id} {one.state}" for one in matching) or "none"
@@ -91,11 +106,13 @@ def _tenant(tenant: TenantUse | None) -> Facts:
     }
 
 
-def _model(target: str | None, snapshot: Snapshot) -> Facts:
-    drain = next((one for one in snapshot.drains if one.model == (target or None)), None)
-    facts = {"admission": "accepting requests" if drain is None else "draining"}
+def _model(target: str, snapshot: Snapshot, context: Context) -> Facts:
+    draining = any(is_drained(target, one.model, context) for one in snapshot.drains)
+    facts = {"admission": "draining" if draining else "accepting requests"}
+    model = registered(target, context)
+    name = target if model is None else model.name
     for one in snapshot.models if target else []:
-        if one.name != target and not one.name.startswith(f"{target}@"):
+        if one.name not in (target, name) and not one.name.startswith(f"{name}@"):
             continue
         prefix = "" if one.name == target else f"{one.name} "
         facts[f"{prefix}state"] = one.state
@@ -117,9 +134,7 @@ def _alert(alert: Alert | None) -> Facts:
 def _listed(action: Action, target: str | None, context: Context, now: float) -> Facts:
     match action.target:
         case "model":
-            name = (target or "").partition("@")[0]
-            models = context.rows_of("models", RegisteredModel)
-            return _registered(next((one for one in models if one.name == name), None))
+            return _registered(registered((target or "").partition("@")[0], context))
         case "key":
             keys = context.rows_of("callers", Key)
             return _key(next((one for one in keys if one.id == target), None), now)

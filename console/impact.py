@@ -9,11 +9,10 @@ import msgspec
 from appliance.actions import Action
 from appliance.history.forecasts import QuotaForecast
 from appliance.protocol import ModelStatus, NewKey
-from appliance.protocol.registry import RegisteredModel
 from appliance.snapshot import Snapshot, UnfinishedRequest
 from console import units
 from console.context import Context
-from console.fingerprints import Fingerprint, fingerprint
+from console.fingerprints import Fingerprint, fingerprint, is_drained, registered
 
 _SHOWN_TENANTS = 3
 """Maximum number of tenants whose forecasts fit in a dialog of 24 lines."""
@@ -94,7 +93,7 @@ def _request(target: str | None, snapshot: Snapshot) -> list[str]:
 def _model(action: Action, target: str, context: Context, snapshot: Snapshot) -> list[str]:
     """Return what an action on a model, or on all models if `target` is empty, affects."""
     if action.name == "resume":
-        held = [one for one in snapshot.drains if (one.model or "") == target]
+        held = [one for one in snapshot.drains if is_drained(target, one.model, context)]
         return [f"{one.held:,} held requests will be served first" for one in held] or ["not draining"]
     if action.name in _ROUTING:
         return _load([one for one in snapshot.requests if one.model == target])
@@ -119,15 +118,12 @@ def _loaded(action: Action, target: str, context: Context, snapshot: Snapshot) -
     name, _, version = target.partition("@")
     if version and action.name not in _REPLACING:
         return [one for one in snapshot.models if one.name == target]
+    entry = registered(name, context)
+    name = name if entry is None else entry.name
     found = [one for one in snapshot.models if one.name == name or one.name.startswith(f"{name}@")]
-    entry = _registered(name, context)
     if entry is not None and action.name != "models.remove":
         found = [one for one in found if one.name in (name, f"{name}@{entry.default}")]
     return [one for one in found if not (version and one.name == target)]
-
-
-def _registered(name: str, context: Context) -> RegisteredModel | None:
-    return next((one for one in context.rows_of("models", RegisteredModel) if one.name == name), None)
 
 
 def _requests_of(
@@ -139,7 +135,7 @@ def _requests_of(
     names = {target, *(model.name for model in models)}
     for model in models:
         name, _, version = model.name.partition("@")
-        entry = _registered(name, context)
+        entry = registered(name, context)
         if entry is None or version in ("", str(entry.default)):
             names |= {name, *(entry.aliases if entry is not None else ())}
     return [

@@ -304,6 +304,20 @@ def test_the_impact_in_an_open_dialog_follows_the_service_also_while_updates_are
     run(steps, console(write=True))
 
 
+def test_the_dialog_of_a_request_reads_its_blocks_from_every_screen() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await until(pilot, lambda: not app.source.reads_blocks)
+        snapshot = app.session.context.snapshot
+        assert snapshot is not None
+        app.call_later(app.run_line, f"requests cancel {snapshot.requests[0].request_id}")
+        await until(pilot, lambda: opened(app) and app.source.reads_blocks)
+        assert "KV blocks" in impact_of(app)
+        await pilot.press("escape")
+        await until(pilot, lambda: not app.source.reads_blocks)
+
+    run(steps, console(write=True))
+
+
 def test_the_impact_follows_the_target_in_the_form() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         app.call_later(app.begin, action_named("drain"), {}, given=True)

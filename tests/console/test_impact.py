@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from appliance.actions import Action, action_named
-from appliance.protocol import Key, ModelStatus, PeerMapping, ReplicaStatus
+from appliance.protocol import DrainStatus, Key, ModelStatus, PeerMapping, ReplicaStatus
 from appliance.protocol.registry import RegisteredModel, RegisteredVersion
 from appliance.snapshot import Alert, KvCache, Snapshot, UnfinishedRequest
 from console.context import Context
@@ -171,6 +171,44 @@ def test_the_impact_of_a_cancelled_request_names_its_blocks() -> None:
 
 def test_a_drain_of_a_version_names_the_requests_of_its_replicas() -> None:
     assert lines_of("drain", "chat@1", two_versions())[0].startswith("1 running and 0 queued")
+    for name in ("chat", "chat@2", "assistant"):
+        assert lines_of("drain", name, two_versions())[0].startswith("2 running and 1 queued"), name
+
+
+def a_drain(model: str | None) -> DrainStatus:
+    return DrainStatus(
+        model=model,
+        state="draining",
+        grace_s=9.0,
+        grace_left_s=9.0,
+        queue=True,
+        started_at=0.0,
+        elapsed_s=0.0,
+        running=1,
+        queued=0,
+        held=1234,
+        tokens_left=0,
+    )
+
+
+def test_the_impact_of_resuming_names_the_held_requests() -> None:
+    context = two_versions()
+    assert context.snapshot is not None
+    assert impact(action_named("resume"), None, context) == ["not draining"]
+    context.snapshot.drains = [a_drain("chat@2")]
+    for name in ("chat", "chat@2", "assistant"):
+        assert lines_of("resume", name, context) == ["1,234 held requests will be served first"], name
+    assert lines_of("resume", "chat@1", context) == ["not draining"]
+    context.snapshot.drains = [a_drain(None)]
+    assert impact(action_named("resume"), None, context) == ["1,234 held requests will be served first"]
+
+
+def test_a_dialog_notices_that_a_drain_has_begun() -> None:
+    before = two_versions()
+    after = newer(before, lambda snapshot: snapshot.drains.append(a_drain("chat@2")))
+    for action, target in (("drain", "chat"), ("models.unload", "chat@2")):
+        message = change_of(action, target, before, after)
+        assert message.startswith("admission changed from accepting requests to draining"), action
 
 
 def newer(context: Context, change: Callable[[Snapshot], object]) -> Context:
