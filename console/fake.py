@@ -415,8 +415,8 @@ class FakeSource:
             cached_tokens=None if queued else one.cached,
             computed_tokens=one.computed,
             generated_tokens=int(one.generated),
-            blocks=len(one.blocks),
-            preemptions=one.preemptions,
+            blocks=None if queued else len(one.blocks),
+            preemptions=None if queued else one.preemptions,
         )
 
     def _tenant_uses(self) -> list[TenantUse]:

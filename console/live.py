@@ -22,7 +22,7 @@ from appliance.history.forecasts import QuotaForecast
 from appliance.ownership import UntrustedError
 from appliance.pages import AuditQuery, ChainReport, LogQuery, RequestLogQuery, UsageQuery, UsageRow
 from appliance.protocol import Configuration
-from appliance.snapshot import BlockMap, ReplicaBlocks, Snapshot
+from appliance.snapshot import BlockMap, ReplicaBlocks, Snapshot, with_blocks
 from console.list_rows import audit_row, finding_row, log_row
 from console.recordings import RecordedPast
 from console.source import MAX_ROWS, USAGE_DAYS, ListName, ListRow, Row, SourceError
@@ -174,22 +174,6 @@ class LiveSource:
         stream, self._stream = self._stream, None
         if stream is not None:
             await stream.aclose()
-
-
-def with_blocks(snapshot: Snapshot, blocks: dict[str, BlockMap]) -> Snapshot:
-    """Return the snapshot with the given blocks of each replica. Also set each request's number of blocks and
-    of preemptions, which the block maps contain."""
-    snapshot.kv = [
-        msgspec.structs.replace(one, blocks=blocks.get(one.replica, one.blocks)) for one in snapshot.kv
-    ]
-    known = {
-        request: (count, preemptions)
-        for one in blocks.values()
-        for request, count, preemptions in zip(one.requests, one.request_blocks, one.preemptions, strict=True)
-    }
-    for request in snapshot.requests:
-        request.blocks, request.preemptions = known.get(request.request_id, (None, None))
-    return snapshot
 
 
 @contextlib.contextmanager

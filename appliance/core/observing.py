@@ -61,9 +61,11 @@ class ObservingParts:
             stalls=parts.models.connections.stalls.list,
             machine=MachineReader(reading.threads),
         )
+        blocks = BlockMaps(lambda: parts.models.replicas, parts.requests.state)
         self._recorder = Recorder(
             SnapshotReader(snapshots).read,
             TelemetryLog(state.history),
+            blocks.recent,
             [alerts.observe],
         )
         # Readers that get one frame per second see exactly the snapshots that are recorded.
@@ -77,7 +79,7 @@ class ObservingParts:
             *telemetry_routes(state.history.path, reading.threads),
             *examination_routes(checks),
             event_route(feeds, self._streams),
-            kv_blocks_route(BlockMaps(lambda: parts.models.replicas, parts.requests.state)),
+            kv_blocks_route(blocks),
             *what_if_routes(
                 WhatIf(parts.requests.state, lambda: control.policies, lambda: settings.current.queue)
             ),

@@ -69,7 +69,7 @@ class KvView(View):
         lines = [heading(f"{one.replica}", width, f"replica {self.replica + 1} of {len(caches)}")]
         lines += _totals(context, one, width)
         if one.blocks is None:
-            reason = "Individual blocks are not reported, or not recorded in the history."
+            reason = "Blocks unknown: the replica has not reported them, or they were not recorded."
             lines += [[span(reason, "dim")], BLANK]
             rows = max(2, min(12, (height - len(lines)) // 2 - 2))
             lines.append(heading("Blocks in use", width, f"all replicas, last {shown_span(context, width)}"))
