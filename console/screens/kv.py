@@ -76,7 +76,7 @@ class KvView(View):
             lines += history_chart(context, lambda point: point.kv, width, rows, "used")
             return [*lines, BLANK, *_largest(context, one, width, height - len(lines) - 1)][:height]
         contexts = _CONTEXT_ROWS if height >= 30 else 0
-        tenants = self._tenant_lines(context, one.blocks, width, 3 if contexts else 1)
+        tenants = self._tenant_lines(context, one.blocks, width, 3 if contexts else 2)
         room = max(3, height - len(lines) - 1 - len(tenants) - (contexts + 1 if contexts else 0))
         lines += [*self._map(context, one.blocks, width, room)]
         lines += self._legend(context, one.blocks, width, tenants)
