@@ -27,10 +27,12 @@ if TYPE_CHECKING:
         TelemetryColumns,
         TelemetryQuery,
     )
+    from appliance.monitoring.findings import Examination
     from appliance.pages import (
         AuditAction,
         AuditPage,
         AuditQuery,
+        ChainReport,
         LogLine,
         LogPage,
         LogQuery,
@@ -63,7 +65,7 @@ class Call(NamedTuple, Generic[Answer]):
     answer: Any
     body: bytes | None = None
     is_long: bool = False
-    """Whether the service may take minutes to respond (`Action.is_long`)."""
+    """Whether the service may take minutes to respond, such as to a long action (`Action.is_long`)."""
 
     def decode(self, status: int, content: bytes, place: str) -> Answer:
         """Decode a response. Error messages name the sender as `place`. Raises AdminError."""
@@ -162,6 +164,20 @@ def follow_audit(query: AuditQuery) -> Call[AuditAction]:
     from appliance.pages import AuditAction
 
     return Call("GET", _with("/audit", query, follow=True), AuditAction)
+
+
+def verify_audit() -> Call[ChainReport]:
+    """Return the call that verifies the audit chain on the service's machine."""
+    from appliance.pages import ChainReport
+
+    return Call("GET", "/audit/verify", ChainReport, is_long=True)
+
+
+def findings() -> Call[Examination]:
+    """Return the call that reads the findings of `appliance doctor` on the service's machine."""
+    from appliance.monitoring.findings import Examination
+
+    return Call("GET", "/findings", Examination, is_long=True)
 
 
 def log_lines(query: LogQuery) -> Call[LogPage]:

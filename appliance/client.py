@@ -175,9 +175,9 @@ class AdminClient:
 def call_timeout_s(call: Call[Answer], timeout_s: float) -> float | None:
     """Return the time limit for a call. `timeout_s` is the client's limit for ordinary calls. None means that
     the client sets no limit, because the service enforces one."""
-    if call.body is None:
-        return timeout_s
-    return None if call.is_long else max(timeout_s, ACTION_TIMEOUT_S)
+    if call.is_long:
+        return None
+    return timeout_s if call.body is None else max(timeout_s, ACTION_TIMEOUT_S)
 
 
 def unix_connection(path: Path, timeout_s: float | None) -> HTTPConnection:

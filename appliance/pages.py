@@ -4,13 +4,16 @@ are not in `appliance.protocol` because they import store modules, which front p
 from __future__ import annotations
 
 import json
+import time
 from contextlib import suppress
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from store.evidence import ActionFilter, ActionRecord
+from appliance.protocol import AuditHead
+from store.evidence import ActionFilter, ActionRecord, Findings
 from store.requests import LoggedRequest, RequestFilter
 
 MAX_PAGE_ROWS = 1000
@@ -156,6 +159,56 @@ def audit_action(record: ActionRecord) -> AuditAction:
         with suppress(ValueError):
             fields[name] = json.loads(fields[name] or "null")
     return AuditAction(**fields)
+
+
+class ChainReport(msgspec.Struct, kw_only=True):
+    """The result of verifying the audit chain."""
+
+    at: float
+    """Time when the verification ended, in unix seconds."""
+    path: str
+    """The verified file."""
+    ok: bool
+    """Whether the chain is complete and unchanged."""
+    rows: int
+    """Number of rows that are unchanged, counted from the beginning of the chain."""
+    head: AuditHead
+    """The newest unchanged row."""
+    broken_seq: int | None
+    """Sequence number of the first wrong or missing row. Null if there is none."""
+    problems: list[str]
+    """Descriptions of the faults. A fault in the chain comes first."""
+    notes: list[str]
+    """Remarks, such as checks that could not be made."""
+    heads: int
+    """Number of recorded heads that the chain was checked against, including those from the journal."""
+    journal_heads: int
+    journal_missing: str | None
+    """The reason why no heads were found in the journal, or why some may be missing."""
+    confirmed_seq: int
+    """Sequence number of the newest row that a recorded head confirms."""
+    spooled: int
+    """Number of entries that wait in the spool and are not in the chain yet."""
+
+
+def chain_report(path: Path, findings: Findings, journal_heads: int, missing: str | None) -> ChainReport:
+    """Return the report about the chain at `path`. `missing` is the value of `journal_missing`."""
+    verdict = findings.verdict
+    return ChainReport(
+        at=time.time(),
+        path=str(path),
+        ok=findings.ok,
+        rows=verdict.rows,
+        head=AuditHead(seq=verdict.head.seq, hash=verdict.head.hash),
+        broken_seq=verdict.broken_seq,
+        problems=findings.problems,
+        notes=findings.notes,
+        heads=findings.heads,
+        journal_heads=journal_heads,
+        journal_missing=missing,
+        confirmed_seq=findings.confirmed_seq,
+        spooled=findings.spooled,
+    )
 
 
 def iso_utc(seconds: float) -> str:

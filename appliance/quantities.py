@@ -1,4 +1,4 @@
-"""Formats and parses byte counts, time spans and times."""
+"""Formats and parses measures, byte counts, time spans and times."""
 
 from __future__ import annotations
 
@@ -18,6 +18,35 @@ def of_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def of_measure(value: float | None, unit: str) -> str:
+    """Format a measure with its unit (`AlertRule.unit`). A measure in "%" is a fraction."""
+    if value is None:
+        return "unknown"
+    if math.isinf(value):
+        return "never"
+    match unit:
+        case "%":
+            return f"{value:.0%}"
+        case "bytes":
+            return of_bytes(int(value))
+        case "s":
+            return of_duration(value)
+        case "/s":
+            return f"{value:.3g}/s"
+        case _:
+            number = f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
+            return f"{number} {unit}".rstrip()
+
+
+def of_duration(seconds: float) -> str:
+    """Format a duration, rounded to its usual unit: "75 s", "12 min", "2.5 h"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
 
 
 def duration(seconds: float) -> str:

@@ -7,6 +7,7 @@ None, never 0.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -266,11 +267,13 @@ class GpuProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU, as reported by NVML. A field is None if the GPU or the driver does not report the value."""
+    """One GPU, as reported by NVML. A field is None if the value is unknown."""
 
     number: int
     name: str
     uuid: str = ""
+    unsupported: list[str] = []
+    """Names of the fields that are None because the GPU or its driver does not support them."""
     replicas: list[str] = []
     """Replicas with a rank on this GPU."""
     utilization_percent: float | None = None
@@ -441,3 +444,19 @@ class Snapshot(msgspec.Struct, kw_only=True):
     """Number of audit rows that chain heads outside the database prove to be unchanged."""
     gpu_error: str = ""
     """Reason why the GPUs could not be read."""
+
+
+def with_blocks(snapshot: Snapshot, blocks: Mapping[str, BlockMap]) -> Snapshot:
+    """Return the snapshot with the given blocks of each replica. Also set each request's number of blocks and
+    of preemptions, which the block maps contain."""
+    snapshot.kv = [
+        msgspec.structs.replace(one, blocks=blocks.get(one.replica, one.blocks)) for one in snapshot.kv
+    ]
+    known = {
+        request: (count, preemptions)
+        for one in blocks.values()
+        for request, count, preemptions in zip(one.requests, one.request_blocks, one.preemptions, strict=True)
+    }
+    for request in snapshot.requests:
+        request.blocks, request.preemptions = known.get(request.request_id, (None, None))
+    return snapshot

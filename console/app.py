@@ -22,9 +22,11 @@ from appliance.actions import Action, action_named
 from appliance.actions.parameters import SetTenant
 from appliance.protocol import Done
 from console.commands import CommandError, parse_action
+from console.context import Context
 from console.dialogs import ActionDialog, ChoiceDialog, TextDialog
+from console.fingerprints import required_lists
 from console.history import History
-from console.impact import forecast_lines, impact, result_lines, watch
+from console.impact import Impact, forecast_lines, result_lines
 from console.keymap import DEFAULT_KEYMAP, Keymap
 from console.keys import NO_KEY, SCREENS, offered
 from console.palette import ConsoleCommands, ConsolePalette
@@ -41,6 +43,8 @@ from console.widget import FrameWidget
 _RETRY_S = 0.5
 """Delay after a failed read. It is short so that the console reconnects soon after the service returns."""
 _ROWS_EVERY_S = 3.0
+_DIALOG_ROWS_EVERY_S = 0.5
+"""Interval for a list on which the impact of an open dialog depends."""
 _CREATING = ("tenants.create", "keys.create", "peers.map", "models.add", "models.alias", "models.split")
 """Actions that create a new object, so they do not apply to an existing row."""
 _WITH_FORECAST = ("tenants.set", "keys.set")
@@ -48,6 +52,7 @@ _WITH_FORECAST = ("tenants.set", "keys.set")
 _ROW_TARGETS = ("request", "tenant", "key", "peer")
 """Target kinds for which a target must be chosen before an action starts. Other actions apply to the whole
 service if no target is chosen."""
+_CHAIN_IS_PRESENT = "the audit chain can only be verified as it is now: return to live with the command :live"
 _READ_ONLY = "this console is read-only: start it with --write to perform actions"
 
 
@@ -85,6 +90,9 @@ class ConsoleApp(App[int]):
         self._feeding: Worker[None] | None = None
         self._reading: set[ListName] = set()
         self._fed = 0
+        self._confirming: Action | None = None
+        """The action whose dialog is open or about to open."""
+        self._verifying = False
 
     def compose(self) -> ComposeResult:
         """Build the screen: the frame, and the input line for commands and filters."""
@@ -133,7 +141,9 @@ class ConsoleApp(App[int]):
         """Show each snapshot as it arrives. If the service does not answer, retry until it does."""
         while True:
             try:
-                self.source.reads_blocks = self.session.view.reads_blocks
+                self.source.reads_blocks = self.session.view.reads_blocks or (
+                    self._confirming is not None and self._confirming.target == "request"
+                )
                 snapshot = await self.source.next()
             except SourceError as error:
                 self.session.fail(str(error))
@@ -141,6 +151,7 @@ class ConsoleApp(App[int]):
                 await asyncio.sleep(_RETRY_S)
                 continue
             self.session.accept(snapshot)
+            self._show_impact()
             self._fed += 1
             self.redraw()
             if self._fed == 1:
@@ -160,7 +171,7 @@ class ConsoleApp(App[int]):
     def _read_lists(self) -> None:
         if self.session.past is not None:
             return
-        for name in self.session.view.lists():
+        for name in {*self.session.view.lists(), *self._dialog_lists()}:
             if name not in self._reading:
                 self._reading.add(name)
                 self.read_list(name)
@@ -168,13 +179,21 @@ class ConsoleApp(App[int]):
     @work(group="lists", exit_on_error=True)
     async def read_list(self, name: ListName) -> None:
         """Read one of the screen's lists, and reread it periodically while the screen is shown."""
+        await self._read_rows(name)
+        self._show_impact()
+        self.redraw()
+        await asyncio.sleep(_DIALOG_ROWS_EVERY_S if name in self._dialog_lists() else _ROWS_EVERY_S)
+        self._reading.discard(name)
+
+    async def _read_rows(self, name: ListName) -> None:
         try:
             self.session.take_rows(name, await self.source.rows(name))
         except SourceError as error:
             self.session.take_rows(name, [], str(error))
-        self.redraw()
-        await asyncio.sleep(_ROWS_EVERY_S)
-        self._reading.discard(name)
+
+    def _dialog_lists(self) -> tuple[ListName, ...]:
+        """Return the lists on which the impact in the open dialog depends."""
+        return () if self._confirming is None else required_lists(self._confirming)
 
     # ── commands ─────────────────────────────────────────────────────────────────────────────
 
@@ -205,6 +224,8 @@ class ConsoleApp(App[int]):
             self.session.say("copied to the terminal's clipboard", "dim")
         elif word == "export":
             self._export(rest)
+        elif word == "verify":
+            self._begin_verifying()
         elif word == "actions":
             self.choose_action()
         elif word == "act":
@@ -229,6 +250,8 @@ class ConsoleApp(App[int]):
             found = parse_action(text)
             if found is not None:
                 self.begin(found[0], found[1], given=True)
+            elif text.split() == ["audit", "verify"]:
+                self.action_run("verify")
             elif word in names:
                 self.action_run(f"screen {names[word]}")
             elif word in ("finished", "usage"):
@@ -243,6 +266,30 @@ class ConsoleApp(App[int]):
                 raise CommandError(f"unknown command {word!r}: press tab to complete a command")
         except ValueError as error:
             self.session.say(str(error), "bad")
+        self.redraw()
+
+    def _begin_verifying(self) -> None:
+        """Show the audit screen, and verify the audit chain unless it is being verified."""
+        if self.session.past is not None:
+            self.session.say(_CHAIN_IS_PRESENT, "warn")
+            return
+        self.action_run("screen audit")
+        if not self._verifying:
+            self._verifying = True
+            self.verify(self.session.context)
+
+    @work(group="verify", exit_on_error=True)
+    async def verify(self, context: Context) -> None:
+        """Verify the audit chain, and show the result on the audit screen. `context` is the live screens'
+        input."""
+        context.chain = "verifying the audit chain…"
+        self.redraw()
+        try:
+            context.chain = await self.source.verify()
+        except SourceError as error:
+            context.chain = f"not verified: {error}"
+        finally:
+            self._verifying = False
         self.redraw()
 
     def _export(self, rest: str) -> None:
@@ -366,23 +413,41 @@ class ConsoleApp(App[int]):
     @work(group="actions", exit_on_error=True)
     async def confirm(self, action: Action, values: dict[str, Any], names: list[str]) -> None:
         """Show the dialog for each target, and perform the confirmed actions."""
+        if self._confirming is not None:
+            return
         targets: list[str | None] = [*names] or [None]
         for name in targets:
-            shown = dict(values) if name is None else {**values, action.named_by: name}
-            target = shown.get(action.named_by) if action.named_by else None
-            dialog = ActionDialog(
-                action,
-                shown,
-                impact=impact(action, target, self.session.context.snapshot),
-                unchanged=watch(action, target, lambda: self.session.context.snapshot),
-                what_if=self._forecast if action.name in _WITH_FORECAST else None,
+            parameters = await self._ask(
+                action, dict(values) if name is None else {**values, action.named_by: name}
             )
-            parameters = await self.push_screen_wait(dialog)
             if parameters is None:
                 self.session.say(f"{action.title}: cancelled; nothing was changed", "dim")
                 break
             await self._perform(action, parameters)
         self.redraw()
+
+    async def _ask(self, action: Action, values: dict[str, Any]) -> msgspec.Struct | None:
+        """Show the dialog for one target, and return the confirmed parameters."""
+        self._confirming = action
+        try:
+            for name in required_lists(action):
+                await self._read_rows(name)
+            return await self.push_screen_wait(
+                ActionDialog(
+                    action,
+                    values,
+                    impact=Impact(action, self.session.newest),
+                    what_if=self._forecast if action.name in _WITH_FORECAST else None,
+                )
+            )
+        finally:
+            self._confirming = None
+
+    def _show_impact(self) -> None:
+        """Update the impact in an open dialog."""
+        for screen in self.screen_stack:
+            if isinstance(screen, ActionDialog):
+                screen.show_impact()
 
     async def _forecast(self, parameters: msgspec.Struct) -> list[str]:
         """Return the forecast effect of new limits, or the reason why no forecast is available."""

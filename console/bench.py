@@ -1,6 +1,7 @@
-"""Measures the resources that the console uses: `python -m console.bench`. It shows a recorded load of 500
-requests, 16,384 blocks, 8 GPUs and 20 tenants at 2 Hz on a pseudo-terminal of 120×40 characters. It prints
-the time to the first frame, the CPU share of the console's process, the bytes per second sent to the
+"""Measures the resources that the console uses: `python -m console.bench`. It shows a load of 500 requests,
+16,384 blocks, 8 GPUs and 20 tenants at 2 Hz on a pseudo-terminal of 120×40 characters. The load consists of
+encoded snapshots of the demo, which the console decodes; no service runs. It prints the time to the first
+frame and, for six of the screens, the CPU share of the console's process, the bytes per second sent to the
 terminal, and the time from a keypress to the first byte of output, each beside its limit. Its exit code is 1
 if a limit is exceeded. `scripts/bench_events` measures what the stream costs the core."""
 

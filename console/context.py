@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
+from appliance.pages import ChainReport
 from appliance.snapshot import Snapshot
 from console.glyphs import GlyphSet
 from console.history import History
@@ -42,6 +43,9 @@ class Context:
     """Lists that have been read so far."""
     row_errors: dict[ListName, str] = field(default_factory=dict)
     """For each list that could not be read, the reason."""
+    chain: ChainReport | str | None = None
+    """The result of the latest verification of the audit chain, or a message if there is no result. None if
+    none was asked for."""
     compared: Compared | None = None
     """The first moment of a comparison, or None if none has been chosen."""
     jumping: bool = False

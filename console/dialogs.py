@@ -17,6 +17,7 @@ from textual.widgets.option_list import Option
 
 from appliance.actions import Action
 from console.commands import CommandError, build, equivalent, flag_of, is_hidden, is_switch
+from console.impact import Impact
 from console.lines import span
 
 Values = dict[str, Any]
@@ -70,18 +71,16 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
         action: Action,
         values: Values,
         *,
-        impact: Sequence[str],
-        unchanged: Callable[[], str],
+        impact: Impact,
         what_if: Callable[[msgspec.Struct], Awaitable[list[str]]] | None = None,
     ) -> None:
-        """`impact` states what the action affects. `unchanged` returns a message if the state has changed
-        since the dialog opened, and an empty string otherwise. `what_if` forecasts the effect of the
-        parameters; it is None if the action has no forecast."""
+        """`impact` states what the action affects, and detects whether that has changed. `what_if` forecasts
+        the effect of the parameters; it is None if the action has no forecast."""
         super().__init__()
         self._action = action
         self._values = values
         self._impact = impact
-        self._unchanged = unchanged
+        self._impact_lines: list[str] = []
         self._what_if = what_if
 
     def compose(self) -> ComposeResult:
@@ -90,8 +89,7 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
         with Vertical(id="dialog"):
             yield Static(text(f"{action.title} {self._target()}".rstrip() + "?"), id="title")
             yield Static(text(action.description), id="description")
-            if self._impact:
-                yield Static(_lines(self._impact), id="impact")
+            yield _hidden("impact")
             with VerticalScroll(id="form", can_focus=False):
                 for field in msgspec.structs.fields(action.parameters):
                     chosen = field.name == action.named_by and field.name in self._values
@@ -130,7 +128,6 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
         else:
             self.query_one("#cancel").focus()
         self._refresh()
-        self.call_after_refresh(self._fit)
 
     def on_resize(self) -> None:
         """Fit the dialog into the new size."""
@@ -178,7 +175,7 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
                 yield Input(value=shown, id=f"field-{field.name}", placeholder=absent, compact=True)
 
     def _target(self) -> str:
-        name = self._values.get(self._action.named_by) if self._action.named_by else None
+        name = self._named(self._values)
         if self._action.target == "model" and not self._action.is_target_required:
             return "the service" if not name else f"model {name}"
         return "" if name is None else str(name)
@@ -209,9 +206,27 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
     @on(Input.Changed)
     @on(Checkbox.Changed)
     def _refresh(self) -> None:
-        """Show the CLI command for the current values."""
+        """Show the CLI command and the impact of the current values."""
         self.query_one("#command", Static).update(text("$ " + equivalent(self._action, self._collected())))
         self._show_error("")
+        self.show_impact()
+
+    def show_impact(self) -> None:
+        """Show what the action would affect now."""
+        if not self.query("#impact"):
+            return  # The dialog has not been built yet, or it has been closed.
+        lines = self._impact.lines(self._named(self._collected()))
+        if lines == self._impact_lines:
+            return
+        self._impact_lines = lines
+        impact = self.query_one("#impact", Static)
+        impact.update(_lines(lines))
+        impact.display = bool(lines)
+        self.call_after_refresh(self._fit)
+
+    def _named(self, values: Values) -> str | None:
+        """Return the target among an action's values."""
+        return values.get(self._action.named_by) if self._action.named_by else None
 
     def _show_error(self, message: str) -> None:
         error = self.query_one("#error", Static)
@@ -228,7 +243,8 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
 
     @on(Button.Pressed, "#confirm")
     def _confirm(self) -> None:
-        problem = self._unchanged()
+        problem = self._impact.changes(self._named(self._collected()))
+        self.show_impact()
         if not problem and self._action.danger == "typed":
             typed = self.query_one("#typed", Input).value.strip()
             if typed != self._values.get(self._action.named_by):

@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -20,6 +21,7 @@ from appliance.actions.parameters import (
     SuspendTenant,
 )
 from appliance.history.forecasts import QuotaForecast
+from appliance.pages import ChainReport
 from appliance.protocol import (
     ClassStatus,
     Done,
@@ -45,7 +47,8 @@ from appliance.snapshot import (
     TenantUse,
     UnfinishedRequest,
 )
-from console.fake_machine import alerts_of, gpus_of
+from console.fake_alerts import FakeAlerts
+from console.fake_machine import gpus_of
 from console.fake_recording import FakeRecording
 from console.fake_rows import FakeRows
 from console.simulation import (
@@ -66,7 +69,7 @@ FIXED_TIME = 1_790_000_000.0
 
 _RATE_WINDOW_S = 10.0
 _PAST_S = 120
-"""The demo simulates this many seconds before its start, to fill its charts."""
+"""The demo simulates this many seconds before its start, to fill its charts and its recording."""
 
 
 class _Counters(NamedTuple):
@@ -106,6 +109,7 @@ class FakeSource:
         )
         self._past: deque[_Counters] = deque()
         self._rows = FakeRows(self.simulation)
+        self._alerts = FakeAlerts(self._rows.log)
         self._recording = FakeRecording(self._rows)
         self._first = True
 
@@ -114,7 +118,9 @@ class FakeSource:
         if self._real_time and self._first:
             await asyncio.to_thread(self._run_past)
         elif self._real_time:
-            await asyncio.sleep(self.interval_s)
+            # After a delay, the simulation catches up with the clock.
+            due = self.simulation.now + self.interval_s
+            await asyncio.sleep(max(0.0, due - time.time()))
         self._first = False
         return self.step()
 
@@ -126,14 +132,16 @@ class FakeSource:
         return snapshot
 
     def _run_past(self) -> None:
-        """Simulate the minutes before the start, so that the charts are not empty at first."""
+        """Simulate and record the minutes before the start. As in the history of a service, individual KV
+        blocks are not recorded."""
         for _ in range(_PAST_S):
             self._advance(1.0)
-            self._recording.add_to_charts(self._snapshot(brief=True))
+            self._recording.add(self._snapshot(blocks=False))
 
     def _advance(self, seconds: float) -> None:
         sim = self.simulation
         sim.advance(seconds)
+        self._rows.log.advance()
         tokens = {name: tenant.prompt + tenant.billed for name, tenant in sim.tenants.items()}
         self._past.append(_Counters(sim.now, self._totals(), tokens))
         while len(self._past) > 2 and self._past[0].at < sim.now - _RATE_WINDOW_S:
@@ -142,6 +150,10 @@ class FakeSource:
     async def rows(self, name: ListName) -> Sequence[Row]:
         """Return one of the simulated service's lists."""
         return self._rows.of(name)
+
+    async def verify(self) -> ChainReport:
+        """Verify the simulated audit chain."""
+        return self._rows.verify()
 
     async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:
         """Refuse, because the demo has no limits to change."""
@@ -205,12 +217,11 @@ class FakeSource:
             billed_tokens=sim.counts["billed"],
         )
 
-    def _snapshot(self, *, brief: bool = False) -> Snapshot:
-        """Return the current state. A brief snapshot contains only the charted values."""
+    def _snapshot(self, *, blocks: bool = True) -> Snapshot:
+        """Return the current state, with or without individual KV blocks."""
         sim = self.simulation
         totals = self._past[-1].totals
-        gpus = gpus_of(sim)
-        return Snapshot(
+        snapshot = Snapshot(
             at=sim.now,
             started_at=sim.started,
             uptime_s=sim.now - sim.started,
@@ -225,12 +236,12 @@ class FakeSource:
             latency=self._latency(),
             queue=self._queue(),
             batches=[self._batch(one) for one in sim.replicas],
-            kv=[self._kv(one, brief=brief) for one in sim.replicas],
-            requests=[] if brief else [self._request(one) for one in self._unfinished()],
-            gpus=gpus,
-            models=[] if brief else self._models(),
-            tenants=[] if brief else self._tenant_uses(),
-            alerts=[] if brief else alerts_of(sim, gpus),
+            kv=[self._kv(one, blocks=blocks) for one in sim.replicas],
+            requests=[self._request(one) for one in self._unfinished()],
+            gpus=gpus_of(sim),
+            models=self._models(),
+            tenants=self._tenant_uses(),
+            alerts=[],
             stalls=sorted(
                 (one for replica in sim.replicas for one in replica.stalls), key=lambda one: one.at
             ),
@@ -249,6 +260,8 @@ class FakeSource:
             audit_head=self._rows.head,
             audit_recorded_rows=max(0, len(self._rows.audit) - 2),
         )
+        snapshot.alerts = self._alerts.observe(snapshot)
+        return snapshot
 
     def _unfinished(self) -> list[SimRequest]:
         sim = self.simulation
@@ -283,7 +296,7 @@ class FakeSource:
         ended = self.simulation.ended
 
         def of(name: str) -> LatencyPercentiles:
-            values = sorted(getattr(one, name) for one in ended)
+            values = sorted(map(attrgetter(name), ended))
             if not values:
                 return LatencyPercentiles(window_s=WINDOW_S, count=0)
             p50, p90, p99 = (values[min(len(values) - 1, int(len(values) * q))] for q in (0.5, 0.9, 0.99))
@@ -345,7 +358,7 @@ class FakeSource:
             longest_prompt_tokens=int(part["longest_prompt_tokens"]),
         )
 
-    def _kv(self, replica: SimReplica, *, brief: bool) -> KvCache:
+    def _kv(self, replica: SimReplica, *, blocks: bool) -> KvCache:
         order = [one.id for one in replica.running]
         index = {request: number for number, request in enumerate(order)}
         return KvCache(
@@ -365,7 +378,7 @@ class FakeSource:
             preemptions=replica.preemptions,
             evictions=replica.evictions,
             blocks=None
-            if brief
+            if not blocks
             else BlockMap(
                 states=bytes(replica.states),
                 owners=replica.owners(index),
@@ -402,8 +415,8 @@ class FakeSource:
             cached_tokens=None if queued else one.cached,
             computed_tokens=one.computed,
             generated_tokens=int(one.generated),
-            blocks=len(one.blocks),
-            preemptions=one.preemptions,
+            blocks=None if queued else len(one.blocks),
+            preemptions=None if queued else one.preemptions,
         )
 
     def _tenant_uses(self) -> list[TenantUse]:
@@ -411,27 +424,33 @@ class FakeSource:
         held: Counter[str] = Counter()
         for request in self._unfinished():
             held[request.tenant] += request.max_tokens
-        return [self._tenant_use(one, held[one.name]) for one in self.simulation.tenants.values()]
+        tenants = self.simulation.tenants.values()
+        service = {tenant.name: sum(cost for _, cost in tenant.recent) for tenant in tenants}
+        total = sum(service.values())
+        active = sum(tenant.weight for tenant in tenants if tenant.running + tenant.waiting)
+        return [self._tenant_use(one, held[one.name], service[one.name], total, active) for one in tenants]
 
-    def _tenant_use(self, one: SimTenant, held: int) -> TenantUse:
-        sim = self.simulation
-        all_service = sum(cost for tenant in sim.tenants.values() for _, cost in tenant.recent)
-        active = sum(tenant.weight for tenant in sim.tenants.values() if tenant.running + tenant.waiting)
+    def _tenant_use(
+        self, one: SimTenant, held: int, service: float, all_service: float, active: float
+    ) -> TenantUse:
+        """`service` is the number of weighted tokens of the tenant in the last minute, `all_service` that of
+        all tenants, and `active` the weight of the tenants that have requests."""
         usage = []
-        left_s = None
-        if one.tokens_per_minute is not None:
-            used = int(min(one.level + held, one.tokens_per_minute))
+        left_s = []
+        for limit in one.limits:
+            used = int(min(limit.level + held, limit.capacity))
             usage.append(
                 LimitUsage(
-                    limit="tokens_per_minute",
-                    capacity=int(one.tokens_per_minute),
+                    limit=limit.name,
+                    capacity=int(limit.capacity),
                     used=used,
                     held=held,
-                    resets_in_s=used / one.tokens_per_minute * 60.0,
+                    resets_in_s=used / limit.capacity * limit.period_s,
                 )
             )
-            burn = sum(cost for _, cost in one.recent) / WINDOW_S - one.tokens_per_minute / 60.0
-            left_s = (one.tokens_per_minute - one.level) / burn if burn > 0 else None
+            burn = service / WINDOW_S - limit.capacity / limit.period_s
+            if burn > 0:
+                left_s.append((limit.capacity - limit.level) / burn)
         if one.concurrent is not None:
             usage.append(
                 LimitUsage(
@@ -453,7 +472,7 @@ class FakeSource:
             waiting=one.waiting,
             tokens_per_s=self._tokens_per_s(one.name),
             service_tokens=one.service,
-            share=sum(cost for _, cost in one.recent) / all_service if all_service else None,
+            share=service / all_service if all_service else None,
             fair_share=one.weight / active if one.running + one.waiting else None,
             requests=one.requests,
             refused=one.refused,
@@ -461,7 +480,7 @@ class FakeSource:
             cached_tokens=one.cached,
             billed_tokens=one.billed,
             usage=usage,
-            exhausted_in_s=left_s,
+            exhausted_in_s=min(left_s, default=None),
         )
 
     def _models(self) -> list[ModelStatus]:
@@ -505,7 +524,7 @@ class FakeSource:
             kv_bytes=one.kv_bytes,
             predicted_bytes=one.used_bytes - (311 << 20),
             used_bytes=one.used_bytes,
-            load_seconds=41.2 if ranks > 1 else 7.9,
+            load_seconds=one.load_seconds,
             max_num_seqs=one.max_num_seqs,
             max_num_batched_tokens=one.budget,
             step=int(one.step),

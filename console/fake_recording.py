@@ -13,6 +13,7 @@ import msgspec
 from appliance.history.pages import PastSnapshot
 from appliance.pages import NamedRequest
 from appliance.snapshot import Snapshot
+from console import units
 from console.fake_rows import FakeRows
 from console.history import History
 from console.recordings import HISTORY_POINTS, NOT_RECORDED, USAGE_NOT_RECORDED, Mark, PastTimeline
@@ -43,23 +44,19 @@ class FakeRecording:
             return
         self._times.append(snapshot.at)
         self._snapshots.append(zlib.compress(msgspec.msgpack.encode(snapshot), 1))
-        self.add_to_charts(snapshot)
+        self._history.add(snapshot)
         for one in snapshot.alerts:
             if one.state == "firing":
                 self._alerts.setdefault(
-                    one.id, Mark(snapshot.at, True, f"{one.severity}: {one.where}: {one.what}")
+                    one.id, Mark(snapshot.at, True, f"{one.severity}: {units.about(one.where, one.what)}")
                 )
-
-    def add_to_charts(self, snapshot: Snapshot) -> None:
-        """Keep only the charted values of a snapshot."""
-        self._history.add(snapshot)
 
     async def instant(self, at: float | None) -> PastSnapshot:
         """Return the state of the service at a time, or the newest state if `at` is None."""
         times = list(self._times)
         index = len(times) - 1 if at is None else bisect_right(times, at) - 1
         if index < 0 or (at is not None and at > times[index] + _VALID_S):
-            raise SourceError("nothing was recorded at this time: the demo keeps the minutes since its start")
+            raise SourceError("nothing was recorded at this time: the demo keeps the last 15 minutes")
         return PastSnapshot(
             at=times[index],
             resolution_s=1,

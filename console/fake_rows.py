@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from appliance.protocol import Key, PeerMapping
+from appliance.pages import ChainReport
+from appliance.protocol import AuditHead, Key, PeerMapping
 from appliance.protocol.registry import RegisteredModel, RegisteredVersion
+from console.fake_log import FakeLog
 from console.fake_requests import finished_requests, usage_rows
 from console.simulation import KEY_NAMES, Simulation, key_id
 from console.source import ListName, ListRow, Row
@@ -35,6 +37,7 @@ class FakeRows:
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
+        self.log = FakeLog(simulation)
         self.audit: list[ListRow] = []
         self.head = ""
         now = simulation.now
@@ -51,7 +54,37 @@ class FakeRows:
 
     def record(self, action: str, target: str) -> None:
         """Add the audit row of an action."""
-        self._add(self._simulation.now, action, target, "uid:1000 (demo)")
+        actor = "uid:1000 (demo)"
+        self._add(self._simulation.now, action, target, actor)
+        self.log.write(self._simulation.now, "core", "auditing", f"{action} by {actor}: ok")
+
+    def verify(self) -> ChainReport:
+        """Verify the hashes of the audit rows."""
+        before, broken = "", None
+        for number, row in enumerate(self.audit, 1):
+            before = _row_hash(before, number, row.subject, row.target)
+            if row.detail["hash"] != before:
+                broken = number
+                break
+        rows = len(self.audit) if broken is None else broken - 1
+        newest = max(0, len(self.audit) - 2)
+        return ChainReport(
+            at=self._simulation.now,
+            path="/var/lib/appliance/control.db",
+            ok=broken is None,
+            rows=rows,
+            head=AuditHead(seq=rows, hash=self.audit[rows - 1].detail["hash"] if rows else ""),
+            broken_seq=broken,
+            problems=[] if broken is None else [f"row {broken}: rewritten: its hash does not match"],
+            notes=[
+                "the last 2 rows are newer than any recorded head, so their removal would not be detected"
+            ],
+            heads=1,
+            journal_heads=0,
+            journal_missing="the demo has no journal",
+            confirmed_seq=min(newest, rows),
+            spooled=0,
+        )
 
     def of(self, name: ListName) -> Sequence[Row]:
         """Return a list, newest rows first."""
@@ -72,7 +105,7 @@ class FakeRows:
                 ListRow(id=f"{area}/{subject}", level=level, actor=area, subject=subject, text=text)
                 for level, area, subject, text in _FINDINGS
             ]
-        return self._log()
+        return list(reversed(self.log.lines))
 
     def _models(self) -> list[RegisteredModel]:
         """Return two versions of each model: the one that serves requests, and its predecessor."""
@@ -122,7 +155,7 @@ class FakeRows:
 
     def _add(self, at: float, action: str, target: str, actor: str) -> None:
         seq = len(self.audit) + 1
-        self.head = hashlib.sha256(f"{self.head}{seq}{action}{target}".encode()).hexdigest()
+        self.head = _row_hash(self.head, seq, action, target)
         self.audit.append(
             ListRow(
                 id=str(seq),
@@ -135,21 +168,6 @@ class FakeRows:
             )
         )
 
-    def _log(self) -> list[ListRow]:
-        now, rows, replica = self._simulation.now, [], self._simulation.replicas[0]
-        for index in range(40):
-            at = now - index * 6.5
-            number = int(at // 6.5)
-            step = max(400, int(replica.step - (now - at) * 60))
-            steps = f"steps {step - 400:,} to {step:,}: 15.9 ms mean, 6 µs idle"
-            level, process, area, text = (
-                ("info", "front-1", "connection", "connection from 10.0.3.7 closed by the client"),
-                ("info", "core", "recording", "history.db: 412 rows committed in 3 ms"),
-                ("info", replica.name, "leader", steps),
-                ("warning", "front-2", "gate", "request from 10.0.3.9 denied: unknown API key"),
-                ("info", "core", "heads", "audit head anchored in the journal"),
-            )[number % 5]
-            rows.append(
-                ListRow(id=f"log-{number}", at=at, level=level, actor=process, subject=area, text=text)
-            )
-        return rows
+
+def _row_hash(before: str, seq: int, action: str, target: str) -> str:
+    return hashlib.sha256(f"{before}{seq}{action}{target}".encode()).hexdigest()

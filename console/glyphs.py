@@ -12,6 +12,8 @@ from console.lines import Line, Span
 GlyphSet = Literal["braille", "block", "ascii"]
 GLYPH_SETS: tuple[GlyphSet, ...] = ("braille", "block", "ascii")
 
+_PARTS = {"braille": "█▓▒", "block": "█▓▒", "ascii": "#=+"}
+"""The characters of a bar's parts, from left to right, so that the parts differ without colours."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _ASCII = " .:-=+*#@"
 _LEFT = (0x00, 0x40, 0x44, 0x46, 0x47)
@@ -23,10 +25,11 @@ Values = Sequence[float | None]
 
 
 def bar(parts: Sequence[tuple[float, str]], width: int, glyphs: GlyphSet) -> Line:
-    """Return a horizontal bar. `parts` are fractions of the width with their roles, from left to right."""
+    """Return a horizontal bar. `parts` are at most three fractions of the width with their roles, from left
+    to right."""
     if width <= 0:
         return []
-    filled, empty = ("#", "-") if glyphs == "ascii" else ("█", "░")
+    empty = "-" if glyphs == "ascii" else "░"
     result: Line = []
     done, total = 0, 0.0
     for index, (fraction, role) in enumerate(parts):
@@ -35,13 +38,18 @@ def bar(parts: Sequence[tuple[float, str]], width: int, glyphs: GlyphSet) -> Lin
         # Show at least one character of each non-empty part.
         if fraction > 0 and end == done and done < width:
             end = done + 1
-        letter = filled if glyphs != "ascii" or index == 0 else "=+*"[min(index, 3) - 1]
+        letter = _PARTS[glyphs][index]
         if end > done:
             result.append(Span(letter * (end - done), role))
             done = end
     if done < width:
         result.append(Span(empty * (width - done), "track"))
     return result
+
+
+def bar_legend(names: Sequence[str], glyphs: GlyphSet) -> str:
+    """Return the names of a bar's parts, each with its character."""
+    return ", ".join(f"{letter} {name}" for letter, name in zip(_PARTS[glyphs], names, strict=False))
 
 
 def unknown_bar(width: int) -> Line:

@@ -32,8 +32,6 @@ class Point(NamedTuple):
     prompt_tokens_per_s: float | None
     cached_tokens_per_s: float | None
     generated_tokens_per_s: float | None
-    requests_per_s: float | None
-    failed_per_s: float | None
     running: int
     waiting: int
     kv: float | None
@@ -70,8 +68,6 @@ class History:
                 prompt_tokens_per_s=rates.prompt_tokens_per_s,
                 cached_tokens_per_s=rates.cached_tokens_per_s,
                 generated_tokens_per_s=rates.generated_tokens_per_s,
-                requests_per_s=rates.requests_per_s,
-                failed_per_s=rates.failed_per_s,
                 running=snapshot.queue.running,
                 waiting=snapshot.queue.waiting,
                 kv=sum(one.blocks_used for one in snapshot.kv) / total if total else None,
@@ -133,8 +129,6 @@ class History:
                     prompt_tokens_per_s=figure("rates.prompt_tokens_per_s"),
                     cached_tokens_per_s=figure("rates.cached_tokens_per_s"),
                     generated_tokens_per_s=figure("rates.generated_tokens_per_s"),
-                    requests_per_s=figure("rates.requests_per_s"),
-                    failed_per_s=figure("rates.failed_per_s"),
                     running=round(figure("queue.running") or 0),
                     waiting=round(figure("queue.waiting") or 0),
                     kv=sum(column[row] or 0.0 for column in used) / total if total else None,

@@ -1,9 +1,8 @@
-"""Describes what an action would currently affect, for its dialog, and detects whether that has changed since
-the dialog opened."""
+"""Describes what an action would currently affect, for its dialog."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -12,110 +11,186 @@ from appliance.history.forecasts import QuotaForecast
 from appliance.protocol import ModelStatus, NewKey
 from appliance.snapshot import Snapshot, UnfinishedRequest
 from console import units
+from console.context import Context
+from console.fingerprints import Fingerprint, fingerprint, is_drained, registered
 
 _SHOWN_TENANTS = 3
 """Maximum number of tenants whose forecasts fit in a dialog of 24 lines."""
+_UNLOADING = ("models.unload", "models.sleep", "models.default", "models.rollback")
+"""Actions after which a loaded version finishes its requests and then releases its memory."""
+_REPLACING = ("models.default", "models.rollback")
+"""Actions that replace the default version of a model."""
+_ROUTING = ("models.split", "models.alias", "models.shadow")
+"""Actions that change which models get the requests for a name."""
 
 
-def impact(action: Action, target: str | None, snapshot: Snapshot | None) -> list[str]:
-    """Return what the action affects: requests, tokens and tenants."""
+class Impact:
+    """The impact of an action, which its dialog shows and keeps up to date."""
+
+    def __init__(self, action: Action, context: Callable[[], Context]) -> None:
+        """`context` returns the newest state."""
+        self._action = action
+        self._context = context
+        self._shown: dict[str | None, Fingerprint] = {}
+        """For each target: its state when the operator first saw its impact."""
+
+    def lines(self, target: str | None) -> list[str]:
+        """Return what the action affects: requests, tokens, tenants and memory."""
+        context = self._context()
+        now = fingerprint(self._action, target, context)
+        before = self._shown.setdefault(target, now)
+        if before.listed is None or not before.observed:
+            self._shown[target] = Fingerprint(before.observed or now.observed, now.listed)
+        return impact(self._action, target, context)
+
+    def changes(self, target: str | None) -> str:
+        """Return a message if the target's state has changed since the operator first saw its impact or since
+        the last such message, and an empty string otherwise."""
+        now = fingerprint(self._action, target, self._context())
+        changes = self._shown.get(target, now).changes(now)
+        self._shown[target] = now
+        return f"{changes}: review the impact and confirm again" if changes else ""
+
+
+def impact(action: Action, target: str | None, context: Context) -> list[str]:
+    """Return what the action affects: requests, tokens, tenants and memory."""
+    snapshot = context.snapshot
     if snapshot is None:
         return ["current load unknown: no data received from the service yet"]
-    affected = _affected(action, target, snapshot)
-    if affected is None:
-        return []
     if action.target == "request":
-        if not affected:
-            return [f"request {target} has ended"]
-        one = affected[0]
-        done = f"{units.count(one.generated_tokens)} output tokens"
-        return [f"tenant {one.tenant}, model {one.model}, age {units.seconds(one.age_s)}, {done}"]
+        return _request(target, snapshot)
+    if action.target == "model":
+        return _model(action, target or "", context, snapshot)
     tenant = next((one for one in snapshot.tenants if one.name == target), None)
     if action.name == "tenants.delete" and tenant is not None and (tenant.keys or tenant.peers):
         return [
             f"{units.count(tenant.keys)} valid keys and {units.count(tenant.peers)} mapped users or groups",
             "the service will refuse: revoke the keys and remove the mappings first",
         ]
-    if not affected:
-        return ["no running or queued requests are affected"]
-    tenants = sorted({one.tenant for one in affected})
-    tokens = [one.generated_tokens for one in affected]
-    known = sum(token for token in tokens if token is not None)
-    generated = units.UNKNOWN if None in tokens else f"{known:,}"
-    ends = _drain_end(target, snapshot) if action.name == "drain" else []
-    names = ", ".join(tenants[:5]) + (f" and {len(tenants) - 5} more" if len(tenants) > 5 else "")
-    queued = sum(one.state == "queued" for one in affected)
+    match action.target:
+        case "tenant" if action.name != "tenants.create":
+            return _load([one for one in snapshot.requests if one.tenant == target])
+        case "key":
+            return _load([one for one in snapshot.requests if one.key_id == target])
+    return []
+
+
+def _request(target: str | None, snapshot: Snapshot) -> list[str]:
+    one = next((one for one in snapshot.requests if one.request_id == target), None)
+    if one is None:
+        return [f"request {target} has ended"]
+    done = f"{units.count(one.generated_tokens)} output tokens"
+    lines = [f"tenant {one.tenant}, model {one.model}, age {units.seconds(one.age_s)}, {done}"]
+    if one.phase == "queued":
+        return [*lines, "waiting in the queue: uses no KV blocks"]
+    cache = next((cache for cache in snapshot.kv if cache.replica == one.replica), None)
+    block_bytes = None if cache is None else units.ratio(cache.kv_bytes, cache.blocks_total)
+    size = None if block_bytes is None or one.blocks is None else block_bytes * one.blocks
+    # Blocks that the request shares with other requests stay in use.
+    return [*lines, f"frees up to {units.count(one.blocks)} KV blocks ({units.size(size)})"]
+
+
+def _model(action: Action, target: str, context: Context, snapshot: Snapshot) -> list[str]:
+    """Return what an action on a model, or on all models if `target` is empty, affects."""
+    if action.name == "resume":
+        held = [one for one in snapshot.drains if is_drained(target, one.model, context)]
+        return [f"{one.held:,} held requests will be served first" for one in held] or ["not draining"]
+    if action.name in _ROUTING:
+        return _load([one for one in snapshot.requests if one.model == target])
+    models = _loaded(action, target, context, snapshot)
+    if action.name == "drain":
+        requests = _requests_of(models, target, context, snapshot) if target else snapshot.requests
+        return _load(requests, _end(models if target else snapshot.models, snapshot))
+    if action.name in _UNLOADING:
+        freed = _freed(action, models)
+        return [*_load(_requests_of(models, target, context, snapshot), _end(models, snapshot)), freed]
+    if action.name == "models.remove":
+        loaded = [one.name for one in models]
+        if loaded:
+            return [f"loaded: {', '.join(loaded)}", "the service will refuse: unload the model first"]
+        return ["not loaded: no requests are affected and no memory is freed"]
+    return []
+
+
+def _loaded(action: Action, target: str, context: Context, snapshot: Snapshot) -> list[ModelStatus]:
+    """Return the loaded models that an action concerns. Versions in the registry are loaded under the name
+    NAME@VERSION. NAME stands for the default version, or for all versions if `action` removes them."""
+    name, _, version = target.partition("@")
+    if version and action.name not in _REPLACING:
+        return [one for one in snapshot.models if one.name == target]
+    entry = registered(name, context)
+    name = name if entry is None else entry.name
+    found = [one for one in snapshot.models if one.name == name or one.name.startswith(f"{name}@")]
+    if entry is not None and action.name != "models.remove":
+        found = [one for one in found if one.name in (name, f"{name}@{entry.default}")]
+    return [one for one in found if not (version and one.name == target)]
+
+
+def _requests_of(
+    models: Iterable[ModelStatus], target: str, context: Context, snapshot: Snapshot
+) -> list[UnfinishedRequest]:
+    """Return the requests that the replicas of these models run, and the waiting requests for their names."""
+    models = list(models)
+    replicas = {replica.name for model in models for replica in model.replicas}
+    names = {target, *(model.name for model in models)}
+    for model in models:
+        name, _, version = model.name.partition("@")
+        entry = registered(name, context)
+        if entry is None or version in ("", str(entry.default)):
+            names |= {name, *(entry.aliases if entry is not None else ())}
     return [
-        f"{len(affected) - queued:,} running and {queued:,} queued requests of {len(tenants)} "
-        f"tenant{'s' if len(tenants) > 1 else ''}: "
-        f"{names}",
-        f"{generated} output tokens generated so far",
-        *ends,
+        one for one in snapshot.requests if (one.replica in replicas if one.replica else one.model in names)
     ]
 
 
-def _drain_end(model: str | None, snapshot: Snapshot) -> list[str]:
-    """Return when a drain that begins now would end. The models finish their requests at the same time."""
-    etas = [one.drain_eta_s for one in snapshot.models if model in (None, "", one.name)]
+def _load(requests: list[UnfinishedRequest], ends: list[str] | None = None) -> list[str]:
+    """Describe requests: their number, tenants and tokens. `ends` follows if there are any."""
+    if not requests:
+        return ["no running or queued requests are affected"]
+    tenants = sorted({one.tenant for one in requests})
+    tokens = [one.generated_tokens for one in requests if one.phase != "queued"]
+    known = sum(token for token in tokens if token is not None)
+    generated = units.UNKNOWN if None in tokens else f"{known:,}"
+    names = ", ".join(tenants[:5]) + (f" and {len(tenants) - 5} more" if len(tenants) > 5 else "")
+    queued = sum(one.state == "queued" for one in requests)
+    return [
+        f"{len(requests) - queued:,} running and {queued:,} queued requests of {len(tenants)} "
+        f"tenant{'s' if len(tenants) > 1 else ''}: "
+        f"{names}",
+        f"{generated} output tokens generated so far",
+        *(ends or []),
+    ]
+
+
+def _end(models: list[ModelStatus], snapshot: Snapshot) -> list[str]:
+    """Return when the unfinished requests of these models would have finished if no more were accepted. The
+    models finish their requests at the same time."""
+    etas = [one.drain_eta_s for one in models]
     known = [eta for eta in etas if eta is not None]
     if not known or len(known) < len(etas):
         return [f"expected end: {units.UNKNOWN} (the rates of the models have not been measured yet)"]
     return [f"expected end: in {units.seconds(max(known))}, at {units.clock(snapshot.at + max(known))}"]
 
 
-def watch(action: Action, target: str | None, snapshot: Callable[[], Snapshot | None]) -> Callable[[], str]:
-    """Return a function that checks whether the target's state has changed since the previous check. That
-    function returns a message if the state has changed, and an empty string otherwise."""
-    before = _fingerprint(action, target, snapshot())
-
-    def check() -> str:
-        nonlocal before
-        after = _fingerprint(action, target, snapshot())
-        if after == before:
-            return ""
-        text = f"state changed from {before} to {after}: review the impact and confirm again"
-        before = after
-        return text
-
-    return check
-
-
-def _affected(action: Action, target: str | None, snapshot: Snapshot) -> list[UnfinishedRequest] | None:
-    """Return the affected requests, or None if the action does not affect requests."""
-    if action.name == "drain":
-        return [one for one in snapshot.requests if target in (None, "", one.model)]
-    match action.target:
-        case "request":
-            return [one for one in snapshot.requests if one.request_id == target]
-        case "tenant" if action.name != "tenants.create":
-            return [one for one in snapshot.requests if one.tenant == target]
-        case "key":
-            return [one for one in snapshot.requests if one.key_id == target]
-    return None
-
-
-def _fingerprint(action: Action, target: str | None, snapshot: Snapshot | None) -> str:
-    """Return the part of the target's state on which the operator's decision depends."""
-    if snapshot is None:
-        return units.UNKNOWN
-    if action.target == "request":
-        return "unfinished" if any(one.request_id == target for one in snapshot.requests) else "ended"
-    if action.target == "tenant":
-        tenant = next((one for one in snapshot.tenants if one.name == target), None)
-        return "absent" if tenant is None else "active" if tenant.suspended_at is None else "suspended"
-    if action.target == "model":
-        return _drained(target, snapshot) + _version(target, snapshot.models)
-    return f"service started at {snapshot.started_at:.0f}"
-
-
-def _drained(target: str | None, snapshot: Snapshot) -> str:
-    drain = next((one for one in snapshot.drains if one.model == (target or None)), None)
-    return "accepting requests" if drain is None else "draining"
-
-
-def _version(target: str | None, models: list[ModelStatus]) -> str:
-    model = next((one for one in models if one.name == target), None)
-    return "" if model is None else f" with version {model.version}"
+def _freed(action: Action, models: list[ModelStatus]) -> str:
+    """Describe the memory that the replicas of these models would release. Replicas report sums over their
+    ranks."""
+    replicas = [replica for model in models for replica in model.replicas]
+    awake = [one for one in replicas if one.state != "sleeping"]
+    host_bytes = sum(one.host_bytes for one in replicas)
+    if not replicas:
+        return "not loaded: no memory is freed"
+    if not awake and action.name == "models.sleep":
+        return "already asleep: no memory is freed"
+    parts = []
+    if awake:
+        for name, title in (("weight_bytes", "weights"), ("kv_bytes", "KV cache")):
+            sizes = [getattr(one, name) for one in awake]
+            parts.append(f"{units.size(sum(sizes) if all(sizes) else None)} {title}")
+    if host_bytes and action.name != "models.sleep":
+        parts.append(f"{units.size(host_bytes)} host memory")
+    of = f"{len(replicas)} replica{'' if len(replicas) == 1 else 's'}"
+    return f"frees {' + '.join(parts) or units.UNKNOWN} of {of}"
 
 
 def result_lines(result: msgspec.Struct) -> list[str]:

@@ -158,6 +158,7 @@ KEYS: tuple[KeyBinding, ...] = (
     KeyBinding("sort reverse", ("r",), "Reverse the sort order", "Rows"),
     KeyBinding("mark", ("space",), "Mark the row; in history, play or pause", "Rows"),
     KeyBinding("variant", ("v",), "Switch to the next view of this screen", "Rows"),
+    KeyBinding("verify", ("V",), "Verify the audit chain", "Rows"),
     KeyBinding("zoom", ("z",), "Maximize the selected panel, or show all panels again", "Rows"),
     KeyBinding(
         "copy", ("y",), "Copy the marked rows, or the row under the cursor, to the clipboard (OSC 52)", "Rows"

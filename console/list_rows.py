@@ -1,4 +1,4 @@
-"""Converts audit actions and log lines to rows for the console."""
+"""Converts audit actions, log lines and doctor's findings to rows for the console."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from datetime import datetime
 
 import msgspec
 
+from appliance.monitoring.findings import Finding
 from appliance.pages import AuditAction, LogLine
 from console.source import ListRow
 
@@ -45,6 +46,18 @@ def log_row(line: LogLine) -> ListRow:
         actor=line.process,
         subject=line.area,
         text=line.message,
+    )
+
+
+def finding_row(number: int, finding: Finding) -> ListRow:
+    """Return a finding as a row. `number` is its position in the list."""
+    return ListRow(
+        id=f"{number}/{finding.area}/{finding.subject}",
+        level=finding.level,
+        actor=finding.area,
+        subject=finding.subject,
+        text=finding.text,
+        detail={"remedy": finding.remedy},
     )
 
 

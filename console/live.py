@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import platform
-import sys
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
@@ -22,33 +20,17 @@ from appliance.events.async_client import AsyncAdminClient
 from appliance.events.frames import FrameLostError
 from appliance.history.forecasts import QuotaForecast
 from appliance.ownership import UntrustedError
-from appliance.pages import AuditQuery, LogQuery, RequestLogQuery, UsageQuery, UsageRow
+from appliance.pages import AuditQuery, ChainReport, LogQuery, RequestLogQuery, UsageQuery, UsageRow
 from appliance.protocol import Configuration
-from appliance.snapshot import BlockMap, ReplicaBlocks, Snapshot
-from console.list_rows import audit_row, log_row
+from appliance.snapshot import BlockMap, ReplicaBlocks, Snapshot, with_blocks
+from console.list_rows import audit_row, finding_row, log_row
 from console.recordings import RecordedPast
-from console.source import MAX_ROWS, USAGE_DAYS, ListName, ListRow, Row, SourceError, UnsupportedListError
+from console.source import MAX_ROWS, USAGE_DAYS, ListName, ListRow, Row, SourceError
 
 _MAX_HZ = 4
-
-
 _FINDINGS_EVERY_S = 60.0
 _USAGE_EVERY_S = 15.0
 _BLOCKS_EVERY_S = 1.0
-
-
-class _Finding(msgspec.Struct):
-    """A finding, in the format of `appliance doctor --json`."""
-
-    area: str
-    subject: str
-    level: str
-    text: str
-    remedy: str | None = None
-
-
-class _Examination(msgspec.Struct):
-    findings: list[_Finding]
 
 
 class LiveSource:
@@ -73,8 +55,6 @@ class LiveSource:
         self._client = AsyncAdminClient(run_dir, key=key, read_only=not write)
         self._stream: AsyncGenerator[Snapshot, None] | None = None
         self._hz = 0
-        self._host = ""
-        """Name of the machine on which the service runs."""
         self._found: list[ListRow] = []
         self._examined_at = -math.inf
         self._usage: list[UsageRow] = []
@@ -94,7 +74,6 @@ class LiveSource:
                 for _ in range(frames):
                     snapshot = await anext(self._stream)
                 await self._take_blocks()
-            self._host = snapshot.host.name
             return with_blocks(snapshot, self._blocks if self.reads_blocks else {})
         except StopAsyncIteration:
             await self.close()
@@ -143,7 +122,8 @@ class LiveSource:
                     return [*await self._client.call(calls.KEYS), *await self._client.call(calls.PEERS)]
                 case "settings":
                     return _settings(await self._client.call(calls.CONFIGURATION))
-        return await self._findings()
+                case "findings":
+                    return await self._findings()
 
     async def _daily_usage(self) -> list[UsageRow]:
         """Return the usage of the last few days, read at most once every 15 seconds."""
@@ -154,37 +134,17 @@ class LiveSource:
         return self._usage
 
     async def _findings(self) -> list[ListRow]:
-        """Return the findings of `appliance doctor` on this machine. The command runs at most once a
-        minute."""
-        if self._host != platform.node():
-            raise UnsupportedListError(
-                f"the service runs on {self._host or 'an unknown machine'}: run appliance doctor there"
-            )
-        if time.monotonic() - self._examined_at < _FINDINGS_EVERY_S:
-            return self._found
-        command = [sys.executable, "-m", "appliance.cli", "doctor", "--run-dir", self.label, "--json"]
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-        )
-        output, errors = await process.communicate()
-        try:
-            findings = msgspec.json.decode(output, type=_Examination).findings
-        except msgspec.DecodeError as error:
-            reason = errors.decode(errors="replace").strip() or str(error)
-            raise SourceError(f"appliance doctor failed: {reason}") from error
-        self._found = [
-            ListRow(
-                id=f"{number}/{one.area}/{one.subject}",
-                level=one.level,
-                actor=one.area,
-                subject=one.subject,
-                text=one.text,
-                detail={"remedy": one.remedy or ""},
-            )
-            for number, one in enumerate(findings)
-        ]
-        self._examined_at = time.monotonic()
+        """Return the findings of `appliance doctor` on the service's machine, read at most once a minute."""
+        if time.monotonic() - self._examined_at >= _FINDINGS_EVERY_S:
+            found = (await self._client.call(calls.findings())).findings
+            self._found = [finding_row(number, one) for number, one in enumerate(found)]
+            self._examined_at = time.monotonic()
         return self._found
+
+    async def verify(self) -> ChainReport:
+        """Let the service verify its audit chain."""
+        with _explained():
+            return await self._client.call(calls.verify_audit())
 
     async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:
         """Return the forecast effect of new limits."""
@@ -214,22 +174,6 @@ class LiveSource:
         stream, self._stream = self._stream, None
         if stream is not None:
             await stream.aclose()
-
-
-def with_blocks(snapshot: Snapshot, blocks: dict[str, BlockMap]) -> Snapshot:
-    """Return the snapshot with the given blocks of each replica. Also set each request's number of blocks and
-    of preemptions, which the block maps contain."""
-    snapshot.kv = [
-        msgspec.structs.replace(one, blocks=blocks.get(one.replica, one.blocks)) for one in snapshot.kv
-    ]
-    known = {
-        request: (count, preemptions)
-        for one in blocks.values()
-        for request, count, preemptions in zip(one.requests, one.request_blocks, one.preemptions, strict=True)
-    }
-    for request in snapshot.requests:
-        request.blocks, request.preemptions = known.get(request.request_id, (None, None))
-    return snapshot
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import msgspec
 
 from appliance.history.forecasts import QuotaForecast
 from appliance.history.pages import PastSnapshot
+from appliance.pages import ChainReport
 from appliance.snapshot import Snapshot
 from console.history import History
 from console.recordings import RecordedPast
@@ -105,6 +106,10 @@ class ReplaySource:
         if self.instant is None:
             raise SourceError("no sample has been read yet")
         return await self._recording.rows(name, self.instant.snapshot.at)
+
+    async def verify(self) -> ChainReport:
+        """Refuse, because a recording does not contain the audit chain."""
+        raise SourceError("a recording does not contain the audit chain: connect to a running service")
 
     async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:
         """Refuse, because recorded history cannot be changed."""

@@ -7,6 +7,7 @@ import csv
 import io
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 import msgspec
@@ -72,6 +73,10 @@ class ConsoleSession:
     def view(self) -> View:
         """The screen that is shown."""
         return self.state.view
+
+    def newest(self) -> Context:
+        """Return the live screen input with the newest snapshot, also while updates are paused."""
+        return replace(self._live, snapshot=self._newest)
 
     def lines(self, width: int, height: int) -> list[Line]:
         """Return the frame for a terminal of this size."""
@@ -234,9 +239,9 @@ class ConsoleSession:
         self.state.message, self.state.message_role = message, role
 
     def export(self, form: str) -> str:
-        """Return the table on screen as CSV or JSON. Raises ValueError on screens without a table."""
-        if not isinstance(self.view, TableView):
-            raise ValueError(f"{self.view.title} has no table to export: open a screen with a table first")
+        """Return the table on screen as CSV or JSON. Raises ValueError."""
+        if self.context.snapshot is None:
+            raise ValueError("no data received yet: wait for the first snapshot")
         names, rows = self.view.export(self.context)
         if form == "json":
             encoded = msgspec.json.encode([dict(zip(names, row, strict=True)) for row in rows])

@@ -130,6 +130,11 @@ class SimReplica:
         return min(self.blocks * BLOCK_TOKENS * _KV_TOKEN_BYTES, room)
 
     @property
+    def load_seconds(self) -> float:
+        """Time that loading the weights took."""
+        return 41.2 if len(self.gpus) > 1 else 7.9
+
+    @property
     def used_bytes(self) -> int:
         """Memory that the replica uses on all its GPUs."""
         return self.weight_bytes + self.kv_bytes + (3 << 30) * len(self.gpus)
@@ -183,6 +188,18 @@ class SimReplica:
         return bytes(found)
 
 
+@dataclass
+class SimLimit:
+    """A limit on a tenant's tokens, which refills continuously."""
+
+    name: str
+    capacity: float
+    period_s: float
+    """Time in which the whole capacity refills."""
+    level: float = 0.0
+    """Tokens taken from the limit and not refilled yet."""
+
+
 @dataclass(kw_only=True)
 class SimTenant:
     """A tenant and its counters."""
@@ -190,11 +207,9 @@ class SimTenant:
     name: str
     weight: float
     highest_class: int
-    tokens_per_minute: float | None
+    limits: list[SimLimit]
     concurrent: int | None
     suspended_at: float | None = None
-    level: float = 0.0
-    """Tokens taken from the per-minute limit and not refilled yet."""
     running: int = 0
     waiting: int = 0
     requests: int = 0
@@ -219,6 +234,8 @@ class Ended:
 
 
 WINDOW_S = 60.0
+STARTUP_S = 65.0
+"""Time from the start of the service until the simulation begins."""
 _LONGEST = (*[1.0, 1.02, 1.05, 1.1] * 10, 2.4)
 """Possible durations of a slice's longest step, as multiples of the mean."""
 
@@ -233,7 +250,7 @@ class Simulation:
         """`requests` is the typical number of unfinished requests. `blocks` is the size of the largest KV
         cache."""
         self.random = random.Random(seed)
-        self.now = self.started = now
+        self.now, self.started = now, now - STARTUP_S
         self.target = requests
         self.gpus = gpus
         self.tenants = {name: self._tenant(index, name) for index, name in enumerate(TENANTS[:tenants])}
@@ -265,8 +282,8 @@ class Simulation:
         for replica in self.replicas:
             self._run(replica, seconds)
         for tenant in self.tenants.values():
-            if tenant.tokens_per_minute is not None:
-                tenant.level = max(0.0, tenant.level - tenant.tokens_per_minute / 60.0 * seconds)
+            for limit in tenant.limits:
+                limit.level = max(0.0, limit.level - limit.capacity / limit.period_s * seconds)
             while tenant.recent and tenant.recent[0][0] < self.now - WINDOW_S:
                 tenant.recent.popleft()
         while self.ended and self.ended[0].at < self.now - WINDOW_S:
@@ -289,11 +306,18 @@ class Simulation:
         return False
 
     def _tenant(self, index: int, name: str) -> SimTenant:
+        limits = []
+        if index % 4 != 3:
+            capacity = (600_000.0, 240_000.0, 90_000.0)[index % 3]
+            limits.append(SimLimit("tokens_per_minute", capacity, 60.0))
+        if index == 2:
+            # The tenant soon reaches 90% of this limit, for which the product has an alert.
+            limits.append(SimLimit("tokens_per_day", 12e6, 86_400.0, level=0.899 * 12e6))
         return SimTenant(
             name=name,
             weight=(4.0, 2.0, 1.0, 1.0, 0.5)[index % 5],
             highest_class=(0, 1, 1, 2, 3)[index % 5],
-            tokens_per_minute=None if index % 4 == 3 else (600_000.0, 240_000.0, 90_000.0)[index % 3],
+            limits=limits,
             concurrent=None if index % 3 == 0 else 40,
         )
 
@@ -346,9 +370,7 @@ class Simulation:
         ]
         prompt = int(min(24_000, 40 + self.random.lognormvariate(6.3, 1.0)))
         output = int(min(4000, 16 + self.random.lognormvariate(5.6, 0.7)))
-        over = (
-            tenant.tokens_per_minute is not None and tenant.level + prompt + output > tenant.tokens_per_minute
-        )
+        over = any(limit.level + prompt + output > limit.capacity for limit in tenant.limits)
         models = sorted({one.model for one in self.replicas})
         model = self.random.choices(models, [5 if "70b" in one else 2 for one in models])[0]
         if over or tenant.suspended_at is not None or self.paused.keys() & {None, model}:
@@ -357,7 +379,8 @@ class Simulation:
             self._refuse(tenant.name, model, at, prompt)
             return
         self._number += 1
-        tenant.level += prompt + output
+        for limit in tenant.limits:
+            limit.level += prompt + output
         tenant.waiting += 1
         self.counts["admitted"] += 1
         wanted = self.random.choices((0, 1, 2, 3), (1, 8, 3, 1))[0]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import msgspec
 
 from appliance.history.forecasts import QuotaForecast
-from appliance.pages import NamedRequest, UsageRow
+from appliance.pages import ChainReport, NamedRequest, UsageRow
 from appliance.protocol import Key, PeerMapping
 from appliance.protocol.registry import RegisteredModel
 from appliance.snapshot import Snapshot
@@ -80,6 +80,10 @@ class SnapshotSource(Protocol):
 
     async def rows(self, name: ListName) -> Sequence[Row]:
         """Return a list, newest rows first. Raises SourceError."""
+        ...
+
+    async def verify(self) -> ChainReport:
+        """Verify the audit chain, and return the result. Raises SourceError."""
         ...
 
     async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:

@@ -15,6 +15,7 @@ from appliance.history.incident_export import export_incident
 from appliance.history.pages import AlertLogQuery, PastSnapshot, SnapshotQuery, TelemetryQuery
 from appliance.history.sources import FilePast, PastError, PastSource, ServicePast
 from appliance.pages import MAX_PAGE_ROWS, AuditQuery, LogQuery, NamedRequest, RequestLogQuery
+from console import units
 from console.history import HISTORY_FIGURES, History
 from console.list_rows import audit_row, log_row
 from console.recordings import HISTORY_POINTS, NOT_RECORDED, USAGE_NOT_RECORDED, Mark, PastTimeline
@@ -63,7 +64,7 @@ class StoredRecording:
             values = columns.figures.get(_TIMELINE_FIGURE, [None] * len(columns.at))
             alerts = self._past.alert_log(AlertLogQuery(since=since, until=until, limit=_MARKS)).rows
             marks = [
-                Mark(row.raised_at, True, f"{row.severity}: {row.subject}: {row.what}")
+                Mark(row.raised_at, True, f"{row.severity}: {units.about(row.subject, row.what)}")
                 for row in alerts
                 if row.raised_at >= since and not row.suppressed_by
             ]

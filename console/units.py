@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 
 UNKNOWN = "--"
+NOT_SUPPORTED = "n/a"
+"""Shown instead of a value that a device does not support."""
 
 
 def count(value: float | None) -> str:
@@ -83,6 +85,12 @@ def size(value: float | None) -> str:
             return f"{value:.0f}{unit}" if unit == "B" or value >= 99.95 else f"{value:.1f}{unit}"
         value /= 1024
     return f"{value:.1f}T"
+
+
+def about(where: str, what: str) -> str:
+    """Return the description of a condition, with the name of its subject unless the description contains
+    it."""
+    return what if where in what else f"{where}: {what}"
 
 
 def clock(at: float | None) -> str:

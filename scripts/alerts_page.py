@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from appliance.alert_rules import BUILT_IN, AlertRule, AlertSink  # noqa: E402
 from appliance.monitoring.alerts.conditions import clear_value  # noqa: E402
-from appliance.monitoring.alerts.texts import of_duration, of_measure  # noqa: E402
+from appliance.quantities import of_duration, of_measure  # noqa: E402
 from scripts.field_tables import (  # noqa: E402
     accepted_values,
     default_value,

@@ -1,8 +1,10 @@
 """Runs the demo for `scripts/demo`: starts the service, asks one question, and shows the answer and the
-request's row in the request log."""
+request's row in the request log. On a terminal, it then opens the console while it asks more questions."""
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
 import os
 import shutil
@@ -10,15 +12,35 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-QUESTION = "What does textwrap.dedent do?"
+if TYPE_CHECKING:
+    import openai
+
+QUESTIONS = (
+    "What does textwrap.dedent do?",
+    "What does len do?",
+    "What does os.path.join do?",
+    "What does json.dumps do?",
+    "What does random.shuffle do?",
+    "What does shutil.copyfile do?",
+)
 START_TIMEOUT_S = 180
+CLIENTS = 2
+"""Number of questions that are asked at the same time while the console is open."""
+PAUSE_S = 0.5
+"""Pause of each client between an answer and the next question."""
 
 
 def main() -> int:
     """Run the demo. Returns 0 if the question was answered and the service stopped cleanly."""
+    parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
+    parser.add_argument("--chat", action="store_true", help="on a terminal, start a chat and not the console")
+    flags = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))  # also stops the service
     appliance = str(Path(sys.executable).with_name("appliance"))
@@ -31,11 +53,18 @@ def main() -> int:
         service = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         wait_until_ready(service, run_dir / "api.sock", log)
-        ask(run_dir / "api.sock")
+        print(f"\n> {QUESTIONS[0]}", flush=True)
+        for text in answer(client_of(run_dir / "api.sock"), QUESTIONS[0]):
+            print(text, end="", flush=True)
+        print("\n", flush=True)
         show_row(appliance, run_dir)
-        if sys.stdin.isatty() and sys.stdout.isatty():
+        if sys.stdin.isatty() and sys.stdout.isatty() and flags.chat:
             print("\nThe service runs until you exit this chat with Ctrl-D.\n", flush=True)
-            chat(appliance, run_dir)
+            run_in_foreground([appliance, "chat", "--run-dir", str(run_dir)])
+        elif sys.stdin.isatty() and sys.stdout.isatty():
+            print("\nThe service runs until you quit the console with q.\n", flush=True)
+            with Clients(run_dir / "api.sock"):
+                run_in_foreground([appliance, "console", "--run-dir", str(run_dir)])
     finally:
         code = stop(service)
     if code == 0:
@@ -69,28 +98,63 @@ def wait_until_ready(service: subprocess.Popen[bytes], socket: Path, log: Path) 
     raise SystemExit(f"the service was not ready after {START_TIMEOUT_S} s; its log is {log}")
 
 
-def ask(socket: Path) -> None:
-    """Ask the question through the `openai` client on the Unix socket and print the answer as it streams."""
+def client_of(socket: Path) -> openai.OpenAI:
+    """Return an `openai` client that uses the Unix socket."""
     import httpx2
     import openai
 
     transport = httpx2.HTTPTransport(uds=str(socket))
-    client = openai.OpenAI(
+    return openai.OpenAI(
         base_url="http://appliance/v1",
         api_key="placeholder",  # the service identifies the peer of a Unix socket by its uid
         http_client=openai.DefaultHttpx2Client(transport=transport),
     )
-    print(f"\n> {QUESTION}", flush=True)
+
+
+def answer(client: openai.OpenAI, question: str) -> Iterator[str]:
+    """Ask a question, and yield the parts of the answer as they arrive."""
     stream = client.chat.completions.create(
         model="demo",
-        messages=[{"role": "user", "content": QUESTION}],
+        messages=[{"role": "user", "content": question}],
         temperature=0,
         stream=True,
     )
     for chunk in stream:
         if chunk.choices:
-            print(chunk.choices[0].delta.content or "", end="", flush=True)
-    print("\n", flush=True)
+            yield chunk.choices[0].delta.content or ""
+
+
+class Clients:
+    """Asks questions in background threads until the end of the `with` block."""
+
+    def __init__(self, socket: Path) -> None:
+        self._socket = socket
+        self._ended = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(number,)) for number in range(CLIENTS)]
+
+    def __enter__(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, number: int) -> None:
+        """Ask the questions in turn, starting with the one at position `number`."""
+        import openai
+
+        client = client_of(self._socket)
+        for question in itertools.islice(itertools.cycle(QUESTIONS), number, None):
+            try:
+                for _ in answer(client, question):
+                    if self._ended.is_set():
+                        return
+            except openai.OpenAIError:
+                pass  # the console shows what is wrong with the service
+            if self._ended.wait(PAUSE_S):
+                return
 
 
 def show_row(appliance: str, run_dir: Path) -> None:
@@ -111,14 +175,19 @@ def show_row(appliance: str, run_dir: Path) -> None:
         print(f"  {name:20} {value}")
 
 
-def chat(appliance: str, run_dir: Path) -> None:
-    """Run a chat until the user exits it."""
-    # Only the chat reacts to Ctrl-C, by cancelling the current answer. If this process ignored the signal,
-    # the chat would inherit that setting and ignore it too. This process therefore installs a handler
-    # instead.
+def run_in_foreground(command: list[str]) -> None:
+    """Run an interactive command until the user exits it."""
+    # Only the command reacts to Ctrl-C. If this process ignored the signal, the command would inherit that
+    # setting and ignore it too. This process therefore installs a handler instead.
     before = signal.signal(signal.SIGINT, lambda *_: None)
-    subprocess.run([appliance, "chat", "--run-dir", str(run_dir)], check=False)
-    signal.signal(signal.SIGINT, before)
+    process = subprocess.Popen(command)
+    try:
+        process.wait()
+    finally:
+        if process.poll() is None:  # this process was asked to end: let the command restore the terminal
+            process.terminate()
+            process.wait()
+        signal.signal(signal.SIGINT, before)
 
 
 def stop(service: subprocess.Popen[bytes]) -> int:

@@ -1,4 +1,8 @@
-"""The admin API's route for the KV blocks of all replicas. Replicas are queried only when it is read."""
+"""The admin API's route for the KV blocks of all replicas, and the blocks for the recorded history.
+
+Replicas determine the state of their blocks only on request. Operators that read the route get a new state
+every second. Otherwise, the history requests one every few seconds.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,9 @@ from appliance.snapshot import BlockMap, ReplicaBlocks
 from appliance.traffic.state import TrafficState
 from engine.messages import BlockUse
 
+RECORDED_EVERY_S = 10.0
+"""Interval at which the history requests the blocks while no operator reads them."""
+
 
 class BlockMaps:
     """Reads the blocks of all replicas. Must be used on the event loop's thread."""
@@ -25,20 +32,37 @@ class BlockMaps:
     def __init__(self, replicas: Callable[[], Iterable[Replica]], traffic: TrafficState) -> None:
         self._replicas = replicas
         self._traffic = traffic
+        self._maps: dict[str, tuple[BlockUse, BlockMap]] = {}
+        """For each replica: its newest state, and the map of it."""
 
     async def read(self) -> list[ReplicaBlocks]:
         """Return the blocks of the replicas that answer."""
         replicas = list(self._replicas())
         found = await asyncio.gather(*(replica.read_blocks() for replica in replicas))
         return [
-            ReplicaBlocks(replica=replica.name, blocks=self._map(use))
+            ReplicaBlocks(replica=replica.name, blocks=self._map(replica, use))
             for replica, use in zip(replicas, found, strict=True)
             if use is not None
         ]
 
-    def _map(self, use: BlockUse) -> BlockMap:
+    def recent(self) -> dict[str, BlockMap]:
+        """Return the last known blocks of each replica, without waiting. Request new ones if they are older
+        than `RECORDED_EVERY_S`. As long as a replica's blocks are the same, so is the map."""
+        replicas = list(self._replicas())
+        found = {
+            replica.name: self._map(replica, use)
+            for replica in replicas
+            if (use := replica.recent_blocks(RECORDED_EVERY_S)) is not None
+        }
+        self._maps = {name: one for name, one in self._maps.items() if name in found}
+        return found
+
+    def _map(self, replica: Replica, use: BlockUse) -> BlockMap:
+        known = self._maps.get(replica.name)
+        if known is not None and known[0] is use:
+            return known[1]
         in_flight = self._traffic.in_flight
-        return BlockMap(
+        made = BlockMap(
             states=use.states,
             owners=use.owners,
             ages=use.ages,
@@ -51,6 +75,8 @@ class BlockMaps:
             request_blocks=[one.blocks for one in use.requests],
             preemptions=[one.preemptions for one in use.requests],
         )
+        self._maps[replica.name] = use, made
+        return made
 
 
 def kv_blocks_route(maps: BlockMaps) -> ScopedRoute:

@@ -1,5 +1,6 @@
 """Implements `appliance audit verify` and `export`, which read the files directly: an auditor can check the
-files without trusting the service that wrote them. `appliance.cli.audit_list` lists the actions."""
+files without trusting the service that wrote them. Only if the files are on another machine, the service
+verifies its own chain. `appliance.cli.audit_list` lists the actions."""
 
 from __future__ import annotations
 
@@ -9,12 +10,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
+from appliance import calls
 from appliance.cli.audit_journal import JOURNAL, JournalHeads, heads_in_journal
 from appliance.cli.failure import CommandLineError, Failure, as_failure
 from appliance.cli.output import paint, print_json, printable
-from appliance.cli.service import check_databases, find_run_dir, find_state_dir
+from appliance.cli.service import (
+    admin_client,
+    check_databases,
+    find_run_dir,
+    find_state_dir,
+    is_forwarded,
+)
+from appliance.pages import ChainReport, chain_report
 from store import audit, exports
 from store.audit import Head
 from store.control_schema import CONTROL
@@ -55,6 +64,18 @@ def verify(
     """Check the chain against all recorded chain heads, print the result and return the exit code. `journal`
     selects the heads to use from the journal: all of them (True), only the heads of this state directory, if
     there are any (None), or none (False)."""
+    if file is None and state_dir is None and is_forwarded(run := find_run_dir(run_dir)):
+        if heads or noted or journal:
+            raise CommandLineError(
+                f"{run} contains only a forwarded socket, so the service itself verifies its chain: --heads, "
+                "--head and --journal work only on the service's machine, or with --file and an export"
+            )
+        report = _of_service(run)
+        if as_json:
+            print_json(report)
+        else:
+            _say(report)
+        return 0 if report.ok else 1
     location = chain_location(run_dir, state_dir, file)
     with as_failure(StoreError):
         recorded = [_noted(text) for text in noted]
@@ -73,11 +94,23 @@ def verify(
             findings = examine_folder(location.folder, recorded)
         else:
             findings = _examine_file(location.database, recorded, state_dir)
+    report = chain_report(location.database, findings, findings.sources.get(JOURNAL, 0), from_journal.missing)
     if as_json:
-        print_json(_report(location, findings, from_journal.missing))
+        print_json(report)
     else:
-        _say(location, findings, from_journal.missing)
-    return 0 if findings.ok else 1
+        _say(report)
+    return 0 if report.ok else 1
+
+
+def _of_service(run_dir: Path) -> ChainReport:
+    """Let the service in `run_dir` verify its chain. Raises Failure."""
+    with admin_client(str(run_dir)) as client:
+        report = client.call(calls.verify_audit())
+    report.notes.append(
+        "the service verified its own chain: to verify the files without trusting the service, run this "
+        "command on the service's machine"
+    )
+    return report
 
 
 def export(
@@ -127,6 +160,11 @@ def chain_location(run_dir: str | None, state_dir: str | None, file: str | None)
     if file is not None:
         return ChainLocation(Path(file).absolute(), None)
     run = find_run_dir(run_dir)
+    if state_dir is None and is_forwarded(run):
+        raise Failure(
+            f"{run} contains only a forwarded socket, so its service's files are on another machine: run "
+            "this command there, or name a folder of files with --state-dir"
+        )
     folder = find_state_dir(state_dir, run)
     check_databases(folder, None if state_dir else run, *AUDIT_FILES)
     return ChainLocation(folder / "control.db", folder)
@@ -195,42 +233,23 @@ def _from_journal(location: ChainLocation, wanted: bool | None) -> JournalHeads:
 # ── output ──
 
 
-def _say(location: ChainLocation, findings: Findings, missing: str | None) -> None:
-    rows, head = findings.verdict.rows, findings.verdict.head
-    from_journal = findings.sources.get(JOURNAL, 0)
-    why = f" ({printable(missing)})" if missing else ""
+def _say(report: ChainReport) -> None:
+    why = f" ({printable(report.journal_missing)})" if report.journal_missing else ""
     print(
-        f"checked against: the chain itself, {_of_heads(findings.heads - from_journal, 'recorded')}, "
-        f"{_of_heads(from_journal, 'journal')}{why}"
+        f"checked against: the chain itself, {_of_heads(report.heads - report.journal_heads, 'recorded')}, "
+        f"{_of_heads(report.journal_heads, 'journal')}{why}"
     )
-    for problem in findings.problems:
+    for problem in report.problems:
         print(paint(f"problem: {printable(problem)}", "red"))
-    for note in findings.notes:
+    for note in report.notes:
         print(paint(f"note: {printable(note)}", "yellow"))
-    if findings.ok:
-        print(f"{location.database} is complete and unchanged: {rows:,} rows")
-        print(f"head {head.seq}:{head.hash}")
+    path = printable(report.path)
+    if report.ok:
+        print(f"{path} is complete and unchanged: {report.rows:,} rows")
+        print(f"head {report.head.seq}:{printable(report.head.hash)}")
     else:
-        print(f"{location.database} is incomplete or was changed; the first {rows:,} rows are unchanged")
+        print(f"{path} is incomplete or was changed; the first {report.rows:,} rows are unchanged")
 
 
 def _of_heads(number: int, kind: str) -> str:
     return f"{number or 'no'} {kind} head{'s' * (number != 1)}"
-
-
-def _report(location: ChainLocation, findings: Findings, missing: str | None) -> dict[str, Any]:
-    verdict = findings.verdict
-    return {
-        "path": str(location.database),
-        "ok": findings.ok,
-        "rows": verdict.rows,
-        "head": {"seq": verdict.head.seq, "hash": verdict.head.hash},
-        "broken_seq": verdict.broken_seq,
-        "problems": findings.problems,
-        "notes": findings.notes,
-        "heads": findings.heads,
-        "journal_heads": findings.sources.get(JOURNAL, 0),
-        "journal_missing": missing,
-        "confirmed_seq": findings.confirmed_seq,
-        "spooled": findings.spooled,
-    }

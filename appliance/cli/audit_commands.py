@@ -10,8 +10,8 @@ import typer
 from appliance.cli.options import Config, Json, Limit, RunDir, StateDir
 
 audit = typer.Typer(
-    help="List, verify and export the audit trail of operators' actions. Verifying and exporting require "
-    "read access to the state directory, but no running service.",
+    help="List, verify and export the audit trail of operators' actions. On the service's machine, verifying "
+    "and exporting require read access to the state directory, but no running service.",
     no_args_is_help=True,
 )
 
@@ -119,7 +119,8 @@ def audit_verify(
     json: Json = False,
 ) -> None:
     """Verify that the audit trail is complete and unchanged. If it is not, the command reports the first
-    wrong row and exits with code 1."""
+    wrong row and exits with code 1. If the run directory contains only a socket that was forwarded from
+    another machine, the service there verifies its own trail."""
     from appliance.cli.audit import verify
 
     raise typer.Exit(

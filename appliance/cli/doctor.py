@@ -6,9 +6,10 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
+from appliance import calls
 from appliance.cli.failure import Failure
 from appliance.cli.output import cells, paint, print_json, printable, terminal_width
-from appliance.cli.service import find_run_dir, find_state_dir
+from appliance.cli.service import admin_client, find_run_dir, find_state_dir, is_forwarded
 from appliance.cli.times import local
 from appliance.monitoring.doctor import examine
 from appliance.monitoring.findings import Examination, Finding
@@ -27,16 +28,29 @@ _INDENT = 12
 
 
 def show_findings(config: str | None, run_dir: str | None, state_dir: str | None, *, as_json: bool) -> int:
-    """Examine the service and print the findings. Returns exit code 1 if there is a problem. Warnings do not
+    """Examine the service and print the findings. A service on another machine, whose socket was forwarded,
+    examines itself. Returns exit code 1 if there is a problem. Warnings do not
     affect the exit code."""
     run, state, settings = _find(config, run_dir, state_dir)
-    examination = examine(run, state, settings)
+    if config is None and state_dir is None and _is_remote(run):
+        with admin_client(str(run)) as client:
+            examination = client.call(calls.findings())
+    else:
+        examination = examine(run, state, settings)
     if as_json:
         print_json(examination)
     else:
         for line in examination_lines(examination, terminal_width()):
             print(line)
     return 1 if examination.problems else 0
+
+
+def _is_remote(run_dir: Path) -> bool:
+    """Return whether the service runs on another machine, which then examines itself."""
+    try:
+        return is_forwarded(run_dir)
+    except UntrustedError:  # a finding reports the directory
+        return False
 
 
 def _find(

@@ -88,6 +88,19 @@ def admin_client(run_dir: str | None) -> Iterator[AdminClient]:
             raise Failure(str(error)) from error
 
 
+def is_forwarded(run_dir: Path) -> bool:
+    """Return whether the directory contains a service's socket, but no trace of a service on this machine.
+    The socket was then probably forwarded from another machine, where the service's files are. Raises
+    UntrustedError."""
+    from appliance.ownership import trusted_directory
+    from appliance.rundir import SYSTEM_RUN_DIR, last_holder, unit_is_installed
+
+    trusted_directory(run_dir, "--run-dir")
+    if run_dir == SYSTEM_RUN_DIR and unit_is_installed():
+        return False  # systemd creates the sockets before the service's first start
+    return os.path.lexists(run_dir / _SOCKET) and last_holder(run_dir) is None
+
+
 def service_or_files(run_dir: Path) -> AdminClient | None:
     """Return a client of the service in `run_dir`. Returns None if the caller must read the service's files
     instead, because no service is running, or because the caller is not permitted to use its admin API and
@@ -97,7 +110,6 @@ def service_or_files(run_dir: Path) -> AdminClient | None:
     the files of a service on this machine must not be shown instead."""
     from appliance import calls
     from appliance.client import AdminClient, AdminError, ServiceNotRunningError
-    from appliance.rundir import last_holder
 
     client = AdminClient(run_dir, key=admin_key())
     try:
@@ -105,7 +117,7 @@ def service_or_files(run_dir: Path) -> AdminClient | None:
     except (ServiceNotRunningError, AdminError) as error:
         if isinstance(error, AdminError) and (error.status != 403 or admin_key() is not None):
             raise Failure(str(error)) from error
-        if os.path.lexists(run_dir / _SOCKET) and last_holder(run_dir) is None:
+        if is_forwarded(run_dir):
             raise Failure(
                 f"{error}. No service on this machine uses {run_dir}, so its files are on another machine: "
                 "check the forwarded socket, or name a folder of files with --state-dir"

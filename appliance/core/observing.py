@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 
+from appliance.admin.checks import Checks, examination_routes
 from appliance.admin.events import EventFeeds, event_route
 from appliance.admin.kv_blocks import BlockMaps, kv_blocks_route
 from appliance.admin.log_reading import LogReading
@@ -60,20 +61,25 @@ class ObservingParts:
             stalls=parts.models.connections.stalls.list,
             machine=MachineReader(reading.threads),
         )
+        blocks = BlockMaps(lambda: parts.models.replicas, parts.requests.state)
         self._recorder = Recorder(
             SnapshotReader(snapshots).read,
             TelemetryLog(state.history),
+            blocks.recent,
             [alerts.observe],
         )
         # Readers that get one frame per second see exactly the snapshots that are recorded.
         feeds = EventFeeds(
             lambda hz: self._recorder.reader() if hz == 1 else SnapshotReader(snapshots).read, self._streams
         )
+        checks = Checks(settings)
+        held.callback(checks.close)
         self.routes = [
             *log_routes(reading, self._streams),
             *telemetry_routes(state.history.path, reading.threads),
+            *examination_routes(checks),
             event_route(feeds, self._streams),
-            kv_blocks_route(BlockMaps(lambda: parts.models.replicas, parts.requests.state)),
+            kv_blocks_route(blocks),
             *what_if_routes(
                 WhatIf(parts.requests.state, lambda: control.policies, lambda: settings.current.queue)
             ),

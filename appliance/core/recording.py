@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from appliance.history.details import DetailEncoder
-from appliance.snapshot import Snapshot
+from appliance.snapshot import BlockMap, Snapshot
 from store.samples import Splitter, TelemetrySample
 from store.telemetry import TelemetryLog
 
@@ -28,10 +28,13 @@ class Recorder:
         self,
         read: Callable[[], Awaitable[Snapshot]],
         telemetry: TelemetryLog,
+        blocks: Callable[[], Mapping[str, BlockMap]],
         observers: Sequence[Callable[[TelemetrySample], None]] = (),
     ) -> None:
-        """`read` reads a snapshot. Each observer is called with every sample."""
+        """`read` reads a snapshot. `blocks` returns the last known KV blocks of each replica. Each observer
+        is called with every sample."""
         self._read = read
+        self._blocks = blocks
         self._telemetry = telemetry
         self._observers = observers
         self._splitter = Splitter()
@@ -60,7 +63,7 @@ class Recorder:
         """Sample the service once."""
         snapshot = await self._read()
         sample = self._splitter.split(snapshot.at, sampled_tree(snapshot))
-        if not self._telemetry.record(sample, self._details.encode(snapshot)):
+        if not self._telemetry.record(sample, self._details.encode(snapshot, self._blocks())):
             self._details.lose()
         for observe in self._observers:
             observe(sample)
@@ -106,9 +109,8 @@ class Recorder:
 
 
 def sampled_tree(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the part of a snapshot that is recorded as measurements, as JSON values. Requests, alerts and
-    stalls are recorded as details. Individual KV blocks are not recorded, because there are thousands of
-    them."""
+    """Return the part of a snapshot that is recorded as measurements, as JSON values. Requests, alerts,
+    stalls and KV blocks are recorded as details."""
     sampled = msgspec.structs.replace(
         snapshot,
         requests=[],

@@ -1,5 +1,5 @@
-"""The details of snapshots, which are not recorded as numbers: the unfinished requests, the alerts and the
-stalls.
+"""The details of snapshots, which are not recorded as numbers: the unfinished requests, the alerts, the
+stalls and the maps of the KV blocks.
 
 They are recorded every second as frames. A full frame lists everything. A partial frame is a delta: it
 contains the changes since the preceding frame, in a few bytes per request. An hour of frames takes megabytes.
@@ -8,13 +8,14 @@ contains the changes since the preceding frame, in a few bytes per request. An h
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
 
 from appliance.events.frames import let_pass, signature
-from appliance.snapshot import Alert, Snapshot, Stall, UnfinishedRequest
+from appliance.history.block_frames import RecordedBlocks, coarse, decode_blocks, encode_blocks
+from appliance.snapshot import Alert, BlockMap, Snapshot, Stall, UnfinishedRequest
 from appliance.stalls import merged
 
 MAX_RECORDED_REQUESTS = 1000
@@ -26,6 +27,7 @@ _SAVED_BYTES = 1 << 20
 """Maximum number of unused bytes that can be saved up for a large frame."""
 _WHOLE_EVERY = 30
 """At least one in this many frames is a full frame, so a reader decodes at most this many frames."""
+_NO_BLOCKS: Mapping[str, BlockMap] = {}
 
 
 class RecordedDetails(NamedTuple):
@@ -35,6 +37,8 @@ class RecordedDetails(NamedTuple):
     requests: list[UnfinishedRequest]
     alerts: list[Alert]
     stalls: list[Stall]
+    blocks: dict[str, BlockMap]
+    """The KV blocks of each replica, as coarse maps."""
 
 
 class _Frame(msgspec.Struct, array_like=True, frozen=True):
@@ -52,11 +56,19 @@ class _Frame(msgspec.Struct, array_like=True, frozen=True):
     """All alerts, or None if they have not changed."""
     stalls: list[Stall] = []
     """All stalls in a full frame, and the new ones in a partial frame. Older recordings have none."""
+    blocks: dict[str, RecordedBlocks | None] = {}
+    """By replica: all maps of the KV blocks in a full frame, and those that have changed in a partial frame.
+    None if there is no map any more. Older recordings have none."""
 
 
 class _Known(NamedTuple):
     signature: tuple[object, ...]
     tokens: int | None
+
+
+class _KnownBlocks(NamedTuple):
+    source: BlockMap
+    coarse: BlockMap
 
 
 class DetailEncoder:
@@ -69,11 +81,15 @@ class DetailEncoder:
         self._requests: dict[str, _Known] = {}
         self._alerts: list[Alert] | None = None
         self._stalls: list[Stall] = []
+        self._blocks: dict[str, _KnownBlocks] = {}
         self._saved_bytes = _SAVED_BYTES
 
-    def encode(self, snapshot: Snapshot) -> tuple[bool, bytes] | None:
-        """Encode the next frame. Return whether it is a full frame, and its bytes. Return None if the frame
-        is too large to be recorded."""
+    def encode(
+        self, snapshot: Snapshot, blocks: Mapping[str, BlockMap] = _NO_BLOCKS
+    ) -> tuple[bool, bytes] | None:
+        """Encode the next frame. `blocks` are the KV blocks of each replica. Return whether it is a full
+        frame, and its bytes. Return None if the frame is too large to be recorded."""
+        maps = {name: self._known(name, one) for name, one in blocks.items()}
         requests = {one.request_id: one for one in snapshot.requests[:MAX_RECORDED_REQUESTS]}
         self._number += 1
         self._since_whole += 1
@@ -87,9 +103,10 @@ class DetailEncoder:
                 [],
                 list(snapshot.alerts),
                 snapshot.stalls,
+                {name: encode_blocks(one.coarse, None) for name, one in maps.items()},
             )
         else:
-            frame = self._changes(snapshot, requests)
+            frame = self._changes(snapshot, requests, maps)
         document = zlib.compress(self._encode(frame), 1)
         self._saved_bytes = min(_SAVED_BYTES, self._saved_bytes + DETAIL_BYTES_PER_S)
         if len(document) > self._saved_bytes:
@@ -99,7 +116,7 @@ class DetailEncoder:
         self._requests = {
             name: _Known(signature(one), one.generated_tokens) for name, one in requests.items()
         }
-        self._alerts, self._stalls = list(snapshot.alerts), list(snapshot.stalls)
+        self._alerts, self._stalls, self._blocks = list(snapshot.alerts), list(snapshot.stalls), maps
         if frame.whole:
             self._since_whole = 0
         return frame.whole, document
@@ -108,7 +125,16 @@ class DetailEncoder:
         """Report that the last frame was not recorded. The next frame is then a full frame."""
         self._since_whole = _WHOLE_EVERY
 
-    def _changes(self, snapshot: Snapshot, requests: dict[str, UnfinishedRequest]) -> _Frame:
+    def _known(self, name: str, blocks: BlockMap) -> _KnownBlocks:
+        known = self._blocks.get(name)
+        return known if known is not None and known.source is blocks else _KnownBlocks(blocks, coarse(blocks))
+
+    def _changes(
+        self,
+        snapshot: Snapshot,
+        requests: dict[str, UnfinishedRequest],
+        maps: dict[str, _KnownBlocks],
+    ) -> _Frame:
         changed, ended, tokens = [], [], []
         for position, (name, known) in enumerate(self._requests.items()):
             one = requests.get(name)
@@ -123,7 +149,12 @@ class DetailEncoder:
         changed += [one for name, one in requests.items() if name not in self._requests]
         alerts = None if snapshot.alerts == self._alerts else list(snapshot.alerts)
         stalls = [one for one in snapshot.stalls if one not in self._stalls]
-        return _Frame(self._number, False, snapshot.at, changed, ended, tokens, alerts, stalls)
+        blocks: dict[str, RecordedBlocks | None] = {name: None for name in self._blocks if name not in maps}
+        for name, known_map in maps.items():
+            before = self._blocks.get(name)
+            if before is not known_map:
+                blocks[name] = encode_blocks(known_map.coarse, None if before is None else before.coarse)
+        return _Frame(self._number, False, snapshot.at, changed, ended, tokens, alerts, stalls, blocks)
 
 
 def decode_details(documents: Iterable[bytes]) -> RecordedDetails | None:
@@ -133,6 +164,7 @@ def decode_details(documents: Iterable[bytes]) -> RecordedDetails | None:
     requests: list[UnfinishedRequest] = []
     alerts: list[Alert] = []
     stalls: list[Stall] = []
+    blocks: dict[str, BlockMap] = {}
     for document in documents:
         try:
             frame = msgspec.msgpack.decode(zlib.decompress(document), type=_Frame)
@@ -146,8 +178,9 @@ def decode_details(documents: Iterable[bytes]) -> RecordedDetails | None:
             requests = _applied(requests, frame, frame.at - at)
         alerts = alerts if frame.alerts is None else frame.alerts
         stalls = frame.stalls if frame.whole else merged(stalls, frame.stalls)
+        blocks = _applied_blocks({} if frame.whole else blocks, frame.blocks)
         number, at = frame.number, frame.at
-    return None if number < 0 else RecordedDetails(at, requests, alerts, stalls)
+    return None if number < 0 else RecordedDetails(at, requests, alerts, stalls, blocks)
 
 
 def _applied(requests: list[UnfinishedRequest], frame: _Frame, passed_s: float) -> list[UnfinishedRequest]:
@@ -166,3 +199,18 @@ def _applied(requests: list[UnfinishedRequest], frame: _Frame, passed_s: float) 
             one.generated_tokens += further
         found.append(one)
     return [*found, *changed.values()]
+
+
+def _applied_blocks(
+    blocks: dict[str, BlockMap], changes: Mapping[str, RecordedBlocks | None]
+) -> dict[str, BlockMap]:
+    found = dict(blocks)
+    for name, change in changes.items():
+        if change is None:
+            found.pop(name, None)
+            continue
+        try:
+            found[name] = decode_blocks(change, found.get(name))
+        except (ValueError, IndexError) as error:
+            raise ValueError(f"recorded KV blocks are damaged: {error}") from error
+    return found

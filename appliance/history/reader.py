@@ -25,7 +25,7 @@ from appliance.history.pages import (
     TelemetryColumns,
     TelemetryQuery,
 )
-from appliance.snapshot import Alert, Phase, Severity, Snapshot, UnfinishedRequest
+from appliance.snapshot import Alert, Phase, Severity, Snapshot, UnfinishedRequest, with_blocks
 from store.alerts import AlertReader, AlertRow
 from store.errors import StoreError
 from store.requests import LoggedRequest, RequestReader
@@ -81,6 +81,7 @@ class PastReader:
         if details is not None:
             snapshot.requests, snapshot.alerts = details.requests, details.alerts
             snapshot.stalls = details.stalls
+            with_blocks(snapshot, details.blocks)
         else:
             at = snapshot.at
             rows = self._requests.unfinished(at, MAX_RECORDED_REQUESTS)

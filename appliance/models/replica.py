@@ -267,9 +267,18 @@ class Replica:
 
     async def read_blocks(self) -> BlockUse | None:
         """Return the state of the KV blocks, or None if the replica is not ready or has never answered."""
-        if self.account is None or self.group is None or self.sleeping.asleep:
-            return None
-        return await self._blocks.read(self.group)
+        group = self._group_with_blocks()
+        return None if group is None else await self._blocks.read(group)
+
+    def recent_blocks(self, every_s: float) -> BlockUse | None:
+        """Return the last known state of the KV blocks without waiting. Unless it is known from the last
+        `every_s` seconds, the replica is asked for a new one."""
+        group = self._group_with_blocks()
+        return None if group is None else self._blocks.recent(group, every_s)
+
+    def _group_with_blocks(self) -> ReplicaGroup | None:
+        """Return the processes if the replica is ready and awake."""
+        return self.group if self.account is not None and not self.sleeping.asleep else None
 
     async def wake(self) -> str:
         """Restore the memory. If the processes have ended, load the model again, without waiting for it.

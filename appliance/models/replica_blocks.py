@@ -27,14 +27,18 @@ class BlockUseReader:
         """Return the state of the blocks. Return None if the replica has never answered."""
         if self._latest is not None and time.monotonic() - self._at < _EVERY_S:
             return self._latest
-        if self._pending is None:
-            self._pending = asyncio.get_running_loop().create_future()
-            group.ask_blocks()
         try:
             async with asyncio.timeout(_WAIT_S):
-                return await asyncio.shield(self._pending)
+                return await asyncio.shield(self._ask(group))
         except TimeoutError:
             return self._latest
+
+    def recent(self, group: ReplicaGroup, every_s: float) -> BlockUse | None:
+        """Return the latest answer without waiting. If it is older than `every_s`, ask the replica for the
+        next one. Return None if the replica has never answered."""
+        if self._latest is None or time.monotonic() - self._at >= every_s:
+            self._ask(group)
+        return self._latest
 
     def received(self, message: BlockUse) -> None:
         """Handle the replica's answer."""
@@ -45,6 +49,13 @@ class BlockUseReader:
         """Forget the answers of a replica whose processes have ended."""
         self._latest = None
         self._end(None)
+
+    def _ask(self, group: ReplicaGroup) -> asyncio.Future[BlockUse | None]:
+        """Ask the replica, unless its answer is already awaited."""
+        if self._pending is None:
+            self._pending = asyncio.get_running_loop().create_future()
+            group.ask_blocks()
+        return self._pending
 
     def _end(self, result: BlockUse | None) -> None:
         pending, self._pending = self._pending, None

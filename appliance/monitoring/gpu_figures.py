@@ -1,5 +1,6 @@
 """Reads measurements of GPUs through NVML, which creates no CUDA context. A value that a GPU or its driver
-does not report is None."""
+does not report is None. If NVML says that the GPU does not support it, `Gpu.unsupported` contains its
+name."""
 
 from __future__ import annotations
 
@@ -55,6 +56,8 @@ class GpuReader:
         """The NVML event set that receives Xid errors."""
         self._xids: dict[int, int] = {}
         """The newest Xid error of each GPU that reports Xid errors; 0 if there was none."""
+        self._without_xids: set[int] = set()
+        """The GPUs that do not support reports of Xid errors."""
         self._links: dict[int, _LinkBytes] = {}
         self.error = ""
         """Reason why the GPUs could not be read. Empty on a machine without an NVIDIA driver."""
@@ -91,36 +94,51 @@ class GpuReader:
             self._known(self._nvml.nvmlShutdown)
 
     def _gpu(self, number: int) -> Gpu:
-        nvml, known = self._nvml, self._known
+        nvml = self._nvml
         handle = nvml.nvmlDeviceGetHandleByIndex(number)
-        memory = known(nvml.nvmlDeviceGetMemoryInfo, handle)
-        load = known(nvml.nvmlDeviceGetUtilizationRates, handle)
-        power_mw = known(nvml.nvmlDeviceGetPowerUsage, handle)
-        limit_mw = known(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
-        mask = known(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
-        running = known(nvml.nvmlDeviceGetComputeRunningProcesses, handle)
-        volatile, corrected, uncorrected = (
-            nvml.NVML_VOLATILE_ECC,
+        unsupported: list[str] = []
+
+        def known(names: str, read: Callable[..., Figure], *arguments: Any) -> Figure | None:
+            """Return the value on which the named fields are based, or None if NVML does not report it."""
+            try:
+                return read(*arguments)
+            except nvml.NVMLError as error:
+                if error.value == nvml.NVML_ERROR_NOT_SUPPORTED:
+                    unsupported.extend(names.split())
+                return None
+
+        memory = known("memory_bytes used_bytes", nvml.nvmlDeviceGetMemoryInfo, handle)
+        load = known("utilization_percent", nvml.nvmlDeviceGetUtilizationRates, handle)
+        power_mw = known("power_w", nvml.nvmlDeviceGetPowerUsage, handle)
+        limit_mw = known("power_limit_w", nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+        mask = known("throttle_reasons", nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+        running = known("processes", nvml.nvmlDeviceGetComputeRunningProcesses, handle)
+        sm, memory_clock, ecc = nvml.NVML_CLOCK_SM, nvml.NVML_CLOCK_MEM, nvml.nvmlDeviceGetTotalEccErrors
+        corrected, uncorrected = (
             nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED,
             nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
         )
-        sent, received = self._link_rates(number, handle)
+        sent, received = self._link_rates(number, handle, unsupported)
+        if number in self._without_xids:
+            unsupported.append("last_xid")
         return Gpu(
             number=number,
             name=_text(nvml.nvmlDeviceGetName(handle)),
-            uuid=_text(known(nvml.nvmlDeviceGetUUID, handle) or ""),
+            uuid=_text(known("uuid", nvml.nvmlDeviceGetUUID, handle) or ""),
             utilization_percent=None if load is None else float(load.gpu),
             memory_bytes=None if memory is None else int(memory.total),
             used_bytes=None if memory is None else int(memory.used),
             power_w=None if power_mw is None else power_mw / 1000.0,
             power_limit_w=None if limit_mw is None else limit_mw / 1000.0,
-            temperature_c=known(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
-            sm_clock_mhz=known(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
-            max_sm_clock_mhz=known(nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM),
-            memory_clock_mhz=known(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_MEM),
+            temperature_c=known(
+                "temperature_c", nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU
+            ),
+            sm_clock_mhz=known("sm_clock_mhz", nvml.nvmlDeviceGetClockInfo, handle, sm),
+            max_sm_clock_mhz=known("max_sm_clock_mhz", nvml.nvmlDeviceGetMaxClockInfo, handle, sm),
+            memory_clock_mhz=known("memory_clock_mhz", nvml.nvmlDeviceGetClockInfo, handle, memory_clock),
             throttle_reasons=None if mask is None else self._reasons(mask),
-            ecc_corrected=known(nvml.nvmlDeviceGetTotalEccErrors, handle, corrected, volatile),
-            ecc_uncorrected=known(nvml.nvmlDeviceGetTotalEccErrors, handle, uncorrected, volatile),
+            ecc_corrected=known("ecc_corrected", ecc, handle, corrected, nvml.NVML_VOLATILE_ECC),
+            ecc_uncorrected=known("ecc_uncorrected", ecc, handle, uncorrected, nvml.NVML_VOLATILE_ECC),
             nvlink_tx_bytes_per_s=sent,
             nvlink_rx_bytes_per_s=received,
             last_xid=self._xids.get(number),
@@ -130,6 +148,7 @@ class GpuReader:
                 GpuProcess(pid=one.pid, memory_bytes=one.usedGpuMemory, name=_process_name(one.pid))
                 for one in running
             ],
+            unsupported=unsupported,
         )
 
     # ── Xid errors ──
@@ -144,7 +163,9 @@ class GpuReader:
             handle = nvml.nvmlDeviceGetHandleByIndex(number)
             try:
                 nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._events)
-            except nvml.NVMLError:
+            except nvml.NVMLError as error:
+                if error.value == nvml.NVML_ERROR_NOT_SUPPORTED:
+                    self._without_xids.add(number)
                 continue  # this GPU does not report Xid errors
             self._xids.setdefault(number, 0)
 
@@ -163,10 +184,12 @@ class GpuReader:
 
     # ── NVLink ──
 
-    def _link_rates(self, number: int, handle: Any) -> tuple[float | None, float | None]:
+    def _link_rates(
+        self, number: int, handle: Any, unsupported: list[str]
+    ) -> tuple[float | None, float | None]:
         """Return how many bytes per second a GPU has sent and received over all links since the previous
-        read."""
-        before, now = self._links.get(number), self._link_bytes(handle)
+        read. If the GPU does not support the counters, add the names of both fields to `unsupported`."""
+        before, now = self._links.get(number), self._link_bytes(handle, unsupported)
         if now is None:
             return None, None
         self._links[number] = now
@@ -178,14 +201,18 @@ class GpuReader:
         received = (now.received - before.received) / span_s if now.received >= before.received else None
         return sent, received
 
-    def _link_bytes(self, handle: Any) -> _LinkBytes | None:
+    def _link_bytes(self, handle: Any, unsupported: list[str]) -> _LinkBytes | None:
         nvml = self._nvml
         fields = [
             (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS),
             (nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS),
         ]
         values = self._known(nvml.nvmlDeviceGetFieldValues, handle, fields)
-        if values is None or any(one.nvmlReturn != nvml.NVML_SUCCESS for one in values):
+        if values is None:
+            return None
+        if any(one.nvmlReturn != nvml.NVML_SUCCESS for one in values):
+            if any(one.nvmlReturn == nvml.NVML_ERROR_NOT_SUPPORTED for one in values):
+                unsupported += ["nvlink_tx_bytes_per_s", "nvlink_rx_bytes_per_s"]
             return None
         # NVML counts in KiB.
         sent, received = (int(one.value.ullVal) * 1024 for one in values)

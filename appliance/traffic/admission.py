@@ -35,6 +35,8 @@ _HOPELESS = 0.85
 """A request is refused if the time left before its deadline is less than this fraction of its predicted run
 time."""
 _MIN_MARGIN_S = 0.02
+_SEARCH_EVERY_S = 0.25
+"""Maximum time between two searches for requests that can be dispatched."""
 
 
 FALLBACK_CODES = frozenset(
@@ -87,15 +89,16 @@ def refusal(
     tenant = tenants.of(request.tenant)
     if tenant.suspended:
         return suspended(tenant)
-    wait_s = 0.0 if not held and model.starts_at_once(request, tenant, now) else None
-    if wait_s is None:
+    wait_s: float | None = 0.0
+    waits = held or not model.starts_at_once(request, tenant, now)
+    if waits:
         wait_s = model.wait_s(request, tenant, now) if model.predictable and not held else None
         why = _no_place(request, model, tenants, waiting, wait_s, now) or _too_late(request, model, wait_s)
         if why is not None:
             return why
     if (
         request.deadline_at is not None
-        and (why := _deadline(request, model, tenants, wait_s, now)) is not None
+        and (why := _deadline(request, model, tenants, wait_s, now, waits=waits)) is not None
     ):
         return why
     model.expect_load(request)
@@ -242,10 +245,17 @@ def _too_late(request: Request, model: ModelTraffic, wait_s: float | None) -> Re
 
 
 def _deadline(
-    request: Request, model: ModelTraffic, tenants: Tenants, wait_s: float | None, now: float
+    request: Request,
+    model: ModelTraffic,
+    tenants: Tenants,
+    wait_s: float | None,
+    now: float,
+    *,
+    waits: bool,
 ) -> Refusal | None:
     """Return a refusal if the request's own deadline, or a deadline promised earlier, would be missed; None
-    otherwise."""
+    otherwise. A request that `waits` gets a promise even if its predicted waiting time is zero, because its
+    tenant's share may delay it."""
     deadline = request.deadline_at or now
     if wait_s is None or not model.predictable:
         return _missed(request, now, 0.0, 0.0) if deadline <= now else None
@@ -257,7 +267,10 @@ def _deadline(
     begin_by = deadline - run_s
     if now + wait_s > begin_by:
         return _missed(request, now, wait_s, run_s)
-    if wait_s > 0.0:
+    if waits:
+        if not wait_s:
+            # Credit is available, so no change of the credit starts the request in time.
+            begin_by -= _SEARCH_EVERY_S
         promised_s = model.promise_s(request, most * request.admit.num_seqs)
         begin_from = model.promises_from(now) + model.first_credit_s(LEVELS - 1, now)
         late_s = begin_from - model.queue.promises.latest_begin_with(begin_by, promised_s)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from appliance.traffic.timeline import Timeline
 from engine.levels import URGENCIES, urgency_of
@@ -24,8 +24,7 @@ from engine.levels import URGENCIES, urgency_of
 Item = TypeVar("Item")
 
 _MAX_PASSED = 8
-"""Maximum number of urgent tenants that one search skips because they have received more than their fair
-share."""
+"""Maximum number of tenants that one search skips because they have received more than their fair share."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +76,18 @@ class QueuedTokens:
         self.output_tokens += sign * ticket.output_tokens
 
 
+class _Reach(NamedTuple):
+    """The urgencies at which a tenant can have the next request."""
+
+    first: int
+    """Urgency of the tenant's first request."""
+    overtaking: int
+    """Highest urgency of the tenant's waiting requests if few of them have it; 0 otherwise."""
+
+
+_NO_REACH = _Reach(0, 0)
+
+
 @dataclass(slots=True, eq=False)
 class _Line(Generic[Item]):
     """The waiting requests of one tenant in this class."""
@@ -91,8 +102,8 @@ class _Line(Generic[Item]):
     held: bool = False
     entry: int = 0
     """Serial number of the tenant's valid heap entry; 0 if it has none."""
-    urgency: int = 0
-    """Highest urgency of the tenant's waiting requests when the heap entry was added."""
+    reach: _Reach = _NO_REACH
+    """The tenant's `_Reach` when the heap entry was added."""
     urgent: dict[int, Timeline[Ticket[Item]]] = field(default_factory=dict)
     """The tickets that are urgent if the tenant is light, by urgency."""
 
@@ -139,8 +150,11 @@ class FairQueue(Generic[Item]):
         """Lowest virtual token counter of the waiting tenants when a request was last served."""
         self._lines: dict[str, _Line[Item]] = {}
         self._orders: list[list[_Entry[Item]]] = [[] for _ in range(URGENCIES)]
-        """For each urgency, a heap of the tenants with a request that is at least that urgent, ordered by
+        """For each urgency, a heap of the tenants whose first request is at least that urgent, ordered by
         counter. Tenants with equal counters are served in the order in which they were added."""
+        self._overtaking: list[list[_Entry[Item]]] = [[] for _ in range(URGENCIES)]
+        """For each urgency, a heap of the tenants that have few requests of an urgency that is at least as
+        high (`_Reach.overtaking`), in the same order."""
         self._entries = 0
         self._max_samples = 1
         """Maximum number of samples of an urgent request."""
@@ -171,24 +185,23 @@ class FairQueue(Generic[Item]):
         """Return the next request with at least this urgency.
 
         An urgent request may overtake a tenant with a lower counter, and its own tenant's earlier requests
-        that are less urgent, if few requests of its tenant are at least as urgent as `urgency`. It may
-        overtake another tenant only if its own tenant has also received at most its fair share plus one
-        step's tokens. The fair share is ignored if `only_reserved` is set, because then only reserved slots
-        are free, and other requests cannot use them.
+        that are less urgent, if few requests of its tenant are at least as urgent as itself. It may overtake
+        another tenant only if its own tenant has also received at most its fair share plus one step's
+        tokens. The fair share is ignored if `only_reserved` is set, because then only reserved slots are
+        free, and other requests cannot use them.
         """
-        order, least = self._orders[urgency], _first(self._orders[0])
+        least, line = _first(self._orders[0]), _first(self._orders[urgency])
+        if least is None or (line is not None and line.counter <= least.counter):
+            return None if line is None else line.tickets.first()
+        order = self._overtaking[urgency]
         passed: list[_Entry[Item]] = []
         found: Ticket[Item] | None = None
-        while (line := _first(order)) is not None and least is not None and len(passed) < _MAX_PASSED:
-            waits_little = line.count(urgency) <= self._max_samples
-            first = line.first(urgency if waits_little else 0)
-            slack = self._max_prompt_tokens if waits_little else 0
-            if first is not None and self.urgency(first) >= urgency:
-                ahead = (line.counter - least.counter) * line.weight
-                if ahead <= slack or (waits_little and only_reserved):
-                    found = first
-                    break
-            passed.append(heapq.heappop(order))
+        while found is None and (line := _first(order)) is not None and len(passed) < _MAX_PASSED:
+            if only_reserved or (line.counter - least.counter) * line.weight <= self._max_prompt_tokens:
+                few = (one for one in range(urgency, URGENCIES) if line.count(one) <= self._max_samples)
+                found = line.first(next(few))
+            else:
+                passed.append(heapq.heappop(order))
         for entry in passed:
             heapq.heappush(order, entry)
         return found
@@ -383,25 +396,29 @@ class FairQueue(Generic[Item]):
         """Push a new heap entry for the tenant; its earlier entries become void."""
         self._entries += 1
         line.entry = self._entries
-        line.urgency = _highest_urgency(line)
-        for order in self._orders[: line.urgency + 1]:
+        line.reach = self._reach(line)
+        orders = self._orders[: line.reach.first + 1] + self._overtaking[1 : line.reach.overtaking + 1]
+        for order in orders:
             heapq.heappush(order, (line.counter, line.entry, line))
             if len(order) > 2 * self.tenants + 64:
                 order[:] = [entry for entry in order if entry[2].entry == entry[1]]
                 heapq.heapify(order)
 
     def _reorder(self, line: _Line[Item]) -> None:
-        """Push a new entry if the highest urgency of the tenant's requests has changed."""
-        if line.entry and line.tickets and _highest_urgency(line) != line.urgency:
+        """Push a new entry if the urgencies at which the tenant can have the next request have changed."""
+        if line.entry and line.tickets and self._reach(line) != line.reach:
             self._enter(line)
+
+    def _reach(self, line: _Line[Item]) -> _Reach:
+        if not line.light or not line.urgent:
+            return _NO_REACH
+        first, highest = line.tickets.first(), max(line.urgent)
+        overtaking = highest if len(line.urgent[highest]) <= self._max_samples else 0
+        return _Reach(0 if first is None else self._urgency_if_light(first), overtaking)
 
 
 def _due(ticket: Ticket[Item]) -> tuple[float, int]:
     return ticket.due, ticket.serial
-
-
-def _highest_urgency(line: _Line[Item]) -> int:
-    return max(line.urgent, default=0) if line.light else 0
 
 
 def _first(order: list[_Entry[Item]]) -> _Line[Item] | None:

@@ -4,6 +4,7 @@ times."""
 from __future__ import annotations
 
 import heapq
+import sys
 from typing import NamedTuple
 
 from appliance.channel.front_messages import Admit
@@ -145,8 +146,13 @@ class ModelTraffic:
     def push(self, request: Request, serial: int) -> None:
         """Queue a request for its first dispatch."""
         tenant = self._tenants.of(request.tenant)
+        request.ticket = self._ticket(request, serial)
+        light = self._may_be_urgent(request.request_class, tenant)
+        self.queue.push(request.ticket, tenant.weight, light, request.promised_s)
+
+    def _ticket(self, request: Request, serial: int) -> Ticket[Request]:
         prompt_tokens = request.admit.prompt_tokens
-        request.ticket = Ticket(
+        return Ticket(
             item=request,
             tenant=request.tenant,
             key_id=request.key_id,
@@ -160,8 +166,6 @@ class ModelTraffic:
             num_seqs=request.admit.num_seqs,
             begin_by=request.begin_by,
         )
-        light = self._may_be_urgent(request.request_class, tenant)
-        self.queue.push(request.ticket, tenant.weight, light, request.promised_s)
 
     def remove(self, request: Request) -> None:
         """Remove a waiting request."""
@@ -280,12 +284,18 @@ class ModelTraffic:
         levels = self.open_levels()
         if not levels >> self.level_of(request, tenant) & 1 or self._next_resumed(levels) is not None:
             return False
-        first = self.queue.next(
-            levels, now, self.promises_from(now), self._slot_levels(), self._free_levels()
-        )
-        if first is not None and first.ticket.request_class <= request.request_class:
+        if not (self._may_run(tenant, request, key=False) and self._may_run(tenant, request, key=True)):
             return False
-        return self._may_run(tenant, request, key=False) and self._may_run(tenant, request, key=True)
+        return self.queue.would_be_next(
+            self._ticket(request, sys.maxsize),
+            tenant.weight,
+            self._may_be_urgent(request.request_class, tenant),
+            levels,
+            now,
+            self.promises_from(now),
+            self._slot_levels(),
+            self._free_levels(),
+        )
 
     def _may_run(self, tenant: TenantTraffic, request: Request, *, key: bool) -> bool:
         use, quota = tenant.use, tenant.quota

@@ -110,6 +110,24 @@ class RequestQueue(Generic[Item]):
                     break
         return None
 
+    def would_be_next(
+        self,
+        ticket: Ticket[Item],
+        weight: float,
+        light: bool,
+        open_levels: int,
+        now: float,
+        promises_from: float,
+        slot_levels: int = -1,
+        free_levels: int = 0,
+    ) -> bool:
+        """Return whether a request that is not in the queue would be the next one (`next`) if it was."""
+        fair = self.classes[ticket.request_class]
+        fair.push(ticket, weight, light)
+        found = self.next(open_levels, now, promises_from, slot_levels, free_levels)
+        fair.remove(ticket)
+        return found is not None and found.ticket is ticket
+
     def take(self, ticket: Ticket[Item], now: float) -> None:
         """Remove a request that is starting, and update the reserved shares of late classes."""
         number = ticket.request_class

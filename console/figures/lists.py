@@ -48,8 +48,8 @@ LISTS: dict[str, Figure] = {
     "alert_value": Figure(
         "value",
         "as shown",
-        NOW,
-        "The metric's value, and the threshold of the rule.",
+        "when the alert was raised",
+        "The metric's value when the alert was raised, and the threshold of the rule.",
         "alerts: value, threshold, unit",
     ),
     "alert_ended": Figure(
@@ -92,6 +92,14 @@ LISTS: dict[str, Figure] = {
     "audit_ended": Figure("ended", "date and time", "", "Time at which the action ended.", "audit: ended_at"),
     "audit_hash": Figure(
         "hash", "", "", "SHA-256 of the row and of the hash of the row before it.", "status: audit.head"
+    ),
+    "audit_chain": Figure(
+        "chain",
+        "",
+        "the last verification",
+        "ok if every row of the chain is unchanged and agrees with the recorded heads. Otherwise, the first "
+        "wrong or missing row.",
+        "audit/verify: ok, rows, heads, broken_seq, problems",
     ),
     "at": Figure("TIME", "", "", "Time at which the line was written.", "logs: at"),
     "level": Figure("LEVEL", "", "", "Severity of the log line or finding.", "logs: level"),

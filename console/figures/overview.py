@@ -76,6 +76,20 @@ OVERVIEW: dict[str, Figure] = {
         "Requests waiting to be dispatched to a replica.",
         "appliance_queue_requests",
     ),
+    "failed_per_s": Figure(
+        "errors, failed",
+        "requests/s, % of ended requests",
+        RATE,
+        "Requests that failed because of an error of the service, and their share of all ended requests.",
+        "status: rates.failed_per_s, rates.requests_per_s",
+    ),
+    "refused_per_s": Figure(
+        "refused",
+        "requests/s",
+        RATE,
+        "Requests that the service refused because of a limit or of overload.",
+        "status: rates.refused_per_s",
+    ),
     "oldest_wait_s": Figure(
         "oldest",
         "s",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from appliance.quantities import of_measure
 from appliance.snapshot import Alert
 from console import units
 from console.context import Context
@@ -41,18 +42,18 @@ class AlertsView(TableView[Alert]):
             "state", "STATE", 12, lambda a: a.state, right=False, role=lambda a: STATE_ROLES[a.state]
         ),
         TableColumn(
-            "since", "SINCE", 8, lambda a: a.since, lambda a: units.clock(a.since), right=False, drop=3
+            "since", "SINCE", 8, lambda a: a.since, lambda a: units.clock(a.since), right=False, drop=2
         ),
-        TableColumn("where", "WHERE", 18, lambda a: a.where, right=False, role=lambda a: "bold"),
-        TableColumn("what", "WHAT", 24, lambda a: a.what, right=False, flexible=True),
-        TableColumn("rule", "RULE", 18, lambda a: a.rule, right=False, drop=4, role=lambda a: "dim"),
+        TableColumn("where", "WHERE", 18, lambda a: a.where, right=False, drop=4, role=lambda a: "bold"),
+        TableColumn("what", "WHAT", 54, lambda a: a.what, right=False, flexible=True),
+        TableColumn("rule", "RULE", 18, lambda a: a.rule, right=False, drop=5, role=lambda a: "dim"),
         TableColumn(
             "suppressed",
             "ALSO",
             5,
             lambda a: a.suppressed,
             lambda a: f"+{a.suppressed}" if a.suppressed else "",
-            drop=5,
+            drop=3,
         ),
     )
     figures = (
@@ -67,21 +68,21 @@ class AlertsView(TableView[Alert]):
         return row.id
 
     def title_of(self, row: Alert) -> str:
-        return f"{row.where}: {row.what}"
+        return units.about(row.where, row.what)
 
     def describe(self, row: Alert, context: Context, width: int) -> list[Line]:
-        value = units.UNKNOWN if row.value is None else f"{row.value:,.4g} {row.unit}"
-        limit = units.UNKNOWN if row.threshold is None else f"{row.threshold:,.4g} {row.unit}"
         facts = [
             ("rule", row.rule),
             ("severity", row.severity),
             ("state", row.state + (f" by {row.acknowledged_by}" if row.acknowledged_by else "")),
             ("where", row.where),
             ("what", row.what),
-            ("value", f"{value} (threshold {limit})"),
             ("since", units.clock(row.since)),
             ("explains", f"{row.suppressed} other alert{'' if row.suppressed == 1 else 's'}"),
         ]
+        if row.threshold is not None:  # rules on texts have no value
+            value = units.UNKNOWN if row.value is None else of_measure(row.value, row.unit)
+            facts.append(("value", f"{value} when raised (threshold {of_measure(row.threshold, row.unit)})"))
         for name, at in (("ended", row.ended_at), ("silenced until", row.silenced_until)):
             if at is not None:
                 facts.append((name, units.clock(at)))

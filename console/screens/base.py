@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from appliance.actions import TargetKind
 from console.context import Context
+from console.filters import Cell
 from console.lines import Line, clip, span
 from console.source import ListName
 
@@ -17,6 +20,15 @@ PAGE, FAR = 10, 1_000_000
 
 JUMP_LETTERS = "asdfghjklqwertyuiopzxcvbnmASDFGHJKLQWERTYUIOPZXCVBNM"
 """The letters assigned to rows and panels in jump mode, from top to bottom."""
+
+
+Table = tuple[list[str], list[list[Cell]]]
+"""The names of a table's columns, and its rows."""
+
+
+def table(rows: Iterable[object], *names: str) -> Table:
+    """Return a table whose columns are these fields of the rows."""
+    return list(names), [[getattr(row, name) for name in names] for row in rows]
 
 
 class View:
@@ -75,6 +87,11 @@ class View:
             clip([span(f"{name:<{name_width}}  ", "dim"), span(value, role)], width)
             for name, value, role in facts[self.scroll : self.scroll + height]
         ]
+
+    def export(self, context: Context) -> Table:
+        """Return the names of the columns and the rows of the screen's table, with all rows that match the
+        filter."""
+        raise NotImplementedError
 
     def move(self, rows: int) -> None:
         """Move the cursor, or scroll, by `rows` rows. A large number moves it to the first or last row."""

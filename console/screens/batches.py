@@ -10,7 +10,7 @@ from console.context import Context
 from console.glyphs import chart as bars
 from console.glyphs import rounded_up
 from console.lines import BLANK, Line, Span, clip, fit, heading, line, span, spread, titles
-from console.screens.base import View
+from console.screens.base import Table, View, table
 
 _GUTTER = 6
 """Width of the labels to the left of a chart."""
@@ -115,6 +115,12 @@ class BatchesView(View):
             text = f"{one.running} seqs, decode {units.ms(one.step_ms)}, mixed {units.ms(one.mixed_step_ms)}"
             facts.append((one.replica, text, "bad" if stalled(one) else "text"))
         return facts or [("batches", "no replica has reported steps", "dim")]
+
+    def export(self, context: Context) -> Table:
+        return table(
+            _newest_stalls(context),
+            *("at", "replica", "ms", "mean_ms", "decodes", "prompt_tokens", "request", "tenant"),
+        )
 
     def move(self, rows: int) -> None:
         self.replica = max(0, min(self._replicas - 1, self.replica + rows))
@@ -265,9 +271,13 @@ def _cause(stall: Stall) -> str:
     return f"{stall.request} ({stall.tenant or units.UNKNOWN})"
 
 
+def _newest_stalls(context: Context) -> list[Stall]:
+    return list(reversed(context.snapshot.stalls)) if context.snapshot else []
+
+
 def _stalls(context: Context, width: int, height: int) -> list[Line]:
-    """Return the newest stalls of all replicas."""
-    found = list(reversed(context.snapshot.stalls)) if context.snapshot else []
+    """Return the newest stalls of all replicas, as many as fit."""
+    found = _newest_stalls(context)
     measured = any(slices[-1].longest_ms is not None for slices in context.history.batches.values())
     lines = [heading("Stalls", width, "all replicas, newest first" if found or measured else units.UNKNOWN)]
     if not found:

@@ -68,6 +68,7 @@ class FinishedView(TableView[NamedRequest]):
     target: TargetKind = "request"
     sorted_by = "finished_at"
     reverse = True
+    max_rows = MAX_ROWS
     empty = "no finished requests yet"
     columns = (
         TableColumn("request_id", "REQUEST", 16, lambda r: r.request_id, right=False, flexible=True),

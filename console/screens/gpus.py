@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from appliance.snapshot import Gpu
 from console import units
 from console.context import Context
-from console.glyphs import bar, unknown_bar
+from console.glyphs import bar, bar_legend, unknown_bar
 from console.history import Point
 from console.lines import BLANK, Line, clip, fact_lines, heading, line, span, wrap
-from console.screens.panels import celsius, history_chart, shown_span, watts
+from console.screens.panels import celsius, gpu_text, history_chart, shown_span, watts
 from console.screens.table import TableColumn, TableView
+
+_LINK_FIELDS = ("nvlink_tx_bytes_per_s", "nvlink_rx_bytes_per_s")
 
 
 def memory_parts(gpu: Gpu) -> tuple[int | None, int | None, int | None, int | None]:
@@ -33,20 +36,30 @@ def _use(gpu: Gpu) -> float | None:
     return None if gpu.utilization_percent is None else gpu.utilization_percent / 100
 
 
-def _mhz(value: int | None) -> str:
+def _text(name: str, form: Callable[[Any], str]) -> Callable[[Gpu], str]:
+    """Return a function that formats a field of a GPU."""
+    return lambda gpu: gpu_text(gpu, form(getattr(gpu, name)), name)
+
+
+def _plain(value: int | None) -> str:
     return units.UNKNOWN if value is None else f"{value}"
 
 
 def _throttle(gpu: Gpu) -> str:
-    if gpu.throttle_reasons is None:
-        return units.UNKNOWN
-    return ", ".join(gpu.throttle_reasons) or "none"
+    reasons = gpu.throttle_reasons
+    return gpu_text(
+        gpu, units.UNKNOWN if reasons is None else ", ".join(reasons) or "none", "throttle_reasons"
+    )
 
 
 def _errors(gpu: Gpu) -> str:
-    ecc = units.UNKNOWN if gpu.ecc_uncorrected is None else f"{gpu.ecc_uncorrected}"
-    corrected = units.UNKNOWN if gpu.ecc_corrected is None else f"{gpu.ecc_corrected}"
-    return f"{ecc}/{corrected}"
+    both = f"{_text('ecc_uncorrected', _plain)(gpu)}/{_text('ecc_corrected', _plain)(gpu)}"
+    return gpu_text(gpu, both, "ecc_uncorrected", "ecc_corrected")
+
+
+def _xid(gpu: Gpu, none: str) -> str:
+    text = units.UNKNOWN if gpu.last_xid is None else str(gpu.last_xid or none)
+    return gpu_text(gpu, text, "last_xid")
 
 
 def _link(gpu: Gpu) -> float | None:
@@ -63,28 +76,36 @@ class GpusView(TableView[Gpu]):
     title = "GPUs"
     short = "GPU"
     help_text = (
-        "All GPUs, as reported by NVML. Bars below the table split the memory of each GPU into weights, KV "
-        "cache and other use. Press {open} to see all metrics and the processes of a GPU."
+        "All GPUs, as reported by NVML: n/a means that a GPU does not support a value, -- that the value is "
+        "unknown. Bars below the table split the memory of each GPU into weights, KV cache and other use. "
+        "Press {open} to see all metrics and the processes of a GPU."
     )
     sorted_by = "number"
     empty = "no NVIDIA GPUs found, or the service does not report GPUs"
     columns = (
         TableColumn("number", "GPU", 3, lambda g: g.number, role=lambda g: "bold"),
         TableColumn(
-            "utilization_percent", "USE", 5, _use, lambda g: units.percent(_use(g)), role=lambda g: "accent"
+            "utilization_percent",
+            "USE",
+            5,
+            _use,
+            lambda g: gpu_text(g, units.percent(_use(g)), "utilization_percent"),
+            role=lambda g: "accent",
         ),
-        TableColumn("used_bytes", "MEM", 5, _used, lambda g: units.percent(_used(g))),
-        TableColumn("power_w", "POWER", 6, lambda g: g.power_w, lambda g: watts(g.power_w)),
+        TableColumn(
+            "used_bytes", "MEM", 5, _used, lambda g: gpu_text(g, units.percent(_used(g)), "used_bytes")
+        ),
+        TableColumn("power_w", "POWER", 6, lambda g: g.power_w, _text("power_w", watts)),
         TableColumn(
             "temperature_c",
             "TEMP",
             5,
             lambda g: g.temperature_c,
-            lambda g: celsius(g.temperature_c),
+            _text("temperature_c", celsius),
             role=lambda g: "warn" if g.throttle_reasons else "text",
         ),
         TableColumn(
-            "sm_clock_mhz", "MHz", 5, lambda g: g.sm_clock_mhz, lambda g: _mhz(g.sm_clock_mhz), drop=2
+            "sm_clock_mhz", "MHz", 5, lambda g: g.sm_clock_mhz, _text("sm_clock_mhz", _plain), drop=2
         ),
         TableColumn(
             "throttle_reasons",
@@ -95,14 +116,21 @@ class GpusView(TableView[Gpu]):
             drop=1,
             role=lambda g: "bad" if g.throttle_reasons else "dim",
         ),
-        TableColumn("nvlink", "NVLINK/s", 8, _link, lambda g: units.size(_link(g)), drop=5),
+        TableColumn(
+            "nvlink",
+            "NVLINK/s",
+            8,
+            _link,
+            lambda g: gpu_text(g, units.size(_link(g)), *_LINK_FIELDS),
+            drop=5,
+        ),
         TableColumn("ecc", "ECC", 6, lambda g: g.ecc_uncorrected, _errors, drop=6),
         TableColumn(
             "last_xid",
             "XID",
             5,
             lambda g: g.last_xid,
-            lambda g: units.UNKNOWN if g.last_xid is None else str(g.last_xid or "-"),
+            lambda g: _xid(g, "-"),
             drop=4,
             role=lambda g: "bad" if g.last_xid else "dim",
         ),
@@ -133,7 +161,8 @@ class GpusView(TableView[Gpu]):
     def below(self, rows: list[Gpu], context: Context, width: int, height: int) -> list[Line]:
         if not rows or height < len(rows) + 3:
             return super().below(rows, context, width, height)
-        lines = [BLANK, heading("Memory", width, "weights, KV cache, other")]
+        parts = bar_legend(("weights", "KV cache", "other"), context.glyphs)
+        lines = [BLANK, heading("Memory", width, parts)]
         lines += [_memory(context, gpu, width) for gpu in rows]
         if height - len(lines) >= len(rows) + 2:
             lines += [
@@ -145,36 +174,36 @@ class GpusView(TableView[Gpu]):
 
     def describe(self, row: Gpu, context: Context, width: int) -> list[Line]:
         weights, kv, other, free = memory_parts(row)
+        used = _text("used_bytes", units.size)(row)
+        power, limit = _text("power_w", watts)(row), _text("power_limit_w", watts)(row)
+        clock, highest = _text("sm_clock_mhz", _plain)(row), _text("max_sm_clock_mhz", _plain)(row)
+        sent, received = (_text(name, units.size)(row) for name in _LINK_FIELDS)
+        uncorrected, corrected = (
+            _text(name, units.count)(row) for name in ("ecc_uncorrected", "ecc_corrected")
+        )
         facts = (
             ("name", row.name),
             ("uuid", row.uuid or units.UNKNOWN),
             ("replicas", ", ".join(row.replicas) or "none"),
-            ("kernel time", units.percent(_use(row))),
-            ("memory", f"{units.size(row.used_bytes)} of {units.size(row.memory_bytes)} used"),
+            ("kernel time", gpu_text(row, units.percent(_use(row)), "utilization_percent")),
+            ("memory", f"{used} of {_text('memory_bytes', units.size)(row)} used"),
             ("  weights", units.size(weights)),
             ("  KV cache", units.size(kv)),
             ("  other", units.size(other)),
             ("  free", units.size(free)),
-            ("power", f"{watts(row.power_w)} of at most {watts(row.power_limit_w)}"),
-            ("temperature", celsius(row.temperature_c)),
-            ("SM clock", f"{_mhz(row.sm_clock_mhz)} of at most {_mhz(row.max_sm_clock_mhz)} MHz"),
-            ("memory clock", f"{_mhz(row.memory_clock_mhz)} MHz"),
+            ("power", f"{power} of at most {limit}"),
+            ("temperature", _text("temperature_c", celsius)(row)),
+            ("SM clock", f"{clock} of at most {highest} MHz"),
+            ("memory clock", f"{_text('memory_clock_mhz', _plain)(row)} MHz"),
             ("throttled by", _throttle(row)),
-            (
-                "NVLink",
-                f"{units.size(row.nvlink_tx_bytes_per_s)}/s out, {units.size(row.nvlink_rx_bytes_per_s)}/s "
-                f"in",
-            ),
-            (
-                "ECC errors",
-                f"{units.count(row.ecc_uncorrected)} uncorrected, {units.count(row.ecc_corrected)} corrected",
-            ),
-            ("last Xid", units.UNKNOWN if row.last_xid is None else str(row.last_xid or "none")),
+            ("NVLink", gpu_text(row, f"{sent}/s out, {received}/s in", *_LINK_FIELDS)),
+            ("ECC errors", f"{uncorrected} uncorrected, {corrected} corrected"),
+            ("last Xid", _xid(row, "none")),
         )
         lines: list[Line] = [_memory(context, row, width), *fact_lines(facts, width)]
         lines.append(heading("Processes", width, "PID, memory on this GPU, command, replica"))
         if row.processes is None:
-            return [*lines, [span("not reported", "dim")]]
+            return [*lines, [span(gpu_text(row, "not reported", "processes"), "dim")]]
         for one in row.processes:
             owner = one.replica or "not a process of the service"
             lines.append(
@@ -191,7 +220,8 @@ class GpusView(TableView[Gpu]):
 def _memory(context: Context, gpu: Gpu, width: int) -> Line:
     weights, kv, other, _ = memory_parts(gpu)
     total = gpu.memory_bytes
-    text = f" {units.size(gpu.used_bytes):>6} of {units.size(total):>5}"
+    used = _text("used_bytes", units.size)(gpu)
+    text = f" {used:>6} of {_text('memory_bytes', units.size)(gpu):>5}"
     size = max(4, width - 4 - len(text))
     if not total or gpu.used_bytes is None:
         meter = unknown_bar(size)
@@ -211,4 +241,8 @@ def _history(context: Context, gpu: Gpu, width: int) -> Line:
         return point.gpus[index] if index < len(point.gpus) else None
 
     trend = history_chart(context, use, size, 1, "accent", 100.0)[0]
-    return [span(f"{gpu.number:>3} ", "bold"), *trend, span(f" {units.percent(_use(gpu)):>4}", "dim")]
+    return [
+        span(f"{gpu.number:>3} ", "bold"),
+        *trend,
+        span(f" {gpu_text(gpu, units.percent(_use(gpu)), 'utilization_percent'):>4}", "dim"),
+    ]

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import zlib
 from array import array
+from collections.abc import Iterable
+from string import ascii_letters
 
-from appliance.snapshot import BLOCK_STATES, BlockMap, KvCache
+from appliance.snapshot import BLOCK_STATES, BlockMap, KvCache, UnfinishedRequest
 from console import units
 from console.context import Context
-from console.glyphs import meter
+from console.glyphs import bar_legend, meter
 from console.lines import BLANK, Line, Span, clip, fit, heading, line, span, width_of
-from console.screens.base import FAR, PAGE, View
+from console.screens.base import FAR, PAGE, Table, View, table
 from console.screens.panels import history_chart, kv_bar, shown_span
 
 _CONTEXT_ROWS = 7
+_CELL_SIZE_WIDTH = 24
+"""Width of the text that states how many blocks a cell stands for."""
 _LETTERS = {"braille": "·▒█▓", "block": "·▒█▓", "ascii": ".c#S"}
 _STATE_ROLES = ("free", "cached", "used", "shared")
 _SHARING_ROLES = ("free", "cached", "track", "shared")
@@ -65,16 +69,18 @@ class KvView(View):
         lines = [heading(f"{one.replica}", width, f"replica {self.replica + 1} of {len(caches)}")]
         lines += _totals(context, one, width)
         if one.blocks is None:
-            reason = "Individual blocks are not reported, or not recorded in the history."
+            reason = "Blocks unknown: the replica has not reported them, or they were not recorded."
             lines += [[span(reason, "dim")], BLANK]
             rows = max(2, min(12, (height - len(lines)) // 2 - 2))
             lines.append(heading("Blocks in use", width, f"all replicas, last {shown_span(context, width)}"))
             lines += history_chart(context, lambda point: point.kv, width, rows, "used")
             return [*lines, BLANK, *_largest(context, one, width, height - len(lines) - 1)][:height]
         contexts = _CONTEXT_ROWS if height >= 30 else 0
-        room = max(3, height - len(lines) - 2 - (contexts + 1 if contexts else 0))
+        tenants = self._tenant_lines(context, one.blocks, width, 3 if contexts else 2)
+        room = max(3, height - len(lines) - 1 - len(tenants) - (contexts + 1 if contexts else 0))
         lines += [*self._map(context, one.blocks, width, room)]
-        lines += [self._legend(context, one.blocks, width), self._under_cursor(context, one.blocks, width)]
+        lines += self._legend(context, one.blocks, width, tenants)
+        lines.append(self._under_cursor(context, one.blocks, width))
         if height - len(lines) >= 4:
             lines += [BLANK, *_largest(context, one, width, height - len(lines) - 1)]
         return lines[:height]
@@ -87,6 +93,19 @@ class KvView(View):
             text = f"{units.percent(used)} used, {cached} cached, hit {hit}"
             facts.append((one.replica, text, "text"))
         return facts or [("KV cache", "no replica has reported", "dim")]
+
+    def export(self, context: Context) -> Table:
+        caches = context.snapshot.kv if context.snapshot else []
+        if self.variant == "replicas" or not caches:
+            return table(
+                caches,
+                *("replica", "blocks_total", "blocks_used", "blocks_cached", "block_tokens", "kv_bytes"),
+                *("hit_rate", "evictions", "preemptions"),
+            )
+        return table(
+            _by_length(context, caches[self.replica % len(caches)]),
+            *("request_id", "tenant", "replica", "prompt_tokens", "generated_tokens", "blocks"),
+        )
 
     def move(self, rows: int) -> None:
         if abs(rows) in (PAGE, FAR):
@@ -146,7 +165,8 @@ class KvView(View):
         letters, roles = [], []
         owners = _owners(blocks) if self.variant == "tenant" else array("H")
         tenant_roles = [_tenant_role(name) for name in blocks.tenants]
-        tenant_letters = [_tenant_letter(name) for name in blocks.tenants]
+        known = _known_letters(context, blocks)
+        tenant_letters = [known[name] for name in blocks.tenants]
         for start in range(0, len(states), per_cell):
             state = states[start]
             letter, role = marks[state], _STATE_ROLES[state]
@@ -162,18 +182,42 @@ class KvView(View):
             roles.append(role)
         return letters, roles
 
-    def _legend(self, context: Context, blocks: BlockMap, width: int) -> Line:
+    def _tenant_lines(self, context: Context, blocks: BlockMap, width: int, rows: int) -> list[Line]:
+        """Return the letters and names of the tenants in at most `rows` lines. The first line leaves room for
+        the size of a cell. If the tenants are not shown, return an empty line."""
+        lines: list[Line] = [[]]
+        if self.variant != "tenant":
+            return lines
+        letters = _known_letters(context, blocks)
+        names = sorted(set(blocks.tenants))
+        left = width - _CELL_SIZE_WIDTH
+        for number, name in enumerate(names):
+            entry = [span(f"{letters[name]} ", _tenant_role(name)), span(f"{name or 'unknown'}  ", "dim")]
+            more = f"and {len(names) - number} more"
+            reserved = len(more) if len(lines) == rows and number + 1 < len(names) else 0
+            if width_of(entry) + reserved > left:
+                if len(lines) == rows:
+                    lines[-1].append(span(more, "dim"))
+                    break
+                lines.append([])
+                left = width
+            lines[-1] += entry
+            left -= width_of(entry)
+        return lines
+
+    def _legend(self, context: Context, blocks: BlockMap, width: int, tenants: list[Line]) -> list[Line]:
+        """Return the size of a cell and the meaning of the characters."""
         marks = _LETTERS[context.glyphs]
         total = len(blocks.states)
         per_cell = max(1, -(-total // max(1, self._cells))) * blocks.stride
-        row: Line = [span(f"1 cell = {per_cell} block{'s' if per_cell > 1 else ''}  ", "dim")]
+        size = f"1 cell = {per_cell} block{'s' if per_cell > 1 else ''}"
+        row: Line = [span(f"{size}  ", "dim")]
         if self.variant == "tenant":
-            for name in list(dict.fromkeys(blocks.tenants))[:8]:
-                row += [span(f"{_tenant_letter(name)} ", _tenant_role(name)), span(f"{name}  ", "dim")]
-            return clip(row, width)
+            first = [span(f"{size:<{_CELL_SIZE_WIDTH}}", "dim"), *tenants[0]]
+            return [clip(one, width) for one in (first, *tenants[1:])]
         if self.variant == "age":
             row.append(span("0: in use or <1 s, 3: 7 s, 6: 1 min, 9: ≥8 min since use", "dim"))
-            return clip(row, width)
+            return [clip(row, width)]
         roles = _SHARING_ROLES if self.variant == "sharing" else _STATE_ROLES
         for number, name in enumerate(BLOCK_STATES):
             count = blocks.states.count(number) * blocks.stride
@@ -184,7 +228,7 @@ class KvView(View):
                 span(name, "label"),
                 span(f" {count:,}  ", "dim"),
             ]
-        return clip(row, width)
+        return [clip(row, width)]
 
     def _under_cursor(self, context: Context, blocks: BlockMap, width: int) -> Line:
         first, end = self._block_range(blocks)
@@ -215,8 +259,23 @@ def _tenant_role(name: str) -> str:
     return f"s{zlib.crc32(name.encode()) % 8}"
 
 
-def _tenant_letter(name: str) -> str:
-    return name[:1].lower() if name[:1].isalpha() and name[:1].isascii() else "?"
+def tenant_letters(names: Iterable[str]) -> dict[str, str]:
+    """Return a different letter for each tenant: the first letter of its name that no other tenant has, or
+    else the first free letter of the alphabet. Beyond 52 tenants, and for unknown tenants, the letter is
+    "?"."""
+    letters: dict[str, str] = {}
+    free = dict.fromkeys(ascii_letters)
+    for name in sorted(set(names) - {""}):
+        letters[name] = next((one for one in (*name.lower(), *free) if one in free), "?")
+        free.pop(letters[name], None)
+    return {**letters, "": "?"}
+
+
+def _known_letters(context: Context, blocks: BlockMap) -> dict[str, str]:
+    """Return the letters of all tenants of the service, so that a tenant has the same letter on every
+    replica."""
+    known = context.snapshot.tenants if context.snapshot else []
+    return tenant_letters([*(one.name for one in known), *blocks.tenants])
 
 
 def _with_cursor(row: Line, column: int) -> Line:
@@ -254,15 +313,22 @@ def _totals(context: Context, one: KvCache, width: int) -> list[Line]:
     return [kv_bar(context, one, width), row]
 
 
+def _length(row: UnfinishedRequest) -> int:
+    return row.prompt_tokens + (row.generated_tokens or 0)
+
+
+def _by_length(context: Context, one: KvCache) -> list[UnfinishedRequest]:
+    """Return the requests on a replica, longest context first."""
+    requests = context.snapshot.requests if context.snapshot else []
+    return sorted((row for row in requests if row.replica == one.replica), key=lambda row: -_length(row))
+
+
 def _largest(context: Context, one: KvCache, width: int, height: int) -> list[Line]:
     """Return the requests with the longest contexts on a replica."""
-    requests = [
-        row for row in (context.snapshot.requests if context.snapshot else []) if row.replica == one.replica
-    ]
-    requests.sort(key=lambda row: -(row.prompt_tokens + (row.generated_tokens or 0)))
+    requests = _by_length(context, one)
     lines = [heading("Longest contexts", width, "tokens so far, share of the tokens in use")]
     for row in requests[: max(0, height - 1)]:
-        length = row.prompt_tokens + (row.generated_tokens or 0)
+        length = _length(row)
         names = 38 if width >= 100 else 22
         size = max(0, width - 42 - names)
         share = length / max(1, one.block_tokens * one.blocks_used)
@@ -285,7 +351,8 @@ def _largest(context: Context, one: KvCache, width: int, height: int) -> list[Li
 
 
 def _summary(context: Context, caches: list[KvCache], width: int) -> list[Line]:
-    lines = [heading("All replicas", width, "used, cached, free blocks")]
+    parts = bar_legend(("used", "cached"), context.glyphs)
+    lines = [heading("All replicas", width, f"{parts}, free")]
     for one in caches:
         lines += [BLANK, [span(one.replica, "bold"), span(f"  {one.kv_cache_dtype}", "dim")]]
         lines += _totals(context, one, width)

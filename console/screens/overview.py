@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
-from appliance.snapshot import Snapshot
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from appliance.snapshot import LatencyPercentiles, Snapshot
 from console import units
 from console.context import Context
+from console.filters import Cell
 from console.lines import BLANK, Line, Span, beside
 from console.screens import panels
-from console.screens.base import JUMP_LETTERS, View
+from console.screens.base import JUMP_LETTERS, Table, View, table
 
 _GAP = 3
+_LISTS: dict[str, tuple[Callable[[Snapshot], Sequence[object]], tuple[str, ...]]] = {
+    "queue": (
+        lambda snapshot: snapshot.queue.classes,
+        ("name", "waiting", "oldest_wait_s", "expected_wait_s", "target_s"),
+    ),
+    "models": (lambda snapshot: snapshot.models, ("name", "state", "version", "queued")),
+    "gpus": (
+        lambda snapshot: snapshot.gpus,
+        ("number", "utilization_percent", "used_bytes", "memory_bytes", "power_w", "temperature_c"),
+    ),
+    "kv": (
+        lambda snapshot: snapshot.kv,
+        ("replica", "blocks_total", "blocks_used", "blocks_cached", "hit_rate"),
+    ),
+    "alerts": (lambda snapshot: snapshot.alerts, ("id", "severity", "state", "where", "what", "since")),
+    "tenants": (lambda snapshot: snapshot.tenants, ("name", "running", "tokens_per_s", "share")),
+    "processes": (
+        lambda snapshot: snapshot.host.processes,
+        ("name", "role", "pid", "cpu_percent", "memory_bytes", "restarts"),
+    ),
+}
+"""For each panel that shows a list: the entries, and the fields to export."""
 
 
 class OverviewView(View):
@@ -21,11 +48,13 @@ class OverviewView(View):
     short = "Overview"
     help_text = (
         "The current state of the service: throughput, latency, queue, KV caches, GPUs, alerts and "
-        "processes. The arrow keys select a panel; {zoom} maximizes it."
+        "processes. The arrow keys select a panel; {zoom} maximizes it. The command :export exports "
+        "the table of the selected panel or, if it has none, the figures outside the tables."
     )
     figures = (
         *("generated_tokens_per_s", "prompt_tokens_per_s", "cached", "peak", "ttft", "itl", "queue", "e2e"),
         *("percentiles", "class_name", "waiting", "oldest_wait_s", "expected_wait_s", "target_s"),
+        *("failed_per_s", "refused_per_s"),
         *("name", "state", "steps_running", "queued", "generated_tokens"),
         *("utilization_percent", "used_bytes", "power_w", "temperature_c", "kv_used", "block_state"),
         *("hit_rate", "alerts", "running", "tokens_per_s", "share"),
@@ -140,6 +169,14 @@ class OverviewView(View):
         if names:
             self.chosen = names[min(row, len(names) - 1)]
 
+    def export(self, context: Context) -> Table:
+        snapshot = context.snapshot
+        assert snapshot is not None
+        if self.chosen in _LISTS:
+            rows, columns = _LISTS[self.chosen]
+            return table(rows(snapshot), *columns)
+        return ["metric", "value"], [[name, value] for name, value in _values(snapshot).items()]
+
     def facts(self, context: Context) -> list[tuple[str, str, str]]:
         snapshot = context.snapshot
         assert snapshot is not None
@@ -148,9 +185,10 @@ class OverviewView(View):
         total = sum(one.blocks_total for one in snapshot.kv)
         used = sum(one.blocks_used for one in snapshot.kv)
 
-        def pair(one: object) -> str:
-            values = (getattr(one, "p50_ms", None), getattr(one, "p99_ms", None))
-            return f"p50 {units.ms(values[0])}  p99 {units.ms(values[1])}"
+        def pair(one: LatencyPercentiles | None) -> str:
+            if one is None:
+                return f"p50 {units.UNKNOWN}  p99 {units.UNKNOWN}"
+            return f"p50 {units.ms(one.p50_ms)}  p99 {units.ms(one.p99_ms)} ({units.seconds(one.window_s)})"
 
         facts = [
             (
@@ -165,6 +203,11 @@ class OverviewView(View):
             ("ITL", pair(latency.itl), "text"),
             ("running", units.count(queue.running), "text"),
             ("waiting", f"{queue.waiting:,} of {queue.limit:,}", "text"),
+            (
+                "errors",
+                f"failed {panels.failed(rates)}  refused {units.rate(rates.refused_per_s)}/s",
+                "bad" if rates.failed_per_s else "text",
+            ),
             ("KV used", units.percent(units.ratio(used, total)), "text"),
         ]
         for gpu in snapshot.gpus:
@@ -173,6 +216,24 @@ class OverviewView(View):
             text = f"{units.percent(use)} memory {units.percent(memory)} {panels.celsius(gpu.temperature_c)}"
             facts.append((f"GPU {gpu.number}", text, "warn" if gpu.throttle_reasons else "text"))
         return facts
+
+
+def _values(snapshot: Snapshot) -> dict[str, Cell]:
+    """Return the figures of the overview that do not belong to a list, keyed by their names in the admin
+    API."""
+    parts = {name: getattr(snapshot, name) for name in ("rates", "latency", "queue", "host")}
+    found: dict[str, Cell] = {"state": snapshot.state}
+
+    def add(value: object, name: str) -> None:
+        if isinstance(value, msgspec.Struct):
+            for field in value.__struct_fields__:
+                add(getattr(value, field), f"{name}.{field}")
+        elif value is None or isinstance(value, str | int | float):
+            found[name] = value
+
+    for name, part in parts.items():
+        add(part, name)
+    return found
 
 
 def _panel(name: str, context: Context, snapshot: Snapshot, width: int, height: int) -> list[Line]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from appliance.snapshot import Alert, Gpu, KvCache, LatencyPercentiles, Process, Snapshot
+from appliance.snapshot import Alert, Gpu, KvCache, LatencyPercentiles, Process, Rates, Snapshot
 from console import units
 from console.context import Context
 from console.glyphs import bar as bar_of
-from console.glyphs import chart, meter, per_cell, unknown_bar
+from console.glyphs import bar_legend, chart, meter, per_cell, unknown_bar
 from console.history import LATENCIES, Point
 from console.lines import Line, Span, beside, clip, fit, heading, line, span, spread, titles, wrap
 
@@ -140,7 +140,7 @@ def _percentiles(name: str, one: LatencyPercentiles | None, size: int) -> Line:
 
 
 def queue(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
-    """Return a table of the queue, with one row per service class."""
+    """Return a table of the queue, with one row per service class, and the rate of errors."""
     queue = snapshot.queue
     wide = width >= 50
     limit = f" of {queue.limit:,}" if wide else ""
@@ -169,9 +169,32 @@ def queue(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
         trend = history_chart(context, lambda point: point.waiting, room, len(lines) - 2, "warn")
         lines[1] = spread(lines[1], [span(f"waiting, last {shown_span(context, room)}", "dim")], width)
         lines[2:] = beside(lines[2:], trend, used - 1, room, 1)
+    lines.append(_errors(snapshot.rates, width))
     if queue.overload:
         lines += wrap(queue.overload, width, "bad")
     return [clip(row, width) for row in lines]
+
+
+def failed(rates: Rates, *, share: bool = True) -> str:
+    """Return the failed requests per second as text and, if `share` is true, their share of the ended
+    requests."""
+    text = f"{units.rate(rates.failed_per_s)}/s"
+    if not share:
+        return text
+    part = units.ratio(rates.failed_per_s, rates.requests_per_s)
+    # A share above zero is never shown as 0.
+    return f"{text} ({'<0.1%' if part and part < 0.001 else units.percent(part, 1)})"
+
+
+def _errors(rates: Rates, width: int) -> Line:
+    """Return the rates of failed and of refused requests."""
+    return line(
+        span("errors  " if width >= 36 else "", "label"),
+        span("failed ", "label"),
+        span(failed(rates, share=width >= 44), "bad" if rates.failed_per_s else "bold"),
+        span("  refused ", "label"),
+        span(f"{units.rate(rates.refused_per_s)}/s", "warn" if rates.refused_per_s else "bold"),
+    )
 
 
 def kv_bar(context: Context, one: KvCache, width: int) -> Line:
@@ -184,7 +207,8 @@ def kv_bar(context: Context, one: KvCache, width: int) -> Line:
 
 def kv(context: Context, snapshot: Snapshot, width: int) -> list[Line]:
     """Return the KV cache of each replica as a bar."""
-    lines = [heading("KV cache", width, "used, cached, free blocks")]
+    parts = bar_legend(("used", "cached"), context.glyphs)
+    lines = [heading("KV cache", width, f"{parts}, free")]
     name_width = min(max((len(one.replica) for one in snapshot.kv), default=4), max(10, width // 2))
     for one in snapshot.kv:
         used = one.blocks_used / one.blocks_total if one.blocks_total else None
@@ -222,14 +246,20 @@ def gpu_line(context: Context, gpu: Gpu, width: int) -> Line:
     row = [
         span(f"{gpu.number:>2} ", "bold"),
         *meter(use, size, context.glyphs, "accent"),
-        span(f" {units.percent(use):>4} "),
+        span(f" {gpu_text(gpu, units.percent(use), 'utilization_percent'):>4} "),
         *meter(memory, size, context.glyphs, "used"),
-        span(f" {units.percent(memory):>4}"),
-        span(f" {watts(gpu.power_w):>5}", "dim"),
-        span(f" {celsius(gpu.temperature_c):>4}", "warn" if hot else "dim"),
+        span(f" {gpu_text(gpu, units.percent(memory), 'used_bytes'):>4}"),
+        span(f" {gpu_text(gpu, watts(gpu.power_w), 'power_w'):>5}", "dim"),
+        span(f" {gpu_text(gpu, celsius(gpu.temperature_c), 'temperature_c'):>4}", "warn" if hot else "dim"),
         span("T" if hot else " ", "bad"),
     ]
     return clip(row, width)
+
+
+def gpu_text(gpu: Gpu, text: str, *names: str) -> str:
+    """Return a figure's text, or "n/a" if the GPU supports none of the fields on which the figure is
+    based."""
+    return units.NOT_SUPPORTED if set(names) <= set(gpu.unsupported) else text
 
 
 def watts(value: float | None) -> str:
@@ -263,7 +293,9 @@ def alert_line(one: Alert, width: int) -> Line:
     """Return a line that describes an alert. The first character shows the severity."""
     role = SEVERITY_ROLES[one.severity]
     sign = {"critical": "‼", "warning": "!", "info": "i"}[one.severity]
-    what = [span(f"{one.where}: ", "bold"), span(one.what)]
+    text = units.about(one.where, one.what)
+    before, where, after = text.partition(one.where) if one.where else ("", "", text)
+    what = [span(before), span(where, "bold"), span(after)]
     return clip([span(f"{sign} ", role), *what, span(f" ({one.state})", "dim")], width)
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from appliance.pages import ChainReport
 from console import units
 from console.context import Context
 from console.lines import BLANK, Line, span, wrap
 from console.screens.table import TableColumn, TableView
-from console.source import ListName, ListRow
+from console.source import MAX_ROWS, ListName, ListRow
 
+_MAX_PROBLEMS = 3
+"""Maximum number of problems of the audit chain that are shown after the first one."""
 _LEVEL_ROLES = {
     "error": "bad",
     "problem": "bad",
@@ -63,10 +66,12 @@ class AuditView(ListView):
     help_text = (
         "The audit trail of operator actions, newest first. Each row contains the hash of the previous row, "
         "which reveals any later change. The heading shows the newest hash and the number of rows proven "
-        "unchanged. Doctor's findings, on the Logs screen, include a check of the whole chain."
+        "unchanged. {verify} verifies the whole chain on the service's machine, and shows the first wrong "
+        "row if there is one."
     )
     sorted_by = "seq"
     reverse = True
+    max_rows = MAX_ROWS
     empty = "no actions have been recorded"
     columns = (
         TableColumn("seq", "SEQ", 6, lambda r: int(r.id) if r.id.isdigit() else 0, lambda r: r.id),
@@ -81,10 +86,25 @@ class AuditView(ListView):
     figures = (
         *("seq", "audit_at", "actor", "action", "audit_target", "outcome", "audit_rows"),
         *("audit_host", "audit_parameters", "audit_change", "audit_note", "audit_ended", "audit_hash"),
+        "audit_chain",
     )
+
+    @property
+    def hints(self) -> tuple[tuple[str, str], ...]:
+        return super().hints if self.detail else (*super().hints, ("verify", "verify"))
 
     def list_name(self) -> ListName:
         return "audit"
+
+    def above(self, context: Context, width: int) -> list[Line]:
+        lines: list[Line] = []
+        for text, role in _chain_lines(context.chain):
+            lines += wrap(text, width, role)
+        return lines
+
+    def facts(self, context: Context) -> list[tuple[str, str, str]]:
+        chain = [("chain", text, role) for text, role in _chain_lines(context.chain)[:1]]
+        return [*chain, *super().facts(context)]
 
     def fact_names(self) -> tuple[str, str, str]:
         return "operator", "action", "target"
@@ -100,6 +120,30 @@ class AuditView(ListView):
         return f"{snapshot.audit_rows:,} rows, {units.count(snapshot.audit_recorded_rows)} anchored{head}"
 
 
+def _chain_lines(chain: ChainReport | str | None) -> list[tuple[str, str]]:
+    """Return the result of a verification as texts with their roles. The first text is the result."""
+    if chain is None:
+        return []
+    if isinstance(chain, str):
+        return [(chain, "warn")]
+    at = _date(chain.at)
+    if chain.ok:
+        heads = f"{chain.heads:,} recorded head{'' if chain.heads == 1 else 's'}"
+        found = f"chain ok at {at}: {chain.rows:,} rows, checked against {heads}"
+        lines = [(found, "good")]
+    else:
+        place = "" if chain.broken_seq is None else f" at row {chain.broken_seq:,}"
+        first, *more = chain.problems
+        first = first.removeprefix(f"row {chain.broken_seq}: ")
+        lines = [
+            (f"chain BROKEN{place}, found at {at}: {first}", "bad"),
+            *((one, "bad") for one in more[:_MAX_PROBLEMS]),
+        ]
+        if len(more) > _MAX_PROBLEMS:
+            lines.append((f"and {len(more) - _MAX_PROBLEMS:,} more problems", "bad"))
+    return [*lines, *((one, "dim") for one in chain.notes)]
+
+
 class LogsView(ListView):
     """The screen with the log, the settings and their sources, and the findings of `appliance doctor`."""
 
@@ -112,6 +156,7 @@ class LogsView(ListView):
         "settings with the source of each, and to the findings of appliance doctor."
     )
     variants = ("logs", "settings", "findings")
+    max_rows = MAX_ROWS
     sorted_by = "at"
     reverse = True
     empty = "no rows"
@@ -175,6 +220,7 @@ class LogsView(ListView):
         ]
         self.title = {"logs": "Logs", "settings": "Settings", "findings": "Doctor's findings"}[self.variant]
         self.sorted_by, self.reverse = self.columns[0].name, self.variant == "logs"
+        self.max_rows = MAX_ROWS if self.variant == "logs" else 0
         self.filter, self.detail, self.marks = "", "", set()
 
 

@@ -10,7 +10,7 @@ from console.context import Context
 from console.filters import Cell, FilterError, matcher, sort_rows
 from console.keys import key_of
 from console.lines import BLANK, Line, Span, clip, fit, heading, is_heading, span, wrap
-from console.screens.base import JUMP_LETTERS, View
+from console.screens.base import JUMP_LETTERS, Table, View
 
 R = TypeVar("R")
 _MIN_PREVIEW = 6
@@ -44,6 +44,8 @@ class TableView(View, Generic[R]):
     """Name of the column by which the table is initially sorted."""
     reverse = False
     empty = "no rows"
+    max_rows = 0
+    """Maximum number of rows that the source delivers: the newest ones. 0 if it delivers all rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,8 +119,12 @@ class TableView(View, Generic[R]):
         if self.detail:
             return self._detail(rows, context, width, height)
         total = len(self.rows(context)) if self.filter else len(rows)
-        counted = f"{len(rows)} of {total}" if self.filter else f"{total}"
-        title = f"{self.title} {counted}" + (f" · {len(self.marks)} marked" if self.marks else "")
+        is_cut = 0 < self.max_rows <= total
+        if self.filter:
+            counted = f" {len(rows)} of {'the newest ' if is_cut else ''}{total}"
+        else:
+            counted = f", newest {total}" if is_cut else f" {total}"
+        title = f"{self.title}{counted}" + (f" · {len(self.marks)} marked" if self.marks else "")
         lines = [heading(title, width, self.note(context))]
         if self.filter:
             lines.append(
@@ -131,10 +137,15 @@ class TableView(View, Generic[R]):
                     ),
                 ]
             )
+        lines += self.above(context, width)
         shown = self._fitting(width)
         lines.append(self._titles(shown, width))
         lines += self._body(rows, shown, width, height - len(lines))
         return [*lines, *self.below(rows, context, width, height - len(lines))]
+
+    def above(self, context: Context, width: int) -> list[Line]:
+        """Return lines to show between the heading and the table."""
+        return []
 
     def below(self, rows: list[R], context: Context, width: int, height: int) -> list[Line]:
         """Return the lines that fill the space below a short table: the details of the row under the
@@ -178,8 +189,7 @@ class TableView(View, Generic[R]):
             facts.append((self._cell(self.columns[0], row).strip(), " ".join(cells), "text"))
         return facts or [(self.title.lower(), self.empty, "dim")]
 
-    def export(self, context: Context) -> tuple[list[str], list[list[Cell]]]:
-        """Return the names of all columns, and the values of the filtered rows in the displayed order."""
+    def export(self, context: Context) -> Table:
         names = [column.name for column in self.columns]
         return names, [[column.value(row) for column in self.columns] for row in self.ordered(context)]
 

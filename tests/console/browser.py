@@ -16,6 +16,7 @@ import aiohttp
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 _LIMIT_S = 120.0
+_KEY_CODES = {"Enter": 13, "Escape": 27}
 
 
 class Browser:
@@ -83,12 +84,24 @@ class Browser:
         """Open a page."""
         await self.call("Page.navigate", url=address)
 
-    async def press(self, key: str) -> None:
-        """Focus the terminal in the page and press a key that types one character."""
+    async def press(self, key: str, *, control: bool = False) -> None:
+        """Focus the terminal in the page and press a key: one that types a character, Enter or Escape."""
         focus = "document.querySelector('textarea').focus()"
         await self.call("Runtime.evaluate", expression=focus)
-        await self.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=key)
-        await self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
+        pressed: dict[str, Any] = {"key": key}
+        if key in _KEY_CODES or control:
+            # The terminal recognises these keys by their codes.
+            pressed["windowsVirtualKeyCode"] = _KEY_CODES.get(key) or ord(key.upper())
+            pressed["modifiers"] = 2 if control else 0
+            await self.call("Input.dispatchKeyEvent", type="rawKeyDown", **pressed)
+        else:
+            await self.call("Input.dispatchKeyEvent", type="keyDown", text=key, **pressed)
+        await self.call("Input.dispatchKeyEvent", type="keyUp", **pressed)
+
+    async def write(self, text: str) -> None:
+        """Press the keys that type the text, and Enter."""
+        for key in (*text, "Enter"):
+            await self.press(key)
 
     async def text(self) -> str:
         """Return the visible text of the page."""

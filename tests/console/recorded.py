@@ -30,7 +30,8 @@ def record(path: Path, snapshots: Sequence[Snapshot]) -> Path:
     writer.start()
     telemetry, splitter, encoder = TelemetryLog(writer), Splitter(), DetailEncoder()
     for one in snapshots:
-        telemetry.record(splitter.split(one.at, sampled_tree(one)), encoder.encode(one))
+        blocks = {cache.replica: cache.blocks for cache in one.kv if cache.blocks is not None}
+        telemetry.record(splitter.split(one.at, sampled_tree(one)), encoder.encode(one, blocks))
     telemetry.close()
     writer.close()
     return path

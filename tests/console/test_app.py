@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,6 +13,7 @@ from textual.widgets import Button, Input
 
 from appliance.actions import action_named
 from appliance.actions.parameters import DeleteTenant
+from appliance.protocol import Key
 from appliance.snapshot import Snapshot
 from console.app import ConsoleApp
 from console.dialogs import ActionDialog
@@ -21,7 +22,7 @@ from console.keys import KEYS, offered
 from console.lines import plain
 from console.palette import ConsoleCommands
 from console.screens.table import TableView
-from console.source import SourceError
+from console.source import ListName, Row, SourceError
 from tests.console.frames import SIZES, source
 
 
@@ -128,6 +129,23 @@ def test_the_command_line_shows_screens_and_refuses_unknown_commands() -> None:
         await until(pilot, lambda: "unknown command 'nonsense'" in shown(app))
 
     run(steps, console())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_audit_chain_is_verified_by_key_and_by_command(size: tuple[int, int]) -> None:
+    app = console()
+    rows = app.source._rows  # type: ignore[attr-defined]
+
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("V")
+        await until(pilot, lambda: "chain ok at 09-21 14:1" in shown(app))
+        assert app.session.view.name == "audit" and f": {len(rows.audit)} rows," in shown(app)
+        rows.audit[3] = msgspec.structs.replace(rows.audit[3], target="another")
+        await pilot.press("1", "colon", *"audit verify", "enter")
+        await until(pilot, lambda: "chain BROKEN at row 4, found at" in shown(app))
+        assert app.session.view.name == "audit"
+
+    run(steps, app, size)
 
 
 def test_a_read_only_console_performs_no_action_through_any_key_or_command() -> None:
@@ -249,6 +267,104 @@ def test_a_dialog_refuses_if_the_state_has_changed() -> None:
         await until(pilot, lambda: app.session.context.snapshot is not before)
         dialog.query_one("#confirm", Button).press()
         await until(pilot, lambda: "state changed" in str(dialog.query_one("#error").render()))
+        assert not hasattr(app.source, "performed")
+
+    run(steps, console(write=True))
+
+
+def impact_of(app: ConsoleApp) -> str:
+    """Return the impact shown in the open dialog."""
+    return str(app.screen.query_one("#impact").render())
+
+
+@pytest.mark.parametrize(
+    ("action", "target"),
+    [("models.unload", "qwen3-8b"), ("tenants.suspend", "search")],
+    ids=["model", "tenant"],
+)
+def test_the_impact_in_an_open_dialog_follows_the_service_also_while_updates_are_paused(
+    action: str, target: str
+) -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("p")
+        await until(pilot, lambda: "PAUSED" in shown(app))
+        chosen = action_named(action)
+        app.call_later(app.begin, chosen, {chosen.named_by: target}, given=True)
+        await until(pilot, lambda: opened(app))
+        dialog, before = app.screen, impact_of(app)
+        assert "running and" in before
+        sim = app.source.simulation  # type: ignore[attr-defined]
+        running = (request for one in sim.replicas for request in one.running)
+        sim.cancel(next(one.id for one in running if target in (one.model, one.tenant)))
+        await until(pilot, lambda: impact_of(app) != before)
+        # The number of requests is not part of the decision, so the action is still confirmed.
+        dialog.query_one("#confirm", Button).press()
+        await until(pilot, lambda: getattr(app.source, "performed", []))
+
+    run(steps, console(write=True))
+
+
+def test_the_dialog_of_a_request_reads_its_blocks_from_every_screen() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await until(pilot, lambda: not app.source.reads_blocks)
+        snapshot = app.session.context.snapshot
+        assert snapshot is not None
+        app.call_later(app.run_line, f"requests cancel {snapshot.requests[0].request_id}")
+        await until(pilot, lambda: opened(app) and app.source.reads_blocks)
+        assert "KV blocks" in impact_of(app)
+        await pilot.press("escape")
+        await until(pilot, lambda: not app.source.reads_blocks)
+
+    run(steps, console(write=True))
+
+
+def test_the_impact_follows_the_target_in_the_form() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        app.call_later(app.begin, action_named("drain"), {}, given=True)
+        await until(pilot, lambda: opened(app))
+        before = impact_of(app)
+        app.screen.query_one("#field-model", Input).value = "qwen3-8b"
+        await until(pilot, lambda: impact_of(app) != before)
+
+    run(steps, console(write=True))
+
+
+def test_a_dialog_notices_another_operators_change_of_a_limit() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        app.call_later(app.run_line, "tenants set mobile --weight 3")
+        await until(pilot, lambda: opened(app))
+        dialog = app.screen
+        app.source.simulation.tenants["mobile"].limits[0].capacity = 123_456.0  # type: ignore[attr-defined]
+        before = app.session.context.snapshot
+        await until(pilot, lambda: app.session.context.snapshot is not before)
+        dialog.query_one("#confirm", Button).press()
+        await until(pilot, lambda: "to 123,456: review" in str(dialog.query_one("#error").render()))
+        assert not hasattr(app.source, "performed")
+        dialog.query_one("#confirm", Button).press()
+        await until(pilot, lambda: getattr(app.source, "performed", []))
+
+    run(steps, console(write=True))
+
+
+def test_a_dialog_reads_the_keys_again_while_it_is_open() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        rows, removed = app.source.rows, list[str]()
+
+        async def fewer(name: ListName) -> Sequence[Row]:
+            return [one for one in await rows(name) if getattr(one, "id", "") not in removed]
+
+        app.source.rows = fewer  # type: ignore[method-assign]
+        key = next(one.id for one in await rows("callers") if isinstance(one, Key))
+        app.call_later(app.run_line, f"keys revoke {key}")
+        await until(pilot, lambda: opened(app))
+        dialog = app.screen
+        removed.append(key)
+        left = len(await fewer("callers"))
+        await until(pilot, lambda: len(app.session.context.rows["callers"]) == left)
+        dialog.query_one("#confirm", Button).press()
+        await until(
+            pilot, lambda: "key changed from valid to absent" in str(dialog.query_one("#error").render())
+        )
         assert not hasattr(app.source, "performed")
 
     run(steps, console(write=True))

@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from appliance import calls
+from appliance.client import AdminClient
+from appliance.pages import AuditQuery
 from console.keys import KEYS
 from tests.console.browser import CHROMIUM, Browser
-from tests.console.test_web import address, base
+from tests.console.test_web import address, base, web_console
+from tests.system.service import service
 
 __all__ = ["address"]
 pytestmark = [
@@ -53,6 +57,50 @@ def test_chromium_shows_live_frames_with_the_token_and_keys_navigate_but_change_
             }
 
     asyncio.run(visit())
+
+
+def test_chromium_performs_no_action_on_a_running_service(tmp_path: Path) -> None:
+    """The command line, the menu of actions and the palette are tried, in addition to a key."""
+    refused = "this console is read-only"
+
+    async def visit(address: str) -> None:
+        async with Browser(tmp_path) as browser:
+            await browser.open(address)
+            await browser.shows("Tokens per second")
+            await browser.press("D")
+            await browser.shows(refused)
+            await browser.press(":")
+            await browser.shows("ype a command")  # the cursor covers the first letter
+            await browser.write("drain --queue")
+            await browser.shows(refused)
+            await browser.press("7")
+            await browser.shows("TENANT")
+            await browser.press("a")
+            await browser.shows("tenants.suspend")
+            await browser.press("Enter")
+            await browser.shows(refused)
+            await browser.press("p", control=True)
+            await browser.shows("earch for commands")
+            for key in "Suspend tenant":
+                await browser.press(key)
+            await browser.shows("No matches found")
+            if folder := os.environ.get("KEEP_SCREENSHOTS"):
+                (Path(folder) / "browser-palette.png").write_bytes(await browser.picture())
+            await browser.press("Escape")
+            await browser.shows("TENANT")  # closing the palette redraws the screen
+            await browser.press("4")
+            await browser.shows("REQUEST")
+
+    with service() as running, AdminClient(running.run_dir) as client:
+
+        def state() -> tuple[object, ...]:
+            status = client.status()
+            return status.state, status.drains, client.tenants(), client.call(calls.audit(AuditQuery()))
+
+        before = state()
+        with web_console("--run-dir", str(running.run_dir)) as address:
+            asyncio.run(visit(address))
+        assert state() == before
 
 
 def test_chromium_without_the_token_is_refused(address: str, tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ NEW_KEY = NewKey(
 DIALOGS: dict[str, tuple[str, Callable[[ConsoleApp], object], Callable[[ConsoleApp], object]]] = {
     "cancel": ("4", lambda app: app.action_run("act requests.cancel"), opened),
     "drain": ("6", lambda app: app.run_line("drain --grace 60s"), opened),
+    "unload": ("6", lambda app: app.run_line("models unload qwen3-8b"), opened),
     "delete": (
         "7",
         lambda app: app.begin(action_named("tenants.delete"), {"name": "mobile"}, given=True),

@@ -1,4 +1,4 @@
-"""Tests of doctor's findings in a live console."""
+"""Tests of the checks that a live console asks the service for: doctor's findings and the audit chain."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from collections.abc import Callable
 
 import pytest
 
+from appliance.actions.parameters import CreateTenant
 from console.live import LiveSource
-from console.source import UnsupportedListError
+from tests.audit_trail import forge
 from tests.core.conftest import Service, make_service  # noqa: F401
 
 pytestmark = pytest.mark.system
 
 
-def test_findings_are_those_of_doctor_and_only_of_this_machine(
+def test_findings_and_the_state_of_the_audit_chain_come_from_the_service(
     make_service: Callable[..., Service],  # noqa: F811
 ) -> None:
     service = make_service()
     service.start()
     service.wait_ready()
+    service.admin.act(CreateTenant(name="acme"))
 
     async def read() -> None:
         source = LiveSource(service.run_dir)
-        with pytest.raises(UnsupportedListError, match="run appliance doctor there"):
-            await source.rows("findings")  # the source has not received a snapshot yet
-        while not (await source.next()).host.name:
-            pass
         rows = await source.rows("findings")
-        assert {"versions", "service", "databases"} <= {row.actor for row in rows}
-        assert {row.level for row in rows} <= {"ok", "warning", "problem"}
+        assert {"versions", "service", "databases"} <= {row.actor for row in rows}  # type: ignore[union-attr]
+        assert {row.level for row in rows} <= {"ok", "warning", "problem"}  # type: ignore[union-attr]
         assert await source.rows("findings") is rows  # findings are reused for one minute
-        source._host = "elsewhere"
-        with pytest.raises(UnsupportedListError, match="the service runs on elsewhere"):
-            await source.rows("findings")
+        report = await source.verify()
+        assert report.ok and report.rows > 1
+        forge(service.state_dir, "UPDATE audit SET actor = 'uid:9' WHERE seq = 2")
+        report = await source.verify()
+        assert not report.ok and report.broken_seq == 2
         await source.close()
 
     asyncio.run(read())

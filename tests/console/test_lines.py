@@ -6,7 +6,7 @@ import pytest
 
 from console import units
 from console.filters import FilterError, matcher, sort_rows
-from console.glyphs import bar, chart, meter
+from console.glyphs import GLYPH_SETS, GlyphSet, bar, bar_legend, chart, meter
 from console.lines import cells, clip, fit, heading, line, plain, span, spread, width_of, wrap
 
 
@@ -68,6 +68,17 @@ def test_a_bar_shows_every_part_that_is_not_empty() -> None:
     assert [one.role for one in parts] == ["used", "cached", "track"]
     assert sum(len(one.text) for one in parts) == 20
     assert "·" in plain(meter(None, 10, "block"))
+
+
+@pytest.mark.parametrize("glyphs", GLYPH_SETS)
+def test_the_parts_of_a_bar_differ_by_character_and_not_only_by_colour(glyphs: GlyphSet) -> None:
+    parts = bar([(0.25, "cached"), (0.25, "used"), (0.25, "warn")], 20, glyphs)
+    assert [len(one.text) for one in parts] == [5, 5, 5, 5]
+    letters = [set(one.text) for one in parts]
+    assert len(set().union(*letters)) == 4 and all(len(one) == 1 for one in letters)
+    legend = bar_legend(("weights", "KV cache", "other"), glyphs)
+    first, second, third = (one.text[0] for one in parts[:3])
+    assert legend == f"{first} weights, {second} KV cache, {third} other"
 
 
 def test_a_chart_marks_unknown_values_and_leaves_the_time_before_the_first_empty() -> None:

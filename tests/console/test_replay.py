@@ -7,8 +7,10 @@ import asyncio
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from appliance.history.block_frames import coarse
 from appliance.history.incident_export import export_incident
 from appliance.history.sources import FilePast, PastError
 from appliance.snapshot import Snapshot
@@ -62,15 +64,14 @@ def bodies(session: ConsoleSession, size: tuple[int, int]) -> dict[str, list[str
 def live_bodies(seconds: list[Snapshot], size: tuple[int, int]) -> list[dict[str, list[str]]]:
     session, found = ConsoleSession(source()), []
     for one in seconds:
-        # The state of individual blocks is not recorded.
-        one.kv = [type(cache)(**{**_fields(cache), "blocks": None}) for cache in one.kv]
-        session.accept(one)
+        # A recorded map has a limited number of cells.
+        caches = []
+        for cache in one.kv:
+            assert cache.blocks is not None
+            caches.append(msgspec.structs.replace(cache, blocks=coarse(cache.blocks)))
+        session.accept(msgspec.structs.replace(one, kv=caches))
         found.append(bodies(session, size))
     return found
-
-
-def _fields(struct: object) -> dict[str, object]:
-    return {name: getattr(struct, name) for name in struct.__struct_fields__}  # type: ignore[attr-defined]
 
 
 def replayed_bodies(path: Path, count: int, size: tuple[int, int]) -> list[dict[str, list[str]]]:

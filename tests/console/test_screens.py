@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import msgspec
 import pytest
 
-from appliance.pages import AuditAction
-from appliance.protocol import ScalingStatus
+from appliance.pages import AuditAction, ChainReport
+from appliance.protocol import AuditHead, ScalingStatus
 from appliance.protocol.registry import RegisteredModel, ShadowStatus
+from appliance.snapshot import Alert, Gpu, Rates, Snapshot
 from console.fake import FIXED_TIME
 from console.figures import FIGURES
 from console.help import help_lines
@@ -17,13 +19,16 @@ from console.keys import KEYS
 from console.lines import cells, plain
 from console.list_rows import audit_row
 from console.screens import panels
+from console.screens.alerts import AlertsView
 from console.screens.base import View
+from console.screens.kv import tenant_letters
+from console.screens.overview import OverviewView
 from console.screens.registry import all_views, alternate_views
 from console.screens.requests import RequestsView
 from console.screens.table import TableView
 from console.session import ConsoleSession
-from console.source import ListRow
-from tests.console.frames import SIZES, context, session, unknown
+from console.source import MAX_ROWS, ListRow
+from tests.console.frames import SIZES, context, session, source, unknown
 
 VIEWS = [*all_views(), *alternate_views()]
 NAMES = [view.name for view in VIEWS]
@@ -250,6 +255,108 @@ def test_a_small_terminal_gets_one_line_per_fact(shown: ConsoleSession) -> None:
     assert any(row.startswith("TTFT") for row in lines)
 
 
+def overview_facts(snapshot: Snapshot) -> dict[str, str]:
+    return {name: value for name, value, _ in OverviewView().facts(context(snapshot))}
+
+
+def test_a_small_terminal_shows_the_window_of_percentiles(shown: ConsoleSession) -> None:
+    snapshot = shown.context.snapshot
+    assert snapshot is not None and snapshot.latency.ttft is not None
+    ttft = msgspec.structs.replace(snapshot.latency.ttft, p50_ms=40.0, p99_ms=1200.0, window_s=60.0)
+    latency = msgspec.structs.replace(snapshot.latency, ttft=ttft, itl=None)
+    facts = overview_facts(msgspec.structs.replace(snapshot, latency=latency))
+    assert facts["TTFT"] == "p50 40.0ms  p99 1.20s (1m00s)"
+    assert facts["ITL"] == "p50 --  p99 --"
+
+
+@pytest.mark.parametrize(
+    ("rates", "failed", "refused"),
+    [
+        (Rates(requests_per_s=8.0, failed_per_s=0.2, refused_per_s=2.5), "0.2/s (2.5%)", "2.5/s"),
+        (Rates(requests_per_s=8.0, failed_per_s=0.0, refused_per_s=0.0), "0/s (0.0%)", "0/s"),
+        (Rates(requests_per_s=2000.0, failed_per_s=0.1, refused_per_s=0.0), "0.1/s (<0.1%)", "0/s"),
+        (Rates(requests_per_s=0.0, failed_per_s=0.0, refused_per_s=0.0), "0/s (--)", "0/s"),
+        (Rates(), "--/s (--)", "--/s"),
+    ],
+)
+def test_the_overview_shows_the_rate_and_the_share_of_errors(
+    shown: ConsoleSession, rates: Rates, failed: str, refused: str
+) -> None:
+    snapshot = shown.context.snapshot
+    assert snapshot is not None
+    changed = msgspec.structs.replace(snapshot, rates=rates)
+    assert overview_facts(changed)["errors"] == f"failed {failed}  refused {refused}"
+    for width, height in SIZES:
+        rows = [plain(row) for row in OverviewView().render(context(changed), width, height)]
+        [row] = [row for row in rows if row.startswith("errors")]
+        assert row.startswith(
+            f"errors  failed {failed if width > 100 else failed.split()[0]}  refused {refused}"
+        )
+
+
+def _alert(**values: Any) -> Alert:
+    plain_alert = Alert(
+        id="a",
+        rule="kv-cache-full",
+        severity="warning",
+        state="firing",
+        where="llama-1",
+        what="the KV cache of llama-1 is 97% full",
+    )
+    return msgspec.structs.replace(plain_alert, **values)
+
+
+@pytest.mark.parametrize(
+    ("value", "threshold", "unit", "text"),
+    [
+        (0.97, 0.95, "%", "97% when raised (threshold 95%)"),
+        (88_980.0, 81_000.0, "tokens", "88,980 tokens when raised (threshold 81,000 tokens)"),
+        (700.0, 900.0, "s", "12 min when raised (threshold 15 min)"),
+        (90.4, 88.0, "°C", "90.4 °C when raised (threshold 88 °C)"),
+        (None, 0.95, "%", "-- when raised (threshold 95%)"),
+        (None, None, "", None),
+    ],
+)
+def test_the_value_of_an_alert_has_the_form_of_its_text(
+    value: float | None, threshold: float | None, unit: str, text: str | None
+) -> None:
+    alert = _alert(value=value, threshold=threshold, unit=unit)
+    rows = [plain(row) for row in AlertsView().describe(alert, context(unknown()), 70)]
+    assert [row.partition("value")[2].strip() for row in rows if row.startswith("value")] == (
+        [] if text is None else [text]
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_text_of_an_alert_fits_and_names_its_subject_once(size: tuple[int, int]) -> None:
+    what = "tenant research has used 90% of its daily token limit"
+    snapshot = msgspec.structs.replace(unknown(), alerts=[_alert(where="tenant research", what=what)])
+    rows = [plain(row) for row in AlertsView().render(context(snapshot), *size)]
+    assert any(what in row for row in rows[:3])
+    panel = plain(panels.alert_line(snapshot.alerts[0], 120))
+    assert panel == f"! {what} (firing)"
+    other = msgspec.structs.replace(snapshot.alerts[0], what="its limit is nearly reached")
+    assert plain(panels.alert_line(other, 120)) == "! tenant research: its limit is nearly reached (firing)"
+    without = msgspec.structs.replace(other, where="")
+    assert plain(panels.alert_line(without, 120)) == "! its limit is nearly reached (firing)"
+
+
+@pytest.mark.parametrize("name", ["audit", "finished", "logs"])
+def test_a_list_that_is_cut_off_says_so(name: str) -> None:
+    made = session()
+    made.run(f"screen {name}")
+    view = made.view
+    assert isinstance(view, TableView)
+    row = view.rows(made.context)[0]
+    replaced = {"finished": "request_id"}.get(name, "id")
+    for count, counted in ((MAX_ROWS - 1, " 499"), (MAX_ROWS, ", newest 500")):
+        rows = [msgspec.structs.replace(row, **{replaced: str(number)}) for number in range(count)]
+        made.context.rows[name] = rows  # type: ignore[index]
+        assert plain(view.render(made.context, 120, 40)[0]).startswith(f"─ {view.title}{counted} ")
+    made.run("filter none-of-them")
+    assert plain(view.render(made.context, 120, 40)[0]).startswith(f"─ {view.title} 0 of the newest 500 ")
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_a_panel_of_the_overview_is_zoomed_and_all_panels_return(size: tuple[int, int]) -> None:
     made = session()
@@ -279,3 +386,98 @@ def test_a_panel_of_the_overview_is_zoomed_and_all_panels_return(size: tuple[int
     made.run("screen gpus")
     made.run("zoom")
     assert "only one panel" in plain(made.lines(*size)[-1])
+
+
+def test_the_audit_screen_names_the_first_wrong_row_and_limits_further_problems() -> None:
+    made = session()
+    made.run("screen audit")
+    before = len(made.lines(120, 40))
+    problems = ["row 7: rewritten: its hash does not match its content", *(f"head {n}" for n in range(6))]
+    made.context.chain = ChainReport(
+        at=FIXED_TIME,
+        path="/state/control.db",
+        ok=False,
+        rows=6,
+        head=AuditHead(seq=6, hash="0" * 64),
+        broken_seq=7,
+        problems=problems,
+        notes=["2 entries are waiting"],
+        heads=3,
+        journal_heads=0,
+        journal_missing=None,
+        confirmed_seq=6,
+        spooled=2,
+    )
+    lines = [plain(row).strip() for row in made.lines(120, 40)]
+    assert len(lines) == before
+    at = next(number for number, text in enumerate(lines) if "BROKEN" in text)
+    assert lines[at].startswith("chain BROKEN at row 7, found at ")
+    assert lines[at].endswith(": rewritten: its hash does not match its content")
+    assert lines[at + 1 : at + 6] == [
+        *("head 0", "head 1", "head 2", "and 3 more problems", "2 entries are waiting")
+    ]
+    assert made.view.facts(made.context)[0][:2] == ("chain", lines[at])
+
+
+def test_every_tenant_has_its_own_letter_on_the_map_of_kv_blocks() -> None:
+    assert tenant_letters(["support-bot", "search", "s", "", "123"]) == {
+        "123": "a",
+        "s": "s",
+        "search": "e",
+        "support-bot": "u",
+        "": "?",
+    }
+    many = tenant_letters(f"team-{number}" for number in range(60))
+    assert len(set(many.values()) - {"?"}) == 52
+
+
+@pytest.mark.parametrize("theme", ["dark", "mono"])
+def test_the_legend_names_more_than_eight_of_twenty_tenants(theme: str) -> None:
+    made = ConsoleSession(fake := source(tenants=20, requests=400))
+    made.accept(fake.step())
+    for command in (f"theme {theme}", "screen kv", "variant"):
+        made.run(command)
+    assert made.view.variant == "tenant"
+
+    def legend(width: int, height: int) -> str:
+        lines = [plain(row) for row in made.lines(width, height)]
+        assert len(lines) == height
+        at = next(number for number, text in enumerate(lines) if text.startswith("1 cell = "))
+        end = next(number for number, text in enumerate(lines) if text.startswith("▸ block"))
+        return " ".join(lines[at:end])
+
+    snapshot = made.context.snapshot
+    assert snapshot is not None and snapshot.kv[0].blocks is not None
+    names = set(snapshot.kv[0].blocks.tenants)
+    assert len(names) > 8
+    letters = tenant_letters(one.name for one in snapshot.tenants)
+    wide = legend(120, 40)
+    assert all(f"{letters[name]} {name}" in wide for name in names)
+    narrow = legend(80, 24)
+    shown = sum(f"{letters[name]} {name} " in narrow for name in names)
+    assert 0 < shown < len(names) and f"and {len(names) - shown} more" in narrow
+
+
+def test_a_figure_that_a_gpu_does_not_support_differs_from_an_unknown_figure() -> None:
+    made = session()
+    snapshot = made.context.snapshot
+    assert snapshot is not None
+    without = [name for name in Gpu.__struct_fields__ if name.endswith(("_w", "_c", "_mhz", "_s", "_xid"))]
+    gpu = msgspec.structs.replace(snapshot.gpus[0], **dict.fromkeys(without), throttle_reasons=None)
+    other = msgspec.structs.replace(gpu, number=1, unsupported=[*without, "throttle_reasons"])
+    made.context.snapshot = msgspec.structs.replace(snapshot, gpus=[gpu, other])
+    made.run("screen gpus")
+    rows = [plain(row).split() for row in made.lines(120, 40)]
+    first, second, *_ = (row for row in rows if gpu.replicas[0] in row)
+    assert first.count("--") == second.count("n/a") == 6 and "n/a" not in first and "--" not in second
+    for number, text in ((0, "--"), (1, "n/a")):
+        made.run("move first")
+        if number:
+            made.run("move down")
+        made.run("open")
+        shown = " ".join(plain(row) for row in made.lines(120, 40))
+        assert f"{text} of at most {text}" in shown
+        made.run("back")
+    overview = [plain(row) for row in panels.gpus(made.context, made.context.snapshot, 50)]
+    assert " -- " in overview[1] and "n/a" not in overview[1]
+    assert overview[2].count("n/a") == 2

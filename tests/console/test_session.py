@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import csv
 import io
 import json
@@ -22,9 +21,11 @@ from appliance.actions.parameters import (
 )
 from appliance.cli.app import app
 from console.commands import CommandError, build, completions, equivalent, flags, parse_action
-from console.impact import impact, watch
 from console.keys import KEYS, offered
 from console.lines import plain
+from console.screens.base import View
+from console.screens.overview import OverviewView
+from console.screens.registry import all_views, alternate_views
 from console.session import ConsoleSession
 from console.travel import COMMANDS
 from tests.console.frames import session, source
@@ -90,9 +91,59 @@ def test_tables_export_as_csv_and_json() -> None:
     assert rows[0]["name"] == objects[0]["name"]
     with pytest.raises(ValueError, match="use csv or json"):
         shown.export("xml")
-    shown.run("screen overview")
-    with pytest.raises(ValueError, match="no table to export"):
-        shown.export("csv")
+
+
+def exported(shown: ConsoleSession) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(shown.export("csv"))))
+
+
+@pytest.mark.parametrize("view", [*all_views(), *alternate_views()], ids=lambda view: view.name)
+def test_every_screen_exports_its_table(view: View) -> None:
+    shown = session(steps=60, interval_s=1.0)
+    shown.run(f"screen {view.name}")
+    assert exported(shown)
+
+
+def test_batches_exports_all_stalls() -> None:
+    shown = session(steps=60, interval_s=1.0)
+    shown.run("screen batches")
+    snapshot = shown.context.snapshot
+    assert snapshot is not None and snapshot.stalls
+    rows = exported(shown)
+    assert len(rows) == len(snapshot.stalls)
+    assert (rows[0]["request"], float(rows[0]["ms"])) == (snapshot.stalls[-1].request, snapshot.stalls[-1].ms)
+
+
+def test_the_kv_screen_exports_the_contexts_of_its_replica_or_all_replicas() -> None:
+    shown = session(steps=60, interval_s=1.0)
+    shown.run("screen kv")
+    snapshot = shown.context.snapshot
+    assert snapshot is not None
+    rows = exported(shown)
+    replica = snapshot.kv[0].replica
+    assert {row["replica"] for row in rows} == {replica}
+    assert {row["request_id"] for row in rows} == {
+        one.request_id for one in snapshot.requests if one.replica == replica
+    }
+    lengths = [int(row["prompt_tokens"]) + int(row["generated_tokens"]) for row in rows]
+    assert lengths == sorted(lengths, reverse=True)
+    while shown.view.variant != "replicas":
+        shown.run("variant")
+    assert [row["replica"] for row in exported(shown)] == [one.replica for one in snapshot.kv]
+
+
+def test_the_overview_exports_the_chosen_panel_or_the_other_figures() -> None:
+    shown = session(steps=60, interval_s=1.0)
+    snapshot = shown.context.snapshot
+    assert snapshot is not None
+    shown.lines(120, 40)
+    figures = {row["metric"]: row["value"] for row in exported(shown)}
+    assert figures["rates.failed_per_s"] == str(snapshot.rates.failed_per_s)
+    assert figures["latency.ttft.p99_ms"] == str(snapshot.latency.ttft.p99_ms)  # type: ignore[union-attr]
+    view = shown.view
+    assert isinstance(view, OverviewView)
+    view.chosen = "gpus"
+    assert [int(row["number"]) for row in exported(shown)] == [gpu.number for gpu in snapshot.gpus]
 
 
 def test_back_returns_to_the_screen_before() -> None:
@@ -105,7 +156,18 @@ def test_back_returns_to_the_screen_before() -> None:
 
 
 def test_every_command_of_the_key_table_is_known() -> None:
-    app_commands = {"command", "palette", "redraw", "quit", "filter", "copy", "actions", "act", *COMMANDS}
+    app_commands = {
+        "command",
+        "palette",
+        "redraw",
+        "quit",
+        "filter",
+        "copy",
+        "actions",
+        "act",
+        "verify",
+        *COMMANDS,
+    }
     shown = session(steps=1)
     for key in KEYS:
         if key.command.split()[0] not in app_commands:
@@ -188,40 +250,3 @@ def test_the_equivalent_command_of_every_action_exists_in_the_cli() -> None:
         given = set(flags(action))
         missing += [f"{action.name} {flag}" for flag in sorted(given - known)]
     assert not missing
-
-
-def test_the_impact_of_a_drain_names_requests_and_tenants() -> None:
-    shown = session(steps=3)
-    lines = impact(action_named("drain"), None, shown.context.snapshot)
-    assert "running and" in lines[0]
-    assert "tenants: " in lines[0]
-
-
-def test_the_impact_of_a_drain_names_its_expected_end() -> None:
-    snapshot = session(steps=3).context.snapshot
-    assert snapshot is not None
-    first, *others = models = copy.deepcopy(snapshot.models)
-    assert others
-    for one in models:
-        one.drain_eta_s = 5.0
-    first.drain_eta_s = 90.0
-    snapshot = msgspec.structs.replace(snapshot, models=models)
-    drain = action_named("drain")
-    assert impact(drain, None, snapshot)[-1].startswith("expected end: in 1m30s, at ")
-    assert impact(drain, others[0].name, snapshot)[-1].startswith("expected end: in 5.0s, at ")
-    first.drain_eta_s = None
-    assert impact(drain, None, snapshot)[-1].startswith("expected end: --")
-    assert impact(drain, others[0].name, snapshot)[-1].startswith("expected end: in 5.0s, at ")
-    assert not any("expected end" in row for row in impact(action_named("tenants.set"), "search", snapshot))
-
-
-def test_a_dialog_notices_that_the_target_has_changed() -> None:
-    shown = session(steps=3)
-    snapshot = shown.context.snapshot
-    assert snapshot is not None
-    check = watch(
-        action_named("requests.cancel"), snapshot.requests[0].request_id, lambda: shown.context.snapshot
-    )
-    assert check() == ""
-    snapshot.requests.pop(0)
-    assert "state changed from unfinished to ended" in check()

@@ -69,9 +69,9 @@ def shown(utc: None) -> ConsoleSession:
 
 
 def pictured() -> ConsoleSession:
-    """Return a session that shows a fixed time, three minutes after its start. Its charts use block
-    characters, because browsers often lack monospaced Braille characters."""
-    made = session(195, interval_s=1.0)
+    """Return a session that shows a fixed time, four minutes after the simulation begins. Its charts use
+    block characters, because browsers often lack monospaced Braille characters."""
+    made = session(240, interval_s=1.0)
     made._received = None
     made.run("glyphs block")
     return made
@@ -112,7 +112,15 @@ def test_a_screen_looks_like_its_picture(shown: ConsoleSession, name: str, size:
 @pytest.mark.parametrize(
     "name",
     [
-        *("overview-zoom", "requests-detail", "finished", "finished-detail", "finished-help", "usage"),
+        *(
+            "overview-zoom",
+            "audit-verified",
+            "requests-detail",
+            "finished",
+            "finished-detail",
+            "finished-help",
+            "usage",
+        ),
         *(f"{view.name}-{variant}" for view in all_views() for variant in view.variants[1:]),
     ],
 )
@@ -123,7 +131,9 @@ def test_details_and_alternate_screens_look_like_their_pictures(
     screen, _, part = name.partition("-")
     made.run(f"screen {screen}")
     made.lines(*size)
-    if part in made.view.variants:
+    if part == "verified":
+        made.context.chain = asyncio.run(made.source.verify())
+    elif part in made.view.variants:
         while made.view.variant != part:
             made.run("variant")
     else:

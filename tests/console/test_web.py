@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -19,11 +20,11 @@ pytestmark = pytest.mark.system
 WAIT_S = 120.0
 
 
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    """Return the address that `appliance console --web --demo` prints."""
+@contextlib.contextmanager
+def web_console(*flags: str) -> Iterator[str]:
+    """Run `appliance console --web` until the block ends, and yield the address that it prints."""
     process = subprocess.Popen(
-        [APPLIANCE, "console", "--web", "--demo", "--port", "0"], stdout=subprocess.PIPE, text=True
+        [APPLIANCE, "console", "--web", *flags, "--port", "0"], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     line = process.stdout.readline()
@@ -32,6 +33,12 @@ def address() -> Iterator[str]:
     yield found[0]
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 0
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with web_console("--demo") as address:
+        yield address
 
 
 def base(address: str) -> str:

@@ -45,6 +45,11 @@ class Case:
     """Number of tenants that send the large request at the same time."""
     own: bool = False
     """Whether the short requests' first tenant sends all large requests instead of these tenants."""
+    own_wide: int = 0
+    """Number of requests with n = 64 of 1,000 tokens that the short requests' first tenant sends before the
+    large requests."""
+    other_wide: int = 0
+    """Number of samples of a request of another tenant, which is sent before all others; 0 for none."""
     resumed: bool = False
     """Whether the replica that ran the large request has died, so that another replica resumes it."""
     after_s: float = 0.2
@@ -107,6 +112,12 @@ CASES: dict[str, Case] = {
     "light P1 behind 3 P1 prompts of 100,000 by the same tenant": Case(
         "P1", 100_000, tenants=3, own=True, behind="P1"
     ),
+    "P0 behind 2 requests with n = 64 and 4 prompts of 100,000 by the same tenant, 64 slots": Case(
+        "P0", 100_000, 1, tenants=4, own=True, own_wide=2, after_s=2.6, slots=64
+    ),
+    "light P1 behind n = 128 of another tenant, its own n = 64 and 4 prompts of 100,000, 64 slots": Case(
+        "P1", 100_000, 1, tenants=4, own=True, own_wide=1, other_wide=128, after_s=2.6, slots=64, behind="P1"
+    ),
     "2 P0 at once behind n = 64 of P0, 64 slots": Case(
         "P0", 50, 1000, samples=64, slots=64, crowd=2, output=500
     ),
@@ -137,13 +148,16 @@ def _ttft_ms(case: Case | None) -> float:
     fronts = [f"front-{number}" for number in range(case.tenants if case else 0)]
     if case is not None and case.own:
         fronts = tenants[:1] * len(fronts)
-    server = SimulatedServer(tenants=[_tenant(name) for name in sorted({*fronts, *tenants})])
+    server = SimulatedServer(tenants=[_tenant(name) for name in sorted({*fronts, *tenants, "wide"})])
     step_tokens = case.step_tokens if case else BUDGET
     server.add_replica(slots=slots, max_num_batched_tokens=step_tokens)
     for _ in range(case.decodes if case else 0):
         server.ask(fronts[0], Shape(10, 3000, 3000), asked_class="P3")
     server.run(1.0)
     if case is not None:
+        wide = [("wide", case.other_wide)] if case.other_wide else []
+        for name, samples in (*wide, *[(tenants[0], 64)] * case.own_wide):
+            server.ask(name, Shape(50, 1000, 1000), asked_class=case.asked_class, samples=samples)
         for front in fronts:
             server.ask(
                 front,
@@ -210,9 +224,19 @@ class Probes(NamedTuple):
         return self.prompts * self.shape.prompt
 
     @property
+    def crowd_tokens(self) -> int:
+        """Number of prompt tokens of all probes that are sent at the same time."""
+        return self.crowd * self.prompt_tokens
+
+    @property
+    def is_large_crowd(self) -> bool:
+        """Whether several probes are sent at the same time that do not fit into one step."""
+        return self.crowd > 1 and self.crowd_tokens > BUDGET
+
+    @property
     def after_s(self) -> float:
         """Time, in seconds, for which a mix runs after the last probes have been sent."""
-        return 1.0 + self.crowd * self.prompt_tokens * SPEED.prompt_token_s
+        return 1.0 + self.crowd_tokens * SPEED.prompt_token_s
 
     @property
     def own_class(self) -> str:
@@ -234,10 +258,11 @@ def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float
     prompts at least twice as long as the probes' prompts. There are none if the probes' prompts do not fit
     into one step, because all such prompts have the same level.
 
-    If only one tenant sends P0 requests, it also sends the P0 loads, unless it sends many probes at once."""
+    If only one tenant sends P0 requests, it also sends the P0 loads, unless it sends more probes at once than
+    fit into one step. docs/traffic.md gives the reason for each kind of request that is left out."""
     classes = {
         "P0": ("P0", "P1", "P2", "P3"),
-        "only P0": ("P1", "P2", "P3") if probes.crowd > 1 else ("P0", "P0", "P1", "P2", "P3"),
+        "only P0": ("P1", "P2", "P3") if probes.is_large_crowd else ("P0", "P0", "P1", "P2", "P3"),
         "light": ("P1", "P1", "P2", "P3"),
         "busy": ("P2", "P3"),
     }
@@ -257,7 +282,7 @@ def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float
             samples = samples if fits else 64
         # When a request must begin soon to meet its promised deadline, it may overtake requests in
         # higher-priority classes.
-        has_deadline = samples == 1 and asked_class != "P0" and draw.random() < 0.4
+        has_deadline = samples == 1 and draw.random() < 0.4
         loads.append(
             Load(
                 at=draw.uniform(0.0, seconds / 2),
@@ -288,14 +313,16 @@ def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float
 
 
 def random_probes(draw: random.Random, slots: int) -> Probes:
-    """Return probes that never delay each other by more than a short step, because all of them together fit
-    into one step and into the slots, or because each of them arrives long after the previous one. There is
-    one exception: the only tenant that sends P0 requests may send many at once, which take several steps and
-    use up most of the server."""
+    """Return probes that never delay each other by more than a step, because all of them together fit into
+    one step and into the slots, or because each of them arrives long after the previous one. There is one
+    exception: the only tenant that sends P0 requests may send many at once, which take several steps and use
+    up most of the server."""
     kind = draw.choice(("P0", "only P0", "light", "busy"))
-    if kind == "only P0" and draw.random() < 0.5:
-        # Two crowds fit into the slots.
+    if kind == "only P0" and draw.random() < 0.6:
+        # Two crowds fit into the slots, and three of the smaller ones beside the loads of their tenant.
         crowd, prompt = draw.randint(12, 30), draw.choice((800, 2000))
+        if draw.random() < 0.5:
+            crowd, prompt = draw.randint(3, 12), draw.choice((20, 200, 600))
         most_s = crowd * prompt * SPEED.prompt_token_s
         return Probes(kind, Shape(prompt, 5, 5), max(0.6, most_s / draw.uniform(0.5, 0.8)), crowd)
     # A light tenant occupies less than 1/32 of the slots.
@@ -317,7 +344,8 @@ def random_probes(draw: random.Random, slots: int) -> Probes:
     if made == "several steps":
         prompt = round(BUDGET * 2 ** draw.uniform(0.1, 3.0))
         return Probes(kind, Shape(prompt, 5, 5), 1.0 + 1.5 * prompt * SPEED.prompt_token_s)
-    return Probes(kind, Shape(draw.choice((20, 200)), 5, 5), 0.23, crowd=draw.choice((1, crowd)))
+    # In a mix, a tenant's probes have less than a full step of tokens, so its urgency is never suspended.
+    return Probes(kind, Shape(draw.choice((20, 100)), 5, 5), 0.23, crowd=draw.choice((1, crowd)))
 
 
 class Event(NamedTuple):
@@ -356,8 +384,8 @@ def random_mix(seed: int, seconds: float = 5.0) -> Mix:
     if probes.crowd > 1:
         # During a pause, several crowds collect. Together, they need more than one step.
         kinds = tuple(events for events in kinds if "pause" not in events)
-    if probes.kind == "only P0" and probes.crowd > 1:
-        # After a drain, a crowd takes more time.
+    if 2 * probes.crowd_tokens > BUDGET and probes.crowd > 1:
+        # After a drain, a crowd takes more time, and after a death, it is computed with a resumed crowd.
         kinds = ((),)
     strict = QueueRules(background_share=0.0, lifted_share=0.0)
     return Mix(

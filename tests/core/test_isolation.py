@@ -146,6 +146,31 @@ def test_a_light_request_is_not_refused_because_of_work_that_it_overtakes() -> N
     assert [probe.refused for probe in probes] == [None] * 18
 
 
+def test_urgent_requests_that_wait_for_their_share_count_for_the_limits_and_predictions() -> None:
+    """Reproduces a bug: urgent requests of a tenant that had received more than its share were accepted as if
+    they could start at once, although they had to wait. The queue grew without limit, and deadlines were
+    promised that could not be met."""
+    server = _server("flood", "wide", rules=QueueRules(limit=10, reserved_slots=0.0))
+    server.add_replica(slots=32)
+    server.run(1.0)
+    for _ in range(2):
+        server.ask("wide", Shape(50, 1000, 1000), asked_class="P0", samples=32)
+    server.ask("flood", Shape(60_000, 1, 1), asked_class="P0")
+    server.run(1.5)
+    promised = server.ask("flood", Shape(50, 5, 5), asked_class="P0", deadline_s=2.5)
+    flood = [server.ask("flood", Shape(50, 5, 5), asked_class="P0") for _ in range(20)]
+    few = server.ask("wide", Shape(50, 5, 5), asked_class="P0")
+    server.run(4.1)
+    assert promised.refused is None and promised.met
+    waiting = [one for one in flood if one.refused is None]
+    # A tenant gets at most four fifths of the places. The two other requests above also wait.
+    assert 5 <= len(waiting) <= 8 and not any(one.admitted_at for one in waiting)
+    assert {one.refused.code for one in flood if one.refused is not None} == {"queue_full"}
+    assert few.ttft_s < 2 * full_step_s(32) + 0.02
+    server.run(20.0)
+    assert all(one.ended_at is not None for one in waiting)
+
+
 @pytest.mark.parametrize("promised", [True, False])
 def test_a_request_that_goes_before_better_classes_is_not_overtaken_by_them_in_the_engine(
     promised: bool,
@@ -169,5 +194,5 @@ def test_a_request_that_goes_before_better_classes_is_not_overtaken_by_them_in_t
     assert batch.first_token_at - batch.admitted_at <= 4 * full_step_s(256)
 
 
-def _server(*tenants: str) -> SimulatedServer:
-    return SimulatedServer(tenants=[TenantRecord(name=name, created_at=0.0) for name in tenants])
+def _server(*tenants: str, rules: QueueRules = QueueRules()) -> SimulatedServer:  # noqa: B008
+    return SimulatedServer(tenants=[TenantRecord(name=name, created_at=0.0) for name in tenants], rules=rules)

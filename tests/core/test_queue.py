@@ -13,54 +13,13 @@ from appliance.traffic.load_shedder import DROP_BACKGROUND, REFUSE_BACKGROUND, R
 from appliance.traffic.outputs import OutputLengths, expected_tokens, most_tokens
 from appliance.traffic.queue import RequestQueue
 from appliance.traffic.rates import ReplicaRates
-from appliance.traffic.rules import QueueRules
 from appliance.traffic.timeline import Promises, Timeline
 from engine.levels import LEVELS, level_of
 from engine.messages import Report
+from tests.core.tickets import RULES, Serial
 
-RULES = QueueRules()
 NEVER = float("inf")
 ALL_LEVELS = (1 << LEVELS) - 1
-
-
-def levels(*pairs: tuple[int, int]) -> int:
-    """Return a bit set of the open levels. Each level is a pair of class and urgency."""
-    return sum(1 << level_of(*pair) for pair in pairs)
-
-
-class Serial:
-    """Creates tickets that are numbered by arrival."""
-
-    def __init__(self) -> None:
-        self.last = 0
-
-    def ticket(
-        self,
-        tenant: str = "a",
-        request_class: int = 1,
-        *,
-        now: float = 0.0,
-        prompt: int = 100,
-        output: float = 50.0,
-        due: float | None = None,
-        begin_by: float | None = None,
-        num_seqs: int = 1,
-    ) -> Ticket[str]:
-        self.last += 1
-        return Ticket(
-            item=f"{tenant}{self.last}",
-            tenant=tenant,
-            key_id="",
-            request_class=request_class,
-            serial=self.last,
-            queued_at=now,
-            due=due if due is not None else now + RULES.late_s(request_class),
-            service=prompt + RULES.output_weight * output,
-            prompt_tokens=prompt,
-            output_tokens=output,
-            begin_by=begin_by,
-            num_seqs=num_seqs,
-        )
 
 
 def take_next(queue: RequestQueue[str], now: float, promises_from: float = 0.0) -> Ticket[str]:
@@ -122,103 +81,6 @@ def test_a_class_that_is_not_late_gets_nothing_while_a_better_one_waits() -> Non
     assert {take_next(queue, now).tenant for _ in range(150)} == {"a"}
     now = RULES.late_s(2) + 1.0
     assert "b" in {take_next(queue, now).tenant for _ in range(20)}
-
-
-def test_urgent_requests_have_their_turn_where_no_level_is_open_to_others() -> None:
-    queue, serial = RequestQueue[str](RULES), Serial()
-    for fair in queue.classes:
-        fair.set_urgent(2, 1000)
-    # The light tenant's prompts of 100 tokens fill more than a sixteenth of the 1,000 tokens of a step.
-    short, long = levels((1, 5)), levels((1, 5), (1, 4), (1, 3), (1, 2), (1, 1))
-    queue.push(serial.ticket("heavy", 1), 1.0, light=False)
-    assert queue.next(long, 0.0, 0.0) is None
-    wide = serial.ticket("wide", 1, num_seqs=3)
-    queue.push(wide, 1.0, light=True)
-    assert queue.next(long, 0.0, 0.0) is None
-    lengthy = serial.ticket("lengthy", 1, prompt=1001)
-    queue.push(lengthy, 1.0, light=True)
-    assert queue.next(short, 0.0, 0.0) is None
-    assert queue.next(long, 0.0, 0.0) == (lengthy, level_of(1, 1))
-    light = serial.ticket("light", 1)
-    queue.push(light, 1.0, light=True)
-    queue.classes[1].charge("light", 1000.0)
-    assert queue.next(short, 0.0, 0.0) == (light, level_of(1, 5)), (
-        "a tenant may exceed its share by a step's tokens"
-    )
-    queue.classes[1].charge("light", 1.0)
-    assert queue.next(short, 0.0, 0.0) is None
-    assert queue.next(short, 0.0, 0.0, slot_levels=short) is None, "a sequence would have to be preempted"
-    assert queue.next(short, 0.0, 0.0, slot_levels=short, free_levels=short) == (light, level_of(1, 5)), (
-        "other tenants cannot use reserved slots"
-    )
-    queue.classes[1].charge("light", -1.0)
-    real_time = serial.ticket("rt", 0)
-    queue.push(real_time, 1.0, light=True)
-    assert queue.next(levels((0, 5)), 0.0, 0.0) == (real_time, level_of(0, 5))
-    assert queue.next(0, 0.0, 0.0) is None
-
-
-def test_a_tenant_is_asked_again_for_its_urgency_when_its_first_request_changes() -> None:
-    queue, serial = RequestQueue[str](RULES), Serial()
-    fair = queue.classes[1]
-    fair.set_urgent(1, 1000)
-    wide, narrow = serial.ticket("a", 1, num_seqs=2), serial.ticket("a", 1, due=1.0)
-    queue.push(wide, 1.0, light=True)
-    assert fair.next(1) is None
-    queue.push(narrow, 1.0, light=True)
-    assert fair.next(2) is narrow
-    queue.remove(narrow)
-    assert fair.next(1) is None
-    fair.set_urgent(2, 1000)
-    assert fair.next(2) is wide
-    fair.set_tenant("a", 1.0, light=False)
-    assert fair.next(1) is None and fair.next(0) is wide
-
-
-def test_the_urgency_of_the_only_tenant_of_a_class_is_never_suspended() -> None:
-    """A tenant that alone sends P0 requests is not limited by fair sharing, because the fair shares are those
-    of the tenants of one class."""
-    queue, serial = RequestQueue[str](RULES), Serial()
-    fair = queue.classes[0]
-    fair.set_urgent(2, 1000)
-    lower = [serial.ticket(f"lower-{number}", number) for number in (1, 2, 3)]
-    tickets = [serial.ticket("only", 0, now=float(number)) for number in range(20)]
-    held = serial.ticket("held", 0)
-    for ticket in (*lower, *tickets, held):
-        queue.push(ticket, 1.0, light=ticket.request_class < 2)
-    fair.hold("held")
-    fair.charge("only", 1e9)
-    for ticket in tickets:
-        for reserved in (0, levels((0, 5))):
-            found = queue.next(levels((0, 5)), 0.0, 0.0, free_levels=reserved)
-            assert found == (ticket, level_of(0, 5))
-        queue.take(ticket, 0.0)
-
-
-def test_a_request_overtakes_less_urgent_requests_of_its_own_tenant() -> None:
-    queue, serial = RequestQueue[str](RULES), Serial()
-    fair = queue.classes[0]
-    fair.set_urgent(2, 1000)
-    long = [serial.ticket("a", 0, prompt=5000) for _ in range(3)]
-    wide = serial.ticket("a", 0, num_seqs=50)
-    short = [serial.ticket("a", 0, prompt=100) for _ in range(2)]
-    for ticket in (*long, wide, *short):
-        queue.push(ticket, 1.0, light=True)
-    assert fair.ahead("a", 1.0, NEVER, urgency=5)[0] == 15_300, "three requests would not be few"
-    assert queue.next(ALL_LEVELS, 0.0, 0.0) == (long[0], level_of(0, 1)), "every level has credit"
-    only_short = levels((0, 5))
-    assert queue.next(only_short, 0.0, 0.0) == (short[0], level_of(0, 5))
-    queue.take(short[0], 0.0)
-    assert fair.ahead("a", 1.0, NEVER, urgency=5)[0] == 100
-    assert queue.next(only_short, 0.0, 0.0) == (short[1], level_of(0, 5))
-    more = [serial.ticket("a", 0, prompt=100) for _ in range(2)]
-    for ticket in more:
-        queue.push(ticket, 1.0, light=True)
-    assert queue.next(only_short, 0.0, 0.0) is None, "many short requests must not starve the long one"
-    for ticket in (*more, short[1]):
-        queue.remove(ticket)
-    assert queue.next(only_short, 0.0, 0.0) is None
-    assert queue.next(levels((0, 1), (0, 5)), 0.0, 0.0) == (long[0], level_of(0, 1))
 
 
 def test_a_request_that_goes_before_better_classes_runs_as_one_of_them() -> None:
@@ -284,21 +146,6 @@ def test_idleness_is_not_saved_up() -> None:
         fair.take(ticket)
         turns.append(ticket.tenant)
     assert turns.count("late") in (5, 6)
-
-
-def test_a_returning_tenant_starts_at_the_lowest_counter_though_an_urgent_request_overtook_it() -> None:
-    serial, fair = Serial(), FairQueue[str]()
-    fair.set_urgent(1, 1000)
-    fair.push(serial.ticket("waits"), 1.0, light=False)
-    fair.push(serial.ticket("light"), 1.0, light=True)
-    fair.charge("light", 900.0)
-    overtaking = fair.next(1)
-    assert overtaking is not None and overtaking.tenant == "light"
-    fair.take(overtaking)
-    fair.push(serial.ticket("returns"), 1.0, light=False)
-    fair.charge("waits", 1.0)
-    first = fair.next()
-    assert first is not None and first.tenant == "returns"
 
 
 def test_inside_a_tenant_the_earliest_deadline_goes_first() -> None:

@@ -4,13 +4,17 @@ and 500 unfinished requests; 25 requests end per second. `scripts/bench_telemetr
 from __future__ import annotations
 
 import random
+from array import array
+from collections import deque
 from collections.abc import Iterator
 
 import msgspec
 
 from appliance.protocol import ClassStatus, FrontStatus, LimitUsage, ModelStatus, ReplicaStatus
 from appliance.snapshot import (
+    NO_OWNER,
     Batch,
+    BlockMap,
     Gpu,
     GpuProcess,
     Host,
@@ -27,14 +31,76 @@ from appliance.snapshot import (
 )
 
 GPUS, TENANTS, MODELS, FRONTS, REQUESTS, ENDED_PER_S = 8, 20, 4, 4, 500, 25
+BLOCKS, BLOCK_TOKENS = 16_384, 64
 
 
 def large_service(at: float, seconds: int) -> Iterator[Snapshot]:
     """Yield one snapshot per second. The values vary like those of a busy service."""
+    for snapshot, _ in with_block_maps(at, seconds, pools=False):
+        yield snapshot
+
+
+def with_block_maps(
+    at: float, seconds: int, *, pools: bool = True
+) -> Iterator[tuple[Snapshot, dict[str, BlockMap]]]:
+    """Yield one snapshot per second, and the KV blocks of each replica unless `pools` is false."""
     state = _State(random.Random(0), at)
+    simulated = [_Pool(random.Random(number)) for number in range(GPUS if pools else 0)]
     for second in range(seconds):
         state.advance()
-        yield state.snapshot(at + second + state.rng.uniform(0, 0.002))
+        for number, pool in enumerate(simulated):
+            pool.follow([one for one in state.unfinished if one.replica == _replica_of(number)], second)
+        maps = {f"replica-{number}": pool.map(second) for number, pool in enumerate(simulated)}
+        yield state.snapshot(at + second + state.rng.uniform(0, 0.002)), maps
+
+
+def _replica_of(number: int) -> str:
+    return f"model-{number // 2}-{number % 2}"
+
+
+class _Pool:
+    """The KV blocks of one replica. Blocks that are no longer used stay cached."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._owned: dict[str, list[int]] = {}
+        self._tenants: dict[str, str] = {}
+        self._used_at = [-1] * BLOCKS
+        """When each block was last used; -1 for a block that has never been used."""
+        order = list(range(BLOCKS))
+        rng.shuffle(order)
+        self._free = deque(order)
+        """Unused blocks, the least recently used first."""
+
+    def follow(self, requests: list[UnfinishedRequest], now: int) -> None:
+        """Take blocks for the tokens of these requests, and release the blocks of all others."""
+        for name in self._owned.keys() - {one.request_id for one in requests}:
+            blocks = self._owned.pop(name)
+            self._free.extend(blocks)
+            for block in blocks:
+                self._used_at[block] = now
+        for one in requests:
+            owned = self._owned.setdefault(one.request_id, [])
+            self._tenants[one.request_id] = one.tenant
+            tokens = one.prompt_tokens + (one.generated_tokens or 0)
+            owned += [self._free.popleft() for _ in range(-(-tokens // BLOCK_TOKENS) - len(owned))]
+
+    def map(self, now: int) -> BlockMap:
+        """Return the state of the blocks."""
+        owners = array("H", [NO_OWNER]) * BLOCKS
+        states = bytearray(0 if at < 0 else 1 for at in self._used_at)
+        ages = bytearray(0 if at < 0 else (1 + now - at).bit_length() - 1 for at in self._used_at)
+        for number, blocks in enumerate(self._owned.values()):
+            for block in blocks:
+                owners[block], states[block], ages[block] = number, 2, 0
+        return BlockMap(
+            states=bytes(states),
+            owners=owners.tobytes(),
+            ages=bytes(ages),
+            requests=list(self._owned),
+            tenants=[self._tenants[name] for name in self._owned],
+            request_blocks=[len(one) for one in self._owned.values()],
+            preemptions=[0] * len(self._owned),
+        )
 
 
 class _State:
@@ -75,7 +141,7 @@ class _State:
             key_name=f"worker {rng.randrange(60)}",
             peer="10.0.3.7",
             front=f"front-{rng.randrange(FRONTS)}",
-            replica=f"model-{number // 2}-{number % 2}",
+            replica=_replica_of(number),
             attempt=0,
             age_s=rng.uniform(0.0, 1.0),
             prompt_tokens=rng.randint(10, 4000),

@@ -26,6 +26,10 @@ class FakeDriver:
     class NVMLError(Exception):
         value = 3
 
+    class Unknown(NVMLError):
+        value = 999
+
+    NVML_ERROR_NOT_SUPPORTED = 3
     NVML_ERROR_LIBRARY_NOT_FOUND = NVML_ERROR_DRIVER_NOT_LOADED = 99
     NVML_SUCCESS, NVML_VOLATILE_ECC = 0, 0
     NVML_MEMORY_ERROR_TYPE_CORRECTED, NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 0, 1
@@ -59,6 +63,11 @@ class FakeDriver:
     def nvmlDeviceGetName(self, handle: int) -> bytes:
         return b"NVIDIA H200"
 
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        if handle == 1:
+            raise self.Unknown
+        return 250_000
+
     def nvmlEventSetCreate(self) -> object:
         return object()
 
@@ -81,6 +90,11 @@ class FakeDriver:
             SimpleNamespace(nvmlReturn=status, value=SimpleNamespace(ullVal=count))
             for count in (self.sent_kib, self.received_kib)
         ]
+
+
+_LINKS = ("nvlink_tx_bytes_per_s", "nvlink_rx_bytes_per_s")
+_NOT_FROM_NVML = ("number", "name", "unsupported", "replicas", "weight_bytes", "kv_bytes")
+"""Fields that do not come from an NVML function that a GPU may not support."""
 
 
 @pytest.fixture
@@ -116,6 +130,20 @@ def test_link_rates_are_differences_per_second_and_unknown_at_first_or_after_a_r
     assert other.nvlink_tx_bytes_per_s is None
     driver.sent_kib, driver.now = 10, 104.0
     assert reader.read()[0].nvlink_tx_bytes_per_s is None
+
+
+def test_values_that_a_gpu_does_not_support_differ_from_values_that_cannot_be_read(
+    driver: FakeDriver,
+) -> None:
+    """The driver supports no other values than those that its functions return. The second GPU supports the
+    power draw, but reading it fails."""
+    first, second = reader_of(driver).read()
+    fields = set(Gpu.__struct_fields__) - set(_NOT_FROM_NVML)
+    unsupported = {name for name in fields if getattr(first, name) in (None, "")}
+    assert set(first.unsupported) == unsupported - set(_LINKS)
+    assert first.power_w == 250.0 and first.last_xid == 0
+    assert second.power_w is None
+    assert set(second.unsupported) == unsupported | {"last_xid"}
 
 
 def usage(used: int) -> list[LimitUsage]:

@@ -31,6 +31,7 @@ from appliance.actions.parameters import (
 from appliance.admin.alerts import alert_routes
 from appliance.admin.app import admin_app
 from appliance.admin.callers import Authenticator
+from appliance.admin.checks import examination_routes
 from appliance.admin.events import event_route
 from appliance.admin.kv_blocks import kv_blocks_route
 from appliance.admin.log_routes import log_routes
@@ -72,6 +73,8 @@ ADMIN_RULES = {
     ("GET", "/requests"): "read",
     ("GET", "/request-log"): "read",
     ("GET", "/audit"): "read",
+    ("GET", "/audit/verify"): "read",
+    ("GET", "/findings"): "read",
     ("GET", "/logs"): "read",
     ("GET", "/usage"): "read",
     ("GET", "/events"): "read",
@@ -140,6 +143,7 @@ def admin_table() -> list[Route]:
         kv_blocks_route(backend),
         *alert_routes(backend),
         *telemetry_routes(backend, backend),
+        *examination_routes(backend),
         *what_if_routes(backend),
     ]
     return table(admin_app(backend, Authenticator(AdminSettings(), lambda key: None))[0])

@@ -138,15 +138,14 @@ def test_the_console_ends_when_its_terminal_is_lost(terminal: Tmux) -> None:
 
 
 def test_the_console_stays_reconnects_and_leaves_a_sane_terminal(running: Service, terminal: Tmux) -> None:
+    """Every reconnection counts. Eight of them took 0.4 to 0.8 s at a load average of 10 on two cores."""
     waits = []
-    for _ in range(3):  # a busy machine may delay one of the reconnections
+    for _ in range(3):
         running.process.kill()
         running.process.wait()
         terminal.wait_for("STALE")
         waits.append(_reconnected_after(running, terminal))
-        if waits[-1] <= RECONNECT_S:
-            break
-    assert min(waits) <= RECONNECT_S, waits
+    assert max(waits) <= RECONNECT_S, waits
     terminal.wait_for("RESTARTED")
     running.wait_until(running.ready, 90, "the service to be ready")
     running.process.kill()
@@ -157,7 +156,8 @@ def test_the_console_stays_reconnects_and_leaves_a_sane_terminal(running: Servic
 
 
 def _reconnected_after(running: Service, terminal: Tmux) -> float:
-    """Start the service, and return the time from its first answer until the console shows it."""
+    """Start the service, and return the time from its first answer to a call of `GET /status` until the
+    console's screen no longer shows STALE. A client repeats the call every 20 ms."""
     answered: list[float] = []
 
     def wait_for_answer() -> None:

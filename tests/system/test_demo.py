@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import pty
 import select
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+
+from tests.console.tmux import SANE, Tmux
 
 pytestmark = pytest.mark.system
 
@@ -67,8 +71,37 @@ class Terminal:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+def test_in_a_terminal_the_console_shows_the_questions_that_are_asked(tmp_path: Path) -> None:
+    terminal = Tmux(tmp_path, " ".join(COMMAND), (120, 40))
+    try:
+        terminal.wait_for("Tokens per second")
+        # Several questions have been answered: their requests are on the screen of finished requests.
+        terminal.keys("4", "v")
+        terminal.wait(lambda: terminal.screen().count(" stop ") >= 3, "three finished requests")
+        terminal.keys("q")
+        terminal.wait_for("The service stopped cleanly.")
+        assert terminal.modes() >= SANE
+        assert terminal.marker.read_text().strip() == "0"
+    finally:
+        terminal.tmux("kill-server")
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+def test_a_demo_that_is_terminated_restores_the_terminal_and_stops_the_service(tmp_path: Path) -> None:
+    terminal = Tmux(tmp_path, " ".join(COMMAND), (120, 40))
+    try:
+        terminal.wait_for("Tokens per second")
+        processes = psutil.Process(terminal.pid()).children(recursive=True)
+        psutil.Process(terminal.pid()).terminate()
+        assert terminal.modes() >= SANE
+        assert psutil.wait_procs(processes, timeout=60)[1] == []
+    finally:
+        terminal.tmux("kill-server")
+
+
 def test_in_a_terminal_ctrl_c_is_the_chats_and_ctrl_d_ends_the_demo() -> None:
-    demo = Terminal(COMMAND)
+    demo = Terminal([*COMMAND, "--chat"])
     demo.expect(PURPOSE)
     demo.expect("Ctrl-D exits.")
     demo.expect("> ")

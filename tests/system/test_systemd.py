@@ -341,6 +341,12 @@ def test_commands_find_the_units_service_and_nothing_in_tmp(box: Box) -> None:
     seen = inside.run(*as_operator, command, "status", "--json")
     assert json.loads(seen.stdout)["run_dir"] == "/run/appliance"
     assert json.loads(inside.run(*as_operator, command, "requests", "--json").stdout)
+    transport = httpx.HTTPTransport(uds=str(inside.root / "run/appliance/admin.sock"), verify=False)
+    with httpx.Client(transport=transport, base_url="http://appliance", timeout=180) as admin:
+        assert admin.get("/audit/verify").json()["ok"]
+        found = admin.get("/findings").json()
+    assert found["state_dir"] == "/var/lib/appliance"
+    assert not [one for one in found["findings"] if "check failed" in one["text"]]
 
     inside.systemctl("stop", "appliance.socket", SERVICE)
     stopped = inside.run(command, "status", check=False)

@@ -4,7 +4,8 @@ prompt.
     python -m tests.engine.scheduling.host_times --samples 128 --prompt 131000
 
 No device is used: the block tables are updated on the host, and every sample generates token 1. The intake
-consists of reading the submission from the front's channel and queueing it.
+consists of reading the submission from the front's channel and queueing it. After the loss of a replica,
+every sample is a submission of its own; the intake is then that of the slowest submission.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class IntakeCost:
-    """The host's time before the first step."""
+    """The host's time for the intake of one submission."""
 
     read_ms: float
     queue_ms: float
@@ -58,10 +59,11 @@ def entries(plan: StepPlan) -> int:
 
 
 def measure(
-    *, prompt: int, samples: int, slots: int, output: int = 70, cached: bool = False
+    *, prompt: int, samples: int, slots: int, output: int = 70, cached: bool = False, resumed: bool = False
 ) -> tuple[IntakeCost, list[StepCost]]:
     """Run the submission to completion. Returns the cost of its intake and of each step. With `cached`, an
-    earlier submission has left the prompt in the prefix cache."""
+    earlier submission has left the prompt in the prefix cache. With `resumed`, another replica has generated
+    the first tokens of each sample, so every sample is a submission of its own."""
     blocks = 2 * (prompt + output) // BLOCK_TOKENS + 4 * samples
     scheduler = Scheduler(
         max_num_seqs=slots,
@@ -72,11 +74,14 @@ def measure(
     )
     tables = SlotTables(slots, -(-(prompt + output) // BLOCK_TOKENS), VOCAB, torch.device("cpu"))
 
-    def submission(handle: int, n: int, max_tokens: int) -> Submit:
+    packed = pack_tokens([index % VOCAB for index in range(prompt)])
+
+    def submission(handle: int, n: int, max_tokens: int, emitted: int = 0) -> Submit:
         return Submit(
             handle=handle,
             request_id="wide",
-            prompt=pack_tokens([index % VOCAB for index in range(prompt)]),
+            prompt=packed,
+            output_token_ids=[1] * emitted,
             n=n,
             sampling=SamplingParams(max_tokens=max_tokens),
         )
@@ -84,11 +89,19 @@ def measure(
     if cached:
         scheduler.add("front", submission(1, 1, 1))
         _run(scheduler, tables)
-    submit, read_ms = receive(submission(2, samples, output))
+    submits = [submission(2, samples, output)]
+    if resumed:
+        submits = [submission(2 + number, 1, output, emitted=10) for number in range(samples)]
+    intakes = [_take_in(scheduler, submit) for submit in submits]
+    slowest = max(intakes, key=lambda intake: intake.read_ms + intake.queue_ms)
+    return slowest, _run(scheduler, tables)
+
+
+def _take_in(scheduler: Scheduler, submit: Submit) -> IntakeCost:
+    submit, read_ms = receive(submit)
     began = time.thread_time()
     scheduler.add("front", submit)
-    queue_ms = 1e3 * (time.thread_time() - began)
-    return IntakeCost(read_ms, queue_ms), _run(scheduler, tables)
+    return IntakeCost(read_ms, 1e3 * (time.thread_time() - began))
 
 
 def receive(submit: Submit) -> tuple[Submit, float]:
@@ -150,11 +163,19 @@ def main() -> None:
     # Run a small submission first, as a replica does before its first request.
     measure(prompt=100, samples=2, slots=4)
     settle_garbage()
-    for cached in (False, True):
+    for kind, cached, resumed in (
+        ("a new prompt", False, False),
+        ("a cached prompt", True, False),
+        ("a resumed request", False, True),
+        ("a resumed request with a cached prompt", True, True),
+    ):
         intake, costs = measure(
-            prompt=options.prompt, samples=options.samples, slots=options.slots, cached=cached
+            prompt=options.prompt,
+            samples=options.samples,
+            slots=options.slots,
+            cached=cached,
+            resumed=resumed,
         )
-        kind = "a cached prompt" if cached else "a new prompt"
         print(f"{kind}: reading {intake.read_ms:.2f} ms, queueing {intake.queue_ms:.2f} ms")
         print(f"{len(costs)} steps; the most expensive ones:")
         for cost in sorted(costs, key=lambda cost: -cost.host_ms)[:5]:

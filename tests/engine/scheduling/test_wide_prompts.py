@@ -53,6 +53,15 @@ def test_samples_that_wait_for_slots_share_their_prompts_blocks_too(pool_calls: 
     assert pool_calls["share"] <= groups * PROMPT_BLOCKS + SAMPLES
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_plans_of_a_resumed_request_have_a_bounded_size(cached: bool) -> None:
+    """After the loss of its replica, every sample is a submission of its own, which lists all of its
+    blocks."""
+    _, costs = measure(prompt=4 * PROMPT, samples=2 * SAMPLES, slots=2 * SAMPLES, cached=cached, resumed=True)
+    assert sum(cost.entries for cost in costs) >= 2 * SAMPLES * 4 * (PROMPT_BLOCKS - 1)
+    assert max(cost.entries for cost in costs) <= MAX_TABLE_ENTRIES + 4 * PROMPT_BLOCKS
+
+
 LONG_PROMPT = 150 * BLOCK_TOKENS + 10
 LIMIT = MAX_TABLE_ENTRIES + 2 * SAMPLES
 """Maximum number of entries in a step: those of admitted sequences plus those of decodes."""

@@ -1,0 +1,78 @@
+"""Runs the long checks of a running service, `python -m appliance.monitoring.check_process`: verifying the
+audit chain, and the checks of `appliance doctor`.
+
+The core runs them in this separate process, because hashing the rows of a long chain would block its event
+loop, and because a damaged database must not be able to crash the core.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from appliance.monitoring.doctor import examine
+from appliance.pages import ChainReport, chain_report
+from appliance.settings import Flags, Settings, SettingsError, load_settings
+from store.errors import StoreError
+from store.evidence import examine_folder
+
+Check = Literal["audit", "findings"]
+
+MAX_PROBLEMS = 100
+"""Maximum number of faults of the audit chain that are reported, in addition to their number."""
+_NICENESS = 10
+"""The priority of the process is lower than that of the service."""
+_NO_JOURNAL = (
+    "the service cannot read the journal: to verify the chain against it, run appliance audit verify on the "
+    "machine of the service"
+)
+
+
+class CheckInput(msgspec.Struct, kw_only=True):
+    """The check to run, and the service that it concerns."""
+
+    check: Check
+    run_dir: str
+    state_dir: str
+    config: str | None = None
+    """The settings file with which the service was started."""
+
+
+def verify_chain(state_dir: Path) -> ChainReport:
+    """Verify the audit chain against the heads that the service has recorded in its state directory. Raises
+    StoreError."""
+    report = chain_report(state_dir / "control.db", examine_folder(state_dir), 0, _NO_JOURNAL)
+    if (more := len(report.problems) - MAX_PROBLEMS) > 0:
+        report.problems[MAX_PROBLEMS:] = [f"and {more:,} more problems"]
+    return report
+
+
+def run_check(given: CheckInput) -> msgspec.Struct:
+    """Run a check in this process. Raises StoreError."""
+    if given.check == "audit":
+        return verify_chain(Path(given.state_dir))
+    settings: Settings | SettingsError
+    try:
+        settings = load_settings(Flags(config=given.config, run_dir=given.run_dir, state_dir=given.state_dir))
+    except SettingsError as error:
+        settings = error
+    return examine(Path(given.run_dir), Path(given.state_dir), settings)
+
+
+def main() -> None:
+    """Run the check on standard input, and print its result as JSON."""
+    os.nice(_NICENESS)
+    given = msgspec.json.decode(sys.stdin.buffer.read(), type=CheckInput)
+    try:
+        result = run_check(given)
+    except StoreError as error:
+        sys.exit(str(error))
+    sys.stdout.buffer.write(msgspec.json.encode(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The alerts of the simulated service: built-in rules of the product, evaluated on its snapshots. The
+conditions and texts are those of the product, so an alert starts and ends as it would in a service."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from appliance.alert_rules import BUILT_IN
+from appliance.monitoring.alerts.conditions import Condition, threshold
+from appliance.monitoring.alerts.texts import filled
+from appliance.snapshot import Alert, Snapshot
+from console import units
+from console.fake_log import FakeLog
+
+_RULES = {rule.name: rule for rule in BUILT_IN}
+_SETTLE_S = 60.0
+"""For this many seconds after an alert has ended, it still explains other alerts."""
+_SHOWN_ENDED = 50
+_CAUSE_WINDOW_S = 300.0
+
+
+class _Measured(NamedTuple):
+    """The current value of a figure that a rule concerns."""
+
+    rule: str
+    where: str
+    value: float | None = None
+    text: str = ""
+    cause: str = ""
+
+
+class FakeAlerts:
+    """Evaluates rules on the snapshots of the simulated service."""
+
+    def __init__(self, log: FakeLog) -> None:
+        self._log = log
+        self._conditions: dict[tuple[str, str], Condition] = {}
+        self._active: dict[tuple[str, str], Alert] = {}
+        self._ended: deque[Alert] = deque(maxlen=_SHOWN_ENDED)
+
+    def observe(self, snapshot: Snapshot) -> list[Alert]:
+        """Evaluate the rules, and return the active and the ended alerts, newest first. Snapshots must be
+        passed in chronological order."""
+        for one in _measured(snapshot):
+            key = (one.rule, one.where)
+            condition = self._conditions.setdefault(key, Condition(_RULES[one.rule], one.where, frozenset()))
+            result = condition.update(snapshot.at, one.value, one.text, "")
+            if result:
+                alert = self._active[key] = _raised(condition, one.cause, snapshot)
+                self._write(snapshot.at, "warning", "raised", alert)
+            elif result is False:
+                ended = msgspec.structs.replace(self._active.pop(key), state="resolved", ended_at=snapshot.at)
+                if self._explanation(ended, snapshot.at) is None:
+                    self._ended.append(ended)
+                    self._write(snapshot.at, "info", "ended", ended)
+        return self._shown(snapshot.at)
+
+    def _shown(self, at: float) -> list[Alert]:
+        """Return the alerts without those that another alert explains."""
+        explained: dict[str, int] = {}
+        shown = []
+        for alert in self._active.values():
+            if (cause := self._explanation(alert, at)) is None:
+                shown.append(alert)
+            else:
+                explained[cause.id] = explained.get(cause.id, 0) + 1
+        shown = [msgspec.structs.replace(one, suppressed=explained.get(one.id, 0)) for one in shown]
+        return sorted([*shown, *self._ended], key=lambda one: -(one.since or 0.0))
+
+    def _explanation(self, alert: Alert, at: float) -> Alert | None:
+        """Return the alert that explains another one, if any."""
+        causes = _RULES[alert.rule].downstream_of
+        recent = [one for one in self._ended if at - (one.ended_at or 0.0) <= _SETTLE_S]
+        return next(
+            (
+                one
+                for one in (*self._active.values(), *recent)
+                if one.rule in causes and one.where == alert.where
+            ),
+            None,
+        )
+
+    def _write(self, at: float, level: str, event: str, alert: Alert) -> None:
+        text = f"alert {alert.id} {event}: {alert.rule}: {alert.what}; likely cause: {alert.cause}"
+        self._log.write(at, "core", "manager", text, level)
+
+
+def _measured(snapshot: Snapshot) -> Iterator[_Measured]:
+    for gpu in snapshot.gpus:
+        where, reason = f"GPU {gpu.number}", ", ".join(gpu.throttle_reasons or ())
+        cause = f"{where} reduced its clocks ({reason})" if reason else ""
+        yield _Measured("gpu-hot", where, gpu.temperature_c, cause=cause)
+        yield _Measured("gpu-slowed-down", where, text=reason, cause=cause)
+    for kv in snapshot.kv:
+        yield _Measured("kv-cache-full", kv.replica, units.ratio(kv.blocks_used, kv.blocks_total))
+    queue, rates = snapshot.queue, snapshot.rates
+    yield _Measured("queue-full", "queue", units.ratio(queue.waiting, queue.limit))
+    for one in queue.classes:
+        yield _Measured("class-late", f"class {one.name}", units.ratio(one.oldest_wait_s, one.target_s))
+    yield _Measured("failures", "rates", units.ratio(rates.failed_per_s, rates.requests_per_s))
+    for tenant in snapshot.tenants:
+        for limit in tenant.usage:
+            if limit.limit == "tokens_per_day":
+                used = units.ratio(limit.used, limit.capacity)
+                yield _Measured("tenant-daily-quota", f"tenant {tenant.name}", used)
+
+
+def _raised(condition: Condition, cause: str, snapshot: Snapshot) -> Alert:
+    rule, at = condition.rule, snapshot.at
+    if cause:
+        cause = f"{cause} {at - condition.since:.0f} s before"
+    else:
+        minutes = min(_CAUSE_WINDOW_S, snapshot.uptime_s) / 60
+        cause = f"nothing else changed within the {minutes:.0f} min before the alert"
+    return Alert(
+        id=f"{zlib.crc32(f'{rule.name} {condition.where} {at:.3f}'.encode()):08x}",
+        rule=rule.name,
+        severity=rule.severity,
+        state="firing",
+        where=condition.where,
+        what=filled(rule, condition),
+        cause=cause,
+        remedy=rule.remedy,
+        since=condition.since,
+        value=condition.value,
+        threshold=threshold(rule),
+        unit=rule.unit,
+    )

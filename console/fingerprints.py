@@ -1,0 +1,183 @@
+"""Detects whether the target of an action has changed while the action's dialog is open."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import msgspec
+
+from appliance.actions import Action
+from appliance.protocol import Key, PeerMapping
+from appliance.protocol.registry import RegisteredModel
+from appliance.snapshot import Alert, Snapshot, TenantUse
+from console import units
+from console.context import Context
+from console.source import ListName
+
+Facts = dict[str, str]
+_NOT_COMPARED = {"id", "prefix", "created_at", "usage"}
+"""Fields of a key that no operator changes."""
+_TIMES = ("expires_at", "revoked_at")
+_SHOWN_CHANGES = 3
+"""Maximum number of changes that fit in a dialog of 24 lines."""
+
+
+class Fingerprint(NamedTuple):
+    """The part of a target's state on which the operator's decision depends."""
+
+    observed: Facts
+    """Facts from the snapshot, by name."""
+    listed: Facts | None
+    """Facts from the lists that `required_lists` names. None if they have not been read."""
+
+    def changes(self, later: Fingerprint) -> str:
+        """Return a description of what has changed, or an empty string."""
+        found = _changes(self.observed, later.observed)
+        if self.listed is not None and later.listed is not None:
+            found += _changes(self.listed, later.listed)
+        more = len(found) - _SHOWN_CHANGES
+        return ", ".join(found[:_SHOWN_CHANGES]) + (f" and {more} more" if more > 0 else "")
+
+
+def required_lists(action: Action) -> tuple[ListName, ...]:
+    """Return the lists that describe the targets of an action in more detail than the snapshot."""
+    match action.target:
+        case "model":
+            return ("models",)
+        case "key" | "peer":
+            return ("callers",)
+    return ()
+
+
+def registered(name: str, context: Context) -> RegisteredModel | None:
+    """Return the model with this name or alias, if the list of models has been read."""
+    models = context.rows_of("models", RegisteredModel)
+    found = next((one for one in models if one.name == name), None)
+    return found or next((one for one in models if name in one.aliases), None)
+
+
+def is_drained(target: str, drained: str | None, context: Context) -> bool:
+    """Return whether a drain of `drained` is a drain of the target. An empty target and None stand for the
+    whole service. A drain names the version that answers the requests for the target's name."""
+    model = registered(target, context)
+    names = {target} if model is None else {target, model.name, f"{model.name}@{model.default}"}
+    return (drained or "") in (names if target else {""})
+
+
+def fingerprint(action: Action, target: str | None, context: Context) -> Fingerprint:
+    """Return the target's current fingerprint."""
+    snapshot = context.snapshot
+    if snapshot is None:
+        return Fingerprint({}, None)
+    observed = {"service start": units.clock(snapshot.started_at)}
+    match action.target:
+        case "request":
+            unfinished = any(one.request_id == target for one in snapshot.requests)
+            observed["state"] = "unfinished" if unfinished else "ended"
+        case "tenant":
+            observed |= _tenant(next((one for one in snapshot.tenants if one.name == target), None))
+        case "model":
+            observed |= _model(target or "", snapshot, context)
+        case "alert" if action.named_by == "rule":
+            matching = [one for one in snapshot.alerts if fnmatchcase(one.rule, target or "*")]
+            observed["matching alerts"] = ", ".join(f"{one.id} {one.state}" for one in matching) or "none"
+        case "alert":
+            observed |= _alert(next((one for one in snapshot.alerts if one.id == target), None))
+    read = all(name in context.rows for name in required_lists(action))
+    return Fingerprint(observed, _listed(action, target, context, snapshot.at) if read else None)
+
+
+def _tenant(tenant: TenantUse | None) -> Facts:
+    if tenant is None:
+        return {"state": "absent"}
+    # The capacity of a share of the KV cache is a number of tokens. It depends on which model is used most.
+    limits = {
+        one.limit.replace("_", " "): "set" if one.limit == "kv_share" else f"{one.capacity:,}"
+        for one in tenant.usage
+    }
+    return {
+        "state": "active" if tenant.suspended_at is None else "suspended",
+        "weight": units.UNKNOWN if tenant.weight is None else f"{tenant.weight:g}",
+        "highest class": units.UNKNOWN if tenant.highest_class is None else f"P{tenant.highest_class}",
+        "valid keys": units.count(tenant.keys),
+        "mapped users and groups": units.count(tenant.peers),
+        **limits,
+    }
+
+
+def _model(target: str, snapshot: Snapshot, context: Context) -> Facts:
+    draining = any(is_drained(target, one.model, context) for one in snapshot.drains)
+    facts = {"admission": "draining" if draining else "accepting requests"}
+    model = registered(target, context)
+    name = target if model is None else model.name
+    for one in snapshot.models if target else []:
+        if one.name not in (target, name) and not one.name.startswith(f"{name}@"):
+            continue
+        prefix = "" if one.name == target else f"{one.name} "
+        facts[f"{prefix}state"] = one.state
+        facts[f"{prefix}version"] = one.version
+        facts[f"{prefix}replicas"] = f"{len(one.replicas)}"
+    return facts
+
+
+def _alert(alert: Alert | None) -> Facts:
+    if alert is None:
+        return {"state": "absent"}
+    return {
+        "state": alert.state,
+        "acknowledged by": alert.acknowledged_by or "none",
+        "silenced until": units.date(alert.silenced_until),
+    }
+
+
+def _listed(action: Action, target: str | None, context: Context, now: float) -> Facts:
+    match action.target:
+        case "model":
+            return _registered(registered((target or "").partition("@")[0], context))
+        case "key":
+            keys = context.rows_of("callers", Key)
+            return _key(next((one for one in keys if one.id == target), None), now)
+        case "peer":
+            mappings = context.rows_of("callers", PeerMapping)
+            peer = next((one for one in mappings if target in (one.kind, f"{one.kind}:{one.number}")), None)
+            return {"mapping": "absent" if peer is None else f"tenant {peer.tenant} from {peer.source}"}
+    return {}
+
+
+def _registered(model: RegisteredModel | None) -> Facts:
+    if model is None:
+        return {"registration": "absent"}
+    split = ", ".join(f"{name} {weight:g}" for name, weight in sorted(model.split.items()))
+    return {
+        "default version": str(model.default),
+        "previous version": str(model.previous or "none"),
+        "aliases": ", ".join(model.aliases) or "none",
+        "split": split or "none",
+        **{f"version {one.version}": one.state for one in model.versions},
+    }
+
+
+def _key(key: Key | None, now: float) -> Facts:
+    if key is None:
+        return {"key": "absent"}
+    values = msgspec.to_builtins(key)
+    values |= values.pop("quota")
+    facts = {
+        name.replace("_", " "): "none"
+        if value is None
+        else units.date(value)
+        if name in _TIMES
+        else str(value)
+        for name, value in values.items()
+        if name not in _NOT_COMPARED
+    }
+    return {"key": "valid" if key.valid_at(now) else "revoked" if key.revoked_at else "expired", **facts}
+
+
+def _changes(before: Facts, after: Facts) -> list[str]:
+    return [
+        f"{name} changed from {before.get(name, 'none')} to {after.get(name, 'none')}"
+        for name in {**before, **after}
+        if before.get(name) != after.get(name)
+    ]

@@ -1,0 +1,113 @@
+"""Tests that the data of `appliance console --demo` is plausible: alerts, log and recording agree with the
+simulated service."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from appliance.actions.parameters import SuspendTenant
+from appliance.alert_rules import BUILT_IN
+from appliance.snapshot import Alert, Snapshot
+from console.fake import FIXED_TIME, FakeSource
+from console.source import ListRow
+
+_RULES = {rule.name: rule for rule in BUILT_IN}
+
+
+def demo() -> FakeSource:
+    return FakeSource(requests=60, blocks=2048, gpus=4, tenants=8, interval_s=1.0, now=FIXED_TIME)
+
+
+@pytest.fixture(scope="module")
+def minutes() -> tuple[list[Snapshot], list[ListRow]]:
+    """Return the snapshots of six minutes, which contain two incidents, and the log at their end."""
+    fake = demo()
+    snapshots = [fake.step() for _ in range(360)]
+    return snapshots, [row for row in asyncio.run(fake.rows("logs")) if isinstance(row, ListRow)]
+
+
+def test_alerts_begin_and_end_as_the_rules_of_the_product_say(
+    minutes: tuple[list[Snapshot], list[ListRow]],
+) -> None:
+    seen: dict[str, list[tuple[float, Alert]]] = {}
+    for one in minutes[0]:
+        for alert in one.alerts:
+            seen.setdefault(alert.id, []).append((one.at, alert))
+    assert {alerts[0][1].rule for alerts in seen.values()} == {
+        *("tenant-daily-quota", "gpu-slowed-down", "gpu-hot")
+    }
+    for alerts in seen.values():
+        (raised_at, first), (_, last) = alerts[0], alerts[-1]
+        rule = _RULES[first.rule]
+        assert first.since is not None and raised_at - first.since >= rule.for_s
+        assert {(one.since, one.what, one.value) for _, one in alerts} == {
+            (first.since, first.what, first.value)
+        }
+        states = [one.state for _, one in alerts]
+        assert states == sorted(states), "an alert that has ended does not fire again"
+        if last.ended_at is not None and first.rule == "gpu-hot":
+            cool = next(
+                one.at
+                for one in minutes[0]
+                if one.at > raised_at and (one.gpus[-1].temperature_c or 0.0) < (rule.clear or 0.0)
+            )
+            assert last.ended_at == pytest.approx(cool + rule.clear_for_s, abs=1.5)
+
+
+def test_an_alert_hides_the_alerts_that_it_explains(minutes: tuple[list[Snapshot], list[ListRow]]) -> None:
+    active = [[one for one in snapshot.alerts if one.state == "firing"] for snapshot in minutes[0]]
+    with_cause = [alerts for alerts in active if any(one.rule == "gpu-hot" for one in alerts)]
+    assert with_cause
+    for alerts in with_cause:
+        assert not any(one.rule == "gpu-slowed-down" for one in alerts)
+        assert all(one.suppressed == 1 for one in alerts if one.rule == "gpu-hot")
+
+
+def test_the_log_describes_the_simulated_service(minutes: tuple[list[Snapshot], list[ListRow]]) -> None:
+    snapshots, rows = minutes
+    assert [row.at for row in rows] == sorted((row.at for row in rows), key=lambda at: -(at or 0.0))
+    texts = [row.text for row in rows]
+    raised = {alert.id: alert for one in snapshots for alert in one.alerts}
+    logged = [row for row in rows if " raised: " in row.text]
+    assert {row.text.split()[1] for row in logged} == set(raised)
+    for row in logged:
+        alert = raised[row.text.split()[1]]
+        assert row.level == "warning" and alert.what in row.text and alert.cause in row.text
+    for model in snapshots[-1].models:
+        for replica in model.replicas:
+            [text] = [text for text in texts if text.startswith(f"{replica.name} was ready")]
+            assert f"{replica.load_seconds:.1f} s" in text and f"{replica.blocks_total} KV blocks" in text
+            assert ", ".join(replica.devices) in text
+    assert all(snapshots[0].started_at <= (row.at or 0.0) <= snapshots[-1].at for row in rows)
+
+
+def test_an_action_is_in_the_log() -> None:
+    fake = demo()
+    asyncio.run(fake.act(SuspendTenant(name="mobile")))
+    newest = asyncio.run(fake.rows("logs"))[0]
+    assert isinstance(newest, ListRow)
+    assert newest.text == "tenants.suspend by uid:1000 (demo): ok"
+
+
+def test_the_recording_begins_before_the_start_of_the_console() -> None:
+    fake = FakeSource(requests=60, blocks=512, gpus=2, tenants=4)
+    first = asyncio.run(fake.next())
+    for earlier in (115.0, 60.0, 1.0):
+        past = asyncio.run(fake.recording().instant(first.at - earlier))
+        assert past.at == pytest.approx(first.at - earlier, abs=1.1)
+        assert past.snapshot.requests and past.snapshot.models and past.snapshot.tenants
+    assert past.first <= first.at - 115.0
+
+
+def test_the_clock_of_the_demo_catches_up_after_a_delay() -> None:
+    fake = FakeSource(requests=20, blocks=512, gpus=2, tenants=4, interval_s=0.1)
+
+    async def lags() -> list[float]:
+        await fake.next()
+        time.sleep(0.6)  # a terminal that is slow to draw
+        return [time.time() - (await fake.next()).at for _ in range(40)]
+
+    assert min(asyncio.run(lags())) < 0.3
