@@ -65,3 +65,7 @@ def test_a_slope_is_found_in_noise_that_lasts_and_none_where_there_is_none() -> 
     grown = slope_of(times_s, [one + time_s / 60.0 for time_s, one in zip(times_s, noise, strict=True)])
     assert grown.low > 0.0 and grown.low < 1.0 < grown.high
     assert slope_of(times_s, [5.0] * 900) == (0.0, 0.0, 0.0)
+    # A level that is lower for a while or changes once is not growth. A steady rise by the same amount is.
+    assert slope_of(times_s, [7.0] * 300 + [4.0] * 300 + [7.0] * 300).includes_zero
+    assert slope_of(times_s, [4.0] * 450 + [7.0] * 450).low < 0.0
+    assert slope_of(times_s, [4.0 + 3.0 * time_s / 900.0 for time_s in times_s]).low > 0.0
