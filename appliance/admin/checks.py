@@ -37,7 +37,7 @@ class CheckError(Exception):
     """Raised if a check fails or takes too long."""
 
 
-class Checks:
+class CheckRunner:
     """Runs checks in separate processes, one at a time. Callers that ask for a check while it runs, or waits
     for another check, get the result of the same run. Must be used on the event loop's thread."""
 
@@ -127,7 +127,7 @@ class Checks:
         return output
 
 
-def examination_routes(checks: Checks) -> list[ScopedRoute]:
+def examination_routes(checks: CheckRunner) -> list[ScopedRoute]:
     """Return the routes that run the checks."""
 
     def route(

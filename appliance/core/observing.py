@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 
-from appliance.admin.checks import Checks, examination_routes
+from appliance.admin.checks import CheckRunner, examination_routes
 from appliance.admin.events import EventFeeds, event_route
 from appliance.admin.kv_blocks import BlockMaps, kv_blocks_route
 from appliance.admin.log_reading import LogReading
@@ -72,7 +72,7 @@ class ObservingParts:
         feeds = EventFeeds(
             lambda hz: self._recorder.reader() if hz == 1 else SnapshotReader(snapshots).read, self._streams
         )
-        checks = Checks(settings)
+        checks = CheckRunner(settings)
         held.callback(checks.close)
         self.routes = [
             *log_routes(reading, self._streams),

@@ -291,8 +291,8 @@ def test_the_impact_in_an_open_dialog_follows_the_service_also_while_updates_are
         chosen = action_named(action)
         app.call_later(app.begin, chosen, {chosen.named_by: target}, given=True)
         await until(pilot, lambda: opened(app))
+        await until(pilot, lambda: "running and" in impact_of(app))
         dialog, before = app.screen, impact_of(app)
-        assert "running and" in before
         sim = app.source.simulation  # type: ignore[attr-defined]
         running = (request for one in sim.replicas for request in one.running)
         sim.cancel(next(one.id for one in running if target in (one.model, one.tenant)))
@@ -311,7 +311,7 @@ def test_the_dialog_of_a_request_reads_its_blocks_from_every_screen() -> None:
         assert snapshot is not None
         app.call_later(app.run_line, f"requests cancel {snapshot.requests[0].request_id}")
         await until(pilot, lambda: opened(app) and app.source.reads_blocks)
-        assert "KV blocks" in impact_of(app)
+        await until(pilot, lambda: "KV blocks" in impact_of(app))
         await pilot.press("escape")
         await until(pilot, lambda: not app.source.reads_blocks)
 
@@ -321,7 +321,7 @@ def test_the_dialog_of_a_request_reads_its_blocks_from_every_screen() -> None:
 def test_the_impact_follows_the_target_in_the_form() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         app.call_later(app.begin, action_named("drain"), {}, given=True)
-        await until(pilot, lambda: opened(app))
+        await until(pilot, lambda: opened(app) and bool(impact_of(app)))
         before = impact_of(app)
         app.screen.query_one("#field-model", Input).value = "qwen3-8b"
         await until(pilot, lambda: impact_of(app) != before)

@@ -12,7 +12,7 @@ import pytest
 
 from appliance import calls
 from appliance.actions.parameters import CreateTenant
-from appliance.admin.checks import CheckError, Checks
+from appliance.admin.checks import CheckError, CheckRunner
 from appliance.calls import AdminError
 from appliance.client import AdminClient
 from appliance.monitoring.check_process import MAX_PROBLEMS, verify_chain
@@ -81,9 +81,9 @@ def test_a_rewritten_row_is_named_and_a_damaged_database_is_reported(tmp_path: P
             service.admin.call(calls.verify_audit())
 
 
-def checks(module: str, limit_s: float = 60.0) -> Checks:
+def checks(module: str, limit_s: float = 60.0) -> CheckRunner:
     settings = Settings(run_dir="/nonexistent", state_dir="/nonexistent")
-    return Checks(lambda: settings, f"tests.core.{module}", limit_s)
+    return CheckRunner(lambda: settings, f"tests.core.{module}", limit_s)
 
 
 def test_callers_share_a_run_and_checks_run_one_at_a_time(
