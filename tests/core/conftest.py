@@ -15,7 +15,9 @@ import pytest
 from appliance.actions.parameters import ReloadConfig
 from appliance.client import AdminClient, ServiceNotRunningError
 from appliance.protocol import Status
+from store.audit import AuditRow
 from store.requests import LoggedRequest, RequestReader
+from tests.audit_trail import read_audit
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,6 +90,18 @@ class Service:
 
     def rows(self) -> list[LoggedRequest]:
         return RequestReader(self.state_dir / "history.db").changes(0)
+
+    def audit(self) -> list[AuditRow]:
+        """Return the audit rows, oldest first. The service answers an action after 3 s even if the disk has
+        not stored the action's rows yet, so wait until it has."""
+        path = self.state_dir / "control.db"
+
+        def written() -> bool:
+            [database] = [one for one in self.admin.status().databases if one.path == str(path)]
+            return database.lag_rows == 0
+
+        wait_until(written, what="control.db to be written")
+        return read_audit(path)
 
     def have_time_to_load(self) -> None:
         """Raise `load_timeout_s` from 2 s, the value in tests, to 600 s, so that a slow machine has time to

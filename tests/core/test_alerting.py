@@ -19,7 +19,6 @@ from appliance.calls import ALERTS, SILENCES, AdminError
 from appliance.snapshot import Alert, Snapshot
 from store.alerts import AlertReader
 from store.telemetry_reader import TelemetryReader
-from tests.audit_trail import read_audit
 from tests.core.conftest import Service, wait_until
 
 pytestmark = pytest.mark.system
@@ -109,7 +108,7 @@ def test_a_killed_replica_raises_one_alert_until_it_is_ready_again(
     ]
     # The service writes the log in a separate thread.
     wait_until(lambda: f"alert {alert.id} raised: replica-down" in service.log.read_text())
-    actions = [row.action for row in read_audit(service.state_dir / "control.db")]
+    actions = [row.action for row in service.audit()]
     assert actions.count("alerts.ack") >= 2
     assert service.stop() == 0
     [row] = AlertReader(service.state_dir / "history.db").newest(10)

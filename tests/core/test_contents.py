@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Iterator
@@ -47,6 +48,15 @@ def texts(size: int) -> bytes:
     return msgspec.msgpack.encode([KeptText("prompt", 0, "0" * 64, 0, text)])
 
 
+def memory_files() -> int:
+    """Return the number of open descriptors of memory files with texts."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # The listing's descriptor has been closed.
+            found += os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:texts")
+    return found
+
+
 def stored(keeper: ContentKeeper, request_id: str) -> bool:
     keeper.writer.flush()
     return bool(read_contents(keeper.writer.path, request_id))
@@ -62,10 +72,9 @@ def test_texts_of_further_requests_are_dropped_and_counted_while_256_wait(
         return read(descriptor, max_bytes)
 
     monkeypatch.setattr(contents, "read_memory", delayed)
-    before = len(os.listdir("/proc/self/fd"))
     for number in range(258):
         keep(keeper, f"req-{number}", texts(100_001))
-    held = len(os.listdir("/proc/self/fd")) - before
+    held = memory_files()
     may_read.set()
     assert held == 256
     assert keeper.writer.state().dropped_rows == 2

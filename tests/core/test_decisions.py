@@ -52,7 +52,6 @@ from appliance.client import AdminClient, AdminError
 from appliance.protocol import Done, NewKey, Tenant
 from store.control import ControlStore
 from store.errors import OutcomeUnknownError
-from tests.audit_trail import read_audit
 from tests.core.conftest import Service, read_answer, wait_until
 
 pytestmark = pytest.mark.system
@@ -69,6 +68,7 @@ def service(make_service: Make) -> Iterator[Service]:
 
 def audit(service: Service) -> list[dict[str, Any]]:
     """Return the results recorded in the audit chain, oldest first."""
+    service.audit()  # wait until all rows are written
     path = f"file:{service.state_dir}/control.db?mode=ro"
     with closing(sqlite3.connect(path, uri=True)) as connection:
         connection.row_factory = sqlite3.Row
@@ -127,20 +127,20 @@ def test_a_key_given_instead_of_its_id_is_stored_nowhere(service: Service) -> No
     for slip in (RevokeKey(id=key), SetKey(id=key, name="x"), CreateKey(name=key), DeleteTenant(name=key)):
         with contextlib.suppress(AdminError):
             service.admin.act(slip)
-    rows = [row for row in read_audit(service.state_dir / "control.db") if f"{key[:8]}..." in row.params]
+    rows = [row for row in service.audit() if f"{key[:8]}..." in row.params]
     assert [row.action for row in rows if row.phase == "intent"] == [
         *("keys.revoke", "keys.set", "keys.create", "tenants.delete"),
     ]
     # The service writes the log in a separate thread.
     wait_until(lambda: f"tenants.delete by uid:{os.geteuid()}" in service.log.read_text())
     assert key not in service.log.read_text() and f"{key[:8]}..." in service.log.read_text()
-    assert key not in str(read_audit(service.state_dir / "control.db"))
+    assert key not in str(service.audit())
 
 
 def test_a_denied_client_cannot_forge_a_line_of_the_log(service: Service) -> None:
     key = new_key(service, scopes=["read"]).key
     transport = httpx.HTTPTransport(uds=str(service.run_dir / "admin.sock"))
-    with httpx.Client(transport=transport, base_url="http://box") as http:
+    with httpx.Client(transport=transport, base_url="http://box", timeout=60) as http:
         refused = http.post("/actions/keys.revoke", headers={"Authorization": f"Bearer {key}"}, json={})
         # The log line describes the latest denied request.
         wait_until(lambda: "denied POST '/actions/keys.revoke'" in service.log.read_text())
@@ -155,7 +155,7 @@ def test_a_denied_client_cannot_forge_a_line_of_the_log(service: Service) -> Non
 def test_denied_actions_are_audited_a_limited_number_of_times_a_minute(service: Service) -> None:
     made = new_key(service, scopes=["read"])
     transport = httpx.HTTPTransport(uds=str(service.run_dir / "admin.sock"))
-    with httpx.Client(transport=transport, base_url="http://box") as http:
+    with httpx.Client(transport=transport, base_url="http://box", timeout=60) as http:
         reader = {"Authorization": f"Bearer {made.key}"}
         for _ in range(30):
             assert http.post("/actions/keys.revoke", headers=reader, json={"id": made.id}).status_code == 403
@@ -165,7 +165,7 @@ def test_denied_actions_are_audited_a_limited_number_of_times_a_minute(service: 
         assert http.post("/actions/keys.revoke", json={"bogus": 1}).status_code == 400
     with AdminClient(service.run_dir) as client:
         client.act(CreateTenant(name="after"))  # This row is the last in the chain.
-    rows = [row for row in read_audit(service.state_dir / "control.db") if row.action == "keys.revoke"]
+    rows = [row for row in service.audit() if row.action == "keys.revoke"]
     assert 10 <= len(rows) <= 20, "10 rows per minute, for one minute or two"
     assert {row.actor for row in rows} == {f"uid:{os.geteuid()} key:{made.id}"}
     assert {row.params for row in rows} == {"{}"} and {row.phase for row in rows} == {"result"}
@@ -335,7 +335,7 @@ def test_a_change_that_the_disk_does_not_finish_has_an_unknown_outcome(
 
     with pytest.raises(OutcomeUnknownError, match=r"unknown whether the change was made.*audit list"):
         asyncio.run(change())
-    assert begun.is_set()
+    assert begun.wait(60)
     disk_answers.set()
     control.close()
     with closing(sqlite3.connect(control.path)) as connection:
@@ -351,16 +351,18 @@ def test_an_action_continues_while_the_disk_does_not_store_its_audit_entry(
     service.start()
     service.wait_ready()
     before = time.monotonic()
-    with closing(sqlite3.connect(service.state_dir / "control.db", isolation_level=None)) as lock:
+    database = service.state_dir / "control.db"
+    with closing(sqlite3.connect(database, timeout=60, isolation_level=None)) as lock:
         lock.execute("BEGIN IMMEDIATE")
         service.admin.act(ReloadConfig())
         assert time.monotonic() - before > auditing._MAX_AUDIT_WAIT_S
         lock.execute("COMMIT")
-    assert "the audit row was not written within 3 s" in service.log.read_text()
+    # The service writes the log in a separate thread.
+    wait_until(lambda: "the audit row was not written within 3 s" in service.log.read_text())
 
     def phases() -> list[str | None]:
         action = action_of(ReloadConfig()).name
-        rows = read_audit(service.state_dir / "control.db")
+        rows = service.audit()
         return [row.phase for row in rows if row.action == action]
 
     wait_until(lambda: phases() == ["intent", "result"], what="the audit entries")
@@ -413,7 +415,7 @@ def test_every_action_of_the_registry_is_audited_before_and_after(make_service: 
         tried.append((action.name, named | required))
         with contextlib.suppress(AdminError):
             service.admin.act(msgspec.convert(named | required, action.parameters))
-    rows = read_audit(service.state_dir / "control.db")
+    rows = service.audit()
     assert len(rows) == 2 * len(ACTIONS)
     for (name, params), before, after in zip(tried, rows[::2], rows[1::2], strict=True):
         assert (before.action, before.phase, before.result) == (name, "intent", "")

@@ -23,7 +23,7 @@ Make = Callable[..., Service]
 def scrape(port: int) -> str:
     try:
         return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text
-    except (httpx.ConnectError, httpx.ReadError):
+    except httpx.TransportError:
         return ""
 
 

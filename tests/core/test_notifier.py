@@ -97,7 +97,7 @@ def test_the_service_manager_is_told_loading_ready_and_drained(
     signs = heard.count("WATCHDOG")
     wait_until(lambda: heard.count("WATCHDOG") > signs + 2, what="signs of life")
     asked = heard.count("EXTEND_TIMEOUT_USEC")
-    with service.connect("m 300") as client:
+    with service.connect("m 800") as client:
         assert client.recv(1)
         process = service.process
         assert process is not None
@@ -145,7 +145,7 @@ def test_the_service_manager_waits_for_slow_databases(
         close(writer, timeout_s)
 
     async def asks_again_and_again(what: str) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not heard.says(STATUS=what):
                 await asyncio.sleep(0.01)
             so_far = heard.count("EXTEND_TIMEOUT_USEC")

@@ -66,7 +66,7 @@ def test_the_past_equals_what_a_reader_of_one_frame_per_second_has_seen(running:
     assert any(one.requests and one.requests[0].generated_tokens for one in live)
     running.admin.cancel_request(live[-1].requests[0].request_id)
     asked.close()
-    wait_until(lambda: running.admin.call(_snapshot(time.time())).at > live[-1].at)
+    wait_until(lambda: _newest(running) > live[-1].at)
     reader = PastReader(running.state_dir / "history.db")
     for one in live:
         answer = running.admin.call(_snapshot(one.at + 0.0005))
@@ -86,6 +86,11 @@ def without_blocks(past: Snapshot) -> Snapshot:
 
 def _snapshot(at: float) -> calls.Call:  # type: ignore[type-arg]
     return calls.past_snapshot(SnapshotQuery(at=at))
+
+
+def _newest(running: Service) -> float:
+    """Return the time of the newest sample."""
+    return running.admin.call(calls.past_snapshot(SnapshotQuery())).at
 
 
 def test_neighbours_lead_through_all_seconds_in_both_directions(running: Service) -> None:
@@ -138,7 +143,7 @@ def test_without_a_time_the_newest_sample_is_returned(running: Service) -> None:
     wait_until(lambda: len(_seconds(running)) >= 2)
     before = _seconds(running)[-1]
     found = running.admin.call(calls.past_snapshot(SnapshotQuery()))
-    assert found.at == found.last > before and found.next is None
+    assert found.at == found.last >= before and found.next is None
 
 
 def test_a_time_that_was_not_recorded_is_refused_with_the_recorded_times(running: Service) -> None:

@@ -154,9 +154,11 @@ def test_a_follower_gets_each_request_once_when_it_ends(running: Service) -> Non
     other, _ = collected(
         running.admin, calls.follow_request_log(msgspec.structs.replace(query, model="other"))
     )
-    asked = running.connect("m 400")
+    asked = running.connect("m 100000")
     wait_until(lambda: len(opened) == 1, what="the admitted request")
+    running.admin.cancel_request(opened[0].request_id)
     read_answer(asked)
+    wait_until(lambda: len(ended) == 1, what="the end of the cancelled request")
     read_answer(running.connect("m 2"))
     wait_until(lambda: len(ended) == 2, what="the ended requests")
     assert [row.state for row in ended] == ["ended", "ended"] and other == []

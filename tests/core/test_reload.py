@@ -22,7 +22,6 @@ from appliance.core.reload_hooks import reload_hooks
 from appliance.protocol import Reloaded, ReplicaStatus
 from appliance.settings import Loaded, Settings, SettingsError
 from store.models import Registry
-from tests.audit_trail import read_audit
 from tests.core.conftest import Service, read_answer, wait_until
 from tests.ports import free_port
 
@@ -130,7 +129,7 @@ def test_only_a_changed_model_is_replaced_and_it_serves_until_then(
 
 
 def test_models_are_added_and_removed_and_requests_of_removed_ones_finish(make_service: Make) -> None:
-    service = running(make_service, models=("m", "n"))
+    service = running(make_service, "drain_grace_s = 60", models=("m", "n"))
     kept = replicas(service)[0].pids
     stream = service.connect("n 100")
     wait_until(lambda: len(service.rows()) == 1)
@@ -142,7 +141,7 @@ def test_models_are_added_and_removed_and_requests_of_removed_ones_finish(make_s
         f'models.new.folder: unset → "{service.folder}/new"',
     ]
     assert reloaded.models == [
-        "model n: is being removed; its requests have 10 s to finish",
+        "model n: is being removed; its requests have 60 s to finish",
         "model new: is being added with 1 replica",
     ]
     wait_until(lambda: names(service, "new") == [("new-0", "ready")])
@@ -168,14 +167,14 @@ def test_replicas_are_added_and_removed_and_the_first_one_stays(make_service: Ma
 
 
 def test_of_two_overlapping_changes_the_last_one_holds(make_service: Make) -> None:
-    service = running(make_service)
+    service = running(make_service, "drain_grace_s = 60")
     stream = service.connect("m 100")
     wait_until(lambda: len(service.rows()) == 1)
     for rows in (5, 6, 7):
         change(service, ('folder = "m"', f'folder = "m"\nmax_num_seqs = {rows}'))
         service.config.write_text(service.config.read_text().replace(f"\nmax_num_seqs = {rows}", ""))
     assert change(service, ('[models.m]\nfolder = "m"', "[models]")).models == [
-        "model m: is being removed; its requests have 10 s to finish"
+        "model m: is being removed; its requests have 60 s to finish"
     ]
     change(service, ("[models]", '[models.m]\nfolder = "m"\nmax_num_seqs = 8'))
     assert read_answer(stream)[-1] == "front-0 length"
@@ -288,7 +287,7 @@ def test_unusable_settings_change_nothing_and_the_error_names_the_line(make_serv
                 change(service, ("# here", broken), ('folder = "m"', 'folder = "m"\nmax_num_seqs = 3'))
             assert said in str(refused.value)
             assert at in str(refused.value)
-            last = read_audit(service.state_dir / "control.db")[-1]
+            last = service.audit()[-1]
             assert last.action == "config.reload" and said in last.result
     assert service.pids() == pids
     assert service.admin.configuration().settings == settings
@@ -378,7 +377,7 @@ def test_sighup_reloads_and_is_audited(make_service: Make) -> None:
     wait_until(lambda: service.admin.configuration().settings["drain_grace_s"] == 4)
 
     def audited() -> list[tuple[str, str]]:
-        rows = read_audit(service.state_dir / "control.db")
+        rows = service.audit()
         return [(row.actor, row.result) for row in rows if row.action == "config.reload"]
 
     wait_until(lambda: ("signal:SIGHUP", "ok") in audited())

@@ -23,7 +23,6 @@ from appliance.protocol import ModelStatus, ReplicaStatus, Status
 from appliance.rundir import last_holder
 from appliance.settings import SettingsError, demo_model_folder
 from store.evidence import verify_audit
-from tests.audit_trail import read_audit
 from tests.core.conftest import ROOT, Service, alive, read_answer, wait_until
 from tests.ports import free_port
 
@@ -128,15 +127,15 @@ def test_a_step_that_takes_far_longer_than_announced_counts_as_a_hang(make_servi
     service = make_service("hang_timeout_s = 2")
     service.start()
     before = service.wait_ready().models[0].replicas[0]
-    (service.folder / "m" / "step.json").write_text('{"announced_s": 0.6, "seconds": 600}')
-    wait_until(lambda: service.admin.status().models[0].replicas[0].state == "silent")
-    assert "m-0 is silent" in service.admin.status().reason
+    # The replica is silent after 4.5 s, and killed after 15 s.
+    (service.folder / "m" / "step.json").write_text('{"announced_s": 1.5, "seconds": 600}')
+    wait_until(lambda: "m-0 is silent" in service.admin.status().reason)
     wait_until(lambda: service.admin.status().models[0].replicas[0].restarts == 1)
     assert service.wait_ready().models[0].replicas[0].pids != before.pids
 
 
 def test_a_front_that_hangs_gets_no_connections_until_it_reports_again(make_service: Make) -> None:
-    service = make_service("fronts = 2")
+    service = make_service("fronts = 2\nhang_timeout_s = 600")
     service.start()
     pid = service.wait_ready().fronts[0].pid or 0
     os.kill(pid, signal.SIGSTOP)
@@ -170,8 +169,15 @@ def test_a_front_that_does_not_become_ready_is_a_problem_of_status_and_doctor(ma
     service = make_service("load_timeout_s = 300")
     (service.folder / "m" / "hang").touch()
     service.start()
-    wait_until(lambda: service.state() != "down" and service.admin.status().current_problems != [])
-    status = service.admin.status()
+    seen: list[Status] = []
+
+    def has_problem() -> bool:
+        if service.state() != "down":
+            seen.append(service.admin.status())
+        return bool(seen) and any(one.where == "front-0" for one in seen[-1].current_problems)
+
+    wait_until(has_problem, 120.0)
+    status = seen[-1]
     (problem,) = status.current_problems
     assert (problem.where, status.fronts[0].state) == ("front-0", "starting")
     assert problem.what.startswith("starting for") and problem.remedy
@@ -217,8 +223,8 @@ def test_a_model_that_a_front_cannot_serve_is_listed_as_a_problem(make_service: 
     assert status.problems[0].what == "model 'm' cannot be used: tokenizer.json is missing"
     assert status.fronts[0].problems == {"m": "tokenizer.json is missing"}
     assert status.fronts[0].dropped_texts == 3
-    metrics = httpx.Client(transport=httpx.HTTPTransport(uds=str(service.run_dir / "admin.sock")))
-    with metrics:
+    transport = httpx.HTTPTransport(uds=str(service.run_dir / "admin.sock"))
+    with httpx.Client(transport=transport, timeout=60) as metrics:
         said = metrics.get("http://box/metrics").text
     assert 'appliance_front_dropped_texts_total{front="front-0"} 3' in said
     # The service writes the log in a separate thread.
@@ -259,7 +265,8 @@ def test_a_model_without_enough_memory_at_two_starts_fails_until_there_is_memory
         return seen[-1].state == "failed"
 
     wait_until(failed)
-    assert seen[-1].replicas[0].restarts == 2
+    assert seen[-1].replicas[0].restarts >= 2
+    assert all(one.state != "failed" for one in seen if one.replicas[0].restarts < 2)
     assert "3 blocks" in read_answer(service.connect("m 2"))[-1]
     (service.folder / "m" / "fake.json").unlink()
     service.wait_ready()
@@ -354,7 +361,7 @@ def test_operator_actions_are_audited_with_the_peers_uid(make_service: Make) -> 
     # This front does not end its submission, so the core makes the engine end it.
     wait_until(lambda: service.admin.in_flight() == [])
     database = service.state_dir / "control.db"
-    audit = read_audit(database)
+    audit = service.audit()
     actions = ("keys.create", "keys.revoke", "keys.revoke", "requests.cancel")
     assert [(row.actor, row.action, row.phase) for row in audit] == [
         (f"uid:{os.getuid()}", action, phase) for action in actions for phase in ("intent", "result")
