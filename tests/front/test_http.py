@@ -98,7 +98,7 @@ def test_a_client_that_never_reads_its_answer_is_cut_off(tmp_path: Path) -> None
 def test_a_client_that_reads_its_answer_slowly_is_not_cut_off(
     tmp_path: Path, uvloop: bool, ending: str
 ) -> None:
-    timeout_s = 2.0
+    timeout_s = 5.0
 
     async def run() -> None:
         server = HttpServer(APP, Limits(), write_timeout_s=timeout_s)
@@ -107,7 +107,7 @@ def test_a_client_that_reads_its_answer_slowly_is_not_cut_off(
         writer.write(f"GET /big HTTP/1.1\r\nHost: x\r\n{ending}\r\n".encode())
         received, began = 0, time.monotonic()
         async with asyncio.timeout(60):
-            while time.monotonic() < began + 3 * timeout_s:
+            while time.monotonic() < began + 1.5 * timeout_s:
                 received += len(await reader.read(64 << 10))
                 assert server.connections == 1
                 await asyncio.sleep(0.1)
@@ -129,7 +129,8 @@ def test_a_client_that_stops_reading_its_last_answer_is_cut_off(
     tmp_path: Path, uvloop: bool, taken: int
 ) -> None:
     async def run() -> None:
-        server = HttpServer(APP, Limits(), write_timeout_s=0.2)
+        # The client must not be cut off while it reads.
+        server = HttpServer(APP, Limits(), write_timeout_s=3.0 if taken else 0.2)
         await server.listen(listening(tmp_path / "s"))
         reader, writer = await asyncio.open_unix_connection(str(tmp_path / "s"), limit=1024)
         writer.write(b"GET /big HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
@@ -158,7 +159,7 @@ def test_a_client_that_half_closes_within_a_head_and_reads_no_answer_is_cut_off(
         return PlainTextResponse("x" * 20_000)
 
     async def run() -> None:
-        server = HttpServer(Starlette(routes=[Route("/", held)]), Limits(), write_timeout_s=1.5)
+        server = HttpServer(Starlette(routes=[Route("/", held)]), Limits(), write_timeout_s=4.0)
         await server.listen(listening(tmp_path / "s"))
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(str(tmp_path / "s"))
@@ -192,7 +193,7 @@ def test_the_total_memory_of_unread_answers_is_bounded(tmp_path: Path, uvloop: b
         first.connect(path)
         first.sendall(b"GET /big HTTP/1.1\r\nHost: x\r\n\r\n")
         others = []
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not server.connections:
                 await asyncio.sleep(0.01)
             for _ in range(count):

@@ -149,12 +149,18 @@ def test_a_waiting_retry_does_not_get_the_cut_off_answer_of_a_client_that_read_t
 
 def test_a_run_without_clients_is_cancelled_after_the_grace_period(front: Harness) -> None:
     front.endless(*front.tokenizer.encode_blocking("a", False))
-    front.configure(retries=RetryRules(grace_s=0.3))
+    front.replica.hold = True
+    front.configure(retries=RetryRules(grace_s=3.0))
     received = b""
     with connect(front) as sock:
         send(sock, "gone", chat(stream=True))
-        while received.count(b'"content":"a') < 5:
-            received += sock.recv(1 << 16)
+        front.wait_for(lambda: len(front.replica.running) == 1)
+        for number in range(5):
+            front.call(front.replica.step)
+            while received.count(b'"content":"a') <= number:
+                received += sock.recv(1 << 16)
+    wait_until_waiting(front, 0)
+    front.replica.hold = False
     (settle,) = front.settled(1)
     front.wait_for(lambda: not front.replica.running)
     assert (settle.status, settle.finish_reason) == (499, "cancelled")

@@ -74,11 +74,13 @@ def test_every_path_refuses_a_suspended_tenant_with_the_reason(rights: Harness) 
 
 
 def test_running_answers_continue_when_their_tenant_is_suspended(rights: Harness) -> None:
-    rights.replica.step_s = 0.02
+    rights.replica.hold = True
     with connect(rights) as stream:
         stream.sendall(request(chat(stream=True), headers=BEARER))
+        rights.wait_for(lambda: bool(rights.replica.running))
+        for _ in range(5):
+            rights.call(rights.replica.step)
         assert stream.recv(1000)
-        rights.replica.hold = True
         limited(rights, suspended=True)
         assert not rights.settles
         rights.replica.hold = False
@@ -198,9 +200,9 @@ def test_a_tenants_default_length_takes_precedence_over_that_of_completions(righ
 
 
 def test_a_front_refuses_an_expired_key_without_a_message_of_the_core(rights: Harness) -> None:
-    limited(rights, expires_at=time.time() + 4)
+    limited(rights, expires_at=time.time() + 8)
     assert ask(rights, "GET", "/v1/models", headers=BEARER).status == 200
-    rights.wait_for(lambda: ask(rights, "GET", "/v1/models", headers=BEARER).status == 401)
+    rights.wait_for(lambda: ask(rights, "GET", "/v1/models", headers=BEARER).status == 401, 60)
     assert ask(rights, "GET", "/v1/models", headers=BEARER).error["code"] == "invalid_api_key"
 
 
