@@ -152,7 +152,9 @@ def test_a_replica_that_does_not_answer_is_killed() -> None:
         assert started.replica.state == "restarting"
         started.replica.start()
         started.processes.ready()
+        started.replica.load_timeout_s = WITHIN_S
         await started.sleep()
+        started.replica.load_timeout_s = 0.1
         assert await started.replica.wake() == "it did not wake within 0.1 s"
         # The replica is no longer asleep; it is loading again.
         assert started.replica.operator_state == "restarting"
