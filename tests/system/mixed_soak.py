@@ -4,8 +4,10 @@ No process is killed. In the second half of the run, the memory, descriptors and
 not keep growing. Afterwards, the request log must contain exactly one row for every request that the clients
 sent.
 
-A CPU replica's KV cache takes up memory only when a block is first used, and blocks that were never used are
-allocated first. All blocks are therefore used once before the traffic starts.
+Memory that is first used long after the start would look like growth. A CPU replica's KV cache takes up
+memory only when a block is first used, and blocks that were never used are allocated first, so all blocks are
+used once before the traffic starts. Python keeps much of the memory that a front has used for large bodies,
+so the attackers first send large bodies at full speed.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ CLIENT = "clients"
 """Name of the tenant whose requests are checked against the log."""
 ATTACK_PAUSE_S = 3.0
 ATTACK_CONNECTIONS = 2
+LARGE_BODIES_S = 20.0
+"""Time for which the attackers send large bodies at full speed before the traffic starts."""
 KV_BLOCKS = 400
 """Number of KV blocks in the short version of this test. With the demo model, they use 250 MiB instead of the
 2 GiB of a CPU replica's default."""
@@ -148,6 +152,14 @@ def clients(attacked: Target, count: int, seconds: float, tally: Tally) -> list[
     return threads
 
 
+def fill_fronts(attacked: Target, key: str, seconds: float) -> None:
+    """Let the attackers send large bodies at full speed, so that the fronts use as much memory for bodies as
+    they may. Raises RuntimeError if an attacker fails."""
+    large = [flood for flood in FLOODS if flood.kind.startswith("huge") and flood.socket != "metrics"]
+    with attackers([orders_of(flood, attacked, seconds, key) for flood in large]) as processes:
+        reports(processes)
+
+
 def run(attacked: Target, key: str, seconds: float, count: int, every_s: float) -> dict[str, Any]:
     """Run all traffic and return the result. Its `failures` field lists the violated expectations. `key`
     belongs to the attackers' tenant, `count` is the number of clients, and `every_s` is the sampling interval
@@ -214,6 +226,7 @@ def main() -> int:
         blocks = attacked.running.replica()["blocks_total"]
         filled_mb = fill_kv_cache(attacked.running, blocks, random.Random(1))
         print(f"all {blocks} KV blocks have been used once: the replica uses {filled_mb:.0f} MB", flush=True)
+        fill_fronts(attacked, key, LARGE_BODIES_S)
         result = run(attacked, key, 60 * options.minutes, options.clients, options.sample_seconds)
         result |= {"kv_blocks": blocks, "replica_mb_with_all_kv_blocks": filled_mb}
     print(f"{result['requests']} client requests: {result['outcomes']}\nattackers: {result['attackers']}")
