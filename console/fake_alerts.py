@@ -31,7 +31,6 @@ class _Measured(NamedTuple):
     where: str
     value: float | None = None
     text: str = ""
-    cause: str = ""
 
 
 class FakeAlerts:
@@ -51,7 +50,7 @@ class FakeAlerts:
             condition = self._conditions.setdefault(key, Condition(_RULES[one.rule], one.where, frozenset()))
             result = condition.update(snapshot.at, one.value, one.text, "")
             if result:
-                alert = self._active[key] = _raised(condition, one.cause, snapshot)
+                alert = self._active[key] = _raised(condition, snapshot)
                 self._write(snapshot.at, "warning", "raised", alert)
             elif result is False:
                 ended = msgspec.structs.replace(self._active.pop(key), state="resolved", ended_at=snapshot.at)
@@ -92,10 +91,9 @@ class FakeAlerts:
 
 def _measured(snapshot: Snapshot) -> Iterator[_Measured]:
     for gpu in snapshot.gpus:
-        where, reason = f"GPU {gpu.number}", ", ".join(gpu.throttle_reasons or ())
-        cause = f"{where} reduced its clocks ({reason})" if reason else ""
-        yield _Measured("gpu-hot", where, gpu.temperature_c, cause=cause)
-        yield _Measured("gpu-slowed-down", where, text=reason, cause=cause)
+        where = f"GPU {gpu.number}"
+        yield _Measured("gpu-hot", where, gpu.temperature_c)
+        yield _Measured("gpu-slowed-down", where, text=", ".join(gpu.throttle_reasons or ()))
     for kv in snapshot.kv:
         yield _Measured("kv-cache-full", kv.replica, units.ratio(kv.blocks_used, kv.blocks_total))
     queue, rates = snapshot.queue, snapshot.rates
@@ -110,13 +108,9 @@ def _measured(snapshot: Snapshot) -> Iterator[_Measured]:
                 yield _Measured("tenant-daily-quota", f"tenant {tenant.name}", used)
 
 
-def _raised(condition: Condition, cause: str, snapshot: Snapshot) -> Alert:
+def _raised(condition: Condition, snapshot: Snapshot) -> Alert:
     rule, at = condition.rule, snapshot.at
-    if cause:
-        cause = f"{cause} {at - condition.since:.0f} s before"
-    else:
-        minutes = min(_CAUSE_WINDOW_S, snapshot.uptime_s) / 60
-        cause = f"nothing else changed within the {minutes:.0f} min before the alert"
+    minutes = min(_CAUSE_WINDOW_S, snapshot.uptime_s) / 60
     return Alert(
         id=f"{zlib.crc32(f'{rule.name} {condition.where} {at:.3f}'.encode()):08x}",
         rule=rule.name,
@@ -124,7 +118,7 @@ def _raised(condition: Condition, cause: str, snapshot: Snapshot) -> Alert:
         state="firing",
         where=condition.where,
         what=filled(rule, condition),
-        cause=cause,
+        cause=f"nothing else changed within the {minutes:.0f} min before the alert",
         remedy=rule.remedy,
         since=condition.since,
         value=condition.value,

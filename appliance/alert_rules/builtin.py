@@ -129,7 +129,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         above=88.0,
         clear=83.0,
         for_s=60.0,
-        what="{where} has {value}",
+        what="{where} is at {value}",
         remedy="check the fans and the airflow; above about 90 °C the GPU reduces its clocks",
         unit="°C",
     ),

@@ -117,6 +117,18 @@ def test_an_xid_error_explains_the_death_of_the_replica_on_its_gpu() -> None:
     assert found[0].alert.cause == "GPU 1 reported Xid 79 at the same time"
 
 
+def test_reduced_clocks_are_the_cause_of_slow_tokens_but_not_of_the_alerts_of_their_gpu() -> None:
+    def change(second: int, tree: dict[str, Any]) -> None:
+        if second >= 100:
+            tree["gpus"][1]["throttle_reasons"] = ["hardware slowdown"]
+        if second >= 120:
+            tree["kv"][1]["blocks_used"] = tree["kv"][1]["blocks_total"]
+
+    found = {one.alert.rule: one.alert for one in evaluate(BUILT_IN, history(200, change))}
+    assert found["gpu-slowed-down"].cause == "nothing else changed within the 2 min before the alert"
+    assert "GPU 1 reduced its clocks (hardware slowdown)" in found["kv-cache-full"].cause
+
+
 def test_an_alert_that_came_before_its_cause_is_suppressed() -> None:
     def change(second: int, tree: dict[str, Any]) -> None:
         if second >= 10:

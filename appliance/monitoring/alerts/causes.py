@@ -41,6 +41,9 @@ class _Change(NamedTuple):
     """Changes with lower ranks are more likely causes."""
     text: str
     scope: Scope
+    is_clock_reduction: bool = False
+    """Whether a GPU reduced its clocks. Conditions for which a GPU has alerts, such as its temperature, cause
+    this, not the other way round."""
 
 
 class CauseFinder:
@@ -67,7 +70,12 @@ class CauseFinder:
         """Return a one-line description of the likely cause of an alert raised by the latest sample."""
         assert self._latest is not None
         at = self._latest.at
-        known = [change for change in self._changes if related(change.scope, condition.scope)]
+        is_gpu = condition.rule.figure.startswith("gpus[")
+        known = [
+            change
+            for change in self._changes
+            if related(change.scope, condition.scope) and not (is_gpu and change.is_clock_reduction)
+        ]
         if known:
             best = min(known, key=lambda change: (change.rank, -change.at))
             return f"{best.text} {_ago(at - best.at)}"
@@ -120,7 +128,8 @@ def _text_changes(at: float, before: TelemetryLayout, after: TelemetryLayout) ->
             elif name in was and text in ("restarting", "failed", "silent"):
                 yield _Change(at, 2, f"{found[1]} became {text}", subject(after, name)[1])
         elif (found := _THROTTLE.fullmatch(name)) is not None:
-            yield _Change(at, 2, f"GPU {found[1]} reduced its clocks ({text})", subject(after, name)[1])
+            what, scope = f"GPU {found[1]} reduced its clocks ({text})", subject(after, name)[1]
+            yield _Change(at, 2, what, scope, is_clock_reduction=True)
         elif (found := _DRAIN.fullmatch(name)) is not None and name not in was:
             model = after.texts.get(f"drains[{found[1]}].model")
             what = f"model {model}" if model else "the service"
