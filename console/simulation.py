@@ -445,11 +445,13 @@ class Simulation:
 
     def _start_decoding(self, replica: SimReplica, request: SimRequest, done: float) -> None:
         request.started = request.arrived + 0.05
+        replica.computed_tokens += request.prompt - request.computed
         request.computed, request.first_token = (
             request.prompt,
             request.arrived + self.random.uniform(0.1, 0.4),
         )
         request.generated = request.output * done
+        replica.generated_tokens += int(request.generated)
         needed = -(-int(request.prompt + request.generated) // BLOCK_TOKENS) - len(request.blocks)
         if needed > 0:
             replica.take(request, needed)
