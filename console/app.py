@@ -220,8 +220,11 @@ class ConsoleApp(App[int]):
         elif word in ("command", "filter"):
             self._open_prompt(word)
         elif word == "copy":
-            self.copy_to_clipboard(self.session.copied())
-            self.session.say("copied to the terminal's clipboard", "dim")
+            if text := self.session.copied():
+                self.copy_to_clipboard(text)
+                self.session.say("copied to the terminal's clipboard", "dim")
+            else:
+                self.session.say("nothing to copy: no row and no request is under the cursor", "warn")
         elif word == "export":
             self._export(rest)
         elif word == "verify":
@@ -390,11 +393,13 @@ class ConsoleApp(App[int]):
 
     def begin(self, action: Action, values: dict[str, Any], *, given: bool = False) -> None:
         """Open the dialog for an action. Unless the command line names a target, the action applies to the
-        marked rows, or to the row under the cursor if no rows are marked."""
+        marked rows, or to the row under the cursor if no rows are marked. `given` is true for a line that the
+        operator typed: if the action needs no target, the line then stands for the whole service."""
         if not self.session.context.write:
             self.session.say(_READ_ONLY if self.session.past is None else PAST_IS_FIXED, "warn")
             return
-        names = [] if given else self._targets_on_screen(action)
+        named = given and (action.named_by in values or not action.is_target_required)
+        names = [] if named else self._targets_on_screen(action)
         if not given and not names and action.target in _ROW_TARGETS and action.name not in _CREATING:
             self.session.say(
                 f"{action.title}: select a {action.target} first, or name one on the command line (:)", "warn"
@@ -408,7 +413,7 @@ class ConsoleApp(App[int]):
         view = self.session.view
         if not action.named_by or view.target != action.target or action.name in _CREATING:
             return []
-        return view.selected(self.session.context)
+        return view.targets(action, self.session.context)
 
     @work(group="actions", exit_on_error=True)
     async def confirm(self, action: Action, values: dict[str, Any], names: list[str]) -> None:
@@ -466,7 +471,7 @@ class ConsoleApp(App[int]):
             return
         if isinstance(result, Done):
             self.session.say(result.message, "good")
-        elif action.name in ("drain", "tenants.set", "tenants.create", "keys.set"):
+        elif action.name in ("drain", "tenants.set", "tenants.create", "keys.set", "alerts.ack"):
             self.session.say(
                 f"{action.title} {action.target_name(parameters)}: done".replace("  ", " "), "good"
             )

@@ -57,6 +57,11 @@ def registered(name: str, context: Context) -> RegisteredModel | None:
     return found or next((one for one in models if name in one.aliases), None)
 
 
+def alerts_of(rule: str | None, snapshot: Snapshot) -> list[Alert]:
+    """Return the alerts of the rules that a pattern matches, or of all rules if it is empty."""
+    return [one for one in snapshot.alerts if fnmatchcase(one.rule, rule or "*")]
+
+
 def is_drained(target: str, drained: str | None, context: Context) -> bool:
     """Return whether a drain of `drained` is a drain of the target. An empty target and None stand for the
     whole service. A drain names the version that answers the requests for the target's name."""
@@ -80,8 +85,8 @@ def fingerprint(action: Action, target: str | None, context: Context) -> Fingerp
         case "model":
             observed |= _model(target or "", snapshot, context)
         case "alert" if action.named_by == "rule":
-            matching = [one for one in snapshot.alerts if fnmatchcase(one.rule, target or "*")]
-            observed["matching alerts"] = ", ".join(f"{one.id} {one.state}" for one in matching) or "none"
+            matching = [f"{one.id} {one.state}" for one in alerts_of(target, snapshot)]
+            observed["matching alerts"] = ", ".join(matching) or "none"
         case "alert":
             observed |= _alert(next((one for one in snapshot.alerts if one.id == target), None))
     read = all(name in context.rows for name in required_lists(action))

@@ -32,7 +32,7 @@ def help_lines(view: View, width: int, keys: KeyTable) -> list[Line]:
         body = [*wrap(figure.text, width - _NAME_WIDTH), *wrap(notes, width - _NAME_WIDTH, "dim")]
         lines += beside(title, body, _NAME_WIDTH, width - _NAME_WIDTH, 0)
     if isinstance(view, TableView):
-        names = ", ".join(column.name for column in view.columns)
+        names = ", ".join(column.names[0] for column in view.columns)
         lines += [BLANK, heading("Filter", width, key_of(keys, "filter"))]
         lines += wrap(
             "Rows must match all terms, separated by spaces: text, field:text, !field:text, field>100, "

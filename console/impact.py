@@ -12,7 +12,7 @@ from appliance.protocol import ModelStatus, NewKey
 from appliance.snapshot import Snapshot, UnfinishedRequest
 from console import units
 from console.context import Context
-from console.fingerprints import Fingerprint, fingerprint, is_drained, registered
+from console.fingerprints import Fingerprint, alerts_of, fingerprint, is_drained, registered
 
 _SHOWN_TENANTS = 3
 """Maximum number of tenants whose forecasts fit in a dialog of 24 lines."""
@@ -72,6 +72,12 @@ def impact(action: Action, target: str | None, context: Context) -> list[str]:
             return _load([one for one in snapshot.requests if one.tenant == target])
         case "key":
             return _load([one for one in snapshot.requests if one.key_id == target])
+        case "alert" if action.named_by == "rule":
+            count = sum(alert.state != "resolved" for alert in alerts_of(target, snapshot))
+            return [f"{count} active alert{'' if count == 1 else 's'} of this rule"]
+        case "alert":
+            found = [one for one in snapshot.alerts if one.id == target]
+            return [f"{units.about(one.where, one.what)} ({one.severity}, {one.state})" for one in found]
     return []
 
 
@@ -194,12 +200,30 @@ def _freed(action: Action, models: list[ModelStatus]) -> str:
 
 
 def result_lines(result: msgspec.Struct) -> list[str]:
-    """Return a result's fields as lines."""
-    lines = []
-    for name, value in msgspec.structs.asdict(result).items():
-        if value is not None:
-            lines.append(f"{name}: {units.date(value) if name.endswith(('_at', '_until')) else value}")
+    """Return a result's fields as lines. Unknown and empty values are left out."""
+    lines = _fields(result, "")
     return [*lines, "The key is shown only once: save it now."] if isinstance(result, NewKey) else lines
+
+
+def _fields(result: msgspec.Struct, indent: str) -> list[str]:
+    lines = []
+    inner = f"{indent}  "
+    for name, value in msgspec.structs.asdict(result).items():
+        title = f"{indent}{name.replace('_', ' ')}:"
+        if value is None or value == "":
+            continue
+        if isinstance(value, msgspec.Struct):
+            lines += [title, *_fields(value, inner)]
+        elif isinstance(value, list):
+            lines.append(title if value else f"{title} none")
+            for one in value:
+                lines += _fields(one, inner) if isinstance(one, msgspec.Struct) else [f"{inner}{one}"]
+        elif isinstance(value, float) and name.endswith(("_at", "until")):
+            lines.append(f"{title} {units.date(value)}")
+        else:
+            first, *more = str(value).split("\n")
+            lines += [f"{title} {first}", *(f"{inner}{one}" for one in more)]
+    return lines
 
 
 def forecast_lines(forecast: QuotaForecast, concerned: str | None) -> list[str]:

@@ -201,6 +201,8 @@ class ConsoleSession:
         elif word == "zoom":
             if not view.zoom():
                 self.say(f"{view.title} has only one panel", "warn")
+        elif word == "jump" and not view.can_jump:
+            self.say(f"{view.title} has no rows or panels to jump to", "warn")
         elif word == "jump":
             self.context.jumping = not self.context.jumping
             if self.context.jumping:
@@ -208,8 +210,10 @@ class ConsoleSession:
         elif word == "variant":
             if view.alternate:
                 self._screen(view.alternate)
-            else:
+            elif view.variants:
                 view.next_variant()
+            else:
+                self.say(f"{view.title} has only one view", "warn")
         elif word == "pause":
             self._pause()
         elif word == "mark" and isinstance(view, TableView):
@@ -224,8 +228,10 @@ class ConsoleSession:
             self._theme(rest)
         elif word in ("interval", "faster", "slower"):
             self._interval(word, rest)
+        elif word in ("mark", "sort"):
+            self.say(f"{view.title} has no rows to {word}", "warn")
         else:
-            return word in ("mark", "sort")
+            return False
         return True
 
     def jump(self, letter: str) -> bool:
@@ -255,9 +261,10 @@ class ConsoleSession:
         return text.getvalue()
 
     def copied(self) -> str:
-        """Return the marked rows, or the row under the cursor, for the clipboard."""
+        """Return the marked rows, or the row under the cursor, for the clipboard. On a screen without rows,
+        return the id of the request under the cursor."""
         if not isinstance(self.view, TableView):
-            return "\n".join(self.view.selected(self.context))
+            return self.view.request(self.context)
         wanted = set(self.view.selected(self.context))
         names, rows = self.view.export(self.context)
         ordered = self.view.ordered(self.context)
@@ -318,10 +325,11 @@ class ConsoleSession:
             view.next_sort(1 if how == "next" else -1)
         elif how == "reverse":
             view.reverse = not view.reverse
-        elif how in (names := [column.name for column in view.columns]):
-            view.sort(how)
+        elif found := next((column for column in view.columns if how.lower() in column.names), None):
+            view.sort(found.name)
         else:
-            self.say(f"unknown column {how!r}: use one of {', '.join(names)}", "bad")
+            names = ", ".join(column.names[0] for column in view.columns)
+            self.say(f"unknown column {how!r}: use one of {names}", "bad")
 
     def _glyphs(self, name: str) -> None:
         at = GLYPH_SETS.index(self.context.glyphs)

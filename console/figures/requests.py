@@ -86,7 +86,7 @@ REQUESTS: dict[str, Figure] = {
         "computed tokens",
         "tokens",
         LIFE,
-        "Prompt tokens that were computed instead of taken from the prefix cache.",
+        "Prompt tokens whose keys and values are in the KV cache, including those from the prefix cache.",
         "requests: computed_tokens",
     ),
     "request_preemptions": Figure(
@@ -194,7 +194,7 @@ REQUESTS: dict[str, Figure] = {
         "FULL IN, limit reached in",
         "s",
         MINUTE,
-        "Time until a limit is reached at the current rate.",
+        "Time until a limit is reached at the current rate. -: no limit is being approached.",
         "tenants: usage",
     ),
     "refused": Figure(

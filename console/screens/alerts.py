@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from appliance.actions import Action, TargetKind
 from appliance.quantities import of_measure
 from appliance.snapshot import Alert
 from console import units
@@ -12,7 +13,12 @@ from console.lines import BLANK, Line, fact_lines
 from console.screens.panels import SEVERITY_ROLES, STATE_ROLES
 from console.screens.table import TableColumn, TableView
 
-_ORDER = {"critical": 0, "warning": 1, "info": 2}
+_ORDER = ("critical", "warning", "info")
+
+
+def _rank(alert: Alert) -> int:
+    """Return the position of an alert: by severity, and after all others if it has ended."""
+    return _ORDER.index(alert.severity) + (len(_ORDER) if alert.state == "resolved" else 0)
 
 
 class AlertsView(TableView[Alert]):
@@ -26,6 +32,7 @@ class AlertsView(TableView[Alert]):
         "Alerts with their likely cause and the next step. Alerts that are a consequence of another alert "
         "are not listed; that alert shows their number."
     )
+    target: TargetKind = "alert"
     sorted_by = "severity"
     empty = "✓ no alerts"
     columns = (
@@ -33,10 +40,11 @@ class AlertsView(TableView[Alert]):
             "severity",
             "SEVERITY",
             10,
-            lambda a: _ORDER[a.severity],
+            lambda a: a.severity,
             lambda a: {"critical": "‼ critical", "warning": "! warning", "info": "i info"}[a.severity],
             right=False,
             role=lambda a: SEVERITY_ROLES[a.severity],
+            rank=_rank,
         ),
         TableColumn(
             "state", "STATE", 12, lambda a: a.state, right=False, role=lambda a: STATE_ROLES[a.state]
@@ -66,6 +74,14 @@ class AlertsView(TableView[Alert]):
 
     def id_of(self, row: Alert) -> str:
         return row.id
+
+    def targets(self, action: Action, context: Context) -> list[str]:
+        """Return the selected alerts, or their rules. A silence has an id of its own, which no alert has."""
+        selected = set(self.selected(context))
+        alerts = [row for row in self.ordered(context) if row.id in selected]
+        if action.named_by == "rule":
+            return list(dict.fromkeys(row.rule for row in alerts))
+        return [row.id for row in alerts] if action.name == "alerts.ack" else []
 
     def title_of(self, row: Alert) -> str:
         return units.about(row.where, row.what)

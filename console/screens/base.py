@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from appliance.actions import TargetKind
+from appliance.actions import Action, TargetKind
 from console.context import Context
 from console.filters import Cell
 from console.lines import Line, clip, span
@@ -46,6 +46,8 @@ class View:
     """Names of alternative contents. The key `v` cycles through them."""
     alternate = ""
     """Name of the screen that shares this screen's key and to which `v` switches."""
+    can_jump = False
+    """Whether the screen has rows or panels to which jump mode can go."""
     reads_blocks = False
     """Whether the screen shows individual KV blocks, or the blocks of requests."""
     help_text = ""
@@ -131,3 +133,8 @@ class View:
     def selected(self, context: Context) -> list[str]:
         """Return the names of the marked objects, or of the object under the cursor."""
         return []
+
+    def targets(self, action: Action, context: Context) -> list[str]:
+        """Return the names of the selected objects as an action with the screen's kind of target needs
+        them."""
+        return self.selected(context)

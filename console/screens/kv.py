@@ -56,6 +56,8 @@ class KvView(View):
     @property
     def hints(self) -> tuple[tuple[str, str], ...]:
         """Commands shown in the footer."""
+        if self.variant == "replicas":
+            return ()
         return (("open", "request"), ("move page-down", "next replica"))
 
     def render(self, context: Context, width: int, height: int) -> list[Line]:
@@ -129,10 +131,6 @@ class KvView(View):
         per_cell = max(1, -(-len(blocks.states) // max(1, self._cells)))
         first = min(self.cursor * per_cell, len(blocks.states) - 1)
         return first, min(first + per_cell, len(blocks.states))
-
-    def selected(self, context: Context) -> list[str]:
-        caches = context.snapshot.kv if context.snapshot else []
-        return [caches[self.replica % len(caches)].model] if caches else []
 
     def _map(self, context: Context, blocks: BlockMap, width: int, height: int) -> list[Line]:
         total = len(blocks.states)

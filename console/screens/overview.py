@@ -45,6 +45,7 @@ class OverviewView(View):
     name = "overview"
     key = "1"
     title = "Overview"
+    can_jump = True
     short = "Overview"
     help_text = (
         "The current state of the service: throughput, latency, queue, KV caches, GPUs, alerts and "

@@ -23,6 +23,12 @@ _LEVEL_ROLES = {
     "info": "dim",
     "debug": "dim",
 }
+_LEVEL_RANKS = {"bad": 0, "warn": 1}
+
+
+def _level_rank(row: ListRow) -> int:
+    """Return the position of a level: errors and problems first, then warnings, then all others."""
+    return _LEVEL_RANKS.get(_LEVEL_ROLES.get(row.level, ""), len(_LEVEL_RANKS))
 
 
 class ListView(TableView[ListRow]):
@@ -169,6 +175,7 @@ class LogsView(ListView):
             lambda r: r.level,
             right=False,
             role=lambda r: _LEVEL_ROLES.get(r.level, "text"),
+            rank=_level_rank,
         ),
         TableColumn("process", "PROCESS", 18, lambda r: r.actor, right=False, role=lambda r: "bold"),
         TableColumn("area", "AREA", 14, lambda r: r.subject, right=False, drop=1, role=lambda r: "dim"),
@@ -189,6 +196,7 @@ class LogsView(ListView):
             lambda r: r.level,
             right=False,
             role=lambda r: _LEVEL_ROLES.get(r.level, "text"),
+            rank=_level_rank,
         ),
         TableColumn("actor", "AREA", 10, lambda r: r.actor, right=False),
         TableColumn("subject", "SUBJECT", 16, lambda r: r.subject, right=False, role=lambda r: "bold"),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from console.context import Context
-from console.filters import Cell, FilterError, matcher, sort_rows
+from console.filters import Cell, Field, FilterError, matcher, sort_rows
 from console.keys import key_of
 from console.lines import BLANK, Line, Span, clip, fit, heading, is_heading, span, wrap
 from console.screens.base import JUMP_LETTERS, Table, View
@@ -18,13 +18,13 @@ _MIN_PREVIEW = 6
 
 
 class TableColumn(NamedTuple):
-    """A column. Its name identifies its value in the admin API, in filters and in the help."""
+    """A column. Its name identifies its value in the admin API and in the help."""
 
     name: str
     title: str
     width: int
     value: Callable[[Any], Cell]
-    """Returns the value to sort and filter by."""
+    """Returns the value to filter by, to export and, without `rank`, to sort by."""
     text: Callable[[Any], str] | None = None
     """Formats the cell. By default, the cell shows the value as text."""
     right: bool = True
@@ -34,11 +34,26 @@ class TableColumn(NamedTuple):
     role: Callable[[Any], str] | None = None
     flexible: bool = False
     """Whether the column takes up the remaining width."""
+    rank: Callable[[Any], Cell] | None = None
+    """Returns the value to sort by if rows are not sorted by `value`."""
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The names of the column in filters and in the command `sort`: its heading, and its name."""
+        return self.title.lower().replace(" ", "_"), self.name
+
+    def shown(self, row: Any) -> str:
+        """Return the text of a cell."""
+        if self.text is not None:
+            return self.text(row)
+        value = self.value(row)
+        return "--" if value is None else str(value)
 
 
 class TableView(View, Generic[R]):
     """A screen with one table."""
 
+    can_jump = True
     columns: tuple[TableColumn, ...] = ()
     sorted_by = ""
     """Name of the column by which the table is initially sorted."""
@@ -98,16 +113,17 @@ class TableView(View, Generic[R]):
     def ordered(self, context: Context) -> list[R]:
         """Return the rows that match the filter, in the chosen order."""
         found: Sequence[R] = self.rows(context)
-        getters = {column.name: column.value for column in self.columns}
         self.error = ""
         if self.filter:
+            fields = [Field(column.names, column.value, column.shown) for column in self.columns]
             try:
-                matches = matcher(self.filter, getters, self.sorted_by)
+                matches = matcher(self.filter, fields, self.sorted_by)
                 found = [row for row in found if matches(row)]
             except FilterError as error:
                 self.error = str(error)
         if self.sorted_by:
-            found = sort_rows(found, getters[self.sorted_by], reverse=self.reverse)
+            chosen = next(column for column in self.columns if column.name == self.sorted_by)
+            found = sort_rows(found, chosen.rank or chosen.value, reverse=self.reverse)
         return list(found)
 
     def render(self, context: Context, width: int, height: int) -> list[Line]:
@@ -182,11 +198,11 @@ class TableView(View, Generic[R]):
         facts = []
         for row in self.ordered(context):
             cells = [
-                f"{column.title.lower()} {self._cell(column, row).strip()}"
+                f"{column.title.lower()} {column.shown(row).strip()}"
                 for column in self.columns[1:]
                 if not column.drop
             ]
-            facts.append((self._cell(self.columns[0], row).strip(), " ".join(cells), "text"))
+            facts.append((self.columns[0].shown(row).strip(), " ".join(cells), "text"))
         return facts or [(self.title.lower(), self.empty, "dim")]
 
     def export(self, context: Context) -> Table:
@@ -222,17 +238,11 @@ class TableView(View, Generic[R]):
         spans: Line = [Span("*" if mark else "▸" if selected else " ", "mark" if mark else "accent")]
         for column, size in shown:
             role = column.role(row) if column.role else "text"
-            text = span(self._cell(column, row)).text
+            text = span(column.shown(row)).text
             spans.append(Span(fit(text, size, right=column.right), role))
             spans.append(Span(" "))
         spans = clip(spans, width)
         return [one._replace(role=f"@{one.role}") for one in spans] if selected else spans
-
-    def _cell(self, column: TableColumn, row: R) -> str:
-        if column.text is not None:
-            return column.text(row)
-        value = column.value(row)
-        return "--" if value is None else str(value)
 
     def _titles(self, shown: list[tuple[TableColumn, int]], width: int) -> Line:
         spans: Line = [Span(" ")]

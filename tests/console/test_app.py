@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from textual.pilot import Pilot
-from textual.widgets import Button, Input
+from textual.widgets import Button, Input, Static
 
 from appliance.actions import action_named
 from appliance.actions.parameters import DeleteTenant
@@ -194,6 +194,25 @@ def test_a_confirmed_action_is_performed_on_each_marked_row() -> None:
             await pilot.press("tab", "enter")
             await until(pilot, lambda dialog=dialog: app.screen is not dialog)  # type: ignore[misc]
         await until(pilot, lambda: len(getattr(app.source, "performed", [])) == 2)
+
+    run(steps, console(write=True))
+
+
+def test_a_command_line_without_a_target_concerns_the_row_under_the_cursor() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("4")
+        await until(pilot, lambda: app._fed > StillSource.steps)
+        [name] = app.session.view.selected(app.session.context)
+        app.call_later(app.run_line, "requests cancel")
+        await until(pilot, lambda: opened(app))
+        assert name in str(app.screen.query_one("#title", Static).render())
+        await pilot.press("escape")
+        await until(pilot, lambda: not isinstance(app.screen, ActionDialog))
+        # Without a model, the line stands for the whole service, also if a model is under the cursor.
+        await pilot.press("6")
+        app.call_later(app.run_line, "drain")
+        await until(pilot, lambda: opened(app))
+        assert "Drain the service?" in str(app.screen.query_one("#title", Static).render())
 
     run(steps, console(write=True))
 

@@ -11,12 +11,14 @@ import msgspec
 import pytest
 
 from appliance.actions import Action, action_named
-from appliance.protocol import DrainStatus, Key, ModelStatus, PeerMapping, ReplicaStatus
+from appliance.protocol import Contents, DrainStatus, Key, ModelStatus, PeerMapping, Reloaded, ReplicaStatus
 from appliance.protocol.registry import RegisteredModel, RegisteredVersion
 from appliance.snapshot import Alert, KvCache, Snapshot, UnfinishedRequest
+from console import units
 from console.context import Context
-from console.impact import Impact, impact
+from console.impact import Impact, impact, result_lines
 from store.policies import Quota
+from store.structs import KeptText, Silence
 from tests.console.frames import session, unknown
 
 GIB = 1 << 30
@@ -328,6 +330,36 @@ def test_a_dialog_notices_that_a_mapping_has_changed() -> None:
     before, after = (replace(two_versions(), rows={"callers": [row]}) for row in rows)
     message = change_of("peers.unmap", "uid:7", before, after)
     assert message.startswith("mapping changed from tenant a from mapped to tenant b from mapped")
+
+
+def test_a_result_is_shown_without_the_notation_of_a_programming_language() -> None:
+    silence = Silence(
+        id="s1", rule="disk-full", subject="*", until=1_800_000_000.0, created_at=1_790_000_000.0
+    )
+    assert result_lines(silence)[3] == f"until: {units.date(1_800_000_000.0)}"
+    reloaded = Reloaded(changed=["queue.limit: 10 to 20"], models=[], at_restart=[])
+    assert result_lines(reloaded) == [
+        "changed:",
+        "  queue.limit: 10 to 20",
+        "models: none",
+        "at restart: none",
+    ]
+    kept = KeptText(number=0, part="prompt", text="first\nsecond", bytes=12, sha256="ab")
+    lines = result_lines(Contents(request_id="r1", tenant="a", created_at=1.0, goes_at=None, texts=[kept]))
+    at = lines.index("texts:")
+    assert lines[at + 1 : at + 3] == ["  part: prompt", "  number: 0"]
+    assert lines[lines.index("  text: first") + 1] == "    second"
+
+
+def test_the_impact_on_alerts_names_the_alert_or_the_number_of_alerts() -> None:
+    alert = Alert(
+        id="a1", rule="replica-down", severity="critical", state="firing", where="m", what="m is down"
+    )
+    ended = msgspec.structs.replace(alert, id="a2", state="resolved")
+    context = newer(two_versions(), lambda snapshot: snapshot.alerts.extend([alert, ended]))
+    assert lines_of("alerts.ack", "a1", context) == ["m is down (critical, firing)"]
+    assert lines_of("alerts.silence", "replica-*", context) == ["1 active alert of this rule"]
+    assert lines_of("alerts.silence", "disk-full", context) == ["0 active alerts of this rule"]
 
 
 @pytest.mark.parametrize(("action", "target"), [("alerts.ack", "a1"), ("alerts.silence", "replica-*")])

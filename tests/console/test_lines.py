@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from console import units
-from console.filters import FilterError, matcher, sort_rows
+from console.filters import Field, FilterError, matcher, sort_rows
 from console.glyphs import GLYPH_SETS, GlyphSet, bar, bar_legend, chart, meter
 from console.lines import cells, clip, fit, heading, line, plain, span, spread, width_of, wrap
 
@@ -88,7 +88,11 @@ def test_a_chart_marks_unknown_values_and_leaves_the_time_before_the_first_empty
     assert chart([8.0], 4, 1, "ascii", "output")[0][0].text.isascii()
 
 
-GETTERS = {"tenant": lambda row: row[0], "age_s": lambda row: row[1]}
+FIELDS = (
+    Field(("tenant", "name"), lambda row: row[0], lambda row: row[0]),
+    Field(("age", "age_s"), lambda row: row[1], lambda row: f"{row[1]:.1f}s"),
+    Field(("tok/s", "tokens_per_s"), lambda row: 300, lambda row: "300"),
+)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +101,12 @@ GETTERS = {"tenant": lambda row: row[0], "age_s": lambda row: row[1]}
         ("acme", True),
         ("tenant:ACM", True),
         ("!tenant:acme", False),
+        ("name:acm", True),
+        ("age:12.5s", True),
+        ("!age:12.5s", False),
         ("age_s>10", True),
+        ("AGE>10", True),
+        ("tok/s>300", False),
         ("age_s>=2k", False),
         (">10", True),
         ("acme age_s<10", False),
@@ -105,19 +114,19 @@ GETTERS = {"tenant": lambda row: row[0], "age_s": lambda row: row[1]}
     ],
 )
 def test_a_row_must_match_all_terms_of_a_filter(text: str, matches: bool) -> None:
-    assert matcher(text, GETTERS, "age_s")(("acme", 12.5)) is matches
+    assert matcher(text, FIELDS, "age_s")(("acme", 12.5)) is matches
 
 
 def test_an_unknown_figure_matches_no_comparison() -> None:
-    assert not matcher("age_s<10", GETTERS, "age_s")(("acme", None))
+    assert not matcher("age_s<10", FIELDS, "age_s")(("acme", None))
 
 
 def test_a_filter_with_an_unknown_column_names_the_columns() -> None:
-    with pytest.raises(FilterError, match=r"unknown column 'size': use one of tenant, age_s"):
-        matcher("size>3", GETTERS, "age_s")
+    with pytest.raises(FilterError, match=r"unknown column 'size': use one of tenant, age, tok/s"):
+        matcher("size>3", FIELDS, "age_s")
 
 
 def test_rows_with_unknown_values_come_last_in_both_directions() -> None:
     rows = [("a", 1.0), ("b", None), ("c", 3.0)]
-    assert [row[0] for row in sort_rows(rows, GETTERS["age_s"], reverse=False)] == ["a", "c", "b"]
-    assert [row[0] for row in sort_rows(rows, GETTERS["age_s"], reverse=True)] == ["c", "a", "b"]
+    assert [row[0] for row in sort_rows(rows, FIELDS[1].value, reverse=False)] == ["a", "c", "b"]
+    assert [row[0] for row in sort_rows(rows, FIELDS[1].value, reverse=True)] == ["c", "a", "b"]

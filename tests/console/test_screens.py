@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from appliance.actions import action_named
 from appliance.pages import AuditAction, ChainReport
 from appliance.protocol import AuditHead, ScalingStatus
 from appliance.protocol.registry import RegisteredModel, ShadowStatus
@@ -325,6 +326,71 @@ def test_the_value_of_an_alert_has_the_form_of_its_text(
     assert [row.partition("value")[2].strip() for row in rows if row.startswith("value")] == (
         [] if text is None else [text]
     )
+
+
+def _alerts() -> Snapshot:
+    alerts = [
+        _alert(id="a1", rule="disk-full", severity="warning", state="resolved"),
+        _alert(id="a2", rule="load-shedding", severity="info"),
+        _alert(id="a3", rule="replica-down", severity="critical"),
+        _alert(id="a4", rule="replica-down", severity="critical", state="resolved"),
+    ]
+    return msgspec.structs.replace(unknown(), alerts=alerts)
+
+
+def test_alerts_that_have_ended_are_below_all_others() -> None:
+    view = AlertsView()
+    assert [row.id for row in view.ordered(context(_alerts()))] == ["a3", "a2", "a4", "a1"]
+    assert [row[0] for row in view.export(context(_alerts()))[1]][:2] == ["critical", "info"]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("severity:critical", ["a3", "a4"]),
+        ("critical", ["a3", "a4"]),
+        ("!SEVERITY:critical state:firing", ["a2"]),
+        ("rule:replica !state:resolved", ["a3"]),
+    ],
+)
+def test_alerts_are_filtered_by_their_severity(text: str, found: list[str]) -> None:
+    view = AlertsView()
+    view.filter = text
+    assert [row.id for row in view.ordered(context(_alerts()))] == found
+    assert not view.error
+
+
+def test_an_action_concerns_the_selected_alerts_or_their_rules() -> None:
+    view, shown = AlertsView(), context(_alerts())
+    view.render(shown, 80, 24)
+    assert view.targets(action_named("alerts.ack"), shown) == ["a3"]
+    view.marks = {"a3", "a4", "a1"}
+    assert view.targets(action_named("alerts.ack"), shown) == ["a3", "a4", "a1"]
+    assert view.targets(action_named("alerts.silence"), shown) == ["replica-down", "disk-full"]
+    assert view.targets(action_named("alerts.unsilence"), shown) == []
+
+
+def test_every_column_is_filtered_and_sorted_by_its_heading() -> None:
+    made = session()
+    checked = 0
+    for name in NAMES:
+        made.run(f"screen {name}")
+        view = made.view
+        if not isinstance(view, TableView):
+            continue
+        for _ in view.variants or ("",):
+            for column in view.columns:
+                heading = column.names[0]
+                assert not [one.name for one in view.columns if heading in one.names and one is not column]
+                made.run(f"filter {heading}:a")
+                view.ordered(made.context)
+                assert not view.error
+                made.run(f"sort {heading.upper()}")
+                assert view.sorted_by == column.name
+                checked += 1
+            made.run("filter none")
+            view.next_variant()
+    assert checked > 90
 
 
 @pytest.mark.parametrize("size", SIZES)

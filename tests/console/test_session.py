@@ -155,6 +155,24 @@ def test_back_returns_to_the_screen_before() -> None:
     assert shown.view.name == "tenants"
 
 
+@pytest.mark.parametrize(
+    ("screen", "command", "message"),
+    [
+        ("batches", "jump", "Batches has no rows or panels to jump to"),
+        ("kv", "sort next", "KV cache has no rows to sort"),
+        ("overview", "mark", "Overview has no rows to mark"),
+        ("gpus", "variant", "GPUs has only one view"),
+        ("gpus", "zoom", "GPUs has only one panel"),
+    ],
+)
+def test_a_key_that_does_nothing_on_a_screen_says_so(screen: str, command: str, message: str) -> None:
+    shown = session(steps=1)
+    shown.run(f"screen {screen}")
+    shown.run(command)
+    assert shown.state.message == message
+    assert not shown.context.jumping
+
+
 def test_every_command_of_the_key_table_is_known() -> None:
     app_commands = {
         "command",
