@@ -42,9 +42,12 @@ class Browser:
         await self.until(lambda: port_file.exists() and port_file.read_text().count("\n"), "Chromium's port")
         port = port_file.read_text().split("\n")[0]
         self._http = aiohttp.ClientSession()
-        async with self._http.get(f"http://127.0.0.1:{port}/json/list") as answer:
-            page = next(one for one in await answer.json() if one["type"] == "page")
-        self._socket = await self._http.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0)
+        pages: list[dict[str, Any]] = []
+        while not pages:
+            await asyncio.sleep(0.1)
+            async with self._http.get(f"http://127.0.0.1:{port}/json/list") as answer:
+                pages = [one for one in await answer.json() if one["type"] == "page"]
+        self._socket = await self._http.ws_connect(pages[0]["webSocketDebuggerUrl"], max_msg_size=0)
         self._reader = asyncio.create_task(self._read())
         await self.call("Network.enable")
         await self.call("Page.enable")

@@ -61,7 +61,10 @@ def shown(app: ConsoleApp) -> str:
 
 def opened(app: ConsoleApp) -> bool:
     """Return whether an action's dialog is fully displayed and has the focus."""
-    return isinstance(app.screen, ActionDialog) and app.screen.focused is not None
+    if not isinstance(app.screen, ActionDialog) or app.screen.focused is None:
+        return False
+    # The command is displayed after the focus has been set.
+    return any(str(one.render()) for one in app.screen.query("#command"))
 
 
 async def until(pilot: Pilot[int], condition: Callable[[], object]) -> None:

@@ -22,7 +22,7 @@ from console.impact import result_lines
 from console.palette import ConsoleCommands
 from tests.console.frames import SIZES, source
 from tests.console.test_app import opened, until
-from tests.console.test_svg import compare, utc  # noqa: F401
+from tests.console.test_svg import compare, settled, utc  # noqa: F401
 
 STEPS = 20
 
@@ -118,6 +118,7 @@ def test_a_dialog_looks_like_its_picture(utc: None, name: str, size: tuple[int, 
     fake.__class__ = FrozenSource
     app = ConsoleApp(fake, write=True)
     key, open_dialog, is_open = DIALOGS[name]
+    file = f"dialog-{name}-{size[0]}x{size[1]}.svg"
 
     async def drawn() -> str:
         async with app.run_test(size=size) as pilot:
@@ -134,6 +135,6 @@ def test_a_dialog_looks_like_its_picture(utc: None, name: str, size: tuple[int, 
             await pilot.pause()
             for button in app.screen.query(Button):
                 assert button.region.bottom <= size[1] - 1 and button.region.height, button
-            return app.export_screenshot(title="appliance console")
+            return await settled(file, lambda: app.export_screenshot(title="appliance console"))
 
-    compare(f"dialog-{name}-{size[0]}x{size[1]}.svg", asyncio.run(drawn()))
+    compare(file, asyncio.run(drawn()))

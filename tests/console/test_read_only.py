@@ -24,7 +24,7 @@ from appliance.calls import READ_ONLY_HEADER
 from appliance.pages import AuditQuery
 from console.app import ConsoleApp
 from console.commands import WORDS, build, equivalent
-from console.dialogs import TextDialog
+from console.dialogs import ActionDialog, TextDialog
 from console.keys import CHARACTERS, KEYS, offered
 from console.live import LiveSource
 from console.palette import ConsoleCommands
@@ -166,7 +166,7 @@ async def press(pilot: Pilot[int], *keys: str) -> None:
 
 def acting(app: ConsoleApp) -> bool:
     """Return whether the console has opened a dialog or is running a worker that performs an action."""
-    return opened(app) or any(worker.group == "actions" for worker in app.workers)
+    return isinstance(app.screen, ActionDialog) or any(worker.group == "actions" for worker in app.workers)
 
 
 def messages_of(app: ConsoleApp) -> list[str]:

@@ -23,6 +23,7 @@ from console.figures import FIGURES
 from console.live import LiveSource
 from console.replay import ReplaySource
 from console.stored_recording import file_recording
+from store.telemetry_reader import TelemetryReader
 from tests.console.recorded import record
 from tests.core.conftest import read_answer, running_core, wait_until
 
@@ -193,6 +194,9 @@ def test_a_service_delivers_every_figure_and_its_past_delivers_the_same(tmp_path
         wait_until(lambda: any(one.generated_tokens for one in service.admin.in_flight()))
         seen = asyncio.run(live())
         asked.close()
+        # The service writes its history in a separate thread.
+        reader = TelemetryReader(service.state_dir / "history.db")
+        wait_until(lambda: (reader.span() or (0.0, 0.0))[1] > seen[-1].at, what="the record of what was seen")
     # These fields depend neither on the load nor on the machine.
     plain = ("started_at", "uptime_s", "version", "pid", "state", "run_dir", "audit_rows", "queue.limit")
     assert delivered(seen) >= set(plain)
@@ -200,7 +204,6 @@ def test_a_service_delivers_every_figure_and_its_past_delivers_the_same(tmp_path
     assert not extra
     assert not undelivered(seen, _OF_THE_CORE)
     past = asyncio.run(replayed(service.state_dir / "history.db", seen[0].at))
-    # The service was killed, so its last few seconds may not have been written.
     times = {one.at for one in past} & {one.at for one in seen}
     assert len(times) >= 2
     live_part, past_part = ([one for one in part if one.at in times] for part in (seen, past))

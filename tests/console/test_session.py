@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -38,10 +39,11 @@ def header(shown: ConsoleSession) -> str:
 def test_a_service_that_does_not_answer_leaves_the_last_figures_marked_as_stale(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    now = [100.0]
+    monkeypatch.setattr("console.session.time", SimpleNamespace(monotonic=lambda: now[0]))
     shown = session(steps=5)
     assert "STALE" not in header(shown)
-    clock = __import__("time").monotonic
-    monkeypatch.setattr("console.session.time.monotonic", lambda: clock() + 60.0)
+    now[0] += 60.0
     shown.fail("no service is running at /run/appliance")
     assert "STALE 1m00s" in header(shown)
     lines = [plain(row) for row in shown.lines(120, 40)]
