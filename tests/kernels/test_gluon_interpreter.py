@@ -143,7 +143,7 @@ def test_a_fault_is_found_in_any_order_of_the_partitions(wrong: str, seed: int) 
     before = threading.active_count()
     with pytest.raises(Fault, match=FAULTS[wrong]):
         launch(wrong, seed)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 @pytest.mark.parametrize("seed", SEEDS)

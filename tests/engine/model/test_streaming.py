@@ -302,7 +302,7 @@ def test_a_stream_closed_early_leaves_no_thread_and_no_open_file(folder: Path) -
         next(blocks)
     blocks.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
-    assert len(os.listdir("/proc/self/fd")) == opened
+    assert len(os.listdir("/proc/self/fd")) <= opened
 
 
 @pytest.mark.parametrize("shared", [False, True])

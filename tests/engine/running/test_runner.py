@@ -259,8 +259,10 @@ def test_steps_run_asynchronously_in_order_and_gaps_are_measured(folder: Path) -
     check_greedy(runner, prompt_of(60), tokens)
     assert all(step.ready() for step in launched)
     assert launched[0].host_gap_us == 0.0
-    # A host gap does not include the time spent waiting for the previous step.
-    assert all(0.0 <= step.host_gap_us < 1_900_000 for step in launched)
+    # A host gap does not include the time spent waiting for the previous step. Other processes may delay some
+    # of the steps, so use the shortest gap.
+    gaps = [step.host_gap_us for step in launched[1:]]
+    assert 0.0 <= min(gaps) < 500_000
     threading.Event().wait(0.03)
     late = runner.launch(StepPlan(9, [], [], [], [0], []))
     late.wait()
