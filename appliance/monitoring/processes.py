@@ -9,21 +9,25 @@ from itertools import pairwise
 from appliance.monitoring.findings import Finding
 
 _CHILDREN = ("engine.replica", "appliance.front")
+_EXIT_S = 5.0
+"""How long the processes of a service that has just ended may take to exit."""
 
 
 def orphans(service_pid: int | None) -> Iterator[Finding]:
     """Check for ranks and front processes that still run although their parent has exited. Normally, they
-    exit with their parent, because the kernel kills them or their channels are closed."""
+    exit soon after their parent, because the kernel kills them or their channels are closed."""
     import psutil
 
-    found = []
+    orphaned = []
     for process in psutil.process_iter(["pid", "ppid", "cmdline"]):
         words = process.info["cmdline"] or []
         ours = any(first == "-m" and second in _CHILDREN for first, second in pairwise(words))
         # If the service is process 1 of a container, its children also have parent 1 but are not orphans.
         if ours and process.info["ppid"] == 1 and service_pid != 1 and not _service_is_init():
-            found.append((process.info["pid"], " ".join(words[1:3])))
-    for pid, what in found:
+            orphaned.append(process)
+    _, left = psutil.wait_procs(orphaned, timeout=_EXIT_S)
+    for process in left:
+        pid, what = process.info["pid"], " ".join(process.info["cmdline"][1:3])
         yield Finding(
             area="leftovers",
             subject=f"process {pid}",
@@ -31,7 +35,7 @@ def orphans(service_pid: int | None) -> Iterator[Finding]:
             text=f"process {pid} ({what}) is still running after its service ended and may occupy memory",
             remedy=f"kill the process: kill -9 {pid}",
         )
-    if not found:
+    if not left:
         yield Finding(
             area="leftovers",
             subject="processes",
