@@ -72,10 +72,10 @@ def test_percentiles_are_the_servers_own_times(fake: FakeServer, target: Target)
     assert summary.succeeded == 20 and not summary.failures
     assert summary.ttft_ms and summary.itl_ms and summary.tpot_ms and summary.e2e_ms
     # Requests never arrive early, but their lateness depends on the load of the machine.
-    assert 50 <= summary.ttft_ms.p50 < 250 and summary.ttft_ms.max >= 300
-    assert 18 <= summary.itl_ms.p50 < 100
-    assert 18 <= summary.tpot_ms.p50 < 100
-    assert 130 <= summary.e2e_ms.p50 < 650
+    assert 50 <= summary.ttft_ms.p50 < 1000 and summary.ttft_ms.max >= 300
+    assert 18 <= summary.itl_ms.p50 < 500
+    assert 18 <= summary.tpot_ms.p50 < 500
+    assert 130 <= summary.e2e_ms.p50 < 3000
     assert (summary.output_tokens, summary.prompt_tokens) == (100, 320)
 
 
@@ -224,7 +224,7 @@ def test_a_run_that_reaches_its_time_limit_closes_its_requests(fake: FakeServer,
 
 
 def test_progress_shows_what_runs_and_what_was_received(fake: FakeServer, target: Target) -> None:
-    fake.behaviour.ttft_s = lambda number: 1.0
+    fake.behaviour.ttft_s = lambda number: 3.0
     seen: list[tuple[int, int]] = []
     drive(target, 3, concurrency=3, show=lambda raw: seen.append((raw.running, raw.chunks)))
     assert (3, 0) in seen and seen[-1] == (0, 15)

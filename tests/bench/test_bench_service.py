@@ -34,7 +34,7 @@ def test_a_small_run_against_the_service(tmp_path: Path) -> None:
             ],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=120,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         made = json.loads((tmp_path / "out.json").read_text())
@@ -50,7 +50,7 @@ def test_a_small_run_against_the_service(tmp_path: Path) -> None:
 
         # Four of the requests are the warm-up. The counts arrive with a delay: a replica reports them only
         # after the client has received the last token.
-        running.wait_until(lambda: len(whole()) >= 12 + 4, 5, "the rows of all requests")
+        running.wait_until(lambda: len(whole()) >= 12 + 4, 60, "the rows of all requests")
         rows = whole()
         assert len(rows) == 12 + 4
         assert all(row["prompt_tokens"] == 48 and not row["cached_tokens"] for row in rows)
@@ -64,7 +64,7 @@ def test_the_service_is_compared_with_its_engine(tmp_path: Path) -> None:
         [sys.executable, str(SCRIPT), *words.split(), *loads.split(), "--json", str(tmp_path / "out.json")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     made = json.loads((tmp_path / "out.json").read_text())
