@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from appliance.actions.parameters import AddModel
 from appliance.client import AdminClient
 from appliance.models.fit import host_bytes, read_memory
-from appliance.models.residency import MIN_SERVICE_S
+from appliance.models.residency import DRAIN_S, MIN_SERVICE_S
 from appliance.settings import ModelSettings
 from appliance.settings.fields import OnDemandSettings
 from tests.checkpoints import write_constant_checkpoint
@@ -156,9 +156,11 @@ class Alternating:
 
     def bound_s(self, models: int) -> float:
         """Return the longest time that a request may wait when this many models compete for the memory. The
-        swaps after the first one must fit into `SLACK_S`, unless the machine is so slow that they cannot."""
+        drain, the end of the processes and the swaps after the first one must fit into `SLACK_S`, unless the
+        machine is so slow that they cannot."""
+        slack_s = max(SLACK_S, DRAIN_S + 2 * self.swap_s())
         more_swaps_s = (models - 2) * (self.swap_s() + MIN_SERVICE_S)
-        return self.min_residence_s + self.swap_s() + max(SLACK_S, more_swaps_s + SLACK_S / 2)
+        return self.min_residence_s + self.swap_s() + max(slack_s, more_swaps_s + slack_s / 2)
 
 
 def checkpoints(folder: Path) -> dict[str, Path]:
@@ -183,7 +185,8 @@ def alternating(
     """Run a service that may use memory for `room` models at a time. `more` contains additional settings."""
     config = folder / "appliance.toml"
     config.write_text(
-        f"fronts = 2\n[models]\n[on_demand]\nmemory_gb = {memory_gb(folder, room)}\n"
+        # The service must not kill a process that a test has stopped.
+        f"fronts = 2\nhang_timeout_s = 600\n[models]\n[on_demand]\nmemory_gb = {memory_gb(folder, room)}\n"
         f"min_residence_s = {min_residence_s}\n{more}"
     )
     with service("--config", str(config), "--device", "cpu") as running:
