@@ -182,12 +182,17 @@ def test_doctor_and_exports_of_the_history_read_the_service_through_ssh(
     remote: Remote, tmp_path: Path
 ) -> None:
     def examined(run_dir: Path) -> Any:
-        found = json.loads(run(run_dir, "doctor").stdout)
+        done = run(run_dir, "doctor")
+        assert done.returncode in (0, 1), done.stderr
+        found = json.loads(done.stdout)
         rows = [(one["area"], one["subject"], one["level"]) for one in found["findings"]]
         # The local command is not given the settings file with which the service was started.
         return found["host"], found["state_dir"], [row for row in rows if row[1] != "settings"]
 
-    assert examined(remote.run_dir) == examined(remote.service.run_dir)
+    # The level of a finding may change between the two calls, and the service keeps its findings for 30 s.
+    remote.service.wait_until(
+        lambda: examined(remote.run_dir) == examined(remote.service.run_dir), 120, "the same findings"
+    )
     exported = run(remote.run_dir, "history", "export", str(tmp_path / "incident"), "--since", "1m")
     assert exported.returncode == 0 and json.loads(exported.stdout)["samples"] > 0
 
@@ -223,8 +228,8 @@ def test_an_operator_acts_through_ssh_as_the_account_of_the_login(remote: Remote
 
     [request] = remote.service.wait_until(held, 60, "the held request")
     assert run(remote.run_dir, "requests", "cancel", request["request_id"], "--yes").returncode == 0
-    client.join(60)
-    assert answers[0] >= 400
+    client.join(120)
+    assert [status >= 400 for status in answers] == [True]
     assert run(remote.run_dir, "resume").returncode == 0
     assert remote.service.status()["drains"] == []
     for action in ("drain", "requests.cancel", "resume"):

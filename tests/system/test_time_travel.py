@@ -272,6 +272,11 @@ def test_the_screens_of_a_killed_replica_equal_those_that_were_live(tmp_path: Pa
         assert found(live, "requests", lambda row: "D decode" in row)
 
         assert found(live, "kv", lambda row: "1 cell = " in row)
+        running.wait_until(
+            lambda: not any(database["lag_rows"] for database in running.status()["databases"]),
+            60,
+            "the newest sample to be recorded",
+        )
         compare(live, service_recording(running.run_dir, None))
         for client in clients:
             client.join(120)
