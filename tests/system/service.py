@@ -96,7 +96,7 @@ class Service:
     def status(self) -> Any:
         """Return the status as `appliance status --json` prints it, without starting a process for each
         call."""
-        with AdminClient(self.run_dir) as client:
+        with AdminClient(self.run_dir, timeout_s=60) as client:
             return msgspec.to_builtins(client.status())
 
     def replica(self) -> Any:
@@ -114,7 +114,7 @@ class Service:
 
     def act(self, action: msgspec.Struct) -> Any:
         """Perform an operator action as its command would, without starting a process. Return the result."""
-        with AdminClient(self.run_dir) as client:
+        with AdminClient(self.run_dir, timeout_s=60) as client:
             return client.act(action)
 
     def key(self, name: str, tenant: str = "default", **fields: Any) -> str:

@@ -91,13 +91,13 @@ def test_what_changed_is_applied_under_load_and_nothing_else_is_touched(box: Box
     for stream in streams:
         stream.join(120)
         assert (stream.error, stream.finish_reason) == (None, "length")
-    running.wait_until(lambda: box.pids("new"), 60, "the new model")
-    running.wait_until(lambda: not set(changed) & set(box.pids("other") or changed), 60, "its successor")
+    running.wait_until(lambda: box.pids("new"), 120, "the new model")
+    running.wait_until(lambda: not set(changed) & set(box.pids("other") or changed), 120, "its successor")
     running.wait_until(lambda: len(running.descendants()) == 4, 60, "a front and three replicas")
     assert box.pids("demo") == kept
-    assert [one.pid for one in box.status().fronts] == [front]
+    running.wait_until(lambda: [one.pid for one in box.status().fronts] == [front], 60, "only one front")
     assert [box.completes(model) for model in ("demo", "other", "new")] == [200, 200, 200]
-    with httpx.Client() as http:
+    with httpx.Client(timeout=60) as http:
         assert http.get(f"http://127.0.0.1:{port}/health/ready").status_code == 200
         with pytest.raises(httpx.ConnectError):
             http.get(f"http://{former}/health/ready")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import threading
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 from appliance.actions.parameters import LoadModel, SleepModel, UnloadModel, WakeModel
@@ -16,6 +18,9 @@ from tests.system.service import APPLIANCE, service
 pytestmark = pytest.mark.system
 
 WITHIN_S = 120.0
+_POOLED = 8
+"""Number of threads and descriptors that a process may gain without a leak. The pools of the core, of six
+and of two threads, start their threads when several operations overlap."""
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +74,13 @@ def test_a_version_that_is_not_loaded_can_neither_sleep_nor_wake(
 def test_rounds_of_sleep_leave_no_descriptors_or_threads_behind(sleeps: Sleeps) -> None:
     sleeps.rounds(2)
     before = sleeps.usage()
-    sleeps.rounds(3)
+    sleeps.rounds(_POOLED + 1)
 
     def nothing_left() -> bool:
         after = sleeps.usage()
         return before.keys() == after.keys() and all(
-            after[pid].descriptors <= was.descriptors + 2 and after[pid].threads <= was.threads + 2
+            after[pid].descriptors <= was.descriptors + _POOLED
+            and after[pid].threads <= was.threads + _POOLED
             for pid, was in before.items()
         )
 
@@ -143,7 +149,8 @@ def test_a_model_whose_process_is_killed_while_it_wakes_answers_afterwards(sleep
     thread = threading.Thread(target=wake)
     thread.start()
     sleeps.running.wait_until(lambda: sleeps.state() == "loading", WITHIN_S, "the model to be waking")
-    rank.kill()
+    with contextlib.suppress(psutil.NoSuchProcess):  # the service kills a stopped rank after a while
+        rank.kill()
     thread.join(WITHIN_S)
     assert not thread.is_alive() and failures == []
     assert sleeps.state() == "ready" and sleeps.tokens() == [TOKEN] * 8
