@@ -361,9 +361,11 @@ def processes(context: Context, snapshot: Snapshot, width: int, height: int) -> 
         ("memory" if width >= 44 else "mem", units.percent(memory)),
         ("disk free" if width >= 44 else "free", units.size(host.disk_free_bytes)),
     ]
+    needed = sum(len(f"  {name} {value}") for name, value in facts) - 2
+    gap = "  " if needed <= width else " "
     row: Line = []
     for number, (name, value) in enumerate(facts):
-        row += [span(f"{'  ' if number else ''}{name} ", "label"), span(value, "bold")]
+        row += [span(f"{gap if number else ''}{name} ", "label"), span(value, "bold")]
     lines.append(clip(row, width))
     known: list[Process] = sorted(host.processes, key=lambda one: -(one.cpu_percent or 0.0))
     name_width = max(8, width - 19)

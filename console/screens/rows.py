@@ -198,7 +198,7 @@ class LogsView(ListView):
             role=lambda r: _LEVEL_ROLES.get(r.level, "text"),
             rank=_level_rank,
         ),
-        TableColumn("actor", "AREA", 10, lambda r: r.actor, right=False),
+        TableColumn("actor", "AREA", 11, lambda r: r.actor, right=False),
         TableColumn("subject", "SUBJECT", 16, lambda r: r.subject, right=False, role=lambda r: "bold"),
         TableColumn("text", "FINDING", 30, lambda r: r.text, right=False, flexible=True),
     )
