@@ -143,21 +143,19 @@ class TableView(View, Generic[R]):
         title = f"{self.title}{counted}" + (f" · {len(self.marks)} marked" if self.marks else "")
         lines = [heading(title, width, self.note(context))]
         if self.filter:
-            lines.append(
-                [
-                    span(key_of(context.keys, "filter"), "key"),
-                    span(self.filter, "bold"),
-                    span(
-                        f"  {self.error or self._hint(context, '({} to clear)')}",
-                        "bad" if self.error else "dim",
-                    ),
-                ]
-            )
+            lines.append(self._filter_line(context))
         lines += self.above(context, width)
         shown = self._fitting(width)
         lines.append(self._titles(shown, width))
         lines += self._body(rows, shown, width, height - len(lines))
         return [*lines, *self.below(rows, context, width, height - len(lines))]
+
+    def _filter_line(self, context: Context) -> Line:
+        return [
+            span(key_of(context.keys, "filter"), "key"),
+            span(self.filter, "bold"),
+            span(f"  {self.error or self._hint(context, '({} to clear)')}", "bad" if self.error else "dim"),
+        ]
 
     def above(self, context: Context, width: int) -> list[Line]:
         """Return lines to show between the heading and the table."""
@@ -197,13 +195,36 @@ class TableView(View, Generic[R]):
             return [(self.title.lower(), *missing)]
         facts = []
         for row in self.ordered(context):
+            # Texts need no heading, which leaves more room in a small terminal.
             cells = [
-                f"{column.title.lower()} {column.shown(row).strip()}"
+                f"{column.title.lower() if column.right else ''} {column.shown(row).strip()}".strip()
                 for column in self.columns[1:]
                 if not column.drop
             ]
             facts.append((self.columns[0].shown(row).strip(), " ".join(cells), "text"))
-        return facts or [(self.title.lower(), self.empty, "dim")]
+        return facts or [(self.title.lower(), self._empty_text(), "dim")]
+
+    def small(self, context: Context, width: int, height: int) -> list[Line]:
+        """Return one line per row, with the cursor, the filter and the marks, or the details of a row."""
+        if self._missing(context):
+            return super().small(context, width, height)
+        rows = self.ordered(context)
+        self._order = [self.id_of(row) for row in rows]
+        if self.detail:
+            return self._detail(rows, context, width, height)
+        facts = self.facts(context)
+        above = facts[: len(facts) - len(rows)]
+        lines = [clip([span(f"{name}  ", "dim"), span(value, role)], width) for name, value, role in above]
+        if self.filter:
+            lines.append(clip(self._filter_line(context), width))
+        self._follow_cursor(height - len(lines))
+        for index in self._visible:
+            name, value, role = facts[len(above) + index]
+            selected = index == self._index
+            mark = "*" if self._order[index] in self.marks else "▸" if selected else " "
+            row = clip([Span(mark, "accent"), span(f"{name}  ", "dim"), span(value, role)], width)
+            lines.append([one._replace(role=f"@{one.role}") for one in row] if selected else row)
+        return lines
 
     def export(self, context: Context) -> Table:
         names = [column.name for column in self.columns]
@@ -213,17 +234,8 @@ class TableView(View, Generic[R]):
         self, rows: list[R], shown: list[tuple[TableColumn, int]], width: int, height: int
     ) -> list[Line]:
         if not rows:
-            return [[span(self.empty if not self.filter else "no rows match the filter", "dim")]]
-        if self.cursor in self._order:
-            self._index = self._order.index(self.cursor)
-        self._index = max(0, min(self._index, len(rows) - 1))
-        self.cursor = self._order[self._index]
-        if self._index < self.scroll:
-            self.scroll = self._index
-        elif self._index >= self.scroll + height:
-            self.scroll = self._index - height + 1
-        self.scroll = max(0, min(self.scroll, len(rows) - height))
-        self._visible = range(self.scroll, min(len(rows), self.scroll + height))
+            return [[span(self._empty_text(), "dim")]]
+        self._follow_cursor(height)
         lines = [
             self._row(rows[index], shown, width, selected=index == self._index) for index in self._visible
         ]
@@ -232,6 +244,23 @@ class TableView(View, Generic[R]):
                 [Span(letter, "tab"), *row[1:]] for letter, row in zip(JUMP_LETTERS, lines, strict=False)
             ] + lines[len(JUMP_LETTERS) :]
         return lines
+
+    def _empty_text(self) -> str:
+        return "no rows match the filter" if self.filter else self.empty
+
+    def _follow_cursor(self, height: int) -> None:
+        """Scroll so that the row under the cursor is visible in a table of this height."""
+        if self.cursor in self._order:
+            self._index = self._order.index(self.cursor)
+        self._index = max(0, min(self._index, len(self._order) - 1))
+        if self._order:
+            self.cursor = self._order[self._index]
+        if self._index < self.scroll:
+            self.scroll = self._index
+        elif self._index >= self.scroll + height:
+            self.scroll = self._index - height + 1
+        self.scroll = max(0, min(self.scroll, len(self._order) - height))
+        self._visible = range(self.scroll, min(len(self._order), self.scroll + height))
 
     def _row(self, row: R, shown: list[tuple[TableColumn, int]], width: int, *, selected: bool) -> Line:
         mark = self.id_of(row) in self.marks

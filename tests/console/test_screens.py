@@ -12,7 +12,7 @@ from appliance.actions import action_named
 from appliance.pages import AuditAction, ChainReport
 from appliance.protocol import AuditHead, ScalingStatus
 from appliance.protocol.registry import RegisteredModel, ShadowStatus
-from appliance.snapshot import Alert, Gpu, Rates, Snapshot
+from appliance.snapshot import Alert, Gpu, Host, Rates, Snapshot
 from console.fake import FIXED_TIME
 from console.figures import FIGURES
 from console.help import help_lines
@@ -254,6 +254,44 @@ def test_a_small_terminal_gets_one_line_per_fact(shown: ConsoleSession) -> None:
     lines = [plain(row) for row in shown.lines(50, 16)]
     assert any(row.startswith("output tokens/s") for row in lines)
     assert any(row.startswith("TTFT") for row in lines)
+
+
+def test_a_table_in_a_small_terminal_has_a_cursor_a_filter_and_details() -> None:
+    made = session()
+    made.run("screen requests")
+    for _ in range(20):
+        made.lines(50, 16)
+        made.run("move down")
+    view = made.view
+    assert isinstance(view, RequestsView)
+    rows = [plain(row) for row in made.lines(50, 16)]
+    chosen = view.ordered(made.context)[20]
+    [at] = [row for row in rows if row.startswith("▸")]
+    assert at.startswith(f"▸{chosen.request_id}  D decode {chosen.class_name} {chosen.tenant} age ")
+    made.run("filter tenant:nobody")
+    assert [plain(row) for row in made.lines(50, 16)][1:3] == [
+        "requests  no rows match the filter",
+        "/tenant:nobody  (esc to clear)",
+    ]
+    made.run("back")
+    made.lines(50, 16)
+    made.run("open")
+    assert view.detail == chosen.request_id
+    assert any(plain(row).startswith("tenant ") for row in made.lines(50, 16))
+
+
+def test_the_figures_of_a_busy_host_fit_beside_the_other_panels() -> None:
+    host = Host(
+        name="h",
+        cpu_percent=100.0,
+        load_1m=20.4,
+        memory_bytes=100,
+        memory_used_bytes=24,
+        disk_free_bytes=70 << 30,
+    )
+    snapshot = msgspec.structs.replace(unknown(), host=host)
+    lines = panels.processes(context(snapshot), snapshot, 38, 8)
+    assert plain(lines[1]) == "cpu 100% load 20.4 mem 24% free 70.0G"
 
 
 def overview_facts(snapshot: Snapshot) -> dict[str, str]:
