@@ -24,7 +24,7 @@ def configured(settings: str, *flags: str) -> Iterator[Service]:
             yield running
 
 
-def problem(running: Service, where: str, text: str, timeout_s: float = 60) -> dict[str, Any]:
+def problem(running: Service, where: str, text: str, timeout_s: float = 120) -> dict[str, Any]:
     """Wait until the status lists a current problem in `where` that contains the given text, and return the
     problem."""
 
@@ -37,7 +37,17 @@ def problem(running: Service, where: str, text: str, timeout_s: float = 60) -> d
     return found
 
 
-def no_problem(running: Service, timeout_s: float = 60) -> None:
+def past_problem(running: Service, where: str, text: str) -> None:
+    """Wait until the status lists a problem in `where` that contains the given text, even if the problem has
+    ended already. A replica, for example, may be restarted before the next call of the status."""
+
+    def look() -> bool:
+        return any(one["where"] == where and text in one["what"] for one in running.status()["problems"])
+
+    running.wait_until(look, 120, f"{where}: {text}")
+
+
+def no_problem(running: Service, timeout_s: float = 120) -> None:
     """Wait until the service is ready and lists no current problem."""
 
     def look() -> bool:
