@@ -45,10 +45,14 @@ class Record(NamedTuple):
 def record() -> Iterator[Record]:
     with service() as running:
         with running.client() as client:
-            ids = [
-                client.completions.create(model="demo", prompt="x = ", max_tokens=4).id.removeprefix("cmpl-")
+            # Without `ignore_eos`, a sampled answer may end before its fourth token.
+            answers = [
+                client.completions.create(
+                    model="demo", prompt="x = ", max_tokens=4, extra_body={"ignore_eos": True}
+                )
                 for _ in range(3)
             ]
+        ids = [answer.id.removeprefix("cmpl-") for answer in answers]
         operate(running)
         running.wait_until(lambda: len(ended(running)) == 3, 60, "the rows of the requests")
         let_auditors_read(running)
