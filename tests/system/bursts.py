@@ -33,11 +33,12 @@ from appliance.actions.parameters import CreateKey, CreateTenant, DeleteTenant, 
 from appliance.client import AdminClient
 from appliance.protocol import LimitUsage, NewKey, ReplicaStatus
 from tests.system.burst_client import Got, ask
-from tests.system.service import Service, service
+from tests.system.service import CALL_TIMEOUT_S, Service, service
 
 WIDTH = 64
 """Number of concurrent clients."""
-CALM_S = 60.0
+CALM_S = 120.0
+"""Time limit, in seconds, for the answers of a burst, and for the service to be idle afterwards."""
 DEMO = Path(__file__).parents[2] / "appliance" / "demo_model"
 TINY = {
     "hidden_size": 32,
@@ -136,7 +137,7 @@ class Bursts:
         self.seed = seed
         self.front_every = front_every
         self.rank_every = rank_every
-        self.admin = AdminClient(running.run_dir)
+        self.admin = AdminClient(running.run_dir, CALL_TIMEOUT_S)
         self.rounds: list[Round] = []
         self.engine: list[tuple[list[int], int]] = []
         """One entry for each series of rounds in which no rank died: the numbers of the rounds, and how many

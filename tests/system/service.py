@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from appliance.client import AdminClient
 from store.requests import RequestFilter, RequestReader
 
 APPLIANCE = str(Path(sys.executable).with_name("appliance"))
+CALL_TIMEOUT_S = 60.0
+"""Time limit for a call of the admin API. A busy machine may exceed the default limit of the client."""
 
 
 class Service:
@@ -51,7 +53,7 @@ class Service:
                 start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
-        self.wait_until(self.ready, 90, "the service to be ready")
+        self.wait_until(self.ready, 180, "the service to be ready")
         return self
 
     def ready(self) -> bool:
@@ -79,7 +81,7 @@ class Service:
         """Send SIGTERM, as systemd does, and return the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(120)
 
     def command(self, *words: str) -> Any:
         """Return the JSON that a client command prints."""
@@ -87,7 +89,7 @@ class Service:
             [APPLIANCE, *words, "--run-dir", str(self.run_dir), "--json"],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=180,
             check=False,
         )
         assert done.returncode == 0, done.stderr
@@ -96,7 +98,7 @@ class Service:
     def status(self) -> Any:
         """Return the status as `appliance status --json` prints it, without starting a process for each
         call."""
-        with AdminClient(self.run_dir, timeout_s=60) as client:
+        with AdminClient(self.run_dir, CALL_TIMEOUT_S) as client:
             return msgspec.to_builtins(client.status())
 
     def replica(self) -> Any:
@@ -114,7 +116,7 @@ class Service:
 
     def act(self, action: msgspec.Struct) -> Any:
         """Perform an operator action as its command would, without starting a process. Return the result."""
-        with AdminClient(self.run_dir, timeout_s=60) as client:
+        with AdminClient(self.run_dir, CALL_TIMEOUT_S) as client:
             return client.act(action)
 
     def key(self, name: str, tenant: str = "default", **fields: Any) -> str:
@@ -181,6 +183,7 @@ def service(*flags: str, kind: type[Service] = Service) -> Iterator[Service]:
             running.process.kill()
             running.process.wait()
         for process in processes:
-            if process.is_running():
+            # They also end by themselves when the core has ended.
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
         shutil.rmtree(folder, ignore_errors=True)

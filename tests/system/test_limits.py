@@ -17,7 +17,7 @@ from appliance.actions.parameters import CreateKey, CreateTenant, SetKey, SetTen
 from appliance.client import AdminClient
 from appliance.protocol import LimitUsage, NewKey
 from store.requests import RequestFilter, RequestReader
-from tests.system.service import Service, service
+from tests.system.service import CALL_TIMEOUT_S, Service, service
 
 pytestmark = pytest.mark.system
 SCOPES = ["tenant", "key"]
@@ -41,7 +41,7 @@ class Caller:
         self.key_id, self.key = made.id, made.key
 
     def admin(self) -> AdminClient:
-        return AdminClient(self.running.run_dir)
+        return AdminClient(self.running.run_dir, CALL_TIMEOUT_S)
 
     def set(self, **limits: Any) -> None:
         with self.admin() as admin:
@@ -138,7 +138,7 @@ def test_tokens(running: Service, scope: str, limit: str) -> None:
     began = time.monotonic()
     assert tokens(caller.ask(10, 20)) == 20
     # The front reports the end of a request to the core only after the client has received the answer.
-    running.wait_until(lambda: caller.usage()[limit].held == 0, 30, "the request's end in the core")
+    running.wait_until(lambda: caller.usage()[limit].held == 0, 60, "the request's end in the core")
     used = caller.usage()[limit]
     # At 60 tokens per minute, one token is refilled each second.
     assert 29 - (time.monotonic() - began) <= used.used <= 30 and (used.held, used.capacity) == (0, 60)
