@@ -62,6 +62,8 @@ class Streams:
         """Number of answers that began and ended between two changes."""
         self.seen: set[int] = set()
         """Versions that have given such answers since the latest change."""
+        self._lock = threading.Lock()
+        """Held while the attributes above are changed, and while several of them are read."""
         self.failures: list[str] = []
         self._running = running
         self._name = name
@@ -75,10 +77,12 @@ class Streams:
 
     def change(self, act: Callable[[], Any], *versions: int) -> None:
         """Perform an operation that makes these versions answer the requests."""
-        self.changing, self.changes = True, self.changes + 1
+        with self._lock:
+            self.changing, self.changes = True, self.changes + 1
         act()
-        self.seen = set()
-        self.acknowledged, self.changing = frozenset(versions), False
+        with self._lock:
+            self.seen = set()
+            self.acknowledged, self.changing = frozenset(versions), False
 
     def wait_for_answers(self, count: int) -> None:
         """Wait for this many more complete answers to requests that began after the latest change."""
@@ -104,23 +108,25 @@ class Streams:
         former = (-1, 0)
         with self._running.client(timeout=WITHIN_S) as client:
             while not self._stop.is_set():
-                changes, versions, was_changing = self.changes, self.acknowledged, self.changing
+                with self._lock:
+                    changes, versions, was_changing = self.changes, self.acknowledged, self.changing
                 try:
                     tokens = self._answer(client, user)
                 except Exception as error:
                     self.failures.append(f"{type(error).__name__}: {error}")
                     return
                 version = self._version(tokens)
-                # If a change began during a request, either version may answer it.
-                if not was_changing and self.changes == changes:
-                    if version not in versions:
-                        self.failures.append(f"a request after change {changes} got version {version}")
-                    if former[0] == changes and former[1] != version:
-                        self.failures.append(f"{user} got versions {former[1]} and {version}")
-                    former = changes, version
-                    self.seen.add(version)
-                    self.checked += 1
-                self.answers += 1
+                with self._lock:
+                    # If a change began during a request, either version may answer it.
+                    if not was_changing and self.changes == changes:
+                        if version not in versions:
+                            self.failures.append(f"a request after change {changes} got version {version}")
+                        if former[0] == changes and former[1] != version:
+                            self.failures.append(f"{user} got versions {former[1]} and {version}")
+                        former = changes, version
+                        self.seen.add(version)
+                        self.checked += 1
+                    self.answers += 1
 
     def _answer(self, client: Any, user: str) -> list[int]:
         chunks = client.completions.create(
