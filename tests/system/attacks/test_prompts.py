@@ -24,7 +24,7 @@ from tests.system.test_limits import Caller
 pytestmark = pytest.mark.system
 HUGE = "word " * ((Limits().max_body_bytes - 1000) // 5)
 WORD = "some words " * 10 + "x" * (Limits().max_body_bytes - 1000)
-MAX_DELAY_S = 5.0
+MAX_DELAY_S = 15.0
 """Maximum duration, in seconds, of a small request during the attack, on a busy machine. It was 64 s before
 fronts took turns among tenants when encoding prompts."""
 
@@ -51,7 +51,7 @@ def flood(
     def send() -> None:
         with caller.running.http() as http:
             while not over.is_set():
-                answer = http.post(path, json={"model": "demo", **body}, headers=headers, timeout=120)
+                answer = http.post(path, json={"model": "demo", **body}, headers=headers, timeout=300)
                 statuses[answer.status_code] += 1
                 if answer.status_code == 503:
                     assert int(answer.headers["retry-after"]) >= 1
@@ -153,9 +153,9 @@ def test_prompts_over_the_bound_on_waiting_text_are_refused_for_their_tenant_alo
     ids=["a prompt that is too long", "a body that is not valid"],
 )
 def test_refused_work_counts_against_the_senders_limits(attacked: Target, fields: dict[str, Any]) -> None:
-    # A limit of 20 requests per minute recovers only a little between the two requests, even on a slow
-    # machine.
-    tenant = Caller(attacked.running, "tenant", requests_per_minute=20, tokens_per_minute=300_000)
+    # The limits permit 20 requests and 300,000 tokens at once. They recover so slowly that the usage is still
+    # visible on a busy machine.
+    tenant = Caller(attacked.running, "tenant", requests_per_minute=1, tokens_per_minute=15_000, burst_s=1200)
     headers = {"authorization": f"Bearer {tenant.key}"}
     body = {"model": "demo", **fields}
     with attacked.running.http() as http:
@@ -184,7 +184,7 @@ def test_refused_work_counts_against_the_senders_limits(attacked: Target, fields
 def test_work_that_is_not_part_of_a_request_counts_against_the_senders_limits(
     attacked: Target, path: str, fields: dict[str, Any]
 ) -> None:
-    tenant = Caller(attacked.running, "tenant", requests_per_minute=60, tokens_per_minute=300_000)
+    tenant = Caller(attacked.running, "tenant", requests_per_minute=3, tokens_per_minute=15_000, burst_s=1200)
     headers = {"authorization": f"Bearer {tenant.key}"}
     with attacked.running.http() as http:
         answer = http.post(path, json={"model": "demo", **fields}, headers=headers)
@@ -208,7 +208,7 @@ def test_a_front_keeps_nothing_of_the_prompts_that_it_refuses(attacked: Target) 
     send(100)
     # Each prompt is 2 MB long. The front must not keep these prompts in memory.
     attacked.running.wait_until(
-        lambda: front_bytes(attacked.running) - before < 60e6, 30, "the memory to be free"
+        lambda: front_bytes(attacked.running) - before < 60e6, 120, "the memory to be free"
     )
 
 
