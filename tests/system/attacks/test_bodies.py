@@ -63,7 +63,7 @@ def reported(bounded: Target, text: str) -> None:
         60,
         f"the problem: {text}",
     )
-    assert any(text in finding for finding in bounded.doctor())
+    wait_for(lambda: any(text in finding for finding in bounded.doctor()), f"the finding: {text}")
 
 
 def test_the_unfinished_bodies_of_a_tenant_are_bounded(bounded: Target) -> None:
