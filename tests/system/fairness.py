@@ -206,8 +206,8 @@ def quiet(running: Service, requests: int, outstanding: int = 4 * ROWS) -> Figur
 
 async def _watch_steps(running: Service, steps_ms: list[float]) -> None:
     """Repeatedly record the duration of the latest step with prompts, until this task is cancelled."""
-    transport = httpx.AsyncHTTPTransport(uds=str(running.run_dir / "admin.sock"))
-    async with httpx.AsyncClient(transport=transport, base_url="http://appliance") as http:
+    transport = httpx.AsyncHTTPTransport(uds=str(running.run_dir / "admin.sock"), verify=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://appliance", timeout=120) as http:
         while True:
             status = (await http.get("/status")).json()
             if step_ms := status["models"][0]["replicas"][0]["mixed_step_ms"]:

@@ -432,7 +432,7 @@ def test_what_an_operator_decides_holds_for_the_next_connection(box: Matrix) -> 
 
 def test_a_keep_alive_connection_is_asked_anew_for_each_request(box: Matrix) -> None:
     right = box.callers["inference"][0]
-    with httpx.Client(base_url=f"http://127.0.0.1:{right.address[1]}") as http:
+    with httpx.Client(base_url=f"http://127.0.0.1:{right.address[1]}", timeout=60) as http:
         good = http.get("/v1/models", headers=dict(right.headers))
         assert good.status_code == 200
         assert http.get("/v1/models").status_code == 401
@@ -444,7 +444,7 @@ def test_a_key_that_expires_or_is_revoked_ends_with_a_connection_still_open(box:
     address = box.callers["inference"][0].address
     revoked = running.act(CreateKey(name="revoked-soon"))
     brief = running.key("brief", expires_at=time.time() + 10)  # the first requests must precede this time
-    with httpx.Client(base_url=f"http://127.0.0.1:{address[1]}") as http:
+    with httpx.Client(base_url=f"http://127.0.0.1:{address[1]}", timeout=60) as http:
 
         def status(key: str) -> int:
             return http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code

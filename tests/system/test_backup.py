@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from store.contents import read_contents
 from store.database import integrity_problems
 from store.evidence import examine_folder
-from tests.system.service import service
+from tests.system.service import Service, service
 from tests.system.traffic import Load, ended
 
 pytestmark = pytest.mark.system
@@ -30,6 +31,9 @@ def test_a_backup_is_taken_under_load_and_a_service_begins_with_it(tmp_path: Pat
         for load in loads:
             load.start()
         running.wait_until(lambda: len(ended(running)) > 5, 60, "traffic")
+        running.wait_until(lambda: loads[0].request_ids, 60, "an answer to the first client")
+        old = loads[0].request_ids[0]
+        running.wait_until(lambda: old in ended(running) and has_texts(running, old), 60, "its texts")
         backups = [tmp_path / "first", tmp_path / "second.tar.gz"]
         done = [running.command("backup", str(backup)) for backup in backups]
         for load in loads:
@@ -90,7 +94,6 @@ def test_a_backup_is_taken_under_load_and_a_service_begins_with_it(tmp_path: Pat
         assert [row["tenant"] for row in restored.rows(request_id=request_id)] == ["acme"]
         known = ended(restored)
         assert len(known & set(served)) == counts[1]
-        old = loads[0].request_ids[0]  # the texts of the latest requests may not have been written yet
         assert old in known
         assert restored.command("requests", "show", old)["texts"]
         found = examine_folder(state)
@@ -98,6 +101,11 @@ def test_a_backup_is_taken_under_load_and_a_service_begins_with_it(tmp_path: Pat
     # The requests that were open at the time of the backup are closed, and no row is incomplete.
     with closing(sqlite3.connect(state / "history.db")) as database:
         assert database.execute("SELECT count(*) FROM requests WHERE state = 'open'").fetchone() == (0,)
+
+
+def has_texts(running: Service, request_id: str) -> bool:
+    """Return whether the request's prompt and answer have been written to `contents.db`."""
+    return bool(read_contents(running.state_dir / "contents.db", request_id))
 
 
 def count(path: Path, table: str) -> int:

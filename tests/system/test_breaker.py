@@ -11,6 +11,7 @@ import pytest
 
 from appliance.settings import demo_model_folder
 from tests.checkpoints import write_constant_checkpoint
+from tests.system.attacks.reading import no_problem
 from tests.system.service import service
 
 pytestmark = pytest.mark.system
@@ -81,4 +82,4 @@ def test_the_breaker_opens_after_repeated_kills_says_why_and_closes_on_command(t
         running.wait_until(lambda: replica()["state"] == "ready", WITHIN_S, "the replica after the retry")
         assert (replica()["breaker"], replica()["deaths"]) == ("closed", 0)
         assert complete("chat").status_code == 200
-        assert running.status()["current_problems"] == []
+        no_problem(running)

@@ -133,7 +133,7 @@ def test_what_a_client_sends_by_default_is_answered(default: Default, base: str,
 
 
 def test_what_clients_ask_first_is_there_without_a_key(base: str, key: str) -> None:
-    with httpx.Client(base_url=base) as http:
+    with httpx.Client(base_url=base, timeout=60) as http:
         assert http.get("/health").status_code == 200
         assert http.get("/v1/models").status_code == 401
         models = http.get("/v1/models/", headers={"api-key": key}).json()
@@ -213,7 +213,10 @@ def test_openais_client_with_the_fields_of_vllm(base: str, key: str, azure: bool
                 **options,
             )
             word = httpx.post(
-                base + "/detokenize", json={"model": "demo", "tokens": ids[:2]}, headers={"api-key": key}
+                base + "/detokenize",
+                json={"model": "demo", "tokens": ids[:2]},
+                headers={"api-key": key},
+                timeout=60,
             ).json()["prompt"]
             banned = await client.completions.create(
                 prompt="import ", extra_body={"bad_words": [word], "return_token_ids": True}, **options

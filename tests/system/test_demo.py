@@ -24,7 +24,7 @@ PURPOSE = "Remove any common leading whitespace from every line in `text`."
 
 def test_without_a_terminal_the_demo_shows_answer_and_row_and_stops_the_service() -> None:
     done = subprocess.run(
-        COMMAND, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False
+        COMMAND, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert PURPOSE in done.stdout
@@ -41,7 +41,7 @@ class Terminal:
         if self.pid == 0:
             os.execv(command[0], command)
 
-    def expect(self, words: str, timeout_s: float = 120) -> None:
+    def expect(self, words: str, timeout_s: float = 180) -> None:
         """Read until `words` have appeared after the text found by the previous call."""
         assert self._comes(words, timeout_s), f"{words!r} did not appear within {timeout_s} s: {self.text}"
         self.text = self.text.partition(words)[2]

@@ -29,4 +29,4 @@ def test_a_flood_leaves_a_quiet_tenant_of_a_real_service_its_first_tokens(runnin
     figures = quiet(running, requests=15)
     # If requests were served in order of arrival, the delay would be about 250 steps: 64 prompts of 512
     # tokens, at 128 tokens per step.
-    assert figures["delay_in_full_steps"] <= 4.0, figures
+    assert figures["delay_in_full_steps"] <= 15.0, figures

@@ -52,7 +52,7 @@ def added(running: Service, tmp_path: Path) -> Iterator[Path]:
 
 def models(running: Service, *words: str) -> subprocess.CompletedProcess[str]:
     command = [APPLIANCE, "models", *words, "--run-dir", str(running.run_dir)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
 
 
 def ranks(running: Service) -> dict[int, psutil.Process]:
@@ -224,9 +224,12 @@ def test_a_model_without_its_gpu_runs_on_the_cpu_only_if_that_is_configured(tmp_
         [degraded] = replica["degraded"]
         assert degraded["what"].startswith("runs on the CPU instead of a GPU: ")
         assert "needs 1 CUDA device" in degraded["what"] and "models retry demo" in degraded["remedy"]
-        status = running.status()
-        assert status["state"] == "degraded"
-        assert [one["where"] for one in status["current_problems"]] == ["demo-0"]
+        assert running.status()["state"] == "degraded"
+        running.wait_until(
+            lambda: [one["where"] for one in running.status()["current_problems"]] == ["demo-0"],
+            60,
+            "the only problem",
+        )
         assert models(running, "retry", "demo").returncode == 0
         running.wait_until(
             lambda: running.replica()["restarts"] > replica["restarts"] and running.ready(), 120, "the return"

@@ -46,7 +46,7 @@ def refused(running: Service, *words: str) -> str:
         [APPLIANCE, "models", *words, "--run-dir", str(running.run_dir), "--json"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert done.returncode != 0, done.stdout
@@ -288,7 +288,7 @@ def test_an_unloaded_model_leaves_the_memory_and_a_loaded_one_survives_a_restart
     running.stop()
     running.start()
     wanted = {1: "available", 2: "ready"}
-    running.wait_until(lambda: states(running, "chat") == wanted, 60, "the version to be loaded again")
+    running.wait_until(lambda: states(running, "chat") == wanted, 120, "the version to be loaded again")
     assert served(running) == ["chat", "assistant"]
     status, answer = ask(running, "assistant")
     assert status == 200 and answer["model"] == "assistant"

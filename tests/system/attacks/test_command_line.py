@@ -7,6 +7,7 @@ root can start both.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ from typing import Any
 import pytest
 
 from appliance.actions.parameters import CancelRequest, DrainService, ResumeService
-from appliance.client import AdminClient
+from appliance.client import AdminClient, AdminError
 from store.requests import RequestLog, RequestRow
 from store.schemas import HISTORY
 from store.writer import Writer
@@ -364,7 +365,7 @@ def test_without_a_terminal_a_dangerous_action_needs_yes_and_else_changes_nothin
     running = attacked.running
     (key,) = (one for one in running.command("keys", "list") if one["tenant"] == "acme")
     stream = Stream(running, max_tokens=1900)
-    assert stream.begun.wait(60)
+    assert stream.begun.wait(120)
     request_id = running.wait_until(lambda: running.rows(state="open"), 60, "its row")[0]["request_id"]
     for words in (
         ("drain",),
@@ -378,9 +379,9 @@ def test_without_a_terminal_a_dangerous_action_needs_yes_and_else_changes_nothin
     assert running.command("keys", "list", "--tenant", "acme") == [key]
     (row,) = running.rows(request_id=request_id)
     assert row["status"] in (None, 200)
-    if row["status"] is None:
+    with contextlib.suppress(AdminError):  # the request may have ended already
         running.act(CancelRequest(request_id=request_id))
-    stream.join(120)
+    stream.join(180)
 
 
 @pytest.mark.parametrize(
@@ -402,7 +403,7 @@ def test_absurd_values_are_refused_with_the_range(attacked: Target, words: tuple
 def test_a_drain_announces_no_end_that_its_requests_cannot_meet(attacked: Target) -> None:
     running = attacked.running
     streams = [Stream(running, max_tokens=1900) for _ in range(5)]
-    assert all(stream.begun.wait(60) for stream in streams)
+    assert all(stream.begun.wait(120) for stream in streams)
     try:
         with AdminClient(running.run_dir) as admin:
             admin.drain(DrainService(grace_s=2.0))
@@ -419,4 +420,4 @@ def test_a_drain_announces_no_end_that_its_requests_cannot_meet(attacked: Target
     finally:
         running.act(ResumeService())
         for stream in streams:
-            stream.join(120)
+            stream.join(180)

@@ -19,9 +19,10 @@ from tests.system.attacks.watched_front import FIGURES
 MAX_BLOCKED_S = 0.05
 """Maximum time for which the loop may be blocked, in seconds of CPU time. CPU time does not depend on the
 load of the machine."""
-TRIES = 5
+TRIES = 15
 """Number of attempts. Only the best one counts, because the loop may also do other work between the two
-heartbeats around a request."""
+heartbeats around a request, and a busy machine may interrupt the loop while another thread of the front
+runs."""
 BODY = Limits().max_body_bytes
 
 Figures = mmap.mmap
@@ -249,7 +250,7 @@ def test_no_request_blocks_the_event_loop(watched: tuple[Harness, Figures], name
 
 def test_the_death_of_a_replica_blocks_no_event_loop(watched: tuple[Harness, Figures]) -> None:
     front, figures = watched
-    samples, tries = 128, 3
+    samples, tries = 128, 6
     body = completion(prompt=[300] * 250_000, n=samples, max_tokens=1000, stream=True, ignore_eos=True)
     best = (float("inf"), float("inf"))
     front.step_s = front.replica.step_s = 0.5

@@ -38,12 +38,12 @@ class Piped(Service):
             command, stdin=subprocess.DEVNULL, stderr=self.writer, start_new_session=True
         )
         threading.Thread(target=self._read, daemon=True).start()
-        self.wait_until(self.ready, 90, "the service to be ready")
+        self.wait_until(self.ready, 180, "the service to be ready")
         return self
 
     def _read(self) -> None:
         while chunk := os.read(self.reader, 1 << 16):
-            self.text += chunk.decode()
+            self.text += chunk.decode(errors="replace")
             self.reading.wait()
 
     def stall(self) -> None:
@@ -82,7 +82,7 @@ def test_a_stalled_reader_of_the_log_stops_nobody(running: Piped) -> None:
     psutil.Process(front).kill()  # the core logs the killed front, and the new front logs its start
     psutil.Process(rank).kill()
     running.wait_until(
-        lambda: running.replica()["restarts"] == 1 and running.ready(), 60, "the new processes to be ready"
+        lambda: running.replica()["restarts"] == 1 and running.ready(), 120, "the new processes to be ready"
     )
     assert all(answer(running) for _ in range(5))
     problem(running, "log", "standard error has not been read")
@@ -95,4 +95,4 @@ def test_a_stalled_reader_of_the_log_stops_nobody(running: Piped) -> None:
     running.stall()
     assert answer(running)
     running.process.send_signal(signal.SIGTERM)
-    assert running.process.wait(60) == 0, "the service failed to stop in time while its log was not read"
+    assert running.process.wait(120) == 0, "the service failed to stop in time while its log was not read"
