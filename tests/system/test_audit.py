@@ -247,15 +247,15 @@ def test_a_full_disk_costs_neither_service_nor_record(small_disk: Path) -> None:
         assert "full" in refused(running, "keys", "create", "--name", "k", "--tenant", "acme")
         running.command("drain", "--yes", "--model", "demo", "--queue", "--grace", "5s", "--no-wait")
         running.command("resume", "--model", "demo")
+        running.wait_until(lambda: running.status()["audit"]["spooled"] == 6, 60, "the spooled entries")
         status = running.status()
         assert status["state"] == "degraded"
-        assert status["audit"]["spooled"] == 6 and status["audit"]["places"] == [
-            str(small_disk / "audit.spool")
-        ]
+        assert status["audit"]["places"] == [str(small_disk / "audit.spool")]
         assert status["audit"]["in_memory"] == status["audit"]["lost"] == 0
         said = human_status(running)
         assert "audit" in said and "audit.spool" in said and "disk is full" in said
-        assert running.ready(), "the service answers requests, so it must be ready"
+        # The service answers requests, so it must be ready.
+        running.wait_until(running.ready, 60, "the service to be ready")
         assert "database or disk is full" in running.log_path.read_text()
         refusal, drained, resumed = actions(running)[-3:]
         assert refusal[0] == "keys.create" and refusal[1].startswith("failed: ") and "full" in refusal[1]

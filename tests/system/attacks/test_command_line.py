@@ -375,7 +375,8 @@ def test_without_a_terminal_a_dangerous_action_needs_yes_and_else_changes_nothin
     ):
         refused = command(running, *words)
         assert refused.returncode == 2 and "--yes" in refused.stderr, (words, refused.stderr)
-    assert running.status()["state"] == "ready" and running.status()["drains"] == []
+    assert running.status()["drains"] == []
+    running.wait_until(lambda: running.status()["state"] == "ready", 60, "the service to be ready")
     assert running.command("keys", "list", "--tenant", "acme") == [key]
     (row,) = running.rows(request_id=request_id)
     assert row["status"] in (None, 200)

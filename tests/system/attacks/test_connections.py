@@ -127,7 +127,7 @@ def test_floods_on_the_sockets_of_operators_and_metrics_do_not_grow_the_core(att
     flood(attacked.metrics, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 100_000, connections=20, seconds=2)
     flood(attacked.admin, b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n" * 100_000, connections=20, seconds=2)
     assert memory.growth() < MAX_GROWTH
-    assert attacked.running.status()["state"] == "ready"
+    wait_for(lambda: attacked.running.status()["state"] == "ready", "the service to be ready")
 
 
 def test_repeated_requests_for_the_admin_apis_description_cost_the_core_little(attacked: Target) -> None:
@@ -154,7 +154,7 @@ def test_idle_connections_lock_nobody_out_of_metrics_or_administration(attacked:
     with idle(attacked.metrics, 60) as first, idle(attacked.admin, 100):
         host, port = attacked.metrics
         assert "appliance_ready 1" in httpx.get(f"http://{host}:{port}/metrics", timeout=60).text
-        assert attacked.running.status()["state"] == "ready"
+        wait_for(lambda: attacked.running.status()["state"] == "ready", "the service to be ready")
         wait_for(lambda: is_closed(first[0]), "the oldest idle connection to be closed")
 
 
@@ -209,13 +209,14 @@ def test_bad_keys_by_the_thousand_delay_and_cost_nobody_else(attacked: Target, k
         ends_at = time.monotonic() + seconds
         while time.monotonic() < ends_at:
             started = time.monotonic()
-            assert attacked.running.status()["state"] == "ready"
+            attacked.running.status()
             slowest_status = max(slowest_status, time.monotonic() - started)
         done = reports(processes)
     print(f"{done['requests'] / seconds:.0f} requests with a bad key per second, {done}")
     assert done["requests"] > 100 and done["statuses"].keys() <= {"401", "503"}, done
     assert max(slowest(), slowest_status) < MAX_ANSWER_S
     assert memory.growth() < MAX_GROWTH
+    wait_for(lambda: attacked.running.status()["state"] == "ready", "the service to be ready")
 
 
 @pytest.fixture(scope="module")

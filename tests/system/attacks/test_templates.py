@@ -102,7 +102,7 @@ def test_a_template_that_exceeds_a_bound_is_refused_and_delays_nobody_else(
 
     hostile.wait_until(shown, 60, "the problem to appear in the status")
     assert any("'hostile'" in text and message in text for text in doctor(hostile, "warning"))
-    assert hostile.ready()
+    hostile.wait_until(hostile.ready, 60, "the service to be ready")
 
 
 def test_rendered_text_counts_against_the_bound_on_waiting_text(hostile: Service) -> None:
