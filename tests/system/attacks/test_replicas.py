@@ -61,7 +61,7 @@ def test_a_stopped_rank_is_noticed_and_replaced_and_its_streams_go_on() -> None:
         told = f"rank 1 (pid {pids[1]}) was stopped by a signal"
         past_problem(running, "demo-0", told)
         assert time.monotonic() - stopped_at < 45
-        assert any("demo-0" in text and told in text for text in doctor(running, "warning"))
+        assert any(told in text for text in doctor(running, "warning"))
         stream.join(180)
         assert stream.error is None and stream.text == undisturbed.text
         assert running.replica()["pids"] != pids
