@@ -139,7 +139,7 @@ def test_the_counters_agree_with_the_request_log_after_all_that_can_happen(box: 
 
 def test_levels_follow_what_runs_and_gateways_find_the_names_that_they_know(box: Box) -> None:
     box.wait_for("vllm:num_requests_running", lambda running: running == {("demo",): 0})
-    streams = [Stream(box.running, max_tokens=1200) for _ in range(3)]
+    streams = [Stream(box.running, max_tokens=600) for _ in range(3)]
     scrapes = [""]
 
     def three_run() -> bool:
