@@ -311,7 +311,7 @@ def measure(flood: Flood, attacked: Target, key: str, plan: Plan) -> Row:
                 if orders is flooding:
                     done.append(reports(processes))
     memory.stop()
-    growth, left = memory.peak_growth_mb(), memory.growth_after_mb(plan.idle_s)
+    growth, left = memory.peak_growth_mb(), memory.growth_after_mb(plan.idle_s, plan.max_left_mb)
     row = Row(
         flood.name,
         1e3 * statistics.median(baseline.seconds),

@@ -31,7 +31,7 @@ from tests.system.attack_soak import FLOODS, attacked_service, attackers, orders
 from tests.system.attacks.conftest import Target
 from tests.system.attacks.test_templates import hostile_model_flags
 from tests.system.single_attacks import SingleAttacks
-from tests.system.storm import Tally, ask, check_house
+from tests.system.storm import Tally, ask, check_house, without_row
 from tests.system.trends import slope_of
 from tests.system.usage import Usage, fill_kv_cache, processes_of, usage_of
 
@@ -112,11 +112,7 @@ def trends_of(samples: Samples) -> list[Trend]:
 def account(attacked: Target, tally: Tally) -> list[str]:
     """Return the differences between the requests that the clients sent and the rows of their tenant in the
     log."""
-    attacked.running.wait_until(
-        lambda: not any(database["lag_rows"] for database in attacked.running.status()["databases"]),
-        60,
-        "every row to be on the disk",
-    )
+    without_row(attacked.running, tally)
     with sqlite3.connect(f"file:{attacked.running.state_dir}/history.db?mode=ro", uri=True) as database:
         logged = Counter(
             row for (row,) in database.execute("SELECT request_id FROM requests WHERE tenant = ?", (CLIENT,))

@@ -85,8 +85,12 @@ def undisturbed(running: Service) -> Expected:
 
 def left(running: Service) -> Left:
     """Wait until the replica is idle, and return the resources in use."""
-    running.wait_until(lambda: running.ready() and running.replica()["running"] == 0, 120, "an idle replica")
-    assert running.replica()["blocks_used"] == 0
+
+    def idle() -> bool:
+        replica = running.replica()
+        return running.ready() and replica["running"] == replica["blocks_used"] == 0
+
+    running.wait_until(idle, 120, "an idle replica without blocks in use")
     core = psutil.Process(running.process.pid)
 
     def settled() -> int | None:
@@ -126,12 +130,20 @@ def inflict(running: Service, expected: Expected, fault: signal.Signals, state: 
     texts = finished(streams)
     assert texts == (expected.prompts if state == "prompt" else [expected.decode] * len(texts))
     assert answer(running)
-    after = left(running)
-    assert after.processes == before.processes and after.rendezvous_folders == before.rendezvous_folders
+
+    def nothing_new() -> bool:
+        after = left(running)
+        return (
+            after.processes == before.processes
+            and after.rendezvous_folders == before.rendezvous_folders
+            and after.descriptors <= before.descriptors
+        )
+
+    # The core reaps processes and closes connections a moment after they have ended.
+    running.wait_until(nothing_new, 60, f"the resource use of {before}")
     # Other programs on this machine also create and remove shared memory.
-    new = after.shared_memory - before.shared_memory
+    new = left(running).shared_memory - before.shared_memory
     running.wait_until(lambda: new.isdisjoint(os.listdir("/dev/shm")), 60, f"the end of {new}")
-    assert after.descriptors <= before.descriptors
     replica = running.replica()
     how = "was killed by SIGKILL" if fault == signal.SIGKILL else "was stopped by a signal"
     assert replica["restarts"] == restarts + 1

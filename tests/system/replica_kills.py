@@ -274,6 +274,8 @@ class Kills:
         """Return whether only version 1 is loaded and no requests remain."""
         if self._unit("chat@2") is not None or (found := self._unit("chat@1")) is None:
             return False
+        if len(found["replicas"]) != 1:
+            return False
         (replica,) = found["replicas"]
         return (
             found["state"] == "ready"
