@@ -30,7 +30,7 @@ _SIGNS: dict[str, Callable[[Any, Any], bool]] = {
 _UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "%": 0.01}
 
 
-class Field(NamedTuple):
+class FilterField(NamedTuple):
     """A column by which rows can be filtered."""
 
     names: tuple[str, ...]
@@ -44,14 +44,14 @@ class FilterError(ValueError):
     """Raised for a filter that names an unknown column or has an invalid number."""
 
 
-def matcher(text: str, fields: Sequence[Field], sorted_by: str) -> Callable[[Any], bool]:
+def matcher(text: str, fields: Sequence[FilterField], sorted_by: str) -> Callable[[Any], bool]:
     """Return a function that decides whether a row matches a filter. `sorted_by` is a name of the column that
     the table is sorted by, or empty. Raises FilterError."""
     tests = [_term(term, fields, sorted_by) for term in text.split()]
     return lambda row: all(test(row) for test in tests)
 
 
-def _term(term: str, fields: Sequence[Field], sorted_by: str) -> Callable[[Any], bool]:
+def _term(term: str, fields: Sequence[FilterField], sorted_by: str) -> Callable[[Any], bool]:
     if found := _COMPARE.match(term):
         get = _field(found["field"] or sorted_by, fields).value
         try:
@@ -77,7 +77,7 @@ def _term(term: str, fields: Sequence[Field], sorted_by: str) -> Callable[[Any],
     return lambda row: any(isinstance(value := get(row), str) and wanted in value.lower() for get in every)
 
 
-def _field(name: str, fields: Sequence[Field]) -> Field:
+def _field(name: str, fields: Sequence[FilterField]) -> FilterField:
     found = next((field for field in fields if name.lower() in field.names), None)
     if found is None:
         raise FilterError(f"unknown column {name!r}: use one of {', '.join(one.names[0] for one in fields)}")

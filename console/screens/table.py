@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from console.context import Context
-from console.filters import Cell, Field, FilterError, matcher, sort_rows
+from console.filters import Cell, FilterError, FilterField, matcher, sort_rows
 from console.keys import key_of
 from console.lines import BLANK, Line, Span, clip, fit, heading, is_heading, span, wrap
 from console.screens.base import JUMP_LETTERS, Table, View
@@ -115,7 +115,7 @@ class TableView(View, Generic[R]):
         found: Sequence[R] = self.rows(context)
         self.error = ""
         if self.filter:
-            fields = [Field(column.names, column.value, column.shown) for column in self.columns]
+            fields = [FilterField(column.names, column.value, column.shown) for column in self.columns]
             try:
                 matches = matcher(self.filter, fields, self.sorted_by)
                 found = [row for row in found if matches(row)]

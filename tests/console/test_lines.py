@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from console import units
-from console.filters import Field, FilterError, matcher, sort_rows
+from console.filters import FilterError, FilterField, matcher, sort_rows
 from console.glyphs import GLYPH_SETS, GlyphSet, bar, bar_legend, chart, meter
 from console.lines import cells, clip, fit, heading, line, plain, span, spread, width_of, wrap
 
@@ -89,9 +89,9 @@ def test_a_chart_marks_unknown_values_and_leaves_the_time_before_the_first_empty
 
 
 FIELDS = (
-    Field(("tenant", "name"), lambda row: row[0], lambda row: row[0]),
-    Field(("age", "age_s"), lambda row: row[1], lambda row: f"{row[1]:.1f}s"),
-    Field(("tok/s", "tokens_per_s"), lambda row: 300, lambda row: "300"),
+    FilterField(("tenant", "name"), lambda row: row[0], lambda row: row[0]),
+    FilterField(("age", "age_s"), lambda row: row[1], lambda row: f"{row[1]:.1f}s"),
+    FilterField(("tok/s", "tokens_per_s"), lambda row: 300, lambda row: "300"),
 )
 
 
