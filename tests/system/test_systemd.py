@@ -29,7 +29,7 @@ pytestmark = pytest.mark.system
 UNITS = ROOT / "systemd"
 SERVICE = "appliance.service"
 DROP_IN = "/etc/appliance/conf.d/20-test.toml"
-WATCHDOG_S = 4
+WATCHDOG_S = 10
 HANG_S = 5
 LONG = {"model": "demo", "prompt": "import ", "temperature": 0, "max_tokens": 300, "ignore_eos": True}
 
@@ -45,7 +45,7 @@ class Box:
     def http(self) -> httpx.Client:
         """Return a client with a new connection."""
         transport = httpx.HTTPTransport(uds=str(self.api_socket), verify=False)
-        return httpx.Client(transport=transport, base_url="http://appliance", timeout=60)
+        return httpx.Client(transport=transport, base_url="http://appliance", timeout=150)
 
     def ready(self) -> int:
         with self.http() as client:
@@ -89,6 +89,16 @@ class Box:
     def forget(self) -> None:
         (self.inside.root / DROP_IN.lstrip("/")).unlink(missing_ok=True)
 
+    def wait_logged(self, text: str, lines: int) -> str:
+        """Wait until one of the service's newest lines in the journal contains this text, and return these
+        lines. The journal receives lines a moment after the service has written them."""
+
+        def logged() -> str:
+            newest = self.inside.journal("--unit", SERVICE, "--lines", str(lines))
+            return newest if text in newest else ""
+
+        return str(self.inside.wait_until(logged, 60, f"{text!r} in the journal"))
+
     def wait_active(self, *, but: str = "") -> None:
         """Wait until the unit is active and has a main process other than `but`."""
 
@@ -96,7 +106,7 @@ class Box:
             unit = self.unit()
             return unit["ActiveState"] == "active" and unit["MainPID"] != but
 
-        self.inside.wait_until(active, 60, "the unit to be active")
+        self.inside.wait_until(active, 120, "the unit to be active")
 
 
 class Stream(threading.Thread):
@@ -218,8 +228,11 @@ def test_start_returns_when_the_models_answer(booted: Machine) -> None:
     assert box.unit()["StatusText"].startswith("ready: 1 model, ")
     over_tcp = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:8080/health/ready').status)"
     assert booted.run("/opt/appliance/bin/python", "-c", over_tcp).stdout.strip() == "200"
-    # The processes are the core, a front, the front's chat template renderer and a rank.
-    assert len(booted.processes("appliance")) == 4
+    booted.wait_until(
+        lambda: len(booted.processes("appliance")) == 4,
+        60,
+        "the core, a front, the front's chat template renderer and a rank",
+    )
     cache = booted.root / "var/cache/appliance"  # space for kernels that are compiled at run time
     assert cache.stat().st_uid == booted.processes("appliance")[0].uids().real
 
@@ -233,7 +246,7 @@ def test_a_reload_touches_no_model_and_a_bad_file_fails_it(box: Box) -> None:
     box.write('drain_grace_s = 62\nfronts = "many"\n')
     refused = box.inside.systemctl("reload", SERVICE, check=False)
     assert refused.returncode != 0
-    assert f"{DROP_IN}:2" in box.inside.journal("--unit", SERVICE, "--lines", "30")
+    box.wait_logged(f"{DROP_IN}:2", 30)
     assert box.inside.appliance("config", "show")["settings"]["drain_grace_s"] == 61
 
     assert box.complete() == 200
@@ -267,6 +280,12 @@ def kill_core(request: pytest.FixtureRequest, box: Box) -> Iterator[Callable[[],
 def test_a_killed_core_is_back_and_who_connected_meanwhile_is_served(
     box: Box, kill_core: Callable[[], None]
 ) -> None:
+    # The rows of earlier requests must be on the disk.
+    box.inside.wait_until(
+        lambda: not any(one["lag_rows"] for one in box.inside.appliance("status")["databases"]),
+        60,
+        "every row to be on the disk",
+    )
     before, ended = box.unit(), box.rows()
     under_way = [Stream(box, max_tokens=1900) for _ in range(8)]
     assert all(stream.begun.wait(60) for stream in under_way)
@@ -278,14 +297,16 @@ def test_a_killed_core_is_back_and_who_connected_meanwhile_is_served(
         meanwhile = [pool.submit(box.complete) for _ in range(8)]
         assert [answer.result() for answer in meanwhile] == [200] * 8
     for stream in under_way:
-        stream.join(60)
+        stream.join(150)
         assert not stream.is_alive()
         assert stream.error is not None  # the stream must not look complete
     box.wait_active(but=before["MainPID"])
     assert int(box.unit()["NRestarts"]) == int(before["NRestarts"]) + 1
     told = f"the previous run (process {before['MainPID']}) was killed or crashed"
     assert any(told in one["what"] for one in box.inside.appliance("status")["problems"])
-    assert not any(process.is_running() for process in killed)
+    box.inside.wait_until(
+        lambda: not any(process.is_running() for process in killed), 60, "the end of all processes"
+    )
     # Rows are written a moment after the answers.
     box.inside.wait_until(lambda: len(box.rows()) >= len(ended) + 16, 60, "the rows of all requests")
     box.inside.wait_until(lambda: not box.rows(state="open"), 60, "the rows to end")
@@ -316,13 +337,12 @@ def test_a_core_that_hangs_is_killed_by_the_watchdog_and_started_again(box: Box)
     try:
         answer = box.complete()  # the request waits in the backlog until the service has restarted
     # systemd resumes the stopped process to abort it, so the process may still accept the connection.
-    except httpx.RemoteProtocolError:
+    except (httpx.RemoteProtocolError, httpx.ReadError):
         answer = box.complete()
     assert answer == 200
     box.wait_active(but=before["MainPID"])
-    journal = box.inside.journal("--unit", SERVICE, "--lines", "200")
-    assert "Watchdog timeout" in journal
-    assert "Fatal Python error: Aborted" in journal  # each thread's stack follows this line
+    box.wait_logged("Watchdog timeout", 200)
+    box.wait_logged("Fatal Python error: Aborted", 200)  # each thread's stack follows this line
     assert int(box.unit()["NRestarts"]) == int(before["NRestarts"]) + 1
 
 
@@ -371,8 +391,7 @@ def test_models_in_srv_are_served_and_in_home_with_the_drop_in(box: Box) -> None
     try:
         refused = inside.systemctl("reload", SERVICE, check=False)
         assert refused.returncode != 0
-        journal = inside.journal("--unit", SERVICE, "--lines", "20")
-        assert "/home/models/demo" in journal and "/srv/models/demo" not in journal
+        assert "/srv/models/demo" not in box.wait_logged("/home/models/demo", 20)
 
         drop_in.write_text(example.read_text())
         inside.systemctl("daemon-reload")
@@ -409,7 +428,7 @@ def test_stop_drains_and_leaves_nothing(box: Box) -> None:
     # Invalid settings must be reported, and systemd must not restart the service.
     box.write("fronts = 0\n")
     assert box.inside.systemctl("start", SERVICE, check=False).returncode != 0
-    assert f"{DROP_IN}:1" in box.inside.journal("--unit", SERVICE, "--lines", "10")
+    box.wait_logged(f"{DROP_IN}:1", 10)
     failed = box.inside.show(SERVICE, "ActiveState", "ExecMainStatus", "NRestarts")
     assert failed == {"ActiveState": "failed", "ExecMainStatus": "78", "NRestarts": "0"}
 
