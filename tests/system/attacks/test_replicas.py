@@ -69,11 +69,12 @@ def test_a_stopped_rank_is_noticed_and_replaced_and_its_streams_go_on() -> None:
 
 
 def test_a_step_that_takes_longer_than_the_deadline_counts_neither_as_silence_nor_as_a_hang() -> None:
-    """One step computes four prompts. It takes several seconds, and the replica does not report meanwhile."""
-    deadline_s = 1.0
-    tokens = ["--max-num-batched-tokens", "8192", "--kv-blocks", "300"]
+    """One step computes most prompts. It takes several seconds, and the replica does not report meanwhile.
+    A busy machine may also delay a shorter step, which is not announced, so the deadline is not too short."""
+    deadline_s = 3.0
+    tokens = ["--max-num-batched-tokens", "16384", "--kv-blocks", "300"]
     with configured(f"hang_timeout_s = {deadline_s}\n", *tokens) as running, ThreadPoolExecutor(1) as thread:
-        prompts = [[100 + prompt] * 2000 for prompt in range(4)]
+        prompts = [[100 + prompt] * 2000 for prompt in range(8)]
         body = {"model": "demo", "prompt": prompts, "max_tokens": 1}
         with running.http() as http:
             asked = thread.submit(http.post, "/v1/completions", json=body)
@@ -81,8 +82,8 @@ def test_a_step_that_takes_longer_than_the_deadline_counts_neither_as_silence_no
             while not asked.done():
                 seen.append(running.replica())
             assert asked.result().status_code == 200, asked.result().text
-        assert max(one["last_report_s"] for one in seen) > 1.5 * deadline_s
         assert {one["state"] for one in seen} == {"ready"}
+        assert max(one["last_report_s"] for one in seen) > 1.1 * deadline_s
         after = running.replica()
         assert (after["restarts"], after["pids"]) == (0, seen[0]["pids"])
 
