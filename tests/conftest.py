@@ -15,10 +15,15 @@ from hypothesis import HealthCheck, settings
 from tests.examples import QUICK_EXAMPLES, SOAK_EXAMPLES
 
 # Property tests have no time limit per example, because the time that an example takes depends on the load of
-# the machine.
+# the machine. `scripts/test` draws the same examples in every run, so that a new failure has its cause in a
+# change. `scripts/soak` draws new ones.
 for _name, _count in (("quick", QUICK_EXAMPLES), ("soak", SOAK_EXAMPLES)):
     settings.register_profile(
-        _name, max_examples=_count, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        _name,
+        max_examples=_count,
+        deadline=None,
+        derandomize=_name == "quick",
+        suppress_health_check=[HealthCheck.too_slow],
     )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 

@@ -7,16 +7,10 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import settings
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from appliance.text.tokenizer import Tokenizer
-
-# On a busy machine, an example may exceed the default limit of 200 ms.
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
-
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. def main(argv): return len(argv) != 2",
