@@ -41,7 +41,8 @@ def test_the_error_of_plans_is_that_of_the_layer(
     tokens: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compute a layer in the interpreter, once with the correct routing weights and once with other
-    weights."""
+    weights. With this seed, the first tokens choose experts that the rank holds, so no result is zero."""
+    torch.manual_seed(0)
     shape = ExpertsShape(torch.float32, 6, 2, 64, 32, held)
     chain = tune.ExpertsChain(shape, tokens, torch.float32, torch.device("cpu"), pdl=False)
     plans = tune.rules(shape, tokens, HOPPER_SHARED)
