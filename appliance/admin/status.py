@@ -8,7 +8,7 @@ import platform
 import sqlite3
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 
@@ -42,6 +42,9 @@ from store.control import ControlStore
 from store.trail import AuditTrail, TrailState
 from store.writer import Writer
 
+_ETA_EVERY_S = 1.0
+"""Interval in seconds at which the durations of drains are predicted again. A prediction examines every
+running request, and several snapshots per second may be read for consoles."""
 _BEST_FIRST: tuple[ReplicaState, ...] = (
     *("ready", "draining", "sleeping", "silent", "loading", "starting", "restarting", "failed", "stopped"),
 )
@@ -98,12 +101,15 @@ class StatusReader:
     sockets: Callable[[], list[SocketStatus]]
     clock: ClockGuard
     started_at: float
+    _etas: dict[str, float | None] = field(default_factory=dict, init=False)
+    _etas_at: float = field(default=float("-inf"), init=False)
 
     def status(self) -> Status:
         """Return everything that `appliance status` shows."""
         settings, log, clock_jump_s = self.settings(), log_state(), self.clock.jump_s
         reason = self.readiness.reason()
-        models = [self._model(model) for model in self.models.models.values()]
+        etas = self._drain_etas()
+        models = [self._model(model, etas[name]) for name, model in self.models.models.items()]
         fronts = [front.status() for front in self.fronts.fronts]
         databases = [database_status(database) for database in self.databases]
         audit = audit_status(self.trail.state())
@@ -178,7 +184,15 @@ class StatusReader:
             else "ready"
         )
 
-    def _model(self, model: ServedModel) -> ModelStatus:
+    def _drain_etas(self) -> dict[str, float | None]:
+        """Return the predicted duration of a drain of each model, at most `_ETA_EVERY_S` old."""
+        now = time.monotonic()
+        if now - self._etas_at >= _ETA_EVERY_S or self._etas.keys() != self.models.models.keys():
+            self._etas = {name: self.traffic.remaining(name).seconds for name in self.models.models}
+            self._etas_at = now
+        return self._etas
+
+    def _model(self, model: ServedModel, drain_eta_s: float | None) -> ModelStatus:
         traffic = self.traffic.models[model.name]
         replicas = [replica.status() for replica in self.models.of(model.name)]
         state, detail = self._model_state(model.name, replicas)
@@ -193,7 +207,7 @@ class StatusReader:
             detail=detail,
             max_model_len=model.max_model_len,
             queued=traffic.queued,
-            drain_eta_s=self.traffic.remaining(model.name).seconds,
+            drain_eta_s=drain_eta_s,
             fallback=self.models.fallback(model.name),
             replicas=replicas,
             scaling=self.models.scaling(model.name),

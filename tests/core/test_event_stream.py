@@ -18,7 +18,7 @@ from appliance.client import AdminClient
 from appliance.events.async_client import AsyncAdminClient
 from appliance.events.frames import Frame, FrameLostError, SnapshotAssembler
 from appliance.snapshot import Snapshot, UnfinishedRequest
-from tests.core.conftest import Service, read_answer, running_core
+from tests.core.conftest import Service, read_answer, running_core, wait_until
 from tests.core.test_snapshot import snapshot
 
 pytestmark = pytest.mark.system
@@ -113,6 +113,17 @@ def test_a_read_key_may_follow_and_a_key_without_the_scope_may_not(running: Serv
         next(AdminClient(running.run_dir, key=secrets[1]).snapshots())
     with pytest.raises(AdminError, match="hz='9' is not valid"):
         next(running.admin.snapshots(9))
+
+
+def test_the_predicted_duration_of_a_drain_follows_the_requests(running: Service) -> None:
+    def eta_s() -> float | None:
+        return running.admin.status().models[0].drain_eta_s
+
+    asked = running.connect("m 100000")
+    wait_until(lambda: (eta_s() or 0.0) > 0.0, what="a prediction of the running request")
+    running.admin.cancel_request(running.admin.in_flight()[0].request_id)
+    asked.close()
+    wait_until(lambda: eta_s() == 0.0, what="the end of the request")
 
 
 def test_a_reader_that_does_not_read_delays_nobody_and_costs_no_memory(running: Service) -> None:
