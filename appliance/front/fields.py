@@ -19,10 +19,10 @@ MAX_BAD_WORD_CHARS = 256
 """Maximum length of one bad word. Each word is tokenized twice, with and without a leading space."""
 MAX_TEMPLATE_VARIABLES = 32
 MAX_TEMPLATE_VARIABLE_DEPTH = 200
-MAX_TEMPLATE_VARIABLE_ITEMS = 32_768
-"""Maximum number of values in `chat_template_kwargs`, including the values in its lists and objects."""
 """Maximum nesting depth of lists and objects. It is limited because the code that renders templates is
 recursive."""
+MAX_TEMPLATE_VARIABLE_ITEMS = 32_768
+"""Maximum number of values in `chat_template_kwargs`, including the values in its lists and objects."""
 
 MAX_KEEP_ALIVE_S = 1e9
 _UNIT_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3}
