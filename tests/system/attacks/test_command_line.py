@@ -415,7 +415,8 @@ def test_a_drain_announces_no_end_that_its_requests_cannot_meet(attacked: Target
                 time.sleep(0.1)
         assert drain.ended >= 5
         for one in seen:
-            assert one.eta_s is None or one.eta_s > 0.0, one
+            # No CPU replica generates 2,000 tokens a second for one request.
+            assert one.eta_s is None or one.eta_s > one.tokens_left / one.running / 2000.0, one
             assert one.tokens_left > 0
         assert seen
     finally:
