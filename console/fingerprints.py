@@ -29,7 +29,7 @@ class Fingerprint(NamedTuple):
     observed: Facts
     """Facts from the snapshot, by name."""
     listed: Facts | None
-    """Facts from the lists that `required_lists` names. None if they have not been read."""
+    """Fields from the lists that `required_lists` names, such as keys. None if they have not been read."""
 
     def changes(self, later: Fingerprint) -> str:
         """Return a description of what has changed, or an empty string."""

@@ -70,7 +70,7 @@ def read_spool(path: Path, key: SigningKey | None = None) -> SpoolContent:
     end, mac = 0, _FIRST_MAC
     for number, line in enumerate(lines, start=1):
         if not line.endswith(b"\n"):
-            break  # the service or the machine stopped while this line was written
+            break  # the service or the machine stopped while this line was being written
         entry, content, own_mac = _parse(line)
         if entry is None:
             entry = _damaged(path, number)

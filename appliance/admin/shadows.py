@@ -47,7 +47,7 @@ class ShadowAdmin:
         self.results.end(name)
         await self.models.fronts.routed()
         if target is None:
-            return done(f"the shadow of {name} has ended")
+            return done(f"requests for {name} are no longer copied")
         return done(f"{asked.share:.1%} of the requests for {name} are copied to {target}")
 
     def shown(self) -> list[RegisteredModel]:

@@ -82,8 +82,8 @@ def verify(
         for name in heads:
             if name != "-" and not Path(name).exists():
                 raise Failure(
-                    f"--heads {name} does not exist: give a text file with recorded heads, such as the "
-                    "output of journalctl"
+                    f"--heads: the file {name} does not exist; give a text file that contains "
+                    "chain heads, such as the output of journalctl"
                 )
             recorded += (
                 recorded_in(sys.stdin or (), "standard input") if name == "-" else read_heads(Path(name))

@@ -76,7 +76,7 @@ class Service:
                 f"the previous run (process {state.former.pid}) was killed or crashed, possibly for lack of "
                 "memory; see the log and the kernel's log",
             )
-        # The components that serve requests: identities, quotas, the request log, stored contents, fronts and
+        # The components that serve requests: identities, quotas, the request log, stored content, fronts and
         # models.
         identities = IdentityRegistry(lambda: control.policies, settings.unix)
         quotas = Quotas(time.monotonic)

@@ -487,8 +487,8 @@ class Replica:
         if self.breaker != "open":
             return ""
         return (
-            f"fix the cause, then run: appliance models retry {self.model}; otherwise, one start is "
-            f"attempted in {self._next_start.left_s:.0f} s, or when the model's files change"
+            f"fix the cause, then run: appliance models retry {self.model}; otherwise, the next "
+            f"start is attempted in {self._next_start.left_s:.0f} s, or when the model's files change"
         )
 
     def _degradations(self) -> list[Degradation]:

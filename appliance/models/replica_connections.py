@@ -83,7 +83,7 @@ class ReplicaConnections:
         self._publish()
 
     def replica_reported(self, replica: Replica, report: Report) -> None:
-        # The request that a report names may end with the same report, so its tenant is looked up first.
+        # Look up the tenant first, because processing the report may end the request that it names.
         request_id = report.longest_step.request_id if report.longest_step is not None else ""
         request = self._requests.state.in_flight.get(request_id)
         self.stalls.add(replica.name, time.time(), report, request.tenant if request is not None else "")

@@ -147,7 +147,7 @@ REQUESTS: dict[str, Figure] = {
         "request-log: unit",
     ),
     "itl_ms": Figure(
-        "inter-token time", "ms", "the request", "Mean time between the output tokens.", "request-log: itl_ms"
+        "inter-token time", "ms", "the request", "Mean time between output tokens.", "request-log: itl_ms"
     ),
     "resubmissions": Figure(
         "resubmissions",

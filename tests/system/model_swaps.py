@@ -177,7 +177,9 @@ class Swaps:
     def wait_for_one(self, version: int) -> None:
         """Wait until only this version occupies memory."""
         self.running.wait_until(
-            lambda: self.loaded() == [(version, "ready")], WITHIN_S, f"only version {version} to be loaded"
+            lambda: self.loaded() == [(version, "ready")],
+            WITHIN_S,
+            f"version {version} to be the only loaded one",
         )
         self.running.wait_until(
             lambda: sum(map(is_rank, self.running.descendants())) == 1, WITHIN_S, "only one rank to run"

@@ -71,7 +71,7 @@ class Box:
         return ranks + [front["pid"] for front in status["fronts"]]
 
     def rows(self, **wanted: Any) -> dict[str, Any]:
-        """Return the rows of the request log that have these values, by request id."""
+        """Return the rows of the request log whose columns have these values, keyed by request id."""
         rows = self.inside.appliance("requests", "--limit", "1000")
         assert len(rows) == len({row["request_id"] for row in rows}), "a request has two rows"
         return {
