@@ -272,7 +272,7 @@ class ConsoleApp(App[int]):
         self.redraw()
 
     def _begin_verifying(self) -> None:
-        """Show the audit screen, and verify the audit chain unless it is being verified."""
+        """Show the audit screen, and start to verify the audit chain, unless a verification is running."""
         if self.session.past is not None:
             self.session.say(_CHAIN_IS_PRESENT, "warn")
             return

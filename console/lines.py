@@ -96,7 +96,7 @@ def heading(title: str, width: int, note: str = "") -> Line:
     end = [Span(" ", "rule"), span(note, "dim"), Span(" ─", "rule")] if note else []
     room = width - width_of(start) - width_of(end)
     if room < 0 and end:
-        # If space is short, the note is truncated before the title.
+        # If space is short, the note is truncated first, and the title only if that is not enough.
         have = width - width_of(start) - 3
         return heading(title, width, fit(note, have).rstrip() if have > 4 else "")
     return clip([*start, Span("─" * max(0, room), "rule"), *end], width)

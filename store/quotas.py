@@ -23,7 +23,7 @@ from store.writer import Writer
 class QuotaLevels(msgspec.Struct, frozen=True, kw_only=True):
     """The remaining amount of each limit of one tenant or key; None for a limit that is not set.
 
-    The levels do not yet include the usage of requests whose rows are open. Those rows record that usage.
+    The usage of requests whose rows are still open has not been subtracted. Those rows record that usage.
     """
 
     scope: str

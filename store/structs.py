@@ -45,8 +45,8 @@ class WriterState(msgspec.Struct, frozen=True, kw_only=True):
     """Number of operations dropped because the database cannot store them. This indicates a bug and is logged
     each time."""
     restored: str = ""
-    """How the open file was displaced (deleted or replaced), and how the writer restored it. Empty if this
-    has not happened."""
+    """How the file was deleted or replaced while it was open, and how the writer restored it. Empty if it
+    was neither deleted nor replaced."""
 
 
 class Silence(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,8 +2,8 @@
 derived from them.
 
 Undeclared fields are accepted and ignored, because OpenAI's clients send `metadata`, `store` and similar
-fields. Fields that would change the answer but are not implemented are refused by name
-(`appliance.front.refused_fields`).
+fields. A field that would change the answer but is not implemented is refused with an error that names the
+field (`appliance.front.refused_fields`).
 """
 
 from __future__ import annotations

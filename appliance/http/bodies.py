@@ -71,10 +71,10 @@ class ChunkedBody:
             try:
                 self._parser.feed_data(window[fed:end])
             except httptools.HttpParserError:
-                raise RequestError(400, "the chunks of the request body are not valid HTTP/1.1") from None
+                raise RequestError(400, "the chunked encoding of the request body is invalid") from None
             fed = end
         if self._messages != 1:
-            raise RequestError(400, "the chunks of the request body are not valid HTTP/1.1")
+            raise RequestError(400, "the chunked encoding of the request body is invalid")
         consumed = fed - len(self._tail)
         self._tail = window[max(fed - 3, 0) : fed]
         content = b"".join(self._content)

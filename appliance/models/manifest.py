@@ -1,11 +1,11 @@
 """The manifest of a model's folder: the size and the SHA-256 of each file. Creating a manifest takes as long
-as reading the files. Checking a manifest reads at most `_WHOLE_BYTES` of each file, unless a larger file has
-another modification time. Both must not be done on the event loop.
+as reading the files. Checking a manifest reads at most `_WHOLE_BYTES` of each file, except for a larger file
+whose modification time has changed. Neither may be done on the event loop.
 
 The contents of a large file are compared by samples. They detect a file that was replaced by another file of
 the same size, because training changes every part of the weights. They do not detect a change of a few bytes
-between two samples. Such a change gives the file another modification time. A file with another modification
-time and the same samples is therefore read completely: a copy or `touch` leaves its contents as they were.
+outside the samples, but such a change also alters the modification time. If the modification time has changed
+and the samples have not, the whole file is therefore read: a copy or `touch` leaves its contents as they were.
 """
 
 from __future__ import annotations

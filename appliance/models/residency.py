@@ -137,7 +137,7 @@ def next_step(
             + (f" ({kept})" if kept else ""),
         )
     for one in reversed(list(chosen)):
-        # An earlier choice may be unnecessary if a later one frees enough memory on its own.
+        # A model chosen earlier may be unnecessary if one chosen later frees enough memory on its own.
         if freed - one.memory_bytes >= missing_bytes:
             chosen.remove(one)
             freed -= one.memory_bytes

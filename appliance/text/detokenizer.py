@@ -123,7 +123,7 @@ class WindowDetokenizer:
         self._ids = list(context)
         self._emitted_tokens = len(self._ids)
         # The part of the window's text that has been emitted. An incomplete character at the end of the
-        # context belongs to the stream.
+        # context is not part of it: it is emitted when generated tokens complete it.
         self._emitted = self._decode(self._ids).rstrip(REPLACEMENT)
 
     def push(self, token_ids: Sequence[int]) -> str:

@@ -42,7 +42,7 @@ _SEARCH_EVERY_S = 0.25
 FALLBACK_CODES = frozenset(
     {"queue_full", "overloaded", "queue_timeout", "deadline_unreachable", "model_failed", "draining"}
 )
-"""Codes of refusals that concern the model and not the caller, so that another model may take the request."""
+"""Codes of refusals that concern the model and not the caller. Another model may accept such a request."""
 
 
 class Refusal(NamedTuple):

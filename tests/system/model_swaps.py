@@ -150,7 +150,7 @@ class Streams:
         for version, token in TOKENS.items():
             if tokens == [token] * MAX_TOKENS:
                 return version
-        self.failures.append(f"an answer has the tokens {tokens}")
+        self.failures.append(f"the tokens of an answer are those of neither version: {tokens}")
         return 0
 
 

@@ -42,7 +42,7 @@ PROMPT = [7, *((11 * place) % 4000 + 10 for place in range(1199))]
 token."""
 VERSION = {"kv_blocks": 200, "threads": 1, "max_num_seqs": 16, "max_num_batched_tokens": 512}
 SETTINGS = f"""
-# Every kill is outside the window of the circuit breaker.
+# The window of the circuit breaker is too short to contain two kills.
 [restarts]
 window_s = 0.05
 
