@@ -4,8 +4,8 @@ whose modification time has changed. Neither may be done on the event loop.
 
 The contents of a large file are compared by samples. They detect a file that was replaced by another file of
 the same size, because training changes every part of the weights. They do not detect a change of a few bytes
-outside the samples, but such a change also alters the modification time. If the modification time has changed
-and the samples have not, the whole file is therefore read: a copy or `touch` leaves its contents as they were.
+outside the samples, but such a change also alters the modification time. If only the modification time has
+changed, the whole file is therefore read: a copy or `touch` leaves its contents as they were.
 """
 
 from __future__ import annotations
