@@ -32,7 +32,7 @@ from engine.model.loader import load, load_dummy
 from engine.parallel import Ranks
 from engine.plan import StepPlan, StepTokens
 from engine.profiling import profile_cuda, steps_fit
-from engine.progress import ProgressCallback
+from engine.progress import ProgressCallback, StageTimes
 from engine.rank_memory import open_memory
 from engine.replica_model import ReplicaModel
 from engine.sampler import Sampler
@@ -89,6 +89,7 @@ class ModelRunner:
 
     def __init__(self, spec: ReplicaSpec, ranks: Ranks, progress: ProgressCallback) -> None:
         began = time.monotonic()
+        stages = progress = StageTimes(progress)
         check_spec(spec)
         self.spec = spec
         self.ranks = ranks
@@ -168,6 +169,7 @@ class ModelRunner:
             self._stream = self._thread("engine-step")
         self._load_seconds = time.monotonic() - began
         progress(Progress("ready"))
+        log.info("the start took %.1f s: %s", self._load_seconds, stages)
 
     # ── running steps ──────────────────────────────────────────────────────────────────────────────────
 
