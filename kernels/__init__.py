@@ -29,7 +29,7 @@ PDL_FROM = 90
 @dataclass(frozen=True, slots=True)
 class Fp8Weight:
     """An FP8 weight matrix with one scale per output row, or one scale per block of rows and columns. Only
-    the reference implementation supports blocks."""
+    the reference implementation supports one scale per block."""
 
     values: torch.Tensor
     """Quantised matrix: [out, in] float8_e4m3fn."""
@@ -64,7 +64,7 @@ Activation = torch.Tensor | Fp8Activation
 
 @dataclass(frozen=True, slots=True)
 class DeferredNorm:
-    """An RMSNorm before its per-token factor, 1 / √(Σ x² / n + eps), has been applied. The next GEMM
+    """An RMSNorm whose per-token factor, 1 / √(Σ x² / n + eps), has not been applied yet. The next GEMM
     multiplies its result by this factor."""
 
     values: torch.Tensor
@@ -355,8 +355,8 @@ class Ops(Protocol):
         qkv: `[tokens, (heads + 2 kv_heads) × head_dim]`, the query, key and value heads of each token.
         positions, kv_slots: `[tokens]` int64. A KV slot is block × 64 + offset, and all slots are distinct.
         Slot -1 marks padding: no key or value is written, and that row of the result is undefined. A decode
-        sequence has one entry in each, for the last of its `lens` tokens. window: each token attends to
-        itself and the window - 1 tokens before it, or to all tokens before it if window is None.
+        sequence has one entry in each of these tensors, for the last of its `lens` tokens. window: each token
+        attends to itself and the window - 1 tokens before it, or to all tokens before it if window is None.
         """
 
 

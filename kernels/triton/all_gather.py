@@ -2,8 +2,8 @@
 """All-gather of small messages between the GPUs of one host, and the selection of the best token over all
 ranks.
 
-Both operations use the push protocol of `kernels.triton.peer_arena`. Calls of both, and of `all_reduce_add`,
-may alternate on the same arena.
+Both operations use the push protocol of `kernels.triton.peer_arena`. Calls to both operations and to
+`all_reduce_add` may alternate on the same arena.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ def suits_hopper(
 
 
 EXPAND_FROM = 64
-"""From this number of tokens in a chunk, it is faster to expand the chunk's FP8 pages first."""
+"""Minimum number of tokens in a chunk for which it is faster to expand the chunk's FP8 pages first."""
 
 
 @dataclass(frozen=True, slots=True)

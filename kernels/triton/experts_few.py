@@ -174,7 +174,9 @@ def down(
         )
         return out
     if tiles > len(workspace.arrived):
-        raise ValueError(f"{columns} outputs are {tiles} tiles; the workspace has {len(workspace.arrived)}")
+        raise ValueError(
+            f"{columns} outputs need {tiles} tiles, but the workspace has {len(workspace.arrived)}"
+        )
     by_pair, slots = _slots(tokens, top_k, experts)
     partials = torch.empty((tokens * top_k, columns), dtype=torch.float32, device=x.device)
     _down_dot[(slots * tiles,)](
@@ -215,7 +217,9 @@ def _check(
 ) -> None:
     """Raise ValueError if shapes, dtypes or strides do not match. rows: expected rows of x."""
     if x.shape != (rows, weight.shape[2]):
-        raise ValueError(f"x is {tuple(x.shape)}; {tuple(weight.shape)} needs {(rows, weight.shape[2])}")
+        raise ValueError(
+            f"x is {tuple(x.shape)}, but the weight {tuple(weight.shape)} needs {(rows, weight.shape[2])}"
+        )
     if chosen.dtype != torch.int32:
         raise ValueError(f"chosen is {chosen.dtype}; needs int32")
     for name, tensor in (("x", x), ("chosen", chosen), ("weight", weight)):
@@ -256,8 +260,8 @@ def _takers(
 
     With BY_PAIR, `slot` is the index of a choice. If several choices are the same expert, only the programs
     of the first of these choices have work. Without BY_PAIR, `slot` is the expert. With PARTIAL, experts are
-    numbered from `first_expert`, and programs of an expert outside of the EXPERTS of this rank have no
-    work."""
+    numbered from `first_expert`, and programs of an expert that is not among this rank's EXPERTS experts have
+    no work."""
     token = tl.arange(0, ROWS)
     turn = tl.arange(0, TOP_K_BLOCK)
     pair = token[:, None] * TOP_K + turn[None, :]
@@ -339,7 +343,8 @@ def _up_gemv(
     weight_row = weight_rows(tile, COLUMNS, BLOCK_N, True)
     k = tl.arange(0, BLOCK_K)
     if PDL:
-        # Keep this order, because the next kernel reads the chosen experts before it waits.
+        # Let the next kernel start only after this wait, because it reads the chosen experts before it waits
+        # for this kernel.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     expert = tl.load(chosen + pair).to(tl.int64)
@@ -481,7 +486,8 @@ def _up_dot(
     weight_row = weight_rows(tile, COLUMNS, BLOCK_N, True)
     k = tl.arange(0, BLOCK_K)
     if PDL:
-        # Keep this order, because the next kernel reads the chosen experts before it waits.
+        # Let the next kernel start only after this wait, because it reads the chosen experts before it waits
+        # for this kernel.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     expert, live, takes, pair = _takers(

@@ -49,23 +49,24 @@ class Sorted:
     order: torch.Tensor
     """Number (index) of each choice: [tokens × top_k] int32."""
     groups: dict[int, torch.Tensor]
-    """For each tile height (row count), the groups of at most this many choices of one expert: [groups + 1,
-    4] int32. The first row begins with the number of groups. Each following row has the expert, numbered from
-    the rank's first expert, the group's first position in `order`, and the end of the expert's positions."""
+    """For each tile height (row count), the groups into which the choices of each expert are divided: [groups
+    + 1, 4] int32. A group has at most as many choices as a tile has rows. The first row begins with the
+    number of groups. Each following row has the expert, numbered from the rank's first expert, the group's
+    first position in `order`, and the end of the expert's positions."""
     held: int
-    """Number of experts of this rank."""
+    """Number of experts on this rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedChoices:
-    """Selects the choices with experts on this rank, if the rank has only some of the experts."""
+    """Selects the choices of experts that are on this rank, if the rank has only some of the experts."""
 
     chosen: torch.Tensor
     """Expert ids: [tokens, top_k] int32."""
     first: int
     """First expert of this rank."""
     experts: int
-    """Number of experts of this rank."""
+    """Number of experts on this rank."""
 
 
 def sort(
@@ -77,10 +78,10 @@ def sort(
     held: int | None = None,
     pdl: bool = True,
 ) -> Sorted:
-    """Sort the choices of `experts_route.route_many`; the experts of a token are distinct.
+    """Sort the choices that `experts_route.route_many` has made. The experts of each token are distinct.
 
-    experts: number of experts of all ranks. rows: row counts of the tiles of `up` and of `down`. first, held:
-    first expert and number of experts of this rank; by default, the rank has all experts.
+    experts: total number of experts on all ranks. rows: row counts of the tiles of `up` and of `down`. first,
+    held: first expert and number of experts on this rank; by default, the rank has all experts.
     """
     if routed.places is None or routed.counts is None:
         raise ValueError("routed has no counts; route the tokens with route_many")
@@ -223,12 +224,12 @@ def _launch(
     if x.shape[1] != k or not x.is_contiguous() or not weight.is_contiguous():
         raise ValueError(
             f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; their last dimensions must be equal, "
-            "and both contiguous"
+            "and both must be contiguous"
         )
     if len(by_expert.order) != len(out) or by_expert.held != experts:
         raise ValueError(
-            f"the choices are {len(by_expert.order)} of {by_expert.held} experts; "
-            f"needs {len(out)} of {experts}"
+            f"by_expert has {len(by_expert.order)} choices of {by_expert.held} experts; "
+            f"expected {len(out)} choices of {experts} experts"
         )
     if not len(x):
         return
@@ -272,7 +273,7 @@ def _write_groups(
     ALL: tl.constexpr,
 ):
     """Write the groups of at most ROWS choices of this rank's experts. ends, totals: the end of each expert's
-    positions, and the number of its choices."""
+    positions, and the number of each expert's choices."""
     expert = tl.arange(0, ALL) - first_expert
     here = (expert >= 0) & (expert < EXPERTS)
     count = tl.where(here, (totals + ROWS - 1) // ROWS, 0)
@@ -377,7 +378,7 @@ def _grouped(
     results are written in the original order of the choices.
 
     The scales, the choices of the next tile and the group of the tile after it are loaded while a tile's
-    products are computed, unless the tile's sums need most registers."""
+    products are computed, unless the tile's sums need most of the registers."""
     dtype: tl.constexpr = out.dtype.element_ty
     width: tl.constexpr = BLOCK_N // 2 if UP else BLOCK_N
     across: tl.constexpr = (COLUMNS + width - 1) // width

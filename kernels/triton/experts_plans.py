@@ -74,7 +74,7 @@ class ExpertsShape:
     dtype: torch.dtype
     """Dtype of the experts' weights."""
     experts: int
-    """Number of experts of all ranks."""
+    """Total number of experts on all ranks."""
     top_k: int
     hidden: int
     intermediate: int
@@ -124,7 +124,7 @@ def choose(
         up = ExpertsPlan("gemv", 1, 8, min(1024, _power_of_2(hidden)), warps=4)
         chosen = _power_of_2(top_k)
         if size > 1 or chosen * _power_of_2(intermediate) <= _QUANTISED:
-            # The tile contains these columns of every chosen expert.
+            # A tile has about `columns` columns in total, divided equally among the chosen experts.
             columns, block_n, warps = (2048, 16, 8) if tokens == 1 or size == 1 else (1024, 8, 4)
             block_k = min(max(64, columns // chosen), _power_of_2(intermediate))
             down = ExpertsPlan("gemv", 1, block_n, block_k, warps)
@@ -151,7 +151,10 @@ def problem(
     if plan.form == "dot" and plan.rows < tokens:
         return f"rows is {plan.rows}; the entry needs at least {tokens}"
     if plan.rows < 8 or plan.block_n < 16 * plan.warps or plan.warps % 4:
-        return f"a tile is {plan.rows} x {plan.block_n} with {plan.warps} warps; needs 8 x 16 per warp"
+        return (
+            f"a tile is {plan.rows} x {plan.block_n} with {plan.warps} warps; "
+            f"it needs at least 8 x {16 * plan.warps}, and a multiple of 4 warps"
+        )
     if k % plan.block_k:
         return f"block_k is {plan.block_k}, which does not divide {k}"
     step = (plan.block_n + plan.rows) * plan.block_k * shape.dtype.itemsize
@@ -167,7 +170,7 @@ def _stream_problem(plan: ExpertsPlan, shape: ExpertsShape, k: int) -> str | Non
         return f"a tile is {plan.block_n} x {plan.block_k}; stream needs at least 16 x 64"
     up = k == shape.hidden
     if not up and (shape.top_k != plan.warps or plan.warps > 16):
-        return f"warps is {plan.warps}; down needs a warp for each of {shape.top_k} choices, at most 16"
+        return f"warps is {plan.warps}; down needs one warp per choice ({shape.top_k}), and supports up to 16"
     step = plan.block_k * (plan.warps if up else 1)
     if k % step:
         return f"block_k is {plan.block_k}; {k} is not a multiple of {step}"

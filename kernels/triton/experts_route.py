@@ -12,9 +12,9 @@ Both can count how many tokens have chosen each expert. They use atomic addition
 do not depend on timing.
 
 The input is normalised in float32, and rounded once to its own dtype. Its products with the router's rows are
-summed in float32 to the logits, which are not rounded. Experts are ordered by decreasing logit, and for equal
-logits by increasing id, as in `reference.route`. A NaN counts as the lowest logit, so that every token has
-top_k distinct experts for any input.
+summed in float32, and the sums are used as the logits without rounding. Experts are ordered by decreasing
+logit, and for equal logits by increasing id, as in `reference.route`. A NaN counts as the lowest logit, so
+that every token has top_k distinct experts for any input.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LINES = 2
 """Number of 128-byte cache lines of each router row that `route_many` prefetches."""
 
 _MAX_SPLITS = 16
-"""Maximum number of parts into which the sums of logits are divided."""
+"""Maximum number of parts into which the sums for the logits are divided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class Routed:
     weights: torch.Tensor
     """Routing weights: [tokens, top_k] float32."""
     places: torch.Tensor | None = None
-    """For each choice, how many earlier tokens of its block have chosen the expert: [tokens, top_k] int32.
-    Only `route_many` returns places and counts."""
+    """For each choice, the number of earlier tokens in the same block that have chosen the same expert:
+    [tokens, top_k] int32. Only `route_many` returns places and counts."""
     counts: torch.Tensor | None = None
     """How many tokens of each block of `block_tokens` tokens have chosen each expert: [blocks, number of
     experts rounded up to a power of two] int32."""
@@ -226,7 +226,7 @@ def _check(x: torch.Tensor, norm_weight: torch.Tensor, router: torch.Tensor, top
             f"{tuple(router.shape)}; their last dimensions must be equal"
         )
     if router.dtype != x.dtype:
-        raise ValueError(f"router is {router.dtype} and x is {x.dtype}; they must be the same")
+        raise ValueError(f"router is {router.dtype} and x is {x.dtype}; their dtypes must be equal")
     if not x.is_contiguous() or not router.is_contiguous():
         raise ValueError(f"x has strides {x.stride()} and router {router.stride()}; make them contiguous")
     if hidden > LARGEST_ROW:
@@ -352,7 +352,8 @@ def _logits(
     ALL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute one of SPLITS parts of the sums of the logits of ROWS tokens and COLUMNS experts."""
+    """Compute one of the SPLITS parts into which the sums for the logits are divided, for ROWS tokens and
+    COLUMNS experts."""
     steps: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
     length: tl.constexpr = (steps + SPLITS - 1) // SPLITS * BLOCK_K
     split = tl.program_id(0) % SPLITS

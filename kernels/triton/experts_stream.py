@@ -162,7 +162,8 @@ def _up_stream(
     k_x = gl.arange(0, STEP, layout=gl.SliceLayout(0, gl.SliceLayout(2, in_x)))
     row = _weight_row(tile, index, COLUMNS, BLOCK_N, True)
     if PDL:
-        # Keep this order, because the next kernel reads the chosen experts before it waits.
+        # Let the next kernel start only after this wait, because it reads the chosen experts before it waits
+        # for this kernel.
         _wait()
         _launch_dependents()
     expert = gl.load(chosen + pair).to(gl.int64)
@@ -193,7 +194,8 @@ def _up_stream(
             eight, _ = gl.broadcast(one, gl.zeros([WARPS, STEP, 8], gl.float16, layout=in_x))
             acc = mma_v2(tiles[step].to(gl.float16), eight, acc)
 
-        # All eight rows are equal, and only one is stored. Each thread holds both gate and up.
+        # All eight rows are equal, and only one is stored. Each thread holds both the gate and the up value
+        # of a column.
         dtype: gl.constexpr = out.dtype.element_ty
         total = gl.convert_layout(gl.sum(acc, axis=0), pairs) * scale[:, None]
         gate, up = gl.split(gl.permute(gl.reshape(total, [BLOCK_N // 2, 2, 8]), [0, 2, 1]))
@@ -222,8 +224,8 @@ def _down_stream(
     PDL: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Multiply BLOCK_N weight rows of each expert that one token has chosen by the choice's activations, and
-    add the weighted results. WARPS is the number of choices: each warp computes one of them."""
+    """For each expert that one token has chosen, multiply BLOCK_N weight rows by the activations of this
+    choice, and add the weighted results. WARPS is the number of choices: each warp computes one of them."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     in_w: gl.constexpr = gl.DotOperandLayout(0, mma, 16)
     in_x: gl.constexpr = gl.DotOperandLayout(1, mma, 16)

@@ -134,7 +134,7 @@ def linear_fp8(
     if weight_scale.shape != weight.shape[:1] or weight_scale.dtype != torch.float32:
         raise ValueError(
             f"weight_scale is {weight_scale.dtype} {tuple(weight_scale.shape)}; "
-            f"weight needs float32 ({weight.shape[0]},)"
+            f"expected float32 ({weight.shape[0]},)"
         )
     rows = x.shape[0]
     # The one-row kernels quantise x themselves, so they cannot process a row that is already quantised.
@@ -324,8 +324,8 @@ def _check(x: torch.Tensor, weight: torch.Tensor, extras: FusedOps, out: torch.T
     ):
         if tensor is not None and (tensor.shape != wanted or tensor.stride(-1) != 1):
             raise ValueError(
-                f"{name} is {tuple(tensor.shape)}, strides {tensor.stride()}; "
-                f"needs shape {wanted} with contiguous rows"
+                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; "
+                f"expected shape {tuple(wanted)} with contiguous rows"
             )
 
 

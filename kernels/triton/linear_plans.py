@@ -114,7 +114,7 @@ def choose(
 
 
 _MANY = 16384
-"""Number of outputs from which a GEMM is assumed to need many waves of programs."""
+"""A GEMM with at least this many outputs is assumed to need many waves of programs."""
 
 
 def _gemv(n: int, k: int, dtype: torch.dtype) -> GemmPlan:

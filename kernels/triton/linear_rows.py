@@ -56,7 +56,7 @@ def check_results(out: torch.Tensor, residual: torch.Tensor | None, shape: tuple
     shape."""
     for name, tensor in (("out", out), ("residual", residual)):
         if tensor is not None and (tensor.shape != shape or not tensor.is_contiguous()):
-            raise ValueError(f"{name} is {tuple(tensor.shape)}; needs {shape}, contiguous")
+            raise ValueError(f"{name} is {tuple(tensor.shape)}; expected {shape}, contiguous")
 
 
 def launch_gemv(
@@ -108,8 +108,8 @@ def launch_dot(
     pdl: bool,
 ) -> None:
     """Launch the GEMM of up to `plan.rows` rows of x. x has the weight's dtype. If this dtype is e4m3, both
-    have scales. x must already be normalised, but if `fused` contains its squares, the factor per token has
-    not been applied yet."""
+    have scales. x must already be normalised. If `fused.squares` is given, x contains the values of a
+    deferred norm, and this GEMM multiplies its result by each token's factor."""
     check_workspace(plan, weight.shape[0])
     tiles = triton.cdiv(weight.shape[0], plan.block_n)
     parts = 0 if fused.squares is None else fused.squares.shape[0]

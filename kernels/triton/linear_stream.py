@@ -180,7 +180,7 @@ def _stream(
 
     # ── epilogue: all eight rows are equal, and only one is stored ────────────────────
     dtype: gl.constexpr = out.dtype.element_ty
-    # Each thread holds both gate and up.
+    # Each thread holds both the gate and the up value of a column.
     pairs: gl.constexpr = gl.BlockedLayout([2, 1], [8, 4], [1, WARPS], [0, 1])
     total = gl.convert_layout(gl.sum(acc, axis=0), pairs)
     row = _weight_row(tile, gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, pairs)), columns, BLOCK_N, SILU)

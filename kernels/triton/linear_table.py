@@ -75,7 +75,7 @@ class ExpertsEntry:
     us: float
     """Time for the layer's norm, router and experts, in microseconds."""
     rules_us: float
-    """The same time with the plans that the rules choose."""
+    """Time for the layer's norm, router and experts with the rule-based plans, in microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,8 @@ class Table:
 
 
 def table_path(gpu: str) -> Path:
-    """Return the path of a GPU's table. The file name is derived from the driver's name of the GPU: "NVIDIA
-    H200" becomes `nvidia-h200.json`."""
+    """Return the path of a GPU's table. The file name is derived from the name that the driver reports for
+    the GPU: "NVIDIA H200" becomes `nvidia-h200.json`."""
     return FOLDER / (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") + ".json")
 
 
@@ -268,7 +268,7 @@ def problem(plan: GemmPlan, max_num_seqs: int, product: Product) -> str | None:
         if plan.rows < 8:
             return f"rows is {plan.rows}; the tensor cores need at least 8"
         if plan.warps % 4 or plan.block_n < 16 * plan.warps:
-            return f"warps is {plan.warps}; needs a multiple of 4, at most block_n / 16"
+            return f"warps is {plan.warps}; it must be a multiple of 4, and at most block_n / 16"
         if plan.block_k * product.dtype.itemsize < 128:
             return f"block_k is {plan.block_k}; a row of a tile needs at least 128 bytes"
     step = {"gemv": 1, "stream": plan.warps * plan.block_k}.get(plan.form, plan.split * plan.block_k)

@@ -7,8 +7,8 @@ As in `linear_rows.dot`, the weight is the 64-row operand of the tensor-core ins
 other operand, and K may be split over programs. Here the copy engine (TMA) loads the tiles. The kernel is
 written in Gluon, Triton's lower-level language, which controls when each load starts. Each program first
 requests the weights of all its stages, then waits for the previous kernel, and only then requests x. Programs
-are small, so that programs of the next GEMM fit on a multiprocessor beside the running ones, and load their
-first weights while those finish.
+are small, so that programs of the next GEMM fit on a multiprocessor beside the running programs, and load
+their first weights while the running programs finish.
 
 Each stage has a barrier in shared memory that counts the bytes of its two tiles. With SwiGLU, half of a
 weight tile contains rows of the gate, and the other half contains the corresponding rows of the up
@@ -41,8 +41,8 @@ def launch_tiles(
     pdl: bool,
 ) -> None:
     """Launch the GEMM of up to `plan.rows` rows of x. x has the weight's dtype. If this dtype is e4m3, both
-    have scales. x must already be normalised, but if `fused` contains its squares, the factor per token has
-    not been applied yet."""
+    have scales. x must already be normalised. If `fused.squares` is given, x contains the values of a
+    deferred norm, and this GEMM multiplies its result by each token's factor."""
     n, k = weight.shape
     check_workspace(plan, n)
     size = weight.element_size()

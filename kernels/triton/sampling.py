@@ -51,8 +51,8 @@ _SETTLE_TILE = 2048
 _SETTLE_WARPS = 16
 _SETTLE_STAGES = 4
 _FEW = 64
-"""Maximum top-k for which *decide* selects a row's token group by group instead of scanning the whole row. It
-reads at most this many groups and compares at most twice as many tokens."""
+"""Maximum top-k for which *decide* selects a row's token from a few groups instead of scanning the whole row.
+It reads at most this many groups and compares at most twice as many tokens."""
 _GROUP = 128
 """Number of logits in a group. *scan* stores the largest logit of each group."""
 _THRESHOLDS = 2

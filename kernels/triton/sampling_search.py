@@ -147,7 +147,7 @@ def _draw_over(
     EDITED: tl.constexpr,
     NVIDIA: tl.constexpr,
 ):
-    """Return the best score among the tokens with a logit above `low` and of at least `lowest`. Also return
+    """Return the best score among the tokens whose logit is above `low` and at least `lowest`. Also return
     its token and logit."""
     scores = tl.full([TILE], float("-inf"), tl.float32)
     tokens = tl.full([TILE], 0x7FFFFFFF, tl.int32)
@@ -191,7 +191,8 @@ def _narrow(
 
     Also return `over`, the factor by which the tokens above the new `low` exceed the limits (by count or by
     mass, whichever is larger). `over` is 0 if no token is left between `low` and `high`. `mass_over` is the
-    mass above `low`, before and after the call. extra: another threshold to test, or `high` for none.
+    mass above `low`: the argument for the old `low`, the result for the new one. extra: another threshold to
+    test, or `high` for none.
     """
     j = tl.arange(0, THRESHOLDS)
     # The first steps space the thresholds equally between the bounds, which converges quickly for typical

@@ -13,7 +13,7 @@ BUCKETS = (1, 8, 16, 32, 64, 128, 256)
 the previous entry."""
 
 _MANY = 16384
-"""Number of outputs from which a GEMM is assumed to need many waves of programs."""
+"""A GEMM with at least this many outputs is assumed to need many waves of programs."""
 
 HALF_SHARED = 112 << 10
 """Shared memory per program, in bytes, at which two programs of the `tiles` kernel fit on one multiprocessor.

@@ -21,8 +21,8 @@ from kernels.triton.linear_table import Product
 Choice = Mapping[Product, GemmPlan | None]
 """The plan of each linear. None selects the library's GEMM."""
 Compare = Callable[[Sequence[Choice]], list[float]]
-"""Function that measures choices in interleaved runs. It returns the layer's time with each choice, in
-microseconds, or infinity for a choice that cannot run."""
+"""Function that measures choices of plans in interleaved runs. It returns the layer's time with each choice,
+in microseconds, or infinity for a choice that cannot run."""
 Replay = Callable[[Sequence[int]], list[float]]
 """Function that executes the runners with the given indices, in this order, and returns the time of each
 execution in microseconds."""
@@ -31,7 +31,8 @@ ENOUGH = 0.003
 """Minimum relative gain. The search stops after a round with a smaller gain. If the total gain is smaller,
 the original choice is kept."""
 NOISE = 0.001
-"""Expected relative difference between two medians of the same choice, measured in interleaved runs."""
+"""Expected relative difference between two medians of the same choice of plans, measured in interleaved
+runs."""
 
 _SCREENING, _MORE = 4, 12
 """Number of rounds with all runners, and number of additional rounds with only the runners that are almost as
@@ -61,8 +62,8 @@ def descend(start: Choice, options: Mapping[Product, Sequence[GemmPlan | None]],
     """Return the local minimum that a descent from `start` reaches.
 
     Linears are visited in the order of `options`. A new plan replaces the current plan only if it is faster
-    twice: in a comparison of all plans, and in a comparison of these two plans. A linear is visited again
-    only if another linear's plan has changed since its last visit.
+    twice: in a comparison of all plans, and in a comparison of only these two plans. A linear is visited
+    again only if another linear's plan has changed since its last visit.
     """
     best, judged = dict(start), dict[Product, Choice]()
     while True:

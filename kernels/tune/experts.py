@@ -1,9 +1,9 @@
 """Searches for the fastest plans of the two GEMMs of mixture-of-experts layers.
 
 A layer is timed as a whole: norm, router, experts and residual. The search first varies the plan of one GEMM
-while the other keeps its rule-based plan, and then times the best plans of both together. There are different
-kernels for few and for many tokens (`kernels.triton.experts_plans`). For some token counts, the search tries
-both.
+while the other keeps its rule-based plan, and then times the best plans of both together. Different kernels
+process few tokens and many tokens (`kernels.triton.experts_plans`). For some token counts, the search tries
+both kinds.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ EPS = 1e-6
 
 Report = Callable[[str], None]
 Timed = list[tuple[LayerPlans, float]]
-"""Plans and the time of a layer in microseconds, the fastest first."""
+"""Pairs of plans, each with the layer's time in microseconds, the fastest first."""
 
 
 class ExpertsChain:
@@ -90,8 +90,8 @@ class ExpertsChain:
 
     def error(self, plans: LayerPlans) -> float:
         """Return the relative error of a layer's result, compared with the reference implementation for the
-        same choices. The choices are shared because the two might choose differently among experts with
-        almost equal logits."""
+        same choices. Otherwise, the two implementations might choose different experts if some logits are
+        almost equal."""
         x, layer = self._inputs[0], self._layers[0]
         activation, found = self._compute(x, layer, plans)
         rows = reference.rms_norm(x, self._gain, EPS).repeat_interleave(layer.top_k, dim=0)
@@ -171,7 +171,8 @@ class Family:
         self.ups, self.downs, self.start = ups, downs, start
 
     def changes(self) -> list[LayerPlans]:
-        """Return the start with one GEMM's plan replaced by each candidate."""
+        """Return the starting plans, and for each candidate, a copy of the starting plans that contains the
+        candidate."""
         ups = [replace(self.start, up=up) for up in self.ups]
         downs = [replace(self.start, down=down) for down in self.downs]
         return list(dict.fromkeys([self.start, *ups, *downs]))

@@ -133,9 +133,9 @@ def multiply() -> None:
 
 
 def mix() -> None:
-    """Run the routers and every kernel of experts, in the model's dtype and in FP8. Sizes are not multiples
-    of a tile, and there are several blocks to sort. Some experts are chosen by no token, some by every token,
-    and some are on other ranks."""
+    """Run the routers and all of the experts' kernels, in the model's dtype and in FP8. Sizes are not
+    multiples of a tile, and there are several blocks to sort. Some experts are chosen by no token, some by
+    every token, and some are on other ranks."""
     values = E4M3 if ON_GPU else None
     for case in route_cases.CASES[:2]:
         made = route_cases.Case(*case, DTYPE)

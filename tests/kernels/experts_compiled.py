@@ -1,4 +1,4 @@
-"""Compiles the kernels of experts for Hopper. Prints the order of their loads and of their dependent-launch
+"""Compiles the experts' kernels for Hopper. Prints the order of their loads and of their dependent-launch
 instructions as JSON. Runs in a separate process, like `launches_of_serving`."""
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Interpreted:
 class _Pointer:
     base: torch.Tensor
     own: torch.Tensor
-    """Mask over the memory that the tensor spans, which selects the elements of the tensor."""
+    """Mask that selects the tensor's elements within the memory that the tensor spans."""
     offset: Any = 0
 
     @classmethod
@@ -112,7 +112,9 @@ class _Pointer:
         outside = (there < 0) | (there >= len(self.own))
         outside |= ~self.own[torch.where(outside, 0, there)]
         if outside.any():
-            raise Fault(f"element {int(there[outside][0])} is outside of a tensor of {list(self.base.shape)}")
+            raise Fault(
+                f"element {int(there[outside][0])} is outside a tensor of shape {list(self.base.shape)}"
+            )
         return there, mask
 
 

@@ -97,7 +97,7 @@ class Barrier:
             self.missing, self.completed = self.count, self.gathering
 
     def __str__(self) -> str:
-        state = f"misses {self.missing} of {self.count} arrivals and {self.bytes} bytes"
+        state = f"lacks {self.missing} of {self.count} arrivals and {self.bytes} bytes"
         return f"{self.name or 'a barrier'}, whose phase {self.phase} {state}"
 
 

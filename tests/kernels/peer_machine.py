@@ -334,13 +334,14 @@ class PeerMachine:
                 self._fault = Fault("every program waits, and no word is in flight")
 
     def _deliver(self) -> None:
-        """Perform every call on every rank, in order. Raises Fault."""
+        """Deliver some or all words of a random message in flight. Records a Fault if an unread word is
+        overwritten."""
         at = self._random.randrange(len(self._flying))
         rank, places, words = self._flying.pop(at)
         some = self._random.choice((1, len(places) // 2, len(places)))
         now, later = slice(0, some), slice(some, None)
         if (self.arenas[rank][places[now]] != peer_arena.EMPTY_WORD).any():
-            self._fault = self._fault or Fault(f"a word for rank {rank} overwrites a word that was not read")
+            self._fault = self._fault or Fault(f"a word for rank {rank} overwrites an unread word")
         self.arenas[rank][places[now]] = words[now]
         if len(places) > some:
             self._flying.append((rank, places[later], words[later]))

@@ -76,8 +76,8 @@ def test_queries_attend_to_the_tokens_of_their_pass_and_padding_to_nothing(ops: 
 
 
 def test_a_pass_of_padding_leaves_the_cache_unchanged(ops: object) -> None:
-    """Warm-up runs padding-only passes to load the kernels before the engine serves requests, so they must
-    not write to the cache."""
+    """Warm-up runs padding-only passes to load the kernels before the engine serves requests. These passes
+    must not write to the cache."""
     made = Pass([(0, 0)] * 3, [], written=False)
     found, pool = made.attend(ops, 3)
     assert found.shape == (3, HEADS, HEAD_DIM) and not found.any()

@@ -4,7 +4,8 @@ Only tests on a GPU check the bound at that length and in bfloat16. In the inter
 2,048 tokens.
 
 The exact result is attention over the cache's values in float64. For each element of the output, with N
-tokens, heads of d dimensions, weights w (the softmax terms, the largest is 1) and values v = e × scale:
+tokens, heads of d dimensions, weights w (the softmax terms, of which the largest is 1) and values v = e ×
+scale:
 
     |error| ≤ ROUND |o| + (WEIGHT + 2 δ + SUM N / 64) a + TINY b
 
@@ -116,8 +117,8 @@ Change = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Generator], N
 
 
 def _needle(value: float) -> Change:
-    """Return a change to the cache: in the first head of each group, one key gets e⁶ times the weight of all
-    other keys together."""
+    """Return a change to the cache: in the first head of each group, the weight of one key becomes e⁶ times
+    the total weight of all other keys."""
 
     def change(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, draw: torch.Generator) -> None:
         heads, kv_heads = q.shape[1], keys.shape[1]

@@ -129,10 +129,10 @@ FAULTS = {
     "warps apart": r"partition 1 \(_bring\) overwrites ring, which a product may still read",
     "expects nothing": r"copies more bytes to ring than full\[0\]",
     "a copy too many": r"ends without waiting for a copy",
-    "two arrivals": r"2 arrivals exceed the count of empty\[\d\], whose phase \d misses 1 of 1 arrivals",
+    "two arrivals": r"2 arrivals exceed the count of empty\[\d\], whose phase \d lacks 1 of 1 arrivals",
     "takes early": r"partition 0 \(_square\) uses a product before waiting for it",
-    "not initialised": r"full\[\d\], whose phase 0 misses 0 of 0 arrivals",
-    "stores outside": r"element 4096 is outside of a tensor of \[64, 64\]",
+    "not initialised": r"full\[\d\], whose phase 0 lacks 0 of 0 arrivals",
+    "stores outside": r"element 4096 is outside a tensor of shape \[64, 64\]",
     "stores again": r"element 4032 is stored twice",
 }
 
@@ -155,7 +155,7 @@ def test_a_deadlock_names_each_partition_and_its_barrier(
     wrong: str, stage: int, missing: str, seed: int
 ) -> None:
     bringing = rf"partition 1 \(_bring\) waits for parity \d of empty\[{stage}\], whose phase 0"
-    with pytest.raises(Deadlock, match=rf"partition 0 \(_square\) waits for .*; {bringing} misses {missing}"):
+    with pytest.raises(Deadlock, match=rf"partition 0 \(_square\) waits for .*; {bringing} lacks {missing}"):
         launch(wrong, seed)
 
 
@@ -200,19 +200,19 @@ def _alone(tiles, out, WRONG: gl.constexpr):
 
 
 ALONE = {
-    "waits uninitialised": r"whose phase 0 misses 0 of 0 arrivals and 0 bytes before its initialisation",
+    "waits uninitialised": r"whose phase 0 lacks 0 of 0 arrivals and 0 bytes before its initialisation",
     "initialised twice": r"is initialised twice",
     "a stage too far": r"index 2 is out of range of 2",
     "another box": r"a box of \[64, 64\] cannot be copied to \[32, 128\]",
     "copies onto a copy": r"the kernel overwrites .*, to which a copy may still be in flight",
     "reads before the wait": r"the kernel reads .* before waiting for the copy into it",
-    "leaves an expectation": r"unfinished phase of .* whose phase 1 misses 0 of 1 arrivals and 2 bytes",
+    "leaves an expectation": r"unfinished phase of .* whose phase 1 lacks 0 of 1 arrivals and 2 bytes",
     "leaves a product": r"the kernel ends before one of its products",
 }
 
 
 def alone(wrong: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch `_alone`. Returns the actual and the expected result. The expected result is the row sums of the
+    """Launch `_alone`. Returns the actual result and the expected result, which contains the row sums of the
     tile's square."""
     x = torch.randn((64, 64), generator=torch.Generator().manual_seed(1)).to(torch.float16)
     out = torch.zeros(64, dtype=torch.float16)
@@ -257,7 +257,7 @@ def test_unwritten_memory_is_nan_and_masked_elements_are_unchanged() -> None:
 def test_gaps_between_the_rows_of_a_tensor_do_not_belong_to_it() -> None:
     out = torch.zeros(64, 2, dtype=torch.float16)[:, 0]
     tiles = descriptor(torch.zeros(64, 64, dtype=torch.float16))
-    with pytest.raises(Fault, match=r"element 1 is outside of a tensor of \[64\]"):
+    with pytest.raises(Fault, match=r"element 1 is outside a tensor of shape \[64\]"):
         Interpreted(_unwritten, 0)[(1,)](out, tiles, num_warps=4)
 
 

@@ -137,8 +137,9 @@ def test_loads_before_the_wait_cannot_return_stale_data() -> None:
     assert len(kernels) == 2
     for name, events in kernels.items():
         wait = events.index("griddepcontrol.wait")
-        # Angles never change. All other loads bypass the L1 cache: lengths, slots, and, for a single
-        # sequence, the number and the tiles of the first page.
+        # Of the loads before the wait, only those of the angles may use the L1 cache, because angles never
+        # change. The others bypass it: lengths, slots and, for a single sequence, the first page's number and
+        # tiles.
         early = {event for event in events[:wait] if not event.startswith("ld.global.cg.")}
         assert early == {"ld.global.b32"}, name
         assert events[wait + 1] == "griddepcontrol.launch_dependents", name

@@ -210,8 +210,8 @@ def test_tritons_dispatch_to_warps_has_no_race(
     built: dict[str, dict[str, Any]],
 ) -> None:
     """In Triton's compiled dispatch of warp_specialize, writes follow 0, 3, 6, … barriers of all threads, and
-    reads follow 1, 4, 7, … barriers. Threads do not access shared memory in any other place.
-    `scripts/sanitize` may therefore suppress racecheck's report about the dispatch."""
+    reads follow 1, 4, 7, … barriers. Threads do not access shared memory anywhere else. `scripts/sanitize`
+    may therefore suppress racecheck's report about the dispatch."""
     for name, kernel in built.items():
         assert set(kernel["dispatch"]) == {"^w", "wbbbw", "wb$", "^br", "rbbbr", "r$"}, name
 
@@ -310,7 +310,7 @@ ORDERS = {
     "a stage is waited for in the wrong phase": (
         "mbarrier.wait(empty, phase ^ 1)",
         "mbarrier.wait(empty, phase)",
-        r"partition 2 \(_fetch\) waits for parity 0 of k_empty\[0\], whose phase 0 misses 2 of 2",
+        r"partition 2 \(_fetch\) waits for parity 0 of k_empty\[0\], whose phase 0 lacks 2 of 2",
     ),
     "queries are replaced before they are free": (
         "        mbarrier.wait(q_empty, (turn & 1) ^ 1)\n",

@@ -2,8 +2,8 @@
 
 The interpreter verifies indexing and masking in float32 and float16: which expert's weights are multiplied by
 which token, sizes that are not multiples of a tile, experts chosen by no token or by every token, the sort,
-and the sum of each token. Only the tests marked `gpu` verify the numerics of bfloat16 and e4m3, and that
-results with and without PDL and in graphs are bitwise equal.
+and each token's sum. Only the tests marked `gpu` verify the numerics of bfloat16 and e4m3, and that results
+with and without PDL and in graphs are bitwise equal.
 
 Tolerances: the error against float64, for the whole result and for each row, is at most the sum of twice the
 reference's error, one rounding error of the result, and the error of float32 sums (see `test_triton_linear`).
@@ -209,9 +209,9 @@ class Case:
         assert error(whole, out.double()) <= 2 * torch.finfo(self.dtype).eps
 
     def check_some(self, plans: LayerPlans, here: range, pdl: bool = False) -> torch.Tensor:
-        """Run a rank that has only the experts in `here`, and return its part of the sum. Check that the
-        results of its experts equal those on a rank with all experts. Set the results of all other experts to
-        NaN, so that the sum shows if they are read."""
+        """Run a rank that has only the experts in `here`, and return its partial sum. Check that the results
+        of its experts equal those on a rank with all experts. Set the results of all other experts to NaN, so
+        that the sum shows if they are read."""
         weight, scale = _parts(self.gate_up)
         down, down_scale = _parts(self.down)
         some = slice(here.start, here.stop)
@@ -254,8 +254,8 @@ class Case:
         return few.down(*inputs, workspace=self.workspace, first=here.start, **options)
 
     def check_ranks(self, plans: LayerPlans, pdl: bool = False) -> None:
-        """Check that the parts of three ranks, each with some of the experts, add up to the sum over all
-        experts."""
+        """Check that the partial sums of three ranks, each with some of the experts, add up to the sum over
+        all experts."""
         count = len(_parts(self.gate_up)[0])
         ranks = [range(1), range(1, count - 1), range(count - 1, count)]
         parts = [self.check_some(plans, here, pdl) for here in ranks]
@@ -359,8 +359,8 @@ def test_ranks_with_some_experts_add_up_to_all(
     ("tokens", "count", "top_k"), [(1, 4, 2), (70, 4, 2), (50, 500, 3), (600, 512, 2)], ids=str
 )
 def test_choices_are_sorted_by_expert_then_by_token(tokens: int, count: int, top_k: int, kind: str) -> None:
-    """600 tokens with 512 experts make more blocks than a program adds up at a time. The groups cover all
-    experts, or only some."""
+    """With 600 tokens and 512 experts, there are more blocks than a program adds up at a time. The groups
+    cover all experts, or only some of them."""
     chosen = choices(kind, tokens, count, top_k)
     counts = chosen.flatten().bincount(minlength=count).tolist()
     ends = list(itertools.accumulate(counts))
@@ -460,9 +460,9 @@ def test_arguments_that_do_not_match_are_reported() -> None:
     with pytest.raises(ValueError, match=r"weight_scale is \(5,\); needs \(5, 80\)"):
         few.up(case.x, None, case.chosen, case.gate_up, torch.ones(5), GEMV, pdl=False)
     by_expert = many.sort(routed(case.chosen, 6), 6, (16, 16), pdl=False)
-    with pytest.raises(ValueError, match="the choices are 4 of 6 experts; needs 4 of 5"):
+    with pytest.raises(ValueError, match="has 4 choices of 6 experts; expected 4 choices of 5 experts"):
         many.up(case.x, None, by_expert, 2, case.gate_up, None, GROUPED, 2, pdl=False)
-    with pytest.raises(ValueError, match=r"residual is \(1, 48\); needs \(2, 48\)"):
+    with pytest.raises(ValueError, match=r"residual is \(1, 48\); expected \(2, 48\)"):
         many.combine(case.x.repeat(2, 1), case.weights, residual=case.x[:1], pdl=False)
 
 
@@ -475,13 +475,14 @@ def test_the_compiled_kernels_wait_before_they_read_results() -> None:
     names = (*few, "_grouped", "_combine")
     assert set(found) == {*names, *(f"{name} of some experts" for name in names)}
     for name in (name for name in found if name.startswith("_up")):
-        # `down` reads the choices before its wait, so it may start only after `up` has finished its own wait.
+        # `down` reads the choices before it waits for `up`, so `down` may start only after `up` has waited
+        # for the kernel before `up`.
         assert found[name][0][:2] == [wait, start]
     for name in (name for name in found if name.startswith("_down")):
         (events,) = found[name]
         before = events[: events.index(wait)]
         assert before[0] == start and set(before[1:]) == {"ld.global"}
-        # Before their wait, the other kernels load the choices, their weights and a tile of the matrix.
+        # Before they wait, the other kernels load the choices, the routing weights and a tile of the matrix.
         assert name.startswith("_down_dot") or len(before) > 3
         assert not name.startswith("_down_stream") or len(before) > 24
     waiting = [name for name in found if name.startswith(("_grouped", "_combine"))]

@@ -164,7 +164,7 @@ def test_arguments_that_do_not_match_are_reported() -> None:
         routes.route(case.x, case.gain, EPS, case.router, 6, **options)
     with pytest.raises(ValueError, match="last dimensions must be equal"):
         routes.route(case.x[:, 1:], case.gain, EPS, case.router, 2, **options)
-    with pytest.raises(ValueError, match="they must be the same"):
+    with pytest.raises(ValueError, match="their dtypes must be equal"):
         routes.route(case.x, case.gain, EPS, case.router.half(), 2, **options)
     with pytest.raises(ValueError, match="route supports up to 512"):
         routes.route(_random(513, 48, seed=1, dtype=torch.float32), case.gain, EPS, case.router, 2, **options)

@@ -29,8 +29,7 @@ on_hopper = pytest.mark.skipif(
 )
 SHIPPED = shipped_plans()
 BARRIERS = 1024
-"""Upper bound, in bytes, on the shared memory that a program uses for its barriers and for the sums of its
-warps."""
+"""Upper bound, in bytes, on the shared memory that a program uses for its barriers and its warps' sums."""
 
 
 def check(made: Product) -> None:
@@ -63,7 +62,7 @@ def test_a_gemm_with_a_shipped_plan_is_as_accurate_as_the_reference(shipped: Shi
 @pytest.mark.gpu
 @pytest.mark.parametrize("shipped", SHIPPED, ids=str)
 def test_pdl_and_graphs_change_no_bit_of_a_shipped_plan(shipped: Shipped) -> None:
-    """The kernels that write the GEMM's inputs let it start before they write them."""
+    """The kernels that write the GEMM's inputs let the GEMM start before the inputs are written."""
     made = Product(shipped, *shipped.uses[-1], silu=False)
     sources = {
         name: each.view(1, -1) if name == "squares" else each

@@ -1,4 +1,4 @@
-"""Tests of the search for the plans of experts. Times are measured only on a GPU."""
+"""Tests of the search for the plans of the experts' GEMMs. Times are measured only on a GPU."""
 
 from __future__ import annotations
 
