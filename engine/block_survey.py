@@ -19,7 +19,7 @@ from engine.scheduling.sequence import Sequence, Submission
 _SLICE = 2048
 """Maximum number of blocks that one slice of a survey reads."""
 _TABLE_COST = 8
-"""Number of blocks that take as long to read as the start of a table."""
+"""Fixed cost of reading a block table, as the number of blocks that can be read in the same time."""
 
 
 class BlockSurvey:
@@ -64,7 +64,8 @@ def _survey(scheduler: Scheduler) -> Generator[None, None, BlockUse]:
     names = list(dict.fromkeys(one.submit.request_id for one in submissions))[:NO_OWNER]
     index = {name: number for number, name in enumerate(names)}
     budget = _SLICE
-    # The first owner of a shared block is written last.
+    # Submissions are read in reverse order, so that the first owner of a shared block is written last and
+    # kept.
     for submission in reversed(submissions):
         name = submission.submit.request_id
         owner, count = index.get(name, NO_OWNER), 0

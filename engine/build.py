@@ -139,7 +139,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--expert-parallel",
         action="store_true",
-        help="give each rank some experts completely instead of a part of every expert",
+        help="give each rank a subset of whole experts instead of a slice of every expert",
     )
     parser.add_argument(
         "--max-num-seqs", type=int, default=1024, help="maximum number of running sequences (%(default)s)"

@@ -49,8 +49,8 @@ def ceilings(device: str) -> Ceilings | None:
 
 
 def layer_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters in the layers that one token uses. Embeddings, the output matrix and
-    the experts that the token does not choose are excluded."""
+    """Return how many of the layers' parameters one token uses. Embeddings, the output matrix and the experts
+    that the token does not choose are excluded."""
     matrices = 1 if config.tie_word_embeddings else 2
     every = parameters(config) - matrices * config.vocab_size * config.hidden_size
     if config.experts is None:
@@ -59,8 +59,8 @@ def layer_parameters(config: ModelConfig) -> int:
 
 
 def read_parameters(config: ModelConfig, tokens: int) -> float:
-    """Return the number of parameters in the layers that a pass of `tokens` tokens reads. In a mixture of
-    experts, it reads only the experts that at least one token chooses (`expected_experts`)."""
+    """Return how many of the layers' parameters a pass of `tokens` tokens reads. In a mixture of experts, a
+    pass reads only the experts that at least one token chooses (`expected_experts`)."""
     if config.experts is None:
         return layer_parameters(config)
     others = expected_experts(config.experts, tokens) - config.experts.top_k

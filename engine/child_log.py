@@ -46,7 +46,7 @@ class ChildLog:
         return {COPY_DESCRIPTOR: str(self.descriptor)}
 
     def listen(self) -> None:
-        """Start reading the log. The child must have been started."""
+        """Start reading the log. The child must already have been started."""
         self._close(self.descriptor)
         asyncio.get_running_loop().add_reader(self._reader, self._readable)
 
@@ -80,8 +80,8 @@ class ChildLog:
             self._timer = loop.call_later(_PAUSE_S, loop.add_reader, self._reader, self._readable)
 
     def _read(self) -> int:
-        """Read available records. Return the number of bytes: 0 at the end of the file, and -1 if none are
-        available."""
+        """Read the available records. Return the number of bytes read, 0 at the end of the file, or -1 if no
+        bytes are available."""
         try:
             chunk = os.read(self._reader, READ_BYTES)
         except BlockingIOError:

@@ -22,8 +22,7 @@ ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 
 
 FP8_BLOCK = 128
-"""Number of rows, and of columns, of a block in checkpoints that have FP8 matrices with one scale per
-block."""
+"""Block size, both in rows and in columns, of checkpoints whose FP8 matrices have one scale per block."""
 
 DENSE, EXPERTS = "dense", "experts"
 """The kinds of layers: layers with an MLP, and layers with a mixture of experts."""
@@ -31,7 +30,7 @@ DENSE, EXPERTS = "dense", "experts"
 
 def fp8_block(part: int) -> int:
     """Return the block size, in rows or columns, of an FP8 matrix on a rank. The matrix consists of tensors
-    or slices that begin at multiples of `part`, or of one complete tensor if `part` is 0."""
+    or slices that begin at multiples of `part`. If `part` is 0, the matrix is one complete tensor."""
     return gcd(FP8_BLOCK, part)
 
 
@@ -53,7 +52,7 @@ class CheckpointError(ModelError):
 
 
 def unreadable(file: Path, error: OSError) -> CheckpointError:
-    """Return the error for a file of a checkpoint that the operating system cannot read."""
+    """Return the error for a checkpoint file that the operating system cannot read."""
     return CheckpointError(f"{file}: cannot be read ({error.strerror})", "check the disk and the permissions")
 
 
@@ -118,7 +117,7 @@ class ExpertsShard:
     """The routed experts of one rank."""
 
     first: int
-    """The rank's first expert. The rank has this expert completely, or a slice of it."""
+    """The first expert of which the rank holds all or a slice."""
     count: int
     width: int
     """Width of the rank's slice of each expert."""

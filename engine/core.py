@@ -82,7 +82,7 @@ class StepResult:
     step: int
     """Number of the last step whose tokens were read."""
     outputs: dict[Hashable, list[Output]]
-    """New outputs by origin. The outputs of one origin form one frame."""
+    """New outputs, keyed by the origin of their submissions. The outputs of one origin form one frame."""
     finished: list[Finished]
     """Final token counts of the submissions that ended."""
     credits_changed: bool
@@ -205,7 +205,8 @@ class EngineCore:
         return StepTiming(oldest.scheduled.plan, step_ms, idle_us, plan_us)
 
     def take_longest_step(self) -> LongestStep | None:
-        """Return the longest step with decodes since the previous call, or None if there was none."""
+        """Return the longest step with decodes since this method was last called, or None if there was
+        none."""
         longest, self._longest = self._longest, None
         return longest
 

@@ -1,5 +1,5 @@
-"""CUDA's virtual memory management, which torch does not offer. It provides address ranges and lets their
-physical memory be released and allocated again. The driver is called through ctypes, so nothing is compiled.
+"""CUDA's virtual memory management, which torch does not offer. It reserves address ranges whose physical
+memory can be released and allocated again. The driver is called through ctypes, so nothing is compiled.
 
 Reference: "Virtual Memory Management" in the documentation of the CUDA driver API.
 """
@@ -95,7 +95,7 @@ class CudaDriver:
             torch.zeros(1, device=device)  # creates the context, if this is the first use of the GPU
             self._call("cuCtxGetCurrent", byref(self._context))
         number, supported = c_int(), c_int()
-        # Like torch's device numbers, the driver's refer to the GPUs in CUDA_VISIBLE_DEVICES.
+        # The driver's device numbers, like torch's, refer to the GPUs in CUDA_VISIBLE_DEVICES.
         self._call("cuDeviceGet", byref(number), device.index)
         self._call("cuDeviceGetAttribute", byref(supported), _SUPPORTED, number)
         if not supported.value:

@@ -70,11 +70,13 @@ class DeviceArena:
         torch.OutOfMemoryError."""
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes == 0:
-            raise ValueError(f"a tensor of shape {shape} has no memory")
+            raise ValueError(f"cannot allocate a tensor of shape {shape}: it has no elements")
         start = -(-self._allocated // ALIGNMENT) * ALIGNMENT
         end = start + nbytes
         if end > self._limit:
-            raise torch.OutOfMemoryError(f"{end} bytes exceed the arena's {self._limit} bytes of addresses")
+            raise torch.OutOfMemoryError(
+                f"{end} bytes exceed the arena's address range of {self._limit} bytes"
+            )
         if end > self._size:
             missing = -(-(end - self._size) // self._driver.granularity) * self._driver.granularity
             self._map(self._base + self._size, missing)

@@ -163,7 +163,7 @@ class SlotTables:
         return self._with_results(forward, plan, following)
 
     def decode_batch(self, plan: StepPlan, slots: torch.Tensor, positions: torch.Tensor) -> SamplingBatch:
-        """Return the sampling input of a decode-only plan. Its forward pass was replayed from a CUDA graph.
+        """Return the sampling input of a decode-only plan whose forward pass was replayed from a CUDA graph.
 
         `slots` and `positions`, the positions of the sampled tokens, are device tensors.
         """
@@ -171,8 +171,8 @@ class SlotTables:
         return SamplingBatch(slots, positions, None, self._metadata(plan.decodes))
 
     def prompt_batch(self, plan: StepPlan) -> SamplingBatch:
-        """Return the sampling input of a plan without decodes. All of its prefill chunks must complete their
-        prompts."""
+        """Return the sampling input of a plan without decodes, in which every prefill chunk completes its
+        prompt."""
         slots, positions, logit_rows = [], [], []
         for index, chunk in enumerate(plan.chunks):
             slots.extend(chunk.sample_slots)

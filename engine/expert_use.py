@@ -6,8 +6,8 @@ from engine.messages import LayerExperts
 
 
 def expert_use(choices: dict[int, list[int]]) -> tuple[LayerExperts, ...]:
-    """Return the use of each layer's experts. `choices` contains, for each layer, how many tokens have chosen
-    each expert."""
+    """Return statistics of how each layer's experts are used. `choices` contains, for each layer, how many
+    tokens have chosen each expert."""
     return tuple(_layer_use(layer, counts) for layer, counts in choices.items())
 
 

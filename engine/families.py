@@ -90,8 +90,8 @@ def _no_windows(_fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _mistral_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the attention window of all layers. It is 4096 if the field is absent (Mistral 7B v0.1). If the
-    field is null, there is no window (v0.2 and later)."""
+    """Return the attention window of all layers. It is 4096 if the field `sliding_window` is absent (Mistral
+    7B v0.1). If the field is null, there is no window (v0.2 and later)."""
     if "sliding_window" in fields.values and fields.get("sliding_window") is None:
         return (None,) * layers
     return (fields.integer("sliding_window", 4096),) * layers
@@ -117,7 +117,7 @@ def _qwen_windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def _one_window(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """Return the window of all layers, with `use_sliding_window`."""
+    """Return the attention window of all layers. There is no window unless `use_sliding_window` is true."""
     in_use = fields.flag("use_sliding_window", False)
     absent = "sliding_window" in fields.values and fields.get("sliding_window") is None
     return (fields.integer("sliding_window", 4096) if in_use and not absent else None,) * layers
@@ -160,7 +160,8 @@ def _experts(
     normalised: bool,
     shared: int | None = None,
 ) -> ExpertsConfig:
-    """Return the experts of a model. `count` and `width` are pairs of a field and its default value."""
+    """Return the configuration of a model's experts. `count` and `width` are pairs of a field's name and its
+    default value."""
     experts = fields.integer(*count)
     chosen = fields.integer("num_experts_per_tok", top_k)
     if chosen > experts:
@@ -373,7 +374,7 @@ def _quantised(fields: Fields) -> tuple[bool, bool]:
     _expect(config, "quant_method", ("compressed-tensors",))
     groups = config.get("config_groups")
     if not isinstance(groups, dict):
-        raise config.error("config_groups", "it must be an object of groups")
+        raise config.error("config_groups", "it must be an object with an entry per group")
     for name, group in groups.items():
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
@@ -384,7 +385,7 @@ def _quantised(fields: Fields) -> tuple[bool, bool]:
         _expect(scheme, "strategy", ("tensor", "channel"))
         _expect(scheme, "symmetric", (None, True))
     # Without groups, only the checkpoint's KV cache is quantised. The replica's settings determine the dtype
-    # of our KV cache, so this is ignored.
+    # of our KV cache, so the checkpoint's scheme is ignored.
     return bool(groups), False
 
 

@@ -27,5 +27,5 @@ class ForwardInput:
     logits_attention: AttentionInput | None = None
     """Attention input of the last layer if it computes only the tokens that need logits: the decodes' tokens
     and the last token of each prefill chunk. `queries` contains the indices of these tokens. For all other
-    tokens, the last layer computes only keys and values, and the result of the pass has no rows. None means
-    that the result has a row for every token."""
+    tokens, the last layer computes only keys and values, and the pass's result contains no rows. None means
+    that the result contains a row for every token."""

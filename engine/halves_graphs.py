@@ -1,5 +1,5 @@
-"""Long passes in two halves, replayed from CUDA graphs. On several GPUs, launching the kernels of a pass of
-several thousand tokens one by one takes the host longer than computing the pass takes the devices.
+"""Long passes in two halves, replayed from CUDA graphs. On several GPUs, the host needs longer to launch the
+kernels of a pass of several thousand tokens one by one than the devices need to compute the pass.
 
 Everything except attention and the sums over the ranks is captured, separately for each layer and half. The
 passes may therefore contain any prompts and decodes, and the sums of one half overlap with the other half as
@@ -34,8 +34,8 @@ class _LayerGraphs:
 
 
 class HalvesGraphs:
-    """The captured parts of passes with one of `sizes` tokens on one rank. The last layer is not included,
-    because it computes only some rows.
+    """One rank's captured parts of passes. `sizes` lists the token counts for which passes are captured. The
+    last layer is not included, because it computes only some rows.
 
     Call `capture` once. Then call `run` for each pass that `fits` accepts. `decoder` must have several
     layers.
@@ -51,9 +51,9 @@ class HalvesGraphs:
         width = decoder.config.head_dim
         made: dict[str, Any] = {"dtype": decoder.dtype, "device": decoder.device}
         self._qkv = torch.empty((HALVES, rows, (shard.heads + 2 * shard.kv_heads) * width), **made)
-        # Padding rows are read before anything is written to them.
+        # Filled with zeros, because padding rows are read before anything is written to them.
         self._attended = torch.zeros((HALVES, rows, shard.heads * width), **made)
-        # No choices of experts are counted as long as all rows are padding.
+        # While all rows are padding, no expert choices are counted.
         self._live = torch.full((HALVES, rows), -1, dtype=torch.int64, device=decoder.device)
 
     def capture(self, progress: ProgressCallback) -> None:

@@ -1,7 +1,7 @@
 """Compiles a replica's kernels before their first launch, either in `python -m engine.build` or while the
-replica's weights load. Worker processes compile the kernels on all cores. Otherwise, each kernel would be
-compiled at its first launch, one after another, and requests would have to wait. If the kernels are already
-compiled, a starting replica only hashes a few files.
+replica's weights load. Worker processes compile the kernels on all cores. Without this, the kernels would be
+compiled one after another, each at its first launch, and requests would have to wait. If the kernels are
+already compiled, a starting replica only hashes a few files.
 """
 
 from __future__ import annotations

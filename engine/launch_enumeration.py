@@ -196,8 +196,8 @@ class MetaReplica:
         return StepExecutor(decoder, decoder.allocate_kv(_KV_BLOCKS), tables, self._sampler)
 
     def launch_warm_up(self) -> StepExecutor:
-        """Launch the same kernels as `ModelRunner` before the replica is ready. Returns the step executor
-        used for serving."""
+        """Launch the kernels that `ModelRunner` launches before the replica is ready. Returns the step
+        executor used for serving."""
         decoder, served = self._decoder, self.served
         length, budget = decoder.max_model_len, served.max_num_batched_tokens
         largest = self.steps()

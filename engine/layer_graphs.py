@@ -22,8 +22,8 @@ from kernels import KvPool, Residual
 
 
 class LayerGraphs:
-    """The captured layers of passes with one of `sizes` tokens on one rank. The last layer is not included,
-    because it computes only some rows.
+    """One rank's captured layers of passes. `sizes` lists the token counts for which passes are captured. The
+    last layer is not included, because it computes only some rows.
 
     Call `capture` once. Then call `run` for each pass that `fits` accepts. `decoder` must have several
     layers.
@@ -41,9 +41,9 @@ class LayerGraphs:
         made: dict[str, Any] = {"dtype": decoder.dtype, "device": decoder.device}
         self._residual = torch.zeros((rows, decoder.config.hidden_size), **made)
         self._qkv = torch.empty((rows, (shard.heads + 2 * shard.kv_heads) * width), **made)
-        # Padding rows are read before anything is written to them.
+        # Filled with zeros, because padding rows are read before anything is written to them.
         self._attended = torch.zeros((rows, shard.heads * width), **made)
-        # No choices of experts are counted as long as all rows are padding.
+        # While all rows are padding, no expert choices are counted.
         self._live = torch.full((rows,), -1, dtype=torch.int64, device=decoder.device)
 
     def capture(self, progress: ProgressCallback) -> None:

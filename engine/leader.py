@@ -171,8 +171,8 @@ class LeaderLoop:
             self._report(result)
 
     def _before_wait(self, plan: StepPlan) -> None:
-        """Use the time in which the loop would wait for the device: announce a long step, and survey some
-        blocks if the core has asked for them."""
+        """Use the time that the loop would otherwise spend waiting for the device: announce a long step, and
+        survey some blocks if the core has asked for them."""
         self._announce(plan)
         self._survey_blocks()
 

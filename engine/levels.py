@@ -10,9 +10,9 @@ from __future__ import annotations
 CLASSES = 4
 """Number of priority classes: `Submit.priority` is 0 to 3."""
 _URGENT_CLASSES = 2
-"""Number of classes that have urgencies: 0 and 1."""
+"""Number of priority classes that have urgencies: classes 0 and 1."""
 URGENCIES = 9
-"""Number of urgencies of a class that has urgencies: `Submit.urgency` is 0 to 8."""
+"""Number of urgency values: `Submit.urgency` is 0 to 8."""
 LEVELS = _URGENT_CLASSES * URGENCIES + CLASSES - _URGENT_CLASSES
 """Number of scheduling levels: `Submit.level` is 0 to 19."""
 FITS_STEP = 2

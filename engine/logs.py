@@ -26,11 +26,11 @@ import msgspec
 MAX_QUEUED_LINES = 10_000
 """Maximum number of queued lines. At the usual line length, a full queue takes about 2 MB."""
 MAX_LINE_CHARS = 16_384
-"""Maximum length of one record including its traceback. Longer records are truncated."""
+"""Maximum length of one record, in characters, including its traceback. Longer records are truncated."""
 FLUSH_S = 1.0
 """Maximum time, in seconds, that a process waits at exit for its last lines to be written."""
 MAX_MESSAGE_CHARS = 2_000
-"""Maximum length of a record's message, including its traceback, in the copy of a log."""
+"""Maximum length, in characters, of a record's message and traceback in the copy of a log."""
 STDERR = 2
 COPY_DESCRIPTOR = "APPLIANCE_LOG_DESCRIPTOR"
 """Environment variable with the descriptor to which a process sends a copy of its log."""
@@ -62,7 +62,7 @@ class UtcFormatter(logging.Formatter):
 
 
 class CopiedRecord(msgspec.Struct, frozen=True):
-    """A log record in the copy of a log."""
+    """A log record as it is sent in the copy of a log."""
 
     at: Annotated[float, msgspec.Meta(ge=0)]
     level: Annotated[int, msgspec.Meta(ge=0, le=100)]
@@ -122,7 +122,7 @@ class LineQueue(QueueHandler):
             self.dropped += 1
 
     def flush(self) -> None:
-        """Wait until the queued lines are written, at most `FLUSH_S` seconds. `logging.shutdown` calls this
+        """Wait up to `FLUSH_S` seconds for the queued lines to be written. `logging.shutdown` calls this
         method at exit."""
         deadline = time.monotonic() + FLUSH_S
         while self._lines.unfinished_tasks and time.monotonic() < deadline:

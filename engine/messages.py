@@ -56,8 +56,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True, kw_only=True):
     dtype: DType = "auto"
     """Model dtype. "auto" selects the checkpoint's dtype on CUDA and float32 on the CPU."""
     quantization: Quantization = "auto"
-    """Storage of the layers' matrices: "auto" (as in the checkpoint) or "fp8" (quantised while loading, with
-    one scale per output)."""
+    """Storage format of the layers' matrices: "auto" (as in the checkpoint) or "fp8" (quantised while
+    loading, with one scale per output)."""
     kv_cache_dtype: Quantization = "auto"
     """Dtype of the KV cache: "auto" (the model's dtype) or "fp8" (e4m3, with one scale per token and
     head)."""
@@ -247,8 +247,8 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True, omit_defau
 
     @property
     def level(self) -> int:
-        """Scheduling level from 0 (highest priority) to LEVELS - 1. Submissions of a lower level are admitted
-        and computed first, and credit is counted per level."""
+        """Scheduling level from 0 (highest priority) to LEVELS - 1. Submissions with a lower level number are
+        admitted and computed first. Credit is counted per level."""
         return level_of(self.priority, self.urgency)
 
     @property
@@ -365,18 +365,18 @@ class BlockOwner(msgspec.Struct, array_like=True, frozen=True):
 
     request_id: str
     blocks: int
-    """Number of entries in the block tables of its samples. A block that several samples found in the prefix
-    cache counts several times."""
+    """Number of entries in the block tables of the request's samples. A block that several samples found in
+    the prefix cache counts several times."""
     preemptions: int
-    """Number of preemptions of its unfinished submissions."""
+    """Number of preemptions of the request's unfinished submissions."""
 
 
 class BlockUse(msgspec.Struct, tag="block_use", frozen=True):
     """Sent by rank 0 to the core with the state of the KV blocks, in the order of the pool.
 
     At most BLOCK_CELLS blocks are described: in a larger pool, every `stride`-th block. A message therefore
-    takes at most 64 KiB, plus about 40 bytes for each unfinished request. It is collected during several
-    steps, so a block whose owner has changed in between may have no owner.
+    takes at most 64 KiB, plus about 40 bytes for each unfinished request. Its data is collected over several
+    steps, so a block may have no owner if its owner has changed in the meantime.
     """
 
     stride: int
@@ -394,7 +394,7 @@ class BlockUse(msgspec.Struct, tag="block_use", frozen=True):
 
 
 class Stop(msgspec.Struct, tag="stop", frozen=True):
-    """Sent by the core to a rank, which exits immediately. Running sequences are lost."""
+    """Sent by the core to a rank to make it exit immediately. Running sequences are lost."""
 
 
 LoadStage = Literal["start", "read", "convert", "build", "warm up", "ready"]
@@ -408,7 +408,7 @@ class Progress(msgspec.Struct, tag="progress", frozen=True):
     stage: LoadStage
     done: int = 0
     total: int = 0
-    """0 if the amount of work is not known."""
+    """Total amount of work, or 0 if it is not known."""
     unit: str = ""
     """What `done` and `total` count, such as "bytes" or "layers"."""
     detail: str = ""
@@ -452,7 +452,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
 
 
 class LayerExperts(msgspec.Struct, frozen=True):
-    """The use of the experts of one layer since the replica's start."""
+    """How often tokens have chosen the experts of one layer since the replica started."""
 
     layer: int
     experts: int
@@ -460,7 +460,7 @@ class LayerExperts(msgspec.Struct, frozen=True):
     choices: int
     """Number of choices: the number of counted tokens times the number of experts that each token chooses."""
     busiest: int
-    """The expert that most tokens have chosen."""
+    """The expert that was chosen most often."""
     busiest_choices: int
     unused: int
     """Number of experts that no token has chosen."""
@@ -503,11 +503,12 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     """Number of prompt tokens that were found in the prefix cache."""
     computed_tokens: int = 0
-    """Number of computed prompt tokens. Tokens that are recomputed after a preemption count again."""
+    """Number of tokens computed in prefills. Tokens that are recomputed after a preemption, including output
+    tokens, count again."""
     generated_tokens: int = 0
     expert_layers: tuple[LayerExperts, ...] = ()
-    """The use of the experts in each layer that has experts, counted in all steps. The counts are up to one
-    second old."""
+    """How often tokens have chosen the experts, for each layer that has experts. All steps are counted. The
+    counts are up to one second old."""
 
 
 class ReplicaStats(EngineGauges, frozen=True, kw_only=True):
@@ -529,8 +530,8 @@ class ReplicaStats(EngineGauges, frozen=True, kw_only=True):
 
 
 class LongestStep(msgspec.Struct, array_like=True, frozen=True):
-    """The longest of a replica's steps with decodes. Prefill in such a step delays the next tokens of the
-    decoding sequences."""
+    """A replica's longest step with decodes. Prefill in such a step delays the next tokens of the decoding
+    sequences."""
 
     ms: float
     """Duration in milliseconds."""
@@ -559,7 +560,8 @@ class Report(ReplicaStats, tag="report", frozen=True, kw_only=True):
     longest_step: LongestStep | None = None
     """The longest step with decodes since the previous report, or None if there was none."""
     fronts_gone: list[str] = []
-    """Front processes with a closed channel. All of their submissions have been reported in `finished`."""
+    """Front processes whose channels have closed. All of their submissions have been reported in
+    `finished`."""
 
 
 class LongStep(msgspec.Struct, tag="long_step", frozen=True):

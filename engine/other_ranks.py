@@ -22,7 +22,7 @@ from engine.messages import Fatal, RankOutbound, ReplicaSpec, Start, Stop
 from engine.wire import Channel, socketpair
 
 STOP_GRACE_S = 10.0
-"""Time limit, in seconds, for a rank to exit after `Stop`. A rank that exceeds it is killed."""
+"""Time limit, in seconds, for a rank to exit after `Stop`. A rank that exceeds the limit is killed."""
 LOSS_GRACE_S = 2.0
 """Time limit, in seconds, for rank 0 to handle the loss of another rank. After this time, the process exits,
 because rank 0 may be blocked in a collective that never returns, for example while it loads the model."""

@@ -38,7 +38,8 @@ class Overlap(Protocol):
 
     def start(self, half: int, residual: Residual, part: torch.Tensor) -> None:
         """Start computing `residual` plus the sum of `part` over the ranks for one half. May overwrite both
-        tensors. If the summand is not in the buffer returned by `part`, it is copied there first."""
+        tensors. If the summand `part` is not in the buffer returned by the method `part`, the summand is
+        copied there first."""
 
     def finish(self, half: int) -> Residual:
         """Wait for the result of `start` for one half, and return it. The result stays valid until `start`

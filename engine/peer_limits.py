@@ -31,12 +31,13 @@ _LIMITS = {
 }
 """The limits, keyed by the number of ranks.
 
-`two_shot_bytes` was measured for two ranks on 2 × H200, and both values for four ranks on 4 × H100
-(docs/parallel.md). `two_shot_bytes` for eight ranks is computed: the second exchange costs 2.5 µs, and for n
-ranks the two-shot all-reduce saves (n - 1)(1 - 2 / n) × size / bandwidth on an NVLink with 373 GB/s.
-`quantised_rows` has not been measured for two and eight ranks. `group_bytes` is the same for any number of
-ranks. On 4 × H100, a message of 4,096 rows of 8,192 numbers takes 365 µs in pieces and 324 µs with NCCL. With
-half as many rows, the times are 182 µs and 171 µs, but the host needs another 0.1 ms to launch NCCL.
+`two_shot_bytes` was measured for two ranks on 2 × H200. For four ranks, `two_shot_bytes` and `quantised_rows`
+were measured on 4 × H100 (docs/parallel.md). `two_shot_bytes` for eight ranks is computed: the second
+exchange costs 2.5 µs, and for n ranks the two-shot all-reduce saves (n - 1)(1 - 2 / n) × size / bandwidth on
+an NVLink with 373 GB/s. `quantised_rows` has not been measured for two and eight ranks. `group_bytes` is the
+same for any number of ranks. On 4 × H100, a message of 4,096 rows of 8,192 numbers takes 365 µs in pieces and
+324 µs with NCCL. With half as many rows, the times are 182 µs and 171 µs, but the host needs another 0.1 ms
+to launch NCCL.
 """
 
 

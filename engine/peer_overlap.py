@@ -1,8 +1,9 @@
 """Sums long messages over the ranks while a forward pass runs, using the GPUs' copy engines.
 
-Each rank computes the sums for a share of the rows. The other ranks copy their summands for these rows into
-its memory, and it then copies the sums into theirs. The copies do not occupy the multiprocessors, which run
-the pass. Sums are computed in rank order in float32, so they are bitwise equal on all ranks.
+Each rank computes the sums for a share of the rows. The other ranks first copy their summands for these rows
+into this rank's memory. The rank then copies the sums into the memory of the other ranks. The copies do not
+occupy the multiprocessors, which run the pass. Sums are computed in rank order in float32, so they are
+bitwise equal on all ranks.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class PeerOverlap:
     """Computes the sums over the ranks for the two halves of a forward pass. Implements
     `engine.parallel.Overlap`.
 
-    The copies and kernels of a sum form one CUDA graph, because launching them one by one would take the host
-    longer than a layer takes the device. All buffers of the graphs are therefore allocated once. The graphs
-    for a number of tokens are captured when they are first needed, which happens during warm-up.
+    The copies and kernels of a sum form one CUDA graph, because the host would need longer to launch them one
+    by one than the device needs to compute a layer. All buffers of the graphs are therefore allocated once.
+    The graphs for a number of tokens are captured when they are first needed, which happens during warm-up.
 
     Between the first `start` of a pass and its last `finish`, the arena must not be used for anything else.
     """
@@ -57,8 +58,8 @@ class PeerOverlap:
         self._parts = torch.empty_like(self._results[:, 0])
         """This rank's summands: [HALVES, rows, hidden]."""
         self._turns, self._rows = [0] * HALVES, [0] * HALVES
-        """For each half: which of its two result buffers contains the latest sum, and the rows of that
-        sum."""
+        """For each half: which of its two result buffers contains the latest sum, and how many rows that sum
+        has."""
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
         # On meta tensors, kernels are only enumerated, so no streams are needed.
         cuda = device.type == "cuda"
@@ -66,7 +67,7 @@ class PeerOverlap:
         self._computed = [torch.cuda.Event() if cuda else None for _ in range(HALVES)]
         self._summed = [torch.cuda.Event() if cuda else None for _ in range(HALVES)]
         self._graphs: dict[tuple[int, int, int], torch.cuda.CUDAGraph] = {}
-        """Captured calls of `_sum`, by their arguments."""
+        """Captured calls of `_sum`, keyed by their arguments."""
         self._graph_memory = torch.cuda.graph_pool_handle() if cuda else None
         self._loaded = False
         """Whether the kernels have been loaded, which is not possible during a capture."""
@@ -84,8 +85,8 @@ class PeerOverlap:
         return self._results[half, turn, :rows]
 
     def begin(self, half: int, values: torch.Tensor) -> None:
-        """Begin a pass in which the sums of a half are stored alternately as the results of turn 1 and turn
-        0. Store `values`, the residual of this half, as the result of turn 0."""
+        """Begin a pass in which the sums of a half are stored alternately in its result buffers 1 and 0. Copy
+        `values`, the residual of this half, to result buffer 0."""
         self._turns[half] = 0
         self.result(half, 0, len(values)).copy_(values)
 
@@ -100,8 +101,8 @@ class PeerOverlap:
         self.start_sum(half, rows)
 
     def start_sum(self, half: int, rows: int) -> None:
-        """Start adding the latest sum of a half and the ranks' parts. This rank's part is in the buffer of
-        `part`."""
+        """Start adding the ranks' parts to the latest sum of a half. This rank's part must be in the buffer
+        returned by `part`."""
         self._turns[half] ^= 1
         self._rows[half] = rows
         with self._on_stream(half):
@@ -128,7 +129,8 @@ class PeerOverlap:
         self._graphs[arguments].replay()
 
     def _sum(self, half: int, turn: int, rows: int) -> None:
-        """Add the ranks' parts to the sum of the other turn, and store the result as the sum of `turn`."""
+        """Add the ranks' parts to the sum in the other result buffer, and store the result in result buffer
+        `turn`."""
         rank, world = self._arena.rank, self._arena.world
         part, mine = self.part(half, rows), self._rows_of(rank, rows)
         peers = [(rank + hop) % world for hop in range(1, world)]

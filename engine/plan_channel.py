@@ -43,11 +43,11 @@ def largest_plan_bytes(
 ) -> int:
     """Return an upper bound on the size of a plan's frame in bytes.
 
-    `engine.scheduling.admission.MAX_SETUP_NUMBERS` limits the lists in the setups, unless a step contains a
-    single setup. Those lists are limited by the size of the frame in which they arrived from a front, plus
-    the sequence's output. Apart from the setups, a plan contains at most every slot with its complete block
-    table, the tokens of one step, and every block in `clears`. For 1024 slots of 131,072 tokens, the bound is
-    about 100 MB.
+    If a step contains several setups, `engine.scheduling.admission.MAX_SETUP_NUMBERS` limits the lists in the
+    setups. The lists of a single setup are limited by the size of the frame in which they arrived from a
+    front, plus the sequence's output. Apart from the setups, a plan contains at most every slot with its
+    complete block table, the tokens of one step, and every block in `clears`. For 1024 slots of 131,072
+    tokens, the bound is about 100 MB.
     """
     setups = MAX_FRAME_BYTES + _NUMBER_BYTES * max_model_len
     table = -(-max_model_len // BLOCK_TOKENS) * _ENTRY_BYTES
@@ -91,7 +91,7 @@ class PlanSender:
         """Create a sender for ranks 1 to N-1.
 
         `sockets` are rank 0's ends of the plan channels, in rank order. `on_lost` is called with the reason,
-        once per lost peer and on any thread. It must not call methods of this object.
+        once per lost peer and on any thread. The callback must not call methods of this object.
         """
         self._encoder = msgspec.msgpack.Encoder()
         self._peers = [_Peer(rank, sock, on_lost, timeout_s) for rank, sock in enumerate(sockets, 1)]

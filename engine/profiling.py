@@ -61,5 +61,5 @@ def steps_fit(spec: ReplicaSpec, device: torch.device) -> Iterator[None]:
 
 
 def logits_bytes(decoder: Decoder, rows: int) -> int:
-    """Return the size in bytes of the buffer for the logits of CUDA graphs."""
+    """Return the size, in bytes, of the CUDA graphs' logits buffer."""
     return rows * decoder.shard.vocab * decoder.dtype.itemsize

@@ -1,5 +1,5 @@
-"""Short forward passes of prompts as CUDA graphs. For passes of up to a few hundred tokens, launching the
-kernels one by one takes the host longer than computing them takes the device.
+"""Short forward passes of prompts as CUDA graphs. For passes of up to a few hundred tokens, the host needs
+longer to launch the kernels one by one than the device needs to run them.
 
 Each pass is padded to the next captured number of tokens. Padding tokens have KV slot -1, so they are not
 written to the cache. No attention tile contains them, so their attention is not computed.

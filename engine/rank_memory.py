@@ -1,8 +1,8 @@
 """The memory of one rank that is released while the replica sleeps: its weights and its KV cache.
 
-On a GPU, the weights are copied to host memory. The memory of both is then released, and later mapped again
-at the same addresses (`engine.device_arena`). On a CPU, only the KV cache is released, because copying the
-weights would take as much memory as it frees.
+On a GPU, the weights are copied to host memory. The GPU memory of weights and KV cache is then released, and
+later mapped again at the same addresses (`engine.device_arena`). On a CPU, only the KV cache is released,
+because copying the weights would take as much memory as it frees.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RankMemory(Protocol):
     """Allocates weights and KV cache, releases their memory, and restores it.
 
     A replica sleeps with `save` and `release`, and wakes with `restore`. `save` and `restore` raise
-    SleepError. If they fail, nothing has changed.
+    SleepError. If one of them fails, nothing has changed.
     """
 
     @property
@@ -108,7 +108,7 @@ class CpuMemory:
 
     def restore(self) -> None:
         # Released pages read as zeros and are allocated again when they are written, so nothing needs to be
-        # restored. However, Linux kills a process if it has no page left for it.
+        # restored. However, Linux kills a process if no free page is left for it.
         needed, available = self._kv_bytes * self._ranks, memory.available_host_bytes()
         if needed > available:
             raise SleepError(
@@ -122,8 +122,7 @@ class CpuMemory:
 
 
 class TorchMemory:
-    """The memory of a rank on a GPU without virtual memory management in its driver. The rank cannot
-    sleep."""
+    """The memory of a rank on a GPU whose driver has no virtual memory management. The rank cannot sleep."""
 
     held_bytes = 0
     host_bytes = 0
@@ -228,7 +227,7 @@ class GpuMemory:
             needed = self._weights.size_bytes + self._kv.size_bytes
             raise SleepError(
                 f"weights and KV cache need {needed / _GIB:.1f} GiB, but only {free / _GIB:.1f} GiB are free "
-                f"on {self._device}: unload another model, or let it sleep"
+                f"on {self._device}: unload another model or put it to sleep"
             ) from error
         torch.cuda.synchronize(self._device)
 

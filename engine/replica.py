@@ -86,7 +86,7 @@ def main() -> None:
         control.send(Fatal(kind, f"{type(error).__name__}: {error}"))
         control.drain(FATAL_TIMEOUT_S)
         code = 1
-    # A normal exit can block on threads of torch.distributed or of the GPU libraries.
+    # Threads of torch.distributed or the GPU libraries can block a normal exit.
     sys.stdout.flush()
     logging.shutdown()
     os._exit(code)
@@ -231,7 +231,7 @@ def _kind_of(error: Exception) -> Literal["checkpoint", "memory", "device", "int
 
     if isinstance(error, CheckpointError | UnsupportedError):
         return "checkpoint"
-    # torch raises a plain RuntimeError when a CPU runs out of memory.
+    # torch raises a plain RuntimeError when an allocation in host memory fails.
     out_of_memory = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     if out_of_memory or isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "memory"

@@ -96,7 +96,7 @@ class ReplicaModel:
         if self.config.head_dim > 128 and gpu.shared_bytes < limits.WIDE_HEADS_SHARED:
             raise UnsupportedError(
                 f"head_dim is {self.config.head_dim}, but {has} and {gpu.shared_bytes >> 10} KiB of shared "
-                f"memory per program; attention needs {limits.WIDE_HEADS_SHARED >> 10}",
+                f"memory per program; attention needs {limits.WIDE_HEADS_SHARED >> 10} KiB",
                 elsewhere,
             )
         if capability < limits.MIN_FP8_CAPABILITY and (self.fp8 or self.kv_fp8):

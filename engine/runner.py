@@ -312,7 +312,7 @@ class ModelRunner:
         return int(self.ranks.all_gather_stack(mine).min())
 
     def _start_build(self) -> KernelBuild:
-        """Start compiling the kernels of all ranks on rank 0, because all ranks run the same kernels. Raises
+        """On rank 0, start compiling the kernels of all ranks, because all ranks run the same kernels. Raises
         UnsupportedError if the kernels do not support the model."""
         served = ReplicaModel(
             config=self.config,

@@ -152,8 +152,8 @@ class Sampler:
         return torch.cat((logprobs.clamp(LOWEST_LOGPROB, 0.0), ids.double()), dim=1)
 
     def _source(self, logits: torch.Tensor, variant: Variant, whole: bool) -> tuple[Logits, bool]:
-        """Return the logits to sample from, and whether they cover the whole vocabulary. If `whole` is true,
-        they do."""
+        """Return the logits to sample from, and whether they cover the whole vocabulary. They always do if
+        `whole` is true."""
         if self._ranks.size == 1:
             return Logits(logits, self._vocab_size, hashes=self._hashes), True
         if whole or variant == Variant.FULL:

@@ -58,8 +58,8 @@ class LogitsProcessors:
     """Slots with penalties: their indices in the list of sampling slots, and their rows in the penalty
     counts."""
     excluded: torch.Tensor | None
-    """Tokens that each processed slot may not sample: [processed, vocabulary] bool. None if no slot has
-    allowed tokens."""
+    """Tokens that each processed slot may not sample: [processed, vocabulary] bool. None if no slot restricts
+    its tokens."""
     bad_words: BadWords | None
     remembered: tuple[torch.Tensor, torch.Tensor] | None
     """Slots with bad words: their indices in the list of sampling slots, and their slot numbers. The tokens

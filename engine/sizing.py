@@ -42,11 +42,10 @@ FP8_BLOCKS = "fp8-block"
 """Name of the dtype for weights in e4m3 with one float32 scale per block of rows and columns."""
 
 EXPANSION_BLOCKS = 1024
-"""Maximum number of FP8 cache blocks that are expanded to the model's dtype together, in a pass with prompts
-on a GPU."""
+"""Maximum number of FP8 cache blocks that one pass with prompts expands to the model's dtype on a GPU."""
 
 _GATHERED_BYTES = 4 << 20
-"""Maximum number of key bytes that the CPU backend (`kernels.reference`) copies together, unless a single
+"""Maximum number of key bytes that the CPU backend (`kernels.reference`) copies at a time, unless a single
 sequence has more."""
 
 _SAMPLED_COPIES = 4
@@ -61,16 +60,16 @@ PEER_ARENA_BYTES = 34_603_008
 """Size, in bytes, of the memory through which a GPU exchanges messages with one rank of its group
 (`engine.peer_memory`)."""
 OVERLAP_FROM_TOKENS = 4096
-"""From this number of tokens on, a pass on several GPUs overlaps its sums with computation
+"""Minimum number of tokens for which a pass on several GPUs overlaps its sums over the ranks with computation
 (docs/parallel.md)."""
 _SPLIT_TOKENS = 256
 """The number of tokens in the first half of an overlapped pass is a multiple of this value, so that GEMM
-tiles are completely used."""
+tiles are fully used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
-    """Predicted memory of one rank in bytes."""
+    """Predicted memory use of one rank, in bytes."""
 
     weight_bytes: int
     kv_bytes_per_block: int
@@ -126,7 +125,7 @@ def predict(
     blocks: int | None,
     on_gpu: bool,
 ) -> Sizing:
-    """Predict the memory of rank 0. It needs the most memory, because only rank 0 has the biases of
+    """Predict the memory use of rank 0, which needs the most memory because only rank 0 has the biases of
     all-reduced linears.
 
     `dtype` is the model's dtype, a key of `engine.config.DTYPE_BYTES`. `weights` (see `weights_dtype`) and
@@ -183,7 +182,7 @@ def weights_dtype(config: ModelConfig, quantization: str, dtype: str, *, on_gpu:
 
 @dataclass(frozen=True, slots=True)
 class _Matrices:
-    """Equal matrices that can be quantised."""
+    """Matrices of the same shape that can be quantised."""
 
     count: int
     outputs: int
@@ -216,8 +215,8 @@ def _matrices(config: ModelConfig, shard: Shard) -> list[_Matrices]:
 
 
 def _mlps(config: ModelConfig, shard: Shard, kind: str) -> list[tuple[int, int, bool]]:
-    """Return the number and the width of a layer's MLPs or experts on this rank, and whether each is complete
-    although there are several ranks."""
+    """Return the number and the width of a layer's MLPs or experts on this rank, and whether each of them is
+    kept whole instead of being split across the ranks."""
     if kind != EXPERTS or config.experts is None:
         return [(1, shard.intermediate, False)]
     shared, here = config.experts.shared_intermediate_size, shard.experts(config.experts)
@@ -226,7 +225,7 @@ def _mlps(config: ModelConfig, shard: Shard, kind: str) -> list[tuple[int, int, 
 
 
 def _parameters(config: ModelConfig, shard: Shard) -> int:
-    """Return the number of elements in all weights of this rank, including the padding of the vocabulary.
+    """Return the number of elements in all weights of this rank, including the vocabulary's padding.
 
     A layer contains its matrices, two norms and, depending on the model family, biases, QK norms, a router
     and the gate of a shared expert.

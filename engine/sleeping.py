@@ -34,8 +34,9 @@ class MemoryRunner(Protocol):
     """Releases and restores the memory of a rank. Implemented by `engine.runner.ModelRunner`."""
 
     def change_memory(self, asleep: bool) -> Future[MemoryChanged]:
-        """Start releasing the memory (`asleep`), or restoring it, after all launched steps. Every rank must
-        call this method. The future raises an exception if the rank cannot continue."""
+        """Start releasing the memory if `asleep` is true, otherwise start restoring it. This happens after
+        all launched steps. Every rank must call this method. The future raises an exception if the rank
+        cannot continue."""
 
 
 class RankSleep:
@@ -49,7 +50,7 @@ class RankSleep:
         self._totals = totals
 
     def change(self, asleep: bool) -> MemoryChanged:
-        """Release the memory (`asleep`), or restore it. All ranks must call this method."""
+        """Release the memory if `asleep` is true, otherwise restore it. All ranks must call this method."""
         began = time.monotonic()
         if asleep == self.asleep:
             return MemoryChanged(asleep)
@@ -98,7 +99,7 @@ class RankSleep:
 
 
 class SleepControl:
-    """Handles requests to sleep and to wake on rank 0, one at a time.
+    """Runs on rank 0, and handles requests to put the replica to sleep or to wake it, one at a time.
 
     While the replica sleeps, and during an operation, no step is planned. Submissions that arrive then wait
     in the scheduler until the replica is awake.
@@ -121,14 +122,15 @@ class SleepControl:
         os.close(self._ended)
 
     def request(self, asleep: bool) -> None:
-        """Put the replica to sleep (`asleep`), or wake it, after all previously requested operations."""
+        """Put the replica to sleep if `asleep` is true, otherwise wake it. Operations that were requested
+        earlier run first."""
         self._requests.append(asleep)
 
     def poll(self) -> MemoryChanged | None:
         """Start the next operation if possible. Return the result of an operation that has ended.
 
-        A replica with unfinished sequences cannot sleep; the result then contains the reason. Raises the
-        exception of an operation after which the replica cannot continue.
+        A replica with unfinished sequences cannot sleep; the result then contains the reason. If an operation
+        fails and the replica cannot continue, the operation's exception is raised.
         """
         if self._running is None and self._requests and (refused := self._start()):
             return refused
@@ -148,7 +150,7 @@ class SleepControl:
         if asleep and not self._asleep and engine.scheduler.has_work:
             self._requests.popleft()
             open_samples = engine.scheduler.running + engine.scheduler.waiting
-            return MemoryChanged(False, problem=f"{open_samples} sequences are not finished")
+            return MemoryChanged(False, problem=f"unfinished sequences: {open_samples}")
         if engine.steps_in_flight:
             return None
         self._requests.popleft()

@@ -26,7 +26,8 @@ from engine.warmup_steps import every_kind
 from kernels import AttentionInput, ChunkSpan
 
 _FEW = (1, 2, 4)
-"""Row counts below the first of `gemm_sizes` at which different kernels are selected."""
+"""Additional row counts to warm up, smaller than the first of `gemm_sizes`. Other kernels are selected for
+them."""
 
 
 def warm_up(

@@ -111,7 +111,7 @@ def every_kind(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: in
 
 def _prompts(max_num_seqs: int, max_num_batched_tokens: int, longest: int) -> list[Chunk]:
     """Return the first chunks of prompts with at most `longest` tokens each. The chunks fill the token
-    budget, unless every sequence already has one. The prompts continue after these chunks."""
+    budget, unless every sequence already has a chunk. The prompts continue after these chunks."""
     left, chunks = max_num_batched_tokens, list[Chunk]()
     while left and len(chunks) < max_num_seqs:
         count = min(left, longest)

@@ -202,7 +202,9 @@ class Channel(Generic[Inbound]):
         while len(buffer) - offset >= _HEADER:
             length = int.from_bytes(buffer[offset : offset + _HEADER], "little")
             if length > self._most_frame_bytes:
-                self.violation = f"a frame of {length} bytes is longer than {self._most_frame_bytes}"
+                self.violation = (
+                    f"a frame has {length} bytes, but at most {self._most_frame_bytes} are allowed"
+                )
                 return False
             if len(buffer) - offset - _HEADER < length:
                 break

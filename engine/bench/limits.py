@@ -6,7 +6,7 @@ must perform, and its peak rates. No engine can be faster, so results are printe
 Communication between devices is not counted.
 
 A decode step reads every matrix once, and the keys and values of every sequence once. In a layer with
-experts, a step is assumed to read the number of distinct experts to be expected if every token is equally
+experts, a step is assumed to read the expected number of distinct experts, where every token is equally
 likely to choose any expert. With large batches, its GEMMs are compute-bound instead of memory-bound. A
 prefill computes its GEMMs and its causal attention. GEMMs and cache reads are assumed not to overlap, because
 each layer needs the result of the previous one.

@@ -17,7 +17,7 @@ those of the eager variant. The variants are:
     group        every all-reduce uses NCCL
     whole        long passes are eager and not divided into halves
     no PDL       without programmatic dependent launch
-    alone        no all-reduce, so that the results are wrong: the time of the computation
+    alone        no all-reduce: times the computation alone, and the results are wrong
 
 After the table, the kernels of the first and the last rank are listed for the variants given by --profile.
 """
@@ -71,7 +71,9 @@ def main() -> int:
     GPUs."""
     arguments = _arguments()
     if torch.cuda.device_count() < arguments.gpus:
-        print(f"--gpus is {arguments.gpus}, but there are {torch.cuda.device_count()}", file=sys.stderr)
+        print(
+            f"--gpus is {arguments.gpus}, but this machine has {torch.cuda.device_count()}", file=sys.stderr
+        )
         return 1
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     with tempfile.TemporaryDirectory() as folder:
@@ -117,7 +119,7 @@ def _rank(rank: int, arguments: argparse.Namespace, folder: str) -> None:
         for variant in arguments.profile:
             bench.profile(variant, arguments.tokens[-1], Path(folder))
     sys.stdout.flush()
-    os._exit(0)  # a normal exit could hang because of threads of torch.distributed
+    os._exit(0)  # torch.distributed's threads could make a normal exit hang
 
 
 class _Alone(parallel.Collectives):
@@ -207,14 +209,15 @@ class _Bench:
                 sys.stdout.flush()
 
     def _prepare(self, variant: str, tokens: int) -> Callable[[], torch.Tensor]:
-        """Return a function that launches a pass of `tokens` tokens. It has been called once."""
+        """Return a function that launches a pass of `tokens` tokens. The function has already been called
+        once."""
         plan = self._plan(tokens)
         self._tables.apply(plan)
         with self._variant(variant) as decoder:
             graphs = PromptGraphs(decoder, self._kv, self._tables, tokens)
             if variant not in ("eager", "layers") and graphs.fits(plan):
                 graphs.sizes = graphs.sizes[-1:]
-                decoder.layer_graphs = decoder.halves_graphs = None  # cannot be replayed during a capture
+                decoder.layer_graphs = decoder.halves_graphs = None  # a capture cannot replay graphs
                 graphs.capture(no_progress)
                 graphs.stage(plan)
                 return graphs.forward
@@ -229,7 +232,7 @@ class _Bench:
 
     @contextlib.contextmanager
     def _variant(self, variant: str) -> Iterator[Decoder]:
-        """Return a decoder that launches the kernels of a variant in the context."""
+        """Provide a decoder that launches the kernels of a variant until the context ends."""
         ranks, decoder = self._ranks, copy.copy(self._decoder)
         ops, limits, pdl, overlap_from = decoder.ops, ranks.limits, ranks.pdl, ranks.overlap_from
         assert isinstance(ops, CudaOps)

@@ -28,7 +28,7 @@ class DistinctExperts:
 
     counted: float
     expected: float
-    """Expected number if every token is equally likely to choose any expert."""
+    """Expected number of distinct experts if every token is equally likely to choose any expert."""
     experts: int
     """Number of experts in a layer."""
 

@@ -95,7 +95,7 @@ def _round(engine: LocalEngine) -> Round:
     woken = _change(engine, False)
     _answer(engine, 1)
     first_token_s = time.perf_counter() - began
-    # The copies in host memory are deleted in the background. This call waits for that.
+    # The copies in host memory are deleted in the background. This call waits until they have been deleted.
     engine.runner.memory.check(engine.info.tensor_parallel_size)
     return Round(
         sleep_s=slept.seconds,
@@ -126,7 +126,7 @@ def _answer(engine: LocalEngine, tokens: int) -> list[int]:
 
 
 def _device_bytes() -> int:
-    """Return the used memory of the first GPU, or 0 without a GPU."""
+    """Return the first GPU's used memory in bytes, or 0 if there is no GPU."""
     if not torch.cuda.is_available():
         return 0
     free, total = torch.cuda.mem_get_info()

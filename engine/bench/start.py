@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--expert-parallel",
         action="store_true",
-        help="give each rank some experts completely instead of a part of every expert",
+        help="give each rank a subset of whole experts instead of a slice of every expert",
     )
     parser.add_argument("--fp8", action="store_true", help="quantise the layers' weights")
     parser.add_argument("--kv-fp8", action="store_true", help="quantise the KV cache")
@@ -90,7 +90,7 @@ def closed_at_end(engine: LocalEngine) -> Iterator[LocalEngine]:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit the process immediately, because a normal exit can block on threads of torch.distributed."""
+    """Exit the process immediately, because torch.distributed's threads can block a normal exit."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

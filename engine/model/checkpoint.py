@@ -102,7 +102,8 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
                 raise CheckpointError(f"{file}: is not a safetensors file", "download it again")
             if 8 + header_bytes > size:
                 raise CheckpointError(
-                    f"{file}: is truncated: its header needs {8 + header_bytes} bytes, the file has {size}",
+                    f"{file}: is truncated: its header needs {8 + header_bytes} bytes, but the file has "
+                    f"{size}",
                     "download it again",
                 )
             header = json.loads(stream.read(header_bytes))

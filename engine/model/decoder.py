@@ -1,4 +1,4 @@
-"""The decoder of all supported model families, on one rank.
+"""The decoder that all supported model families use, on one rank.
 
 The decoder is a pre-norm transformer with a paged KV cache. The attention heads, the MLP and the vocabulary
 are split across the ranks. Hidden states are complete and equal on every rank, because each layer contains

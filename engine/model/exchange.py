@@ -19,7 +19,7 @@ from engine.model.slices import TensorSlice
 from engine.parallel import all_to_all
 
 _AT_ONCE_BYTES = 16 << 20
-"""Maximum size of a rank's columns, in bytes, up to which all rows of a tensor are filled at once."""
+"""If a rank's columns of a tensor take at most this many bytes, all rows of the tensor are filled at once."""
 
 
 class Columns(NamedTuple):

@@ -28,7 +28,7 @@ from kernels.reference import expert_weight
 
 @dataclass(frozen=True, slots=True)
 class ExpertChoices:
-    """Counts of how many tokens have chosen each expert, by layer."""
+    """For each layer, the number of tokens that have chosen each expert."""
 
     layers: list[int]
     """Indices of the layers with experts."""

@@ -176,15 +176,15 @@ def check_unchanged(file: WeightFile, entry: TensorEntry) -> None:
         raise unreadable(entry.file, error) from error
     if modified_ns != entry.modified_ns:
         raise CheckpointError(
-            f"{entry.file}: was modified while it was read", "start again when it is complete"
+            f"{entry.file}: was modified while it was being read", "start again when the file is complete"
         )
 
 
 def _truncated(block: FileBlock) -> CheckpointError:
     entry, found = block.rows.entry, block.file.status().st_size
     return CheckpointError(
-        f"{entry.file}: is truncated: {block.rows.name} needs {entry.offset + entry.nbytes} bytes, the file "
-        f"has {found}",
+        f"{entry.file}: is truncated: {block.rows.name} needs {entry.offset + entry.nbytes} bytes, but the "
+        f"file has {found}",
         "download it again",
     )
 

@@ -1,5 +1,5 @@
-"""Computes long passes in two halves, each with part of the tokens. While one half's results are summed over
-the ranks, the device computes the other half.
+"""Computes long passes in two halves, each containing part of the tokens. While one half's results are summed
+over the ranks, the device computes the other half.
 
 The second half attends to the first half's keys and values, so every layer computes the first half first.
 """

@@ -2,8 +2,7 @@
 
 Each kind of layer is a class in `engine.model.kinds.LAYER_KINDS`. A layer contains its parameters, runs its
 part of a forward pass (`run`), and lists its tensors in a checkpoint. Weight loading, kernel compilation and
-kernel tuning use the layers themselves. To add a new kind of layer, an entry in LAYER_KINDS is therefore
-enough.
+kernel tuning use the layers themselves. A new kind of layer therefore needs only an entry in LAYER_KINDS.
 
 Each half of a layer begins with a norm of the residual, and ends with a linear that adds its result to the
 residual. The weights of q, k and v are fused into one matrix, and those of gate and up into another.
@@ -194,8 +193,8 @@ class Linear:
         self.weight = self.ops.pack_weight(self.weight)
 
     def output_shards(self, name: str, whole: int, start: int, first: int, count: int) -> list[WeightShard]:
-        """Return the shards that fill rows `[first, first + count)` of this weight (and bias) from the rows
-        of a checkpoint tensor that begin at `start`. The checkpoint tensor has `whole` rows."""
+        """Return the shards that fill rows `[first, first + count)` of this weight (and bias) from a
+        checkpoint tensor's rows, beginning at row `start`. The checkpoint tensor has `whole` rows."""
         part = rows_of(self.weight, first, count)
         inputs = part.values.shape[1] if isinstance(part, Fp8Weight) else part.shape[1]
         weight_shards = [WeightShard.of(f"{name}.weight", (whole, inputs), part, 0, start)]
@@ -206,9 +205,9 @@ class Linear:
         return weight_shards
 
     def input_shards(self, name: str, whole: int, start: int, bias: bool) -> list[WeightShard]:
-        """Return the shards that fill all columns of this weight from the columns of a checkpoint tensor that
-        begin at `start`. The checkpoint tensor has `whole` columns. Only the first rank has a bias, because
-        the sum over the ranks must contain the bias only once."""
+        """Return the shards that fill all columns of this weight from a checkpoint tensor's columns,
+        beginning at column `start`. The checkpoint tensor has `whole` columns. Only the first rank has a
+        bias, because the sum over the ranks must contain the bias only once."""
         weight = self.weight
         outputs = len(weight.values if isinstance(weight, Fp8Weight) else weight)
         weight_shards = [WeightShard.of(f"{name}.weight", (outputs, whole), weight, 1, start)]
@@ -327,7 +326,7 @@ class Attention:
         """Apply, in place, the norms over all query heads and over all key heads of `qkv`."""
         q = self.shard.heads * self.config.head_dim
         both = qkv[:, : len(gain)].float()
-        # All ranks have equally many elements, so the overall mean is the mean of the ranks' means.
+        # All ranks have the same number of elements, so the overall mean is the mean of the ranks' means.
         means = [part.square().mean(dim=1) for part in (both[:, :q], both[:, q:])]
         mean = ranks.all_reduce(torch.stack(means)).div(ranks.size).unsqueeze(-1)
         scale_q, scale_k = torch.rsqrt(mean + self.config.rms_norm_eps)

@@ -138,7 +138,8 @@ def _check(
         entry = entries[name]
         if entry.shape != shard.shape:
             raise CheckpointError(
-                f"{entry.file}: {name} has shape {list(entry.shape)}, config.json needs {list(shard.shape)}",
+                f"{entry.file}: {name} has shape {list(entry.shape)}, but config.json needs "
+                f"{list(shard.shape)}",
                 _MISMATCH,
             )
         if name in quantised:
@@ -285,8 +286,8 @@ def _randomise(shard: WeightShard, decoder: Decoder, seed: int) -> None:
 
 
 def _slice(shard: WeightShard, entry: TensorEntry, ranks: int) -> TensorSlice:
-    """Return the rows of the checkpoint's tensor that this rank reads. If the shard consists of columns,
-    these are all rows."""
+    """Return the rows of the checkpoint's tensor that this rank reads. If the shard consists of columns, the
+    rank reads all rows."""
     assert shard.target is not None
     rows = shard.target.shape[0]
     shared = ranks > 1 and rows == entry.shape[0]
@@ -305,8 +306,9 @@ def _rows_of_shard(shard: WeightShard, part: TensorSlice) -> WeightShard:
 def _read_scales(
     shards: dict[str, WeightShard], entries: dict[str, TensorEntry], device: torch.device, suffix: str
 ) -> dict[str, torch.Tensor]:
-    """Return the float32 scales of all FP8 weights by the name of the weight: one per row (`[rows]`), one for
-    all rows (`[1]`), or one per block (`scale_shape`). suffix: ending of the scales' names."""
+    """Return the float32 scales of all FP8 weights, keyed by the weights' names: one scale per row
+    (`[rows]`), one for all rows (`[1]`), or one per block (`scale_shape`). `suffix` is the suffix of the
+    scales' names."""
     wanted = []
     for shard in shards.values():
         if shard.target is not None and entries[shard.name].dtype == _FP8:

@@ -1,4 +1,4 @@
-"""Describes ranges of rows of tensors in safetensors files."""
+"""Describes row ranges of tensors in safetensors files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TensorSlice:
 
     @property
     def row_bytes(self) -> int:
-        # Faster than a product of the shape. There are tens of thousands of tensors.
+        # This is faster than a product over the shape, and there can be tens of thousands of tensors.
         shape = self.entry.shape
         return self.entry.nbytes // shape[0] if shape and shape[0] else self.entry.nbytes
 
@@ -56,7 +56,7 @@ class TensorSlice:
 
 
 def cut(whole: TensorSlice, block_bytes: int) -> Iterator[TensorSlice]:
-    """Split a non-empty slice into blocks of complete rows. A block has at most `block_bytes` bytes, or
+    """Split a non-empty slice into blocks of complete rows. A block is at most `block_bytes` bytes long, or
     contains a single row."""
     rows = max(1, block_bytes // whole.row_bytes)
     for first in range(0, whole.rows, rows):

@@ -58,7 +58,7 @@ class StagingBuffer:
         copies, start = [], 0
         for part in parts:
             copies.append(self._device_buffer[start : start + len(part)])
-            start += -(-len(part) // PAGE) * PAGE  # at most as much as in `host`, and aligned
+            start += -(-len(part) // PAGE) * PAGE  # aligned, and never past the end of the buffer
         self.copy(zip(parts, copies, strict=True))
         torch.cuda.current_stream(self._copy_stream.device).wait_event(self._copied)
         return copies

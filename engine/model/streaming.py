@@ -44,7 +44,7 @@ _PIECES_AHEAD = 24
 """Number of pieces that are read ahead. It is larger than the number of reader threads, so that one slow
 piece does not stall all threads."""
 _BESIDE = 2 * PAGE
-"""Size in bytes of a block's first and last page, which the block may fill only partly."""
+"""Combined size, in bytes, of a block's first and last page, which the block may fill only partly."""
 _COPYING = 3
 """Number of staging buffers that may be in use by copies to a GPU."""
 
@@ -72,8 +72,8 @@ def stream(
     """Read `slices` in blocks of complete rows, and yield the rows of each block after its batch has been
     read. All copies are complete when the generator ends.
 
-    A block has at most `block_bytes` bytes, or contains a single row. By default, the block size depends on
-    the device. Empty slices are skipped. Reading is fastest if slices are ordered by file and offset.
+    A block is at most `block_bytes` bytes long, or contains a single row. By default, the block size depends
+    on the device. Empty slices are skipped. Reading is fastest if slices are ordered by file and offset.
 
     Exceptions of `fill` and `find_target` propagate. Raises CheckpointError with file and tensor if bytes are
     missing or cannot be read. At the end, raises CheckpointError with the file if it was modified after its

@@ -56,7 +56,7 @@ class WeightFile:
     def read(self, first: int, nbytes: int, into: memoryview, past_cache: bool) -> None:
         """Read bytes `[first, first + nbytes)` into `into[first % PAGE:]`.
 
-        `into` must begin at a page boundary and have at least `buffer_bytes(first, nbytes)` bytes. Raises
+        `into` must begin at a page boundary and be at least `buffer_bytes(first, nbytes)` bytes long. Raises
         EOFError if the file is too short, and OSError if it cannot be read.
         """
         skipped = first % PAGE

@@ -65,7 +65,7 @@ class WeightFit:
             name = torch.cuda.get_device_name(self.device)
             raise WeightsTooLarge(
                 f"{self._taken()}, and loading them needs more than the {most / _GIB:.1f} GiB that are free "
-                f"of the {total / _GIB:.1f} GiB of {name}: {self._remedy(most)}"
+                f"on {name} ({total / _GIB:.1f} GiB in total): {self._remedy(most)}"
             ) from error
 
     def _refuse_above(self, most: int, has: str) -> None:
@@ -77,8 +77,8 @@ class WeightFit:
         return f"the weights take {taken:.1f} GiB per rank ({self._weights})"
 
     def _remedy(self, most: int) -> str:
-        """Return the possible remedies. A change of a setting is suggested only if it makes the weights fit
-        into `most` bytes."""
+        """Return the possible remedies. Changing a setting is suggested only if the weights then fit into
+        `most` bytes."""
         gpu = self.device.type == "cuda"
         remedies = ["use more GPUs (tensor_parallel_size)" if gpu else "free memory"]
         settings = [] if self.fp8 else [(f'quantization = "{FP8}"', self.dtype, FP8)]

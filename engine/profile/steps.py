@@ -58,7 +58,7 @@ class _Recorder:
     shapes: list[StepShape] = field(default_factory=list)
     """Shapes of the recorded steps."""
     most_in_a_row: int = 0
-    """Maximum number of consecutive skipped steps of the requested kind."""
+    """Length of the longest run of consecutive skipped steps of the requested kind."""
     ended: bool = False
     _passed: int = 0
     _lengths: dict[int, int] = field(default_factory=dict)

@@ -39,8 +39,8 @@ _EXPERTS_KERNELS = {
 _GROUPED = "_grouped"
 """The kernel of a mixture of experts that runs twice: it computes "experts up", and then "experts down"."""
 _PLACE = "_place"
-"""The last kernel of "sort", which precedes "experts up", and a kernel that runs at the start of decode
-steps."""
+"""The name of two kernels: the last kernel of "sort", directly before "experts up", and a kernel that runs at
+the start of decode steps."""
 _ALL_GEMMS = "gemms"
 """Label of GEMMs that cannot be distinguished."""
 
@@ -101,7 +101,7 @@ def _layer_gemms(config: ModelConfig) -> list[str]:
 
 
 def is_gemm(name: str) -> bool:
-    """Return whether a kernel is a GEMM of one matrix. The kernels of experts are not."""
+    """Return whether a kernel is a GEMM with a single weight matrix, unlike the kernels of experts."""
     if name in _EXPERTS_KERNELS:
         return False
     return name in _TRITON_GEMMS or (
@@ -124,7 +124,7 @@ def work_by_kernel(
     some kernels depends on whether others ran, e.g. the Hopper attention kernel.
 
     The result contains two approximations. Captured passes never use the Hopper kernel, but are counted as if
-    they did. Chunks that read an FP8 cache directly are counted as if it was expanded.
+    they did. Chunks that read an FP8 cache directly are counted as if the cache had been expanded first.
     """
     made: dict[str, KernelWork] = {}
     config = _of_rank(config, info.tensor_parallel_size)

@@ -24,7 +24,8 @@ class Totals:
     cached_tokens: int = 0
     """Number of prompt tokens that were found in the prefix cache."""
     computed_tokens: int = 0
-    """Number of computed prompt tokens. Tokens that are recomputed after a preemption count again."""
+    """Number of tokens computed in prefills. Tokens that are recomputed after a preemption, including output
+    tokens, count again."""
     generated_tokens: int = 0
 
 
@@ -33,8 +34,8 @@ class RequestAccounting:
     credits.
 
     Credits are running totals (see `Report`). Each finished sample grants one sequence credit. Each token of
-    a submission's `credit_tokens` is granted back once: when the first sample has computed it, or at the
-    latest when the submission has ended.
+    a submission's `credit_tokens` is granted back once: when the first sample has computed the token, and at
+    the latest when the submission ends.
     """
 
     def __init__(self, credit_seqs: int, credit_tokens: int) -> None:
@@ -142,11 +143,12 @@ class RequestAccounting:
             outputs.append(output)
 
     def forget_outputs(self, origin: Hashable) -> None:
-        """Drop the outputs for an origin with a closed channel."""
+        """Drop the outputs for an origin whose channel has closed."""
         self._outputs.pop(origin, None)
 
     def take(self) -> tuple[dict[Hashable, list[Output]], list[Finished]]:
-        """Return the outputs by origin and the final counts since the previous call, and clear both."""
+        """Return the outputs (by origin) and the final counts that have been collected since the previous
+        call, and clear them."""
         taken = self._outputs, self._finished
         self._outputs, self._finished = {}, []
         return taken

@@ -21,10 +21,10 @@ are sent to the other ranks as part of the plan, and the device waits for the pl
 limit is 5 MiB."""
 
 MAX_TABLE_ENTRIES = 4096
-"""Sequences are admitted to a step only while the step has at most this many block table entries. Resumed
-samples of a long prompt in the prefix cache have few tokens to compute, but one entry for each block of the
-prompt. Without the limit, 128 samples of 131,000 tokens would add 260,000 entries to one step, which takes
-0.4 s."""
+"""Sequences are admitted to a step only while the step has at most this many block table entries. If a long
+prompt is in the prefix cache, its resumed samples have few tokens to compute, but each of them has one entry
+for every block of the prompt. Without the limit, 128 samples of 131,000 tokens would add 260,000 entries to
+one step, which takes 0.4 s."""
 
 
 class Admission:
@@ -70,9 +70,9 @@ class Admission:
     def admit(self, step: ScheduledStep, budget: int, better_than: int = LEVELS) -> int:
         """Start waiting sequences, in order, until one does not fit. Returns the number of scheduled tokens.
 
-        Only levels below `better_than`, which have higher priority, are considered. If a sequence must wait
-        because all free slots are reserved for higher priorities, it holds back only sequences of its own
-        level.
+        Only levels of higher priority than `better_than` (those with lower numbers) are considered. If a
+        sequence must wait because all free slots are reserved for higher priorities, it holds back only
+        sequences of its own level.
         """
         given = budget
         for level in range(better_than):
@@ -113,8 +113,8 @@ class Admission:
                 self._preempt_for_blocks(head)
 
     def _preempt_for_slots(self, level: int) -> None:
-        """Free slots for all waiting sequences that may preempt the same sequences as this level does
-        (`engine.levels`)."""
+        """Free slots for the waiting sequences of this level, and of all other levels that may preempt the
+        same sequences (`engine.levels`)."""
         victim = FIRST_VICTIMS[level]
         if self._running.worst_level < victim:
             return
@@ -127,7 +127,8 @@ class Admission:
 
     def _preempt_for_blocks(self, sequence: Sequence) -> None:
         """Free blocks for a sequence. Sequences of lower-priority classes are preempted. Lower levels of the
-        same class are preempted too, unless the sequence is urgent and its prompts do not fit into a step."""
+        same class are preempted too, unless the sequence is urgent and the prompts of its request do not fit
+        into one step."""
         long = 0 < sequence.submission.submit.urgency < FITS_STEP
         worse_than = level_of(sequence.priority, 0) if long else sequence.level
         if self._running.worst_level > worse_than:

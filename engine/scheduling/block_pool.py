@@ -30,7 +30,7 @@ class InvariantError(RuntimeError):
 
 
 class TokenIds(Protocol):
-    """Token ids that support slicing, e.g. a list or the tokens of a sequence."""
+    """A series of token ids that supports slicing, e.g. a list or `Sequence.tokens`."""
 
     def __getitem__(self, key: slice, /) -> list[int]: ...
 
@@ -51,7 +51,7 @@ class BlockKey(NamedTuple):
 
 
 Content = tuple[bytes, bytes]
-"""Parent digest and tokens of a block, by which the block is found."""
+"""Parent digest and tokens of a block, which are used to look up the block."""
 _BLOCK_BYTES = TOKEN_BYTES * BLOCK_TOKENS
 """Size of a full block's packed tokens."""
 
@@ -95,8 +95,8 @@ class PrefixChain:
         return self._known(index)
 
     def find(self, blocks: dict[Content, Cached], end: int, token_ids: TokenIds) -> list[int]:
-        """Return the blocks of the longest prefix in `blocks`, with at most `end` blocks. The keys of these
-        blocks are copied instead of computed."""
+        """Return the blocks of the sequence's longest prefix that is in `blocks`, at most `end` of them. The
+        keys of these blocks are copied instead of computed."""
         found: list[int] = []
         keys = self._shared + self._own
         count, shared, prompt, parent = len(keys), self._shared_blocks, self._prompt, self._root
@@ -104,7 +104,8 @@ class PrefixChain:
             if index < count:
                 tokens = keys[index].tokens
             elif index < shared:
-                # This line does the same as `_tokens`. Calling it would double the duration of the loop.
+                # This line does the same as `_tokens`. Calling that method would double the duration of the
+                # loop.
                 tokens = prompt[index * _BLOCK_BYTES : (index + 1) * _BLOCK_BYTES]
             else:
                 tokens = self._tokens(index, token_ids)
@@ -263,7 +264,7 @@ class BlockPool:
         return taken
 
     def clear(self) -> None:
-        """Forget all cached prefixes, because the content of the blocks is lost and is replaced by zeros.
+        """Forget all cached prefixes, because the blocks have lost their contents and are filled with zeros.
         Raises InvariantError if a block is in use."""
         if self.used:
             raise InvariantError(f"{self.used} KV blocks are in use and cannot be cleared")
@@ -276,7 +277,7 @@ class BlockPool:
         self.gains += 1
 
     def states(self, blocks: range) -> tuple[bytes, bytes]:
-        """Return the states and the ages of some blocks, as in `BlockUse`."""
+        """Return the states and the ages of the given blocks, encoded as in `BlockUse`."""
         cached, now = self._cached, self.now
         references = self._references[blocks.start : blocks.stop : blocks.step]
         states = bytearray(0 if count == 0 else 2 if count == 1 else 3 for count in references)
@@ -292,8 +293,7 @@ class BlockPool:
         return self._keys[block] is not None
 
     def unused_among(self, blocks: Iterable[int]) -> int:
-        """Return the number of these blocks that have no reference. Sharing such a block reduces
-        `available`."""
+        """Return how many of the given blocks have no reference. Sharing such a block reduces `available`."""
         return sum(self._references[block] == 0 for block in blocks)
 
     def match(self, chain: PrefixChain, token_ids: TokenIds, count: int) -> list[int]:
@@ -335,7 +335,8 @@ class BlockPool:
         for block, references in enumerate(self._references):
             if counted[block] != references:
                 raise InvariantError(
-                    f"KV block {block} has {references} references, but {counted[block]} block tables name it"
+                    f"KV block {block} has {references} references, "
+                    f"but {counted[block]} block tables contain it"
                 )
         free, cached = set(self._free), set(self._cached)
         used = {block for block, references in enumerate(self._references) if references}
@@ -353,7 +354,8 @@ class BlockPool:
                 raise InvariantError(f"KV blocks {sorted(both)} are {names} at the same time")
         if len(free) + len(cached) + len(used) != self.total:
             raise InvariantError(
-                f"{len(free)} free + {len(cached)} cached + {len(used)} used blocks are not {self.total}"
+                f"{len(free)} free, {len(cached)} cached and {len(used)} used blocks "
+                f"do not add up to {self.total}"
             )
         known = {block for block, key in enumerate(self._keys) if key is not None}
         if known & free or not cached <= known:

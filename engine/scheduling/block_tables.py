@@ -103,7 +103,8 @@ class BlockTables:
             shared.registered = max(shared.registered, min(end, len(shared.blocks)))
 
     def mark_non_finite(self, sequence: Sequence) -> None:
-        """Remove all blocks of a sequence that computed NaN or infinity from the prefix cache."""
+        """Remove all blocks of a sequence from the prefix cache, because the sequence computed NaN or
+        infinity."""
         for index in range(sequence.block_count):
             self._pool.mark_non_finite(sequence.block(index))
 
@@ -111,7 +112,7 @@ class BlockTables:
         """Free a sequence's blocks.
 
         Steps in flight may still write to these blocks, but all later plans run after those steps. Blocks
-        that steps in flight may write to are marked, because the written values may not be finite.
+        that steps in flight may write to are marked, because these steps may write NaN or infinity.
         """
         if sequence.finite < sequence.position:
             for index in range(sequence.finite // BLOCK_TOKENS, blocks_for(sequence.position)):

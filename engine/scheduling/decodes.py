@@ -35,8 +35,8 @@ class DecodeScheduler:
         return preempted
 
     def _allocate(self, plan: StepPlan, due: list[Sequence]) -> bool:
-        """Make the next position of each sequence in `due` writable. If a sequence's last token has already
-        been launched, the sequence stops decoding."""
+        """Make the next position of each sequence in `due` writable. A sequence stops decoding if the step
+        that samples its last token has already been launched."""
         needy = []
         for sequence in due:
             if sequence.position >= sequence.limit - 1:

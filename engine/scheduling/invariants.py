@@ -45,7 +45,7 @@ def _check_sequence(sequence: Sequence, queued: set[Sequence], running: RunningS
     if sequence.slot < 0 and (blocks or sequence.leader or sequence.forks):
         raise InvariantError(f"{name} is queued, but has blocks, forks or a leader")
     if blocks and not sequence.position <= blocks * BLOCK_TOKENS:
-        raise InvariantError(f"{name} wrote {sequence.position} tokens into {blocks} blocks")
+        raise InvariantError(f"{name} has written {sequence.position} tokens, but has only {blocks} blocks")
     if sequence.leader is not None and sequence not in sequence.leader.forks:
         raise InvariantError(f"{name} is not among the forks of its leader")
 

@@ -43,8 +43,8 @@ class Preemption:
         sequence.forks = []
 
     def free_slots(self, slots: int, first_victim: int) -> None:
-        """Preempt sequences from level `first_victim` on until `slots` slots have been freed. A fork is
-        preempted without its leader, so that the leader's prefill continues."""
+        """Preempt sequences of `first_victim` and all levels of lower priority until `slots` slots have been
+        freed. A fork is preempted without its leader, so that the leader's prefill continues."""
         running = self._running
         victims = running.scheduled()
         victims = [
@@ -58,8 +58,8 @@ class Preemption:
             self.preempt(victim)
 
     def free_blocks(self, blocks: int, first_victim: int) -> None:
-        """Preempt sequences from level `first_victim` on until `blocks` blocks have been freed, but only if
-        preempting all of them would free enough blocks."""
+        """Preempt sequences of `first_victim` and all levels of lower priority until `blocks` blocks have
+        been freed. If preempting all of these sequences would not free enough blocks, none is preempted."""
         victims = [one for one in self._running.scheduled() if one.level >= first_victim]
         shared = {victim.shared for victim in victims if victim.shared is not None}
         if blocks > sum(len(one.table) for one in victims) + sum(len(one.blocks) for one in shared):

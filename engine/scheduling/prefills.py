@@ -15,10 +15,10 @@ from engine.scheduling.step import ScheduledChunk, ScheduledStep
 class PrefillScheduler:
     """Adds prefill chunks to a step's plan.
 
-    If a step contains a chunk, it skips the prompts of lower-priority levels, because the chunk's submission
-    waits for the whole step. To prevent starvation, a step does not skip prompts in favour of a level if two
-    conditions are met: the previous step skipped prompts in favour of the same or a higher-priority level,
-    and a step has already done so for the same level since the last step without skipped prompts.
+    A step that contains a chunk skips the prompts of lower-priority levels, because the chunk's submission
+    waits for the whole step. To prevent starvation, a step does not skip prompts in favour of a level L if
+    two conditions are met: the previous step skipped prompts in favour of L or a higher-priority level, and
+    since the last step that skipped no prompt, a step has already skipped prompts in favour of L.
     """
 
     def __init__(self, running: RunningSequences, tables: BlockTables, accounting: RequestAccounting) -> None:
@@ -34,8 +34,8 @@ class PrefillScheduler:
         """Highest-priority level among the chunks of the previous step if that step skipped a prompt,
         otherwise LEVELS."""
         self._left_out_for_since = 0
-        """The levels in favour of which prompts were skipped since the last step that skipped none. Bit `l`
-        represents level `l`."""
+        """The levels in favour of which prompts have been skipped since the last step that skipped no prompt.
+        Bit `l` represents level `l`."""
 
     def begin_step(self) -> None:
         self._best, self._left_out = LEVELS, False

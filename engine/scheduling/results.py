@@ -147,9 +147,9 @@ class ResultCollector:
         self.end(
             sequence,
             "error",
-            f"the model computed NaN or infinity at position {position}, so no token can be sampled (a "
-            "damaged checkpoint, a dtype whose range is too small, or logit_bias, allowed_token_ids "
-            "and bad_words that together ban every token)",
+            f"the model computed NaN or infinity at position {position}, so no token can be sampled. "
+            "Possible causes: a damaged checkpoint, a dtype whose range is too small, or logit_bias, "
+            "allowed_token_ids and bad_words that together ban every token",
         )
 
     def _release(self, sequence: Sequence, finish: FinishReason) -> None:
@@ -168,8 +168,8 @@ class ResultCollector:
         self._accounting.end_sample(sequence)
 
     def _promote_fork(self, leader: Sequence) -> None:
-        """Hand over the prefill of a leader that ends early to its first fork, which becomes the leader of
-        the other forks."""
+        """When a leader ends early, hand over its prefill to its first fork, which becomes the leader of the
+        other forks."""
         successor, *rest = leader.forks
         successor.leader, successor.forks = None, rest
         for fork in rest:

@@ -15,8 +15,8 @@ class RunningSequences:
     """The sequence slots and the sequences that occupy them.
 
     A running sequence is usually decoding (`decoding`) or in prefill (`prefilling`). Two kinds of running
-    sequences are in neither state: forks that wait for their leader's prefill, and sequences that have
-    launched their last token.
+    sequences are in neither state: forks that wait for their leader's prefill, and sequences for which the
+    step that samples the last token has been launched.
     """
 
     def __init__(self, slots: int) -> None:

@@ -5,16 +5,17 @@ planned in this order:
 
 0. *Preemption for higher priorities.* If the first waiting sequence lacks blocks, running sequences of
    lower-priority levels are preempted, but only if that frees enough blocks. The youngest sequence of the
-   lowest-priority level is preempted first. If it lacks a slot, sequences of lower-priority classes are
-   preempted, and if it is urgent, also sequences of its class that are not urgent (`engine.levels`).
+   lowest-priority level is preempted first. If the waiting sequence lacks a slot, sequences of lower-priority
+   classes are preempted. An urgent waiting sequence also preempts sequences of its own class that are not
+   urgent (`engine.levels`).
 1. *Decodes.* Every decoding sequence gets one token. If a decode lacks a block, the youngest running
    sequence of the lowest-priority level is preempted: its blocks are freed, and it is recomputed later. The
    oldest sequence of the highest-priority level is never preempted, so the engine always makes progress.
-2. *Running prefills.* Prompts that have been started get their next chunks, in service order, up to the
-   token budget (chunked prefill, as in Sarathi-Serve). A step with decodes has the smaller budget
+2. *Running prefills.* Prompts that have been started get their next chunks, in service order, up to the token
+   budget (chunked prefill, as in Sarathi-Serve). A step with decodes has the smaller budget
    `max_mixed_tokens`, because every decode waits for the step's prompts. A submission is admitted before the
-   next chunk of a lower-priority prompt is scheduled. The step of the submission skips prompts of
-   lower-priority levels, but not in two consecutive steps for the same level.
+   next chunk of a lower-priority prompt is scheduled. The step that admits it skips prompts of lower-priority
+   levels, but two consecutive steps never skip prompts in favour of the same level.
 3. *Admissions.* Sequences are admitted by level and then by arrival, so preempted sequences precede new
    ones. A sequence does not use slots that are reserved for urgent ones (`Submit.reserved_slots`). The
    first waiting sequence waits for a slot, for blocks for its whole prefill, and for the watermark of free
@@ -51,8 +52,8 @@ from engine.scheduling.validation import SequenceLimits, refusal
 from engine.scheduling.waiting import WaitingQueue
 
 MIXED_TOKENS = 4096
-"""Maximum default value of `max_mixed_tokens`. This number of tokens saturates the GEMMs of a large GPU. It
-takes about 0.1 s on an H200 for a model with 8 B parameters in bfloat16."""
+"""Maximum default value of `max_mixed_tokens`. This number of tokens saturates the GEMMs of a large GPU. A
+step with this many tokens takes about 0.1 s on an H200 for a model with 8 B parameters in bfloat16."""
 
 
 def default_mixed_tokens(max_num_seqs: int, max_num_batched_tokens: int) -> int:
@@ -66,8 +67,8 @@ class Scheduler:
     `max_num_seqs` is the maximum number of running sequences, and `blocks` the number of blocks in the KV
     pool. `max_num_batched_tokens` is the token budget of a step. `max_mixed_tokens` is the token budget of a
     step with decodes, including the decodes. Its default is half of `max_num_batched_tokens`, but at most
-    MIXED_TOKENS. A new request waits for one running and one launched step. With this default, the two
-    together take at most as long as one full step.
+    MIXED_TOKENS. A new request waits for one running and one launched step. With this default, these two
+    steps together take at most as long as one full step.
 
     Raises ValueError if the sizes are inconsistent.
     """

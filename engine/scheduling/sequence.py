@@ -103,8 +103,9 @@ class Sequence:
     """Next position to compute. It equals the number of tokens for which launched steps write keys and
     values."""
     next_allocation: int = _NEVER
-    """Next position that requires work: at this position, a decode needs a new block because the last block
-    is full or shared, or the sequence's last token has been launched."""
+    """Next position at which the decode scheduler must act: either the decode needs a new block, because the
+    last block is full or shared, or the sequence stops decoding, because the step that samples its last token
+    has been launched."""
     next_check: int = _NEVER
     """Length, in tokens, at which the next check is due: a new token then fills a block or reaches
     `limit`."""
@@ -115,7 +116,7 @@ class Sequence:
     all later values of the sequence non-finite, so a finite value proves that all earlier values are
     finite."""
     in_flight: int = 0
-    """Number of launched chunks and sampled tokens that have not been collected yet."""
+    """Number of chunks and sampled tokens that have been launched but not collected yet."""
     forks: list[Sequence] = field(default_factory=list)
     """Other samples of the submission, which will sample from the end of this sequence's prefill."""
     leader: Sequence | None = None
@@ -133,7 +134,7 @@ class Sequence:
 
     @property
     def order(self) -> Order:
-        """Service order of the sequence: level, arrival, sample. The sequence with the largest key is
+        """Sort key for the service order: (level, arrival, sample). The sequence with the largest key is
         preempted first."""
         return (self.submission.level, self.submission.arrival, self.sample)
 
@@ -156,7 +157,7 @@ class Sequence:
         return self.shared_blocks + len(self.table)
 
     def block(self, index: int) -> int:
-        """Return the id of the sequence's KV block `index`."""
+        """Return the id of the sequence's KV block number `index`, counted from 0."""
         if self.shared is not None and index < len(self.shared.blocks):
             return self.shared.blocks[index]
         return self.table[index - self.shared_blocks]

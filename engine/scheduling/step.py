@@ -31,4 +31,4 @@ class ScheduledStep:
     chunks: list[ScheduledChunk]
     """One entry per chunk of the plan."""
     had_work: bool = False
-    """Whether a sequence of this step had already arrived when the previous step was planned."""
+    """Whether any sequence of this step had already arrived when the previous step was planned."""

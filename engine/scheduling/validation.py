@@ -44,23 +44,23 @@ def refusal(submit: Submit, limits: SequenceLimits) -> str | None:
     sampling = submit.sampling
     prompt = submit.prompt_tokens
     if not 1 <= submit.n <= MAX_SAMPLES:
-        return f"n is {submit.n}; it must be 1 to {MAX_SAMPLES}"
+        return f"n is {submit.n}; it must be from 1 to {MAX_SAMPLES}"
     if not 0 <= submit.first_sample <= _MAX_COUNT:
-        return f"first_sample is {submit.first_sample}; it must be 0 to {_MAX_COUNT}"
+        return f"first_sample is {submit.first_sample}; it must be from 0 to {_MAX_COUNT}"
     if not 0 <= submit.priority < CLASSES:
-        return f"priority is {submit.priority}; it must be 0 to {CLASSES - 1}"
+        return f"priority is {submit.priority}; it must be from 0 to {CLASSES - 1}"
     if not 0 <= submit.urgency < URGENCIES:
-        return f"urgency is {submit.urgency}; it must be 0 to {URGENCIES - 1}"
+        return f"urgency is {submit.urgency}; it must be from 0 to {URGENCIES - 1}"
     # A sequence of any level must be able to start while no other sequence runs.
     if (
         submit.reserved_slots < 0
         or max(kept_free(tier, submit.reserved_slots) for tier in TIERS) >= limits.slots
     ):
-        return f"reserved_slots is {submit.reserved_slots}; it must be 0 to {max(0, limits.slots - 2)}"
+        return f"reserved_slots is {submit.reserved_slots}; it must be from 0 to {max(0, limits.slots - 2)}"
     if submit.output_token_ids and submit.n != 1:
         return f"n is {submit.n}; it must be 1 when output_token_ids are given"
     if len(submit.prompt) % TOKEN_BYTES:
-        return f"prompt has {len(submit.prompt)} bytes; packed token ids have a multiple of {TOKEN_BYTES}"
+        return f"prompt has {len(submit.prompt)} bytes; its size must be a multiple of {TOKEN_BYTES} bytes"
     if not prompt:
         return "prompt is empty; at least one token is needed"
     if sampling.max_tokens < 0:
@@ -68,8 +68,8 @@ def refusal(submit: Submit, limits: SequenceLimits) -> str | None:
     longest_prompt = limits.max_model_len - (1 if sampling.max_tokens else 0)
     if prompt > longest_prompt:
         return (
-            f"the prompt has {prompt} tokens; with max_tokens {sampling.max_tokens} "
-            f"the model's maximum length of {limits.max_model_len} allows {longest_prompt}"
+            f"the prompt has {prompt} tokens, but with max_tokens = {sampling.max_tokens}, "
+            f"the model's maximum length of {limits.max_model_len} allows at most {longest_prompt}"
         )
     # A prompt may have 131,072 tokens, and numpy compares them 100 times as fast as Python does. As unsigned
     # integers, negative ids are outside the vocabulary.
@@ -89,7 +89,8 @@ def refusal(submit: Submit, limits: SequenceLimits) -> str | None:
     if needed > limits.blocks:
         return (
             f"a sequence of {prompt} prompt tokens and up to {sampling.max_tokens} generated tokens needs "
-            f"{needed} KV blocks, but the pool has {limits.blocks}: shorten it, or raise kv_blocks"
+            f"{needed} KV blocks, but the pool has {limits.blocks}: "
+            "shorten the prompt, lower max_tokens, or raise kv_blocks"
         )
     return _sampling_refusal(sampling, limits.vocab_size)
 
@@ -121,7 +122,7 @@ def _sampling_refusal(sampling: SamplingParams, vocab_size: int) -> str | None:
     logprobs = (("logprobs", sampling.logprobs or 0), ("prompt_logprobs", sampling.prompt_logprobs or 0))
     for name, count in (("top_k", sampling.top_k), ("min_tokens", sampling.min_tokens), *logprobs):
         if not 0 <= count <= _MAX_COUNT:
-            return f"{name} is {count}; it must be 0 to {_MAX_COUNT}"
+            return f"{name} is {count}; it must be from 0 to {_MAX_COUNT}"
     for name, count in logprobs:
         if count > vocab_size:
             return f"{name} is {count}, but the vocabulary has {vocab_size} tokens"

@@ -135,7 +135,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--config", type=Path, nargs="+", required=True, help="folders that contain a config.json"
     )
-    parser.add_argument("--fp8", action="store_true", help="tune e4m3 matrices instead of the model's dtype")
+    parser.add_argument(
+        "--fp8", action="store_true", help="tune matrices in e4m3 instead of the model's dtype"
+    )
     parser.add_argument("--both", action="store_true", help="tune matrices in both dtypes")
     parser.add_argument("--rows", type=int, nargs="+", help="numbers of rows to measure")
     parser.add_argument(

@@ -31,8 +31,8 @@ _CACHES = 8
 """Total size of a chain's weights, as a multiple of the L2 cache size. It is large enough that a weight is no
 longer cached when it is read again."""
 _CHAIN_BYTES = 5 << 30
-"""Minimum number of bytes of weights that a graph reads. It keeps the start of a graph (about 10 µs) to a
-small part of the measured time."""
+"""Minimum number of bytes of weights that a graph reads. It is large enough that the time to start a graph
+(about 10 µs) is only a small part of the measured time."""
 _VOCABULARY = 1024
 """Vocabulary size of a decoder that is built to time its layers. The embeddings and the output matrix are not
 timed."""

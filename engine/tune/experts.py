@@ -33,8 +33,8 @@ from kernels.writable import UnwritableError, check_writable
 
 
 def main() -> int:
-    """Tune the experts of a model. Returns 1 if the model or a file cannot be used. The table is written
-    after each number of tokens."""
+    """Tune the experts of a model. Returns 1 if the model or a file cannot be used. The table is written each
+    time a token count has been measured."""
     arguments = _arguments()
     try:
         models = [
@@ -108,14 +108,16 @@ def _arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", type=Path, required=True, help="folder that contains a config.json")
-    parser.add_argument("--fp8", action="store_true", help="tune e4m3 experts instead of the model's dtype")
+    parser.add_argument(
+        "--fp8", action="store_true", help="tune experts in e4m3 instead of the model's dtype"
+    )
     parser.add_argument("--both", action="store_true", help="tune experts in both dtypes")
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="numbers of tokens")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="number of ranks (%(default)s)")
     parser.add_argument(
         "--expert-parallel",
         action="store_true",
-        help="give each rank some experts completely instead of a part of every expert",
+        help="give each rank a subset of whole experts instead of a slice of every expert",
     )
     parser.add_argument("--again", action="store_true", help="remeasure entries of the table")
     parser.add_argument("--out", type=Path, help="table to update (default: kernels/tuned/<gpu>.json)")

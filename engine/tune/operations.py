@@ -29,7 +29,8 @@ class TunedOps(CudaOps):
         super().__init__(0, pdl=gpu.pdl)
         self._attention = attention
         self.asked: list[Product] = []
-        """The linears of all look-ups, in order. A linear may occur several times."""
+        """The linears that looked up a plan, in the order of the look-ups. A linear may occur several
+        times."""
         self.use(Table())
 
     def use(self, table: Table) -> None:

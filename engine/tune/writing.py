@@ -28,7 +28,7 @@ def compile_launches(gpu: compiling.GpuModel, launch: Callable[[], object]) -> N
 
 
 def write_table(path: Path, table: Table, gpu: compiling.GpuModel) -> None:
-    """Write a table with today's date and the versions of the software."""
+    """Write a table with today's date and the software versions."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     about = {"date": today, "torch": str(torch.__version__), "triton": triton.__version__}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -72,7 +72,7 @@ class Parity:
         widest = max((divergence.gap for divergence in self.divergences), default=None)
         parted = "none" if widest is None else f"at most {widest:.4f}"
         return (
-            f"{self.device} {self.dtype}: {self.same} of {self.asked} answers have every token of the CPU's "
+            f"{self.device} {self.dtype}: {self.same} of {self.asked} answers match the CPU's exactly "
             f"({self.tokens} tokens); gaps at first divergences: {parted} (allowed: below {NEAR_TIE}); "
             f"smallest gap {self.least_gap:.4f}, gaps moved by at most {self.most_moved:.4f}"
             f"{'' if self.passes else '  FAILS'}"
@@ -91,8 +91,8 @@ def compare(
     device: str, dtype: str, found: list[GeneratedSample], reference: list[GeneratedSample]
 ) -> Parity:
     """Compare the answers of `device` in `dtype` with the reference's answers. Both must include the log
-    probabilities of the top two tokens. Raises ValueError if the reference's answer ends where the other
-    continues, because there is no gap at that position."""
+    probabilities of the top two tokens. Raises ValueError if the reference's answer ends where the
+    device's answer continues, because there is no gap at that position."""
     divergences, gaps, moved = [], [], []
     for question, (mine, theirs) in enumerate(zip(found, reference, strict=True)):
         pairs = enumerate(zip_longest(mine.token_ids, theirs.token_ids))
@@ -118,9 +118,9 @@ def compare(
 
 
 def transformers_parity(model: Path, asked: int | None = None) -> float:
-    """Compare the engine's answers in float32 on the CPU with `transformers`. Returns the largest difference
-    between the log probabilities of a token of an answer. `asked` is the number of questions (all if None).
-    Raises AssertionError if a token is not the best one of `transformers`."""
+    """Compare the engine's answers in float32 on the CPU with `transformers`. For every answer token, the two
+    log probabilities are compared; returns the largest difference. `asked` is the number of questions (all if
+    None). Raises AssertionError if a token is not the one that `transformers` ranks first."""
     from transformers import AutoModelForCausalLM
 
     sampling = SamplingParams(max_tokens=100, stop_token_ids=(END,), logprobs=1)

@@ -48,8 +48,8 @@ BLOCK_FORMS = (
     Form("FP8 blocks", "auto", "auto", 0.005, blocks=True),
     Form("FP8 blocks, converted", "fp8", "auto", 0.010, blocks=True),
 )
-"""Variants of an FP8 checkpoint with one scale per block: computed with these scales, and converted to one
-scale per output, which is what GPUs compute. The conversion rounds a second time, so twice
+"""Variants of an FP8 checkpoint with one scale per block. The first is computed with these scales. The second
+is converted to one scale per output, as in bfloat16 on GPUs; the conversion rounds a second time, so twice
 the loss is accepted."""
 LEAST_KEPT = 0.97
 """Minimum fraction of the unquantised model's correct answers that the variant must also answer correctly."""

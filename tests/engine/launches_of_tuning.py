@@ -55,7 +55,7 @@ class Graphs:
         run()
         [*_, plan] = [entry.plan for entry in Graphs.table.products[GATE_UP].values()]
         tiles = plan is not None and plan.form == "tiles" and plan.block_n == 128
-        return 2 * (90.0 if tiles else 100.0)  # for two layers, on meta tensors
+        return 2 * (90.0 if tiles else 100.0)  # the time of two layers
 
     def microseconds(self, captured: Sequence[float], order: Sequence[int]) -> list[float]:
         return [captured[index] for index in order]

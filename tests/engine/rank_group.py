@@ -1,5 +1,5 @@
-"""Runs ranks in separate processes without a core. As in a replica, rank 0 plans the steps and the other
-ranks follow."""
+"""Runs the ranks of a replica in separate processes, without the service's core. As in a real replica, rank 0
+plans the steps and the other ranks follow."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RankEngine(LocalEngine):
 
 
 class Member:
-    """One rank of a group, in its process."""
+    """One rank of a group, used inside that rank's process."""
 
     def __init__(
         self, rank: int, size: int, folder: Path, device: str, overlap_from: int | None = None
@@ -70,7 +70,7 @@ class Member:
         return ModelRunner(spec, self.ranks, no_progress)
 
     def follow_rank_0(self, runner: ModelRunner) -> None:
-        """Execute the plans of rank 0 until it closes the channel."""
+        """Execute rank 0's plans until rank 0 closes the channel."""
         core, ours = socketpair()
         follow(Channel[RankInbound](ours, RankInbound), plan_channel(self.peers[0].detach()), runner)
         core.close()
@@ -103,7 +103,7 @@ Work = Callable[..., Any]
 def start_ranks(
     size: int, folder: Path, device: str, work: Work, *arguments: Any, overlap_from: int | None = None
 ) -> list[BaseProcess]:
-    """Start `work(member, *arguments)` on each rank; `results` then returns the results of the ranks."""
+    """Start `work(member, *arguments)` on each rank. `results` then returns each rank's result."""
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     folder.mkdir(exist_ok=True)
     context = multiprocessing.get_context("spawn")
@@ -119,15 +119,15 @@ def start_ranks(
 
 
 def results(processes: list[BaseProcess], folder: Path, timeout_s: float = START_TIMEOUT_S) -> list[Any]:
-    """Wait for the processes of `start_ranks`. Returns the result of each rank, or None for a rank that was
-    killed."""
+    """Wait for the processes that `start_ranks` started. Returns each rank's result, or None for a rank that
+    was killed."""
     deadline = time.monotonic() + timeout_s
     for process in processes:
         process.join(max(0.1, deadline - time.monotonic()))
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
-    assert all(code in (0, -9) for code in codes), f"exit codes {codes}: see the output of the ranks"
+    assert all(code in (0, -9) for code in codes), f"exit codes {codes}: see the ranks' output"
     paths = [folder / f"result-{rank}.pt" for rank in range(len(processes))]
     return [torch.load(path, weights_only=False) if path.exists() else None for path in paths]
 
@@ -145,4 +145,4 @@ def _enter(
         torch.set_num_threads(1)
     result = work(Member(rank, size, folder, device, overlap_from), *arguments)
     torch.save(result, folder / f"result-{rank}.pt")
-    os._exit(0)  # a normal exit could hang because of threads of torch.distributed
+    os._exit(0)  # a normal exit could hang because of torch.distributed's threads

@@ -1,15 +1,15 @@
 """Soak test: random traffic through one engine, `python -m tests.engine.soak --minutes 30`.
 
-Requests arrive in bursts and lulls. Their prompts have between one token and several steps' budgets, and some
-share prefixes. The traffic includes requests with several samples, every kind of sampling, cancels at any
-moment, preemptions, invalid requests and non-finite values. After each round the test checks that every
-request ended exactly once with the right result, that all slots, blocks and credits are free, and that memory
-use has not grown. Requests with known outputs run in between (`soak_known`).
+Requests arrive in bursts and lulls. Their prompts range from one token to several times a step's token
+budget, and some share prefixes. The traffic includes requests with several samples, every kind of sampling,
+cancellations at any moment, preemptions, invalid requests and non-finite values. After each round the test
+checks that every request ended exactly once with the right result, that all slots, blocks and credits are
+free, and that memory use has not grown. Requests with known outputs run in between (`soak_known`).
 
 On a GPU: `python -m tests.engine.soak --minutes 5 --device cuda --shape llama-3.1-8b`, and for FP8 with
 `--spec quantization=fp8 --spec kv_cache_dtype=fp8`. `--spec tensor_parallel_size=4` splits the model over
-four ranks. With --fill, one wave of long sequences takes every block of a pool sized from memory
-(`soak_fill`).
+four ranks. With --fill, one wave of long sequences takes every block of a pool sized from the available
+memory (`soak_fill`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Calm:
     device_bytes: int
     """Size of the tensors on the device, in bytes."""
     device_used_bytes: int
-    """Used memory of the whole device, in bytes."""
+    """Memory in use on the whole device, in bytes."""
 
 
 @dataclass(slots=True)
@@ -317,7 +317,7 @@ def build(arguments: argparse.Namespace, folder: Path) -> LocalEngine:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Run rounds and print a line each minute and statistics at the end. Returns 1 if anything was wrong."""
+    """Run rounds and print a line each minute and statistics at the end. Returns 1 if anything went wrong."""
     arguments = _arguments(given)
     with tempfile.TemporaryDirectory(prefix="engine-soak-") as folder:
         try:
@@ -335,7 +335,7 @@ def main(given: list[str] | None = None) -> int:
 
 
 def _run(engine: LocalEngine, arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the properties of the engine and the statistics of the run."""
+    """Return the engine's properties and the run's statistics."""
     info: dict[str, Any] = msgspec.to_builtins(engine.info)
     print(
         f"{arguments.shape} on {devices_text(engine.info)}, {info['dtype']}: {info['kv_blocks']} blocks, "

@@ -29,8 +29,8 @@ _SAMPLING: list[dict[str, Any]] = [
 
 
 def fill(engine: LocalEngine, seed: int = 0) -> dict[str, Any]:
-    """Fill the pool once and return the statistics, in bytes. `wrong` is a description of the failure, or
-    None."""
+    """Fill the pool once and return the statistics, with memory in bytes. `wrong` describes the failure, or
+    is None."""
     info, draw = engine.info, random.Random(seed)
     checker = OutputChecker(info.max_model_len, info.vocab_size, None)
     before = _used_bytes(engine)
@@ -55,9 +55,9 @@ def fill(engine: LocalEngine, seed: int = 0) -> dict[str, Any]:
     engine.scheduler.check()
     wrong = None
     if most_blocks != info.kv_blocks:
-        wrong = f"{most_blocks} of {info.kv_blocks} blocks were in use at most"
+        wrong = f"at most {most_blocks} of {info.kv_blocks} blocks were in use"
     elif most_running < 0.9 * info.max_num_seqs:
-        wrong = f"{most_running} of {info.max_num_seqs} slots were in use at most"
+        wrong = f"at most {most_running} of {info.max_num_seqs} slots were in use"
     elif not gauges.preemptions:
         wrong = "no sequence was preempted: the pool did not run out of blocks"
     elif checker.open:
@@ -91,7 +91,8 @@ def _submits(engine: LocalEngine, draw: random.Random) -> list[Submit]:
     if length < 1 or length + most > info.max_model_len:
         raise ValueError(
             f"to fill {info.kv_blocks} blocks, each of {rows} slots needs {length} prompt tokens and {most} "
-            f"more; max_model_len is {info.max_model_len}: change max_num_seqs, kv_blocks or max_model_len"
+            f"output tokens; max_model_len is {info.max_model_len}: change max_num_seqs, kv_blocks or "
+            "max_model_len"
         )
     submits = []
     for row in range(rows):
@@ -129,7 +130,8 @@ def _memory(engine: LocalEngine, before: int, most: int) -> dict[str, Any]:
 
 
 def _used_bytes(engine: LocalEngine) -> int:
-    """Return the used memory of the whole device, or of this process on a CPU, in bytes."""
+    """Return the memory in use on the whole device or, on a CPU, the memory used by this process, in
+    bytes."""
     if engine.runner.device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         return int(total - free)

@@ -2,8 +2,9 @@
 other traffic.
 
 The last bits of sums depend on the shapes of tensors, so an output may diverge from its reference at a
-near-tie. `kernels.sampling` must then choose the generated token for some log probabilities within
-`Known.near_tie` of the reference's. After a divergence, the outputs are no longer compared.
+near-tie. The divergence is accepted only if `kernels.sampling` chooses the generated token for some log
+probabilities that are within `Known.near_tie` of the reference's. After a divergence, the outputs are no
+longer compared.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.engine.soak_traffic import Limits
 from tests.prompts import prompt_of
 
 KINDS = 24
-"""Number of known requests. Each has a different kind."""
+"""Number of known requests. Each is of a different kind."""
 _TRIES = 60
 """Number of random perturbations to try before a different token counts as wrong."""
 
@@ -39,8 +40,8 @@ class Known:
     """A few requests of every kind, with their reference outputs.
 
     - near_tie: maximum difference between log probabilities of different runs, in nats.
-    - listed: number of alternatives in the references: all tokens, or enough of them to include the sampled
-      one.
+    - listed: number of alternatives per token in the references. It is the whole vocabulary, or large enough
+      to include the sampled token.
     - kinds: number of requests."""
 
     def __init__(
@@ -67,7 +68,8 @@ class Known:
                 self._answers.append(Answer(sample.token_ids, sample.logprobs))
 
     def submit(self, handle: int) -> Submit:
-        """Return one of the requests again. Its number is stored in `Submit.index`."""
+        """Return a submission that repeats one of the requests. `Submit.index` stores the number of the
+        request."""
         number = self._draw.randrange(len(self._asks))
         prompt, params = self._asks[number]
         if self._draw.random() < 0.3:

@@ -1,4 +1,4 @@
-"""Random client behaviour: requests of every kind, cancels, bursts and lulls."""
+"""Random client behaviour: requests of every kind, cancellations, bursts and lulls."""
 
 from __future__ import annotations
 
@@ -191,7 +191,8 @@ class Cancelled:
     """Counts cancelled sequences by state."""
 
     where: Counter[str] = field(default_factory=Counter)
-    """Number of cancelled sequences, by their state at that time: queued, in prefill or decoding."""
+    """Number of cancelled sequences, by their state when they were cancelled: queued, in prefill or
+    decoding."""
 
     def note(self, core: EngineCore, origin: str, handle: int, sample: int | None) -> None:
         """Record the states of the sequences that are about to be cancelled."""

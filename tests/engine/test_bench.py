@@ -123,8 +123,8 @@ def test_the_limits_of_the_70b_shape_on_four_gpus_are_close_to_hand_computed_val
 @pytest.mark.parametrize(
     ("shape", "total", "active"),
     [
-        # Published parameters in billions, including embeddings, as total and active: 30.5 and 3.3; 235 and
-        # 22; 46.7 and 12.9.
+        # Published parameter counts in billions (total and active), including embeddings: 30.5 and 3.3; 235
+        # and 22; 46.7 and 12.9.
         ("qwen3-30b-a3b", 30.53e9, 3.35e9),
         ("qwen3-235b-a22b", 235.1e9, 22.2e9),
         ("mixtral-8x7b", 46.70e9, 12.88e9),

@@ -15,7 +15,8 @@ from engine.bench import layouts
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Replace the benchmark. It is 1.5 times as fast with whole experts."""
+    """Replace the benchmark with a simulation that is 1.5 times as fast with whole experts. Return the
+    commands that were run."""
     run: list[list[str]] = []
 
     def benchmark(command: list[str], check: bool) -> SimpleNamespace:

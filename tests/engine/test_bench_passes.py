@@ -21,12 +21,13 @@ from kernels.cuda import CudaOps
 from kernels.triton import all_reduce
 
 ROWS = {"one-shot": 1, "two-shot": 512}
-"""Row counts that are summed in one shot and in two shots, respectively, by default."""
+"""For each kind of all-reduce, a row count for which that kind is the default."""
 
 
 @pytest.fixture
 def summed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], list[tuple[str, bool]]]:
-    """Return the collectives of one message in a variant: their names, and whether they use PDL."""
+    """Return a function that lists the collectives with which a variant sums one message: their names, and
+    whether they use PDL."""
     calls: list[tuple[str, bool]] = []
 
     def add(*tensors: Any, two_shot: bool, pdl: bool, **options: Any) -> None:
@@ -80,4 +81,4 @@ def test_too_few_gpus_are_reported(
     monkeypatch.setattr("sys.argv", ["passes", "--gpus", "4"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert passes.main() == 1
-    assert "--gpus is 4, but there are 2" in capsys.readouterr().err
+    assert "--gpus is 4, but this machine has 2" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Tests of the benchmark, the profile and the soak test with several ranks, over real processes."""
+"""Tests of the benchmark, the profile and the soak test with several ranks, in real processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start `python -m MODULE` on a tiny model over two ranks, with a folder for temporary files."""
+    """Write a tiny model's configuration. Return a function that starts a Python command with a separate
+    folder for temporary files."""
     model, scratch = tmp_path / "model", tmp_path / "scratch"
     for folder in (model, scratch):
         folder.mkdir()
@@ -58,7 +59,7 @@ def options(tmp_path: Path) -> list[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Wait for a process to end. Return its exit code, output and errors."""
+    """Wait for a process to end. Return its exit code, standard output and standard error."""
     out, err = process.communicate(timeout=WAIT_S)
     return process.returncode, out, err
 

@@ -81,8 +81,8 @@ def test_only_an_invalid_submission_is_refused_and_a_non_finite_one_is_a_failure
 def test_a_long_prompt_ends_at_its_first_non_finite_chunk_and_leaves_the_prefix_cache(
     engine: LocalEngine,
 ) -> None:
-    """A NaN can reach earlier tokens of the same chunk although they do not attend to its token: masked
-    values are multiplied by zero, and zero times NaN is NaN."""
+    """A NaN can reach earlier tokens of the same chunk although those tokens do not attend to the token that
+    produced the NaN: masked values are multiplied by zero, and zero times NaN is NaN."""
     short = LocalEngine(msgspec.structs.replace(engine.runner.spec, max_num_batched_tokens=80))
     with torch.inference_mode():
         short.runner.decoder.embedding[POISON] = float("nan")

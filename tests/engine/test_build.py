@@ -85,7 +85,7 @@ def folder_of(tmp_path: Path, family: str, **changes: Any) -> Path:
 def test_warm_up_launches_and_a_build_compiles_every_kernel_that_serving_launches(
     tmp_path: Path, family: str, fp8: int, kv_fp8: int, ranks: int, whole: int
 ) -> None:
-    """`whole` states whether each rank has a subset of complete experts."""
+    """If `whole` is 1, each rank has some of the experts, each of them complete."""
     folder = folder_of(tmp_path, family)
     done = compiled("tests.engine.launches_of_serving", folder, fp8, kv_fp8, ranks, whole)
     assert done.returncode == 0, done.stderr
@@ -100,8 +100,8 @@ def test_warm_up_launches_and_a_build_compiles_every_kernel_that_serving_launche
 
 def test_the_collectives_of_every_rank_are_enumerated(tmp_path: Path) -> None:
     """Checks the kernels that only replicas with several ranks use: sums with and without a norm, gathers of
-    two sizes, and the choice of the best token. Passes in halves also launch a barrier, and a sum whose
-    kernel is the same on all ranks."""
+    two sizes, and the choice of the best token. Passes that are computed in halves also launch a barrier, and
+    a sum whose kernel is the same on all ranks."""
     folder = folder_of(tmp_path, "llama")
     printed = compiled("tests.engine.launches_of_halves", folder, 2, "whole", "halves").stdout
     whole, halves = ([int(count) for count in line.split()] for line in printed.splitlines())
@@ -248,7 +248,7 @@ def test_a_model_that_no_kernel_serves_is_refused_before_anything_is_compiled_or
         (
             ("NVIDIA L4", 89),
             {"head_dim": 256},
-            f"head_dim is 256, but NVIDIA L4 .* 8.9 and 99 KiB of .* needs 113; .* another GPU, {ELSEWHERE}",
+            f"head_dim is 256, but NVIDIA L4 .* 8.9 and 99 KiB .* needs 113 KiB; .* another GPU, {ELSEWHERE}",
         ),
         (("NVIDIA A100-SXM4-80GB", 80), {"head_dim": 256}, ""),
         (("NVIDIA A10", 86), {}, ""),

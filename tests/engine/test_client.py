@@ -106,7 +106,7 @@ def test_prompt_logprobs_of_the_longest_prompts_fit_into_a_frame() -> None:
         submit = played.ask()
         answers: list[Output] = []
         played.client.submit(submit, answers.append)
-        # It is faster to build a string of the same number of bytes.
+        # A string with the same number of bytes is faster to build than the logprobs.
         played.channel.send(
             StepFrame(1, [Output(submit.handle, 0, [], "error", error="x" * (262_144 * size))])
         )

@@ -137,7 +137,7 @@ class Alone:
             )
         )
         self.exact = bool(changes)
-        """Whether other answers must be bitwise equal."""
+        """Whether answers must be bitwise equal to the reference outputs."""
         self._known: dict[tuple[int, ...], Answer] = {}
 
     def answer(self, ask: Ask) -> Answer:
@@ -215,7 +215,7 @@ def expect_equal(answer: Answer, reference: Answer, *, exact: bool) -> None:
     for place, (mine, other) in enumerate(zip(answer.logprobs, reference.logprobs, strict=True)):
         if mine.token_id != other.token_id:
             gap = other.top[0][1] - other.top[1][1]
-            assert gap < NEAR_TIE, f"token {place} differs although the gap between the top two is {gap}"
+            assert gap < NEAR_TIE, f"token {place} differs although the top two are {gap} nats apart"
             return
         assert mine.logprob == pytest.approx(other.logprob, abs=LOGPROB_ERROR), f"token {place}"
 

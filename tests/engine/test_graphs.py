@@ -30,8 +30,8 @@ def test_the_capture_sizes_reach_the_largest_batch_with_little_padding(most: int
     assert sizes[-1] == most
     assert len(sizes) <= 32
     for low, high in itertools.pairwise(sizes):
-        # A batch that has one sequence more than a captured size is padded to the next size. The padding is
-        # at most a quarter of the batch, or a few slots.
+        # A batch with one more sequence than a captured size is padded to the next size. The padding is at
+        # most a quarter of the batch, or a few slots.
         assert high - (low + 1) <= max(8, (low + 1) / 4)
 
 
@@ -109,8 +109,8 @@ def test_a_step_replays_the_cheapest_sufficient_variant_and_samples_the_same_tok
 
 
 class EagerPromptGraphs(PromptGraphs):
-    """Prompt graphs that run the captured code eagerly at each replay, with the chunks from which the tiles
-    were made."""
+    """Prompt graphs that run the captured code eagerly at each replay, for the chunks from which the tiles
+    were computed."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]

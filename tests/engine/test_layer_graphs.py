@@ -42,7 +42,7 @@ WHOLE = Case("whole", "qwen3_moe", {**QWEN3_EXPERTS, "max_position_embeddings": 
 """Each rank has complete experts."""
 CASES = pytest.mark.parametrize("case", [DENSE, EXPERTS, WHOLE], ids=lambda case: case.name)
 FULL = 320
-"""Number of tokens of a captured pass: halves of 256 and 64."""
+"""Number of tokens in a captured pass. It is split into "halves" of 256 and 64 tokens."""
 
 
 class Replayed:
@@ -84,8 +84,8 @@ def results_of(
 ) -> list[torch.Tensor]:
     """Return the logits of four passes, and how many of their tokens have chosen each expert. One pass has
     FULL tokens, one has another number of tokens, and two have decodes and FULL tokens, the last with
-    padding. With `memory`, they are computed in halves. With `layers` or `memory`, the passes of FULL tokens
-    are captured."""
+    padding. With `memory`, the passes are computed in halves. With `layers` or `memory`, the passes of FULL
+    tokens are captured."""
     ranks = HalvingRank(rank.size, rank.rank, rank._slots, rank._barrier)
     config = read_config(folder)
     if folder.name == WHOLE.name:

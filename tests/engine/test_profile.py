@@ -246,7 +246,7 @@ def test_a_decode_step_reads_every_weight_once_and_the_cache_once(llama: ModelCo
     works = work_by_kernel(llama, info(), [ONE_TOKEN], H200)
     assert works["gate_up"].bytes == pytest.approx(32 * 28672 * 4096 * 2, rel=1e-3)
     assert works["lm_head"].bytes == pytest.approx(128256 * 4096 * 2, rel=1e-3)
-    # 641 tokens fill 11 pages of 64.
+    # 641 tokens occupy 11 pages of 64 tokens, which are 704 tokens.
     assert works["decode_kernel"].bytes == pytest.approx(32 * 2 * 8 * 704 * 128 * 2, rel=0.02)
     gemms = [works[name] for name in ("qkv", "o", "gate_up", "down", "lm_head")]
     assert sum(work.limit_us(H200) for work in gemms) == pytest.approx(15.0e9 / 4355e3, rel=0.01)
@@ -361,7 +361,7 @@ def test_a_profile_of_a_small_model_on_a_cpu(tmp_path: Path) -> None:
     assert "8 tokens per step, of which 8 decode" in done.stdout
     assert "recorded" not in done.stdout
     linear = next(line.split() for line in done.stdout.splitlines() if "linear" in line)
-    # Each step has four GEMMs and the output matrix.
+    # Each step has five GEMMs: four in the only layer, and one with the output matrix.
     assert float(linear[1]) == 5.0
     assert json.loads(trace.read_text())["traceEvents"]
     few = profile("--kind", "mixed", "--steps", "20")

@@ -1,5 +1,5 @@
-"""Tests that recordings contain only steps of the chosen kind, and as many as requested, or fewer if the
-workload has fewer."""
+"""Tests that recordings contain only steps of the chosen kind. They contain as many steps as requested,
+unless the workload has fewer."""
 
 from __future__ import annotations
 

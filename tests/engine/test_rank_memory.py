@@ -113,7 +113,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 
 def add_up(numbers: Sequence[int]) -> list[int]:
-    """Return the sums over a single rank."""
+    """Return the sums over a group of one rank, which are the numbers themselves."""
     return list(numbers)
 
 
@@ -309,8 +309,8 @@ def test_a_machine_without_a_driver_is_reported() -> None:
 
 
 def test_a_runner_and_its_memory_are_freed_without_the_garbage_collector(tmp_path: Path) -> None:
-    """On a GPU, freeing memory during a capture of CUDA graphs would fail, and the garbage collector may run
-    then."""
+    """On a GPU, freeing memory fails while CUDA graphs are being captured, and the garbage collector could
+    run at that time."""
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     spec = ReplicaSpec(
         replica="r-0", model_path=str(tmp_path), load_format="dummy", device="cpu", kv_blocks=8, threads=1

@@ -229,7 +229,7 @@ def test_if_one_rank_dies_the_whole_group_ends(tmp_path: Path, victim: int) -> N
             while not any(report.running for report in watched.reports):
                 await asyncio.sleep(0.01)
             os.kill(watched.group.pids[victim], signal.SIGKILL)
-            async with asyncio.timeout(60):  # shorter than the timeout of a collective, which takes minutes
+            async with asyncio.timeout(60):  # a collective would time out only after several minutes
                 reason = await watched.end
             assert reason.startswith(f"rank {victim} ")
             assert "SIGKILL" in reason

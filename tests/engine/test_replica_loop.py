@@ -131,7 +131,7 @@ def narrow_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def large_plan(step: int) -> StepPlan:
-    """Return a plan that is many times larger than the buffer of a narrow socket."""
+    """Return a plan that is many times larger than the buffers of the sockets from `narrow_pair`."""
     return StepPlan(step, [], [], [], [], [Chunk(0, 0, list(range(100_000)), [])])
 
 
@@ -502,7 +502,7 @@ def test_a_replica_with_unfinished_sequences_refuses_to_sleep_and_continues() ->
     front.send(submit(1, 1900))
     served.wait_for(lambda report: report.running == 1)
     served.core.send(Sleep())
-    assert served.wait_for_change() == MemoryChanged(False, problem="1 sequences are not finished")
+    assert served.wait_for_change() == MemoryChanged(False, problem="unfinished sequences: 1")
     assert served.memory.asked == []
     front.send(submit(2, 5))
     served.wait_for(lambda report: report.finished)

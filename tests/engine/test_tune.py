@@ -164,6 +164,6 @@ def test_every_copy_of_a_layer_has_weights_of_its_own(tmp_path: Path, attention:
     served = read_served(folder_of(tmp_path, "qwen2"))
     chain = LayerChain(served, META, GPU, 640 if attention else None)
     weights = [layer.attention.qkv.weight for layer in chain._layers]
-    # There are two copies of each kind of layer, and two kinds.
+    # The model has two kinds of layers, and two layers of each kind are timed.
     assert len(weights) == len({id(weight) for weight in weights}) == 2 * 2
     assert [layer.attention.window for layer in chain._layers] == [None, 100, None, 100]

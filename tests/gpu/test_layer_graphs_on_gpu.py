@@ -1,5 +1,5 @@
-"""Tests that captured layers and captured halves give bitwise the same results as eager passes. One GPU
-suffices, because a group of one rank runs the same graphs without messages to other ranks."""
+"""Tests that the results of captured layers and captured halves are bitwise equal to those of eager passes.
+One GPU suffices, because a group of one rank runs the same graphs without messages to other ranks."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def lone_overlap(hidden: int, device: torch.device) -> PeerOverlap:
 
 
 held: list[tuple[torch.Tensor, ...]] = []
-"""Memory that kernels access by address."""
+"""Tensors that must stay allocated, because kernels access their memory by address."""
 
 
 def prompts(lengths: list[int]) -> StepPlan:

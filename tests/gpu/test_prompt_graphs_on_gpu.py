@@ -44,8 +44,8 @@ def unquantised() -> Iterator[LocalEngine]:
 
 
 def _plan(sizes: list[tuple[int, int]], first_block: int = 0) -> tuple[StepPlan, int]:
-    """Return a plan, and the first block that it does not use. The plan has one chunk of (cached tokens,
-    tokens) per slot, in blocks from `first_block` on."""
+    """Return a plan, and the first block that it does not use. The plan has one chunk per slot, given as
+    (cached tokens, new tokens), in blocks from `first_block` on."""
     blocks, chunks, setups = [], [], []
     for row, (start, count) in enumerate(sizes):
         used = -(-(start + count) // BLOCK_TOKENS)
@@ -72,8 +72,8 @@ def _captured(graphs: PromptGraphs, plan: StepPlan) -> torch.Tensor:
 
 
 def _prepared(runner: ModelRunner, sizes: list[tuple[int, int]]) -> tuple[StepPlan, int]:
-    """Compute the cached tokens of `_plan` for these sizes. Return the plan, with the same slots and
-    blocks."""
+    """Compute the cached tokens that the plan for these sizes expects, in the same slots and blocks. Return
+    the result of `_plan`."""
     plan, taken = _plan(sizes)
     runner.steps.tables.apply(plan)
     context = [Chunk(row, 0, _tokens(row, 0, start), [row]) for row, (start, _) in enumerate(sizes) if start]

@@ -1,5 +1,5 @@
-"""Tests that two GPUs compute the same results as one, captured and eager. The results of both ranks must be
-bitwise equal, and a rank must stop waiting when the other is killed."""
+"""Tests that two GPUs compute the same results as one GPU, in captured and in eager passes. The results of
+both ranks must be bitwise equal, and a rank must stop waiting when the other is killed."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def compare_with_one_gpu(
     for name, logits in first["passes"].items():
         for other in others:
             assert torch.equal(logits, other["passes"][name]), f"ranks differ in {name}"
-        assert apart(logits, expected_passes[name]) < ALLOWED, f"{size} GPUs differ from one in {name}"
+        assert apart(logits, expected_passes[name]) < ALLOWED, f"{size} GPUs and one GPU differ in {name}"
     for kind in ("prompts", "decodes"):
         assert apart(first["passes"][f"{kind} captured"], first["passes"][f"{kind} eager"]) < ALLOWED, kind
 
@@ -288,7 +288,7 @@ def test_fp8_decodes_with_fused_norms_compute_what_separate_norms_compute(tmp_pa
 # ── long prompts ─────────────────────────────────────────────────────────────────────────────────────
 
 LONG = [[(7 * place + 13 * start) % 900 + 3 for place in range(1900 + start)] for start in range(2)]
-"""Prompts of one pass. The second prompt is split."""
+"""Prompts that are computed in one pass. The second prompt is split."""
 
 
 @torch.inference_mode()

@@ -44,7 +44,7 @@ class Driver:
         padding: int = 0,
     ) -> torch.Tensor:
         """Run one pass and return the logits of every token, `[tokens of the pass, vocabulary]`, decodes
-        first. They are followed by `padding` rows of padding, for which no logits are returned."""
+        first. `padding` rows of padding are added to the end of the pass; no logits are returned for them."""
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []

@@ -288,8 +288,8 @@ REFUSED = [
     *(
         ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}}, message)
         for groups, message in (
-            (None, "quantization_config.config_groups is None; it must be an object of groups"),
-            ([{}], "quantization_config.config_groups is [{}]; it must be an object of groups"),
+            (None, "quantization_config.config_groups is None; it must be an object with an entry per group"),
+            ([{}], "quantization_config.config_groups is [{}]; it must be an object with an entry per group"),
             (
                 {"a": 1},
                 "quantization_config.config_groups is {'a': 1}; the weights of group a must be an object",

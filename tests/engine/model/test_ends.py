@@ -1,5 +1,5 @@
-"""Tests that a pass may compute the last layer only for the tokens that need logits. Its results and its
-cache must be the same as those of a full pass."""
+"""Tests passes that compute the last layer only for the tokens that need logits. The results and the contents
+of the cache must equal those of a full pass."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def passes(
     decodes: list[int],
     chunks: list[tuple[int, int, int, bool]],
 ) -> ForwardInput:
-    """Run a pass with two prompts, and return the input of a following pass of `decodes` and `chunks`."""
+    """Run a pass with two prompts. Return the input of a second pass, which has these decodes and chunks."""
     tables = SlotTables(5, 3, decoder.config.vocab_size, CPU, padding)
     before = plan(1, [], [(0, 0, 70, True), (1, 0, 127, True)])
     tables.apply(before)

@@ -68,7 +68,7 @@ def test_each_decode_is_counted_once(tmp_path: Path) -> None:
     engine.generate([TOKENS[:10], TOKENS[:7]], SamplingParams(max_tokens=6))
     first, last = engine.core.gauges().expert_layers
     engine.close()
-    # The last sampled token is not computed.
+    # No pass is run for the last sampled token, so it chooses no experts.
     assert first.choices == 2 * (10 + 5 + 7 + 5)
     assert last.choices == 2 * (1 + 5 + 1 + 5)
 

@@ -29,7 +29,7 @@ from engine.model.weight_file import PAGE, WeightFile
 from tests.examples import examples
 
 ROWS = 10 * PAGE // 4
-"""Number of rows, each with four bytes."""
+"""Number of rows of four bytes each."""
 
 
 @pytest.fixture(autouse=True)

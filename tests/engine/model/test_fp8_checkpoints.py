@@ -56,8 +56,8 @@ TOLERANCE = 1e-4
 summation differs."""
 EQUAL = 0.5
 """Minimum fraction of short sequences that must be within the tolerance. In the other sequences (2 to 11 of
-100), a sum lies so close to the boundary between two e4m3 values that its last bits determine to which of
-them it is rounded. An error in loading would affect every sequence."""
+100), a sum lies so close to the boundary between two e4m3 values that its last bits determine which of the
+two it is rounded to. An error in loading would affect every sequence."""
 SEQUENCES = torch.randint(3, 157, (16, 12), generator=torch.Generator().manual_seed(7)).tolist()
 
 
@@ -260,7 +260,7 @@ def _refused(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], 
         ),
         (
             lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT][:, :32].contiguous()}),
-            f"{{file}}: {WEIGHT} has shape [96, 32], config.json needs [96, 64]",
+            f"{{file}}: {WEIGHT} has shape [96, 32], but config.json needs [96, 64]",
         ),
         (
             lambda tensors: tensors.update({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}),

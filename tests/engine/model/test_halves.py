@@ -1,5 +1,5 @@
-"""Tests that passes computed in two halves give the same results as whole passes, and that all-reduces by
-means of copies are exact."""
+"""Tests that passes computed in two halves give the same results as whole passes, and that all-reduces that
+are implemented with copies are exact."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ class HalvingRank(ThreadRank):
 
 
 def logits_of(folder: Path, rank: ThreadRank, split: int | None, kv_fp8: bool) -> list[torch.Tensor]:
-    """Return the logits of passes with decodes and chunks of several prompts, new and continued."""
+    """Return the logits of several passes that contain decodes and chunks of both new and continued
+    prompts."""
     ranks = HalvingRank(rank.size, rank.rank, rank._slots, rank._barrier)
     ranks.split = split
     config = read_config(folder)

@@ -157,7 +157,7 @@ def test_unconverted_tensors_are_read_directly_into_the_weights(
     load(_decoder(sharded), sharded, no_progress)
     assert not filled
     load(_decoder(sharded, ranks=PlaceOfRank(2, 0)), sharded, no_progress)
-    # only some columns of each row
+    # A rank has only some columns of each row of these weights.
     assert {name.split(".")[-2] for name in filled} == {"o_proj", "down_proj"}
 
 
@@ -229,7 +229,7 @@ def test_fused_experts_of_another_shape_are_refused(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.experts.gate_up_proj"
     _rewrite(folder, lambda tensors: tensors.update({name: tensors[name][:, :, :32].contiguous()}))
     part = "model.layers.1.mlp.experts.0.gate_proj.weight"
-    _refused(folder, f"{folder / SINGLE}: {part} has shape [96, 32], config.json needs [96, 64]")
+    _refused(folder, f"{folder / SINGLE}: {part} has shape [96, 32], but config.json needs [96, 64]")
     _rewrite(folder, lambda tensors: tensors.update({name: tensors[name][:7].contiguous()}))
     _refused(folder, "model.layers.1.mlp.experts.7.gate_proj.weight", "missing")
 
@@ -240,7 +240,7 @@ def test_tensors_of_experts_are_named_as_in_the_checkpoint(tmp_path: Path) -> No
     up, down = (f"model.layers.1.block_sparse_moe.experts.3.{part}.weight" for part in ("w3", "w2"))
     tensors = load_file(folder / SINGLE)
     _rewrite(folder, lambda tensors: tensors.update({up: tensors[up][:5].contiguous()}))
-    _refused(folder, f"{up} has shape [5, 64], config.json needs [96, 64]")
+    _refused(folder, f"{up} has shape [5, 64], but config.json needs [96, 64]")
     _rewrite(folder, lambda found: found.update({up: tensors[up].int()}))
     _refused(folder, f"{up} has dtype I32")
     _rewrite(folder, lambda found: [found.pop(name) for name in (gate, down)])
@@ -281,7 +281,7 @@ def test_an_unknown_tensor_is_named(folder: Path) -> None:
 def test_a_wrong_shape_is_refused_with_both_shapes(folder: Path) -> None:
     name = "model.layers.2.self_attn.k_proj.weight"
     _rewrite(folder, lambda tensors: tensors.update({name: torch.ones(48, 64)}))
-    _refused(folder, f"{folder / SINGLE}: {name} has shape [48, 64], config.json needs [32, 64]")
+    _refused(folder, f"{folder / SINGLE}: {name} has shape [48, 64], but config.json needs [32, 64]")
 
 
 def test_a_dtype_that_cannot_be_loaded_is_refused(folder: Path) -> None:
@@ -302,7 +302,7 @@ def test_a_truncated_file_is_refused_with_both_sizes(folder: Path) -> None:
     [
         (b"", "is not a safetensors file"),
         (b"\xff" * 100, "is not a safetensors file"),
-        (b"\x40\0\0\0\0\0\0\0{}", "is truncated: its header needs 72 bytes, the file has 10"),
+        (b"\x40\0\0\0\0\0\0\0{}", "is truncated: its header needs 72 bytes, but the file has 10"),
         (b"\x02\0\0\0\0\0\0\0[]", "has an invalid safetensors header"),
         (b"\x02\0\0\0\0\0\0\0{{", "has an invalid safetensors header"),
         (_framed(b"[" * 100_000), "has an invalid safetensors header"),

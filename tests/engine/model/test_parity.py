@@ -231,8 +231,8 @@ def test_any_chunk_size_gives_the_logits_of_transformers(chunk: int, tmp_path: P
 
 
 def test_dynamic_rope_is_frozen_at_the_maximum_length(tmp_path: Path) -> None:
-    """transformers derives the base from the longest sequence that it has processed. Results are therefore
-    equal only if that sequence has max_model_len tokens."""
+    """transformers derives the RoPE base from the longest sequence that it has processed. Results are
+    therefore equal only if that sequence has max_model_len tokens."""
     changes = {"max_position_embeddings": 128, **_rope("dynamic", factor=4.0)}
     folder = make(Case("dynamic", "llama", changes), tmp_path)
     tokens = _tokens(300, 157)

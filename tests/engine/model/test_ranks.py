@@ -63,10 +63,11 @@ between one rank and the unquantised model (root mean squares). The scales of o 
 differ between shards, so the rounding errors differ but have the same magnitude. If they were independent,
 the ratio would be the square root of 2."""
 SAME_SCALES = 0.25
-"""The same limit for ranks with equal scales. Results then differ only where a sum lies close to the boundary
-between two e4m3 values."""
+"""Like `DIFFERENT_SCALES`, but for ranks with equal scales. Results then differ only where a sum lies close
+to the boundary between two e4m3 values."""
 NO_WORSE = 1.25
-"""Maximum distance from the unquantised model, in the same units."""
+"""Maximum distance between the FP8 logits of several ranks and those of the unquantised model, as a multiple
+of the distance between one rank and the unquantised model."""
 
 
 WIDER = Case("wider", "qwen3_moe", {**QWEN3_EXPERTS, "hidden_size": 192, "moe_intermediate_size": 160})
@@ -124,7 +125,8 @@ def test_several_ranks_compute_the_logits_of_one_and_detect_a_death(
 
     assert f"rank 0 of {size}" in result["lost"]
     assert "restart the whole replica" in result["lost"]
-    assert result["seconds"] < 30  # far below the group's timeout of 60 s, so the rank was notified
+    # The time is far below the group's timeout of 60 s, so the rank was notified of the death.
+    assert result["seconds"] < 30
 
 
 def test_one_rank_needs_no_group() -> None:

@@ -114,6 +114,6 @@ def test_a_known_model_has_its_known_size(tmp_path: Path) -> None:
     assert sizing.kv_bytes_per_block(config, "bfloat16", 1) == 64 * 128 * 1024
     assert sizing.kv_bytes_per_block(config, "bfloat16", 8) == 64 * 16 * 1024
     assert sizing.kv_bytes_per_block(config, "bfloat16", 16) == 64 * 16 * 1024
-    # Each element takes one byte. In every layer, each head of a token also takes 4 bytes each for the scales
-    # of its key and its value. The total is 33/64 of the size in bfloat16.
+    # Each element takes one byte. In every layer, each head of a token also takes 4 bytes for the scale of
+    # its key and 4 bytes for the scale of its value. The total is 33/64 of the size in bfloat16.
     assert sizing.kv_bytes_per_block(config, "fp8", 1) == 64 * 66 * 1024

@@ -201,7 +201,7 @@ def test_a_file_modified_after_its_header_was_read_is_refused(folder: Path, name
     os.utime(file, ns=(written, written + 1_000_000))
     with pytest.raises(CheckpointError) as caught:
         _drain(slices)
-    assert f"{file}: was modified while it was read; start again" in str(caught.value)
+    assert f"{file}: was modified while it was being read; start again" in str(caught.value)
 
 
 def test_a_file_modified_while_its_last_block_is_used_is_refused(folder: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_file_modified_while_its_last_block_is_used_is_refused(folder: Path) -
     def fill(block: TensorSlice, numbers: torch.Tensor) -> None:
         os.utime(last.entry.file, ns=(0, 0))
 
-    with pytest.raises(CheckpointError, match="was modified while it was read"):
+    with pytest.raises(CheckpointError, match="was modified while it was being read"):
         list(stream([last], CPU, fill))
 
 
@@ -260,7 +260,7 @@ def test_a_file_that_was_shorter_when_it_was_opened_is_refused(
 
     real = WeightFile.past_cache
     monkeypatch.setattr(WeightFile, "past_cache", past_cache)
-    with pytest.raises(CheckpointError, match="was modified while it was read"):
+    with pytest.raises(CheckpointError, match="was modified while it was being read"):
         _drain([whole])
 
 

@@ -88,7 +88,7 @@ def test_uncached_ranges_are_read_past_the_page_cache(
     assert _read(path, first, nbytes) == CONTENT[first : first + nbytes]
     # A single page occasionally appears to be cached, because the disk delivers it before the kernel checks.
     assert reads == [True] or (nbytes <= PAGE and reads == [False])
-    assert cached_pages(path) <= 2  # only the pages that the probe loaded
+    assert cached_pages(path) <= 2  # at most the pages that the probe loaded
 
 
 def test_cached_ranges_are_read_from_the_page_cache(path: Path, reads: list[bool]) -> None:
@@ -107,7 +107,7 @@ def test_shared_rows_are_read_through_the_page_cache(path: Path, reads: list[boo
 def test_probing_the_page_cache_does_not_make_a_file_look_cached(path: Path, reads: list[bool]) -> None:
     """Simulates repeated startups that do not load the file into the cache."""
     drop(path)
-    random.seed(1)  # fixes the choice of probed pages
+    random.seed(1)  # makes the choice of the probed pages repeatable
     for _ in range(5):
         _read(path, 0, SIZE)
     assert reads == [True] * 5

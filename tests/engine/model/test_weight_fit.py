@@ -1,4 +1,4 @@
-"""Tests that weights that are too large for a device are refused before memory is allocated. The error must
+"""Tests that weights too large for a device are refused before any memory is allocated. The error must
 contain both sizes and a remedy."""
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def test_running_out_of_memory_is_reported_with_sizes(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.91 GiB. GPU 0 has a total of")
     assert str(refused.value) == (
         "the weights take 131.4 GiB per rank (bfloat16), and loading them needs more than the 139.5 GiB "
-        "that are free of the 140.4 GiB of NVIDIA Z9: use more GPUs (tensor_parallel_size), or set "
+        "that are free on NVIDIA Z9 (140.4 GiB in total): use more GPUs (tensor_parallel_size), or set "
         'quantization = "fp8" (67.7 GiB)'
     )
 
@@ -160,7 +160,7 @@ def test_loading_without_enough_memory_is_reported_with_sizes(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr("engine.model.loader._randomise", no_room)
-    with pytest.raises(WeightsTooLarge, match=r"of the 1\.0 GiB of NVIDIA Z9"):
+    with pytest.raises(WeightsTooLarge, match=r"on NVIDIA Z9 \(1\.0 GiB in total\)"):
         load_dummy(decoder, seed=0)
 
 

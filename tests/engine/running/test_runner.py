@@ -68,7 +68,8 @@ def check_greedy(runner: ModelRunner, prompt: list[int], tokens: list[int]) -> N
 def check_sampled(
     runner: ModelRunner, prompt: list[int], tokens: list[int], params: SamplingParams, sample: int
 ) -> None:
-    """Check that each token has the largest logit / temperature + noise, using the logits of a full pass."""
+    """Check that each token has the largest score (logit / temperature + noise), with logits from a full
+    pass."""
     count, first = len(tokens), len(prompt)
     logits = full_logits(runner, prompt + tokens)[first - 1 : first - 1 + count]
     base = torch.full((count,), sampling.noise_base(params.seed, sample))
@@ -215,8 +216,8 @@ def test_several_ranks_sample_the_same_tokens_as_one_rank(folder: Path, size: in
     chunks = [Chunk(i, 0, tokens, [i], 2, None) for i, tokens in enumerate(prompts)]
     plans = [StepPlan(1, setups, blocks, [], [], chunks)]
     plans += [StepPlan(step, [], [], [], [0, 1, 2], []) for step in range(2, 10)]
-    # This prompt has no prompt logprobs and runs in two steps with decodes, so the last layer computes only
-    # the rows that need logits.
+    # No prompt logprobs are requested for this prompt, and it runs in two steps together with decodes, so the
+    # last layer computes only the rows that need logits.
     late = prompt_of(70, seed=10)
     setup, table = SlotSetup(3, params[1], 0, len(late), late), [(3, index, 9 + index) for index in range(2)]
     plans.append(StepPlan(10, [setup], table, [], [2, 0, 1], [Chunk(3, 0, late[:40], [])]))
@@ -318,8 +319,8 @@ def test_only_allowed_tokens_are_sampled(engine: LocalEngine) -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_bad_word_is_banned_in_steps_launched_before_tokens_are_read(folder: Path, overlap: bool) -> None:
-    """Bans every sequence of three consecutive tokens of an answer in all later answers. A later answer may
-    contain the beginning of a banned sequence, but never a complete one."""
+    """Every sequence of three consecutive tokens that occurs in an answer is banned in all later answers. A
+    later answer may contain the beginning of a banned sequence, but never a complete one."""
     engine = LocalEngine(spec_of(folder, overlap=overlap))
     prompt, seed = prompt_of(70, seed=4), 0
     words: set[tuple[int, ...]] = set()

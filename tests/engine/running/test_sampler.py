@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A slot to sample: its parameters, its sample index, and the tokens before the position."""
+    """A slot to sample: its parameters, its sample index, and the tokens before the sampled position."""
 
     params: SamplingParams
     sample: int = 0
@@ -68,7 +68,7 @@ def sample(
     cases: Sequence[Case], logits: torch.Tensor, ranks: Ranks | None = None, ops: SamplingOps = reference
 ) -> SampledStep:
     """Sample from `logits` [cases, vocabulary]. With several ranks, each rank gets its columns, and the last
-    rank's are padded."""
+    rank's columns are padded."""
     vocab = logits.shape[1]
     tables, batch = staged(cases, vocab)
     ranks = ranks or single()
@@ -333,8 +333,8 @@ def test_kernels_on_several_ranks_sample_the_same_tokens_as_torch_on_one(
 def test_a_variant_also_serves_slots_of_cheaper_variants_and_skips_padding(
     variant: Variant, backend: str
 ) -> None:
-    """A graph uses one variant for the whole batch, although a cheaper variant would suffice for some slots.
-    These slots must get the same tokens with both variants."""
+    """A graph uses one sampling variant for the whole batch, even if a cheaper variant would suffice for some
+    slots. These slots must get the same tokens with both variants."""
     params = [
         SamplingParams(max_tokens=9),
         SamplingParams(max_tokens=9, temperature=0.8, seed=3),
@@ -354,7 +354,7 @@ def test_a_variant_also_serves_slots_of_cheaper_variants_and_skips_padding(
 
 
 def test_the_engine_and_the_kernels_define_the_same_bad_token() -> None:
-    # The constant is defined on both sides, because the message structs must not import torch.
+    # The engine and the kernels both define the constant, because the message structs must not import torch.
     assert seam.BAD_TOKEN == BAD_TOKEN
 
 

@@ -35,15 +35,16 @@ def test_many_rows_are_padded_in_steps_of_an_eighth_at_most() -> None:
 
 
 class RecordingOps:
-    """Forwards operations, and records the row counts of each linear and of each attention operation."""
+    """Forwards every operation to another backend, and records the row counts of each linear and of each
+    attention operation."""
 
     def __init__(self, ops: Any) -> None:
         self._ops = ops
         self.rows: dict[int, list[int]] = defaultdict(list)
         """Row counts, keyed by the id of the weight."""
         self.attended: list[tuple[int, int, bool]] = []
-        """For each attention: the number of tokens in the pass, the number of rows in the result, and whether
-        the pass has chunks."""
+        """For each attention operation: the number of tokens in the pass, the number of rows in the result,
+        and whether the pass has chunks."""
 
     def __getattr__(self, name: str) -> Any:
         operation = getattr(self._ops, name)

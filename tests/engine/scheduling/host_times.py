@@ -30,7 +30,7 @@ VOCAB = 1000
 
 @dataclass(frozen=True)
 class StepCost:
-    """The host's time for one step."""
+    """CPU time that the host needs for one step."""
 
     step: int
     plan_ms: float
@@ -48,7 +48,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class IntakeCost:
-    """The host's time for the intake of one submission."""
+    """CPU time that the host needs for the intake of one submission."""
 
     read_ms: float
     queue_ms: float

@@ -1,4 +1,4 @@
-"""Tests of the final token counts of submissions, and of credit."""
+"""Tests of submissions' final token counts, and of the accounting of credit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests of the block pool and its prefix cache: tests of single rules, and tests with random operations."""
+"""Tests of the block pool and its prefix cache: tests of individual rules, and tests with random
+operations."""
 
 from __future__ import annotations
 
@@ -127,7 +128,7 @@ def test_without_prefix_cache_no_block_is_found_or_cached() -> None:
 def test_check_reports_each_inconsistency() -> None:
     pool = BlockPool(4)
     block = pool.allocate()
-    with pytest.raises(InvariantError, match="has 1 references, but 0 block tables name it"):
+    with pytest.raises(InvariantError, match="has 1 references, but 0 block tables contain it"):
         pool.check([])
     with pytest.raises(InvariantError, match="twice in one block table"):
         pool.check([[block, block]])

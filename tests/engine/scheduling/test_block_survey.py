@@ -1,5 +1,5 @@
-"""Tests of the survey of KV blocks: states, owners, ages, the bound of its size, and the length of its
-slices."""
+"""Tests of the survey of KV blocks: block states, owners and ages, the limit on the survey's size, and the
+length of its slices."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_of_a_larger_pool_every_nth_block_is_described_and_the_size_is_bounded()
 
 
 def test_a_survey_reads_a_bounded_number_of_blocks_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks may change their states between the slices, but no slice fails and every block is described."""
+    """Blocks may change state between slices. Nevertheless, no slice fails and every block is described."""
     monkeypatch.setattr(block_survey, "_SLICE", 4)
     read: list[int] = []
     states = BlockPool.states

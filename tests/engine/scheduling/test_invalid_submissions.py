@@ -121,8 +121,8 @@ def test_blocks_written_by_a_step_in_flight_are_zeroed_when_reallocated(overlap:
     engine.scheduler.cancel(FRONT, cancelled.handle)
     engine.submit(400, max_tokens=1)
     plans = [engine.step() for _ in range(4)]
-    # The KV blocks of the cancelled prompt's 100 tokens must be zeroed, but no block of the sequence that
-    # ended normally.
+    # With overlap, the KV blocks of the cancelled prompt's 100 tokens are zeroed. The blocks of the sequence
+    # that ended normally are not zeroed.
     assert [len(plan.clears) for plan in plans if plan] == [cleared, 0, 0, 0]
     engine.drain()
 

@@ -1,4 +1,4 @@
-"""Tests of single rules of the scheduler: order, preemption, and samples of one prompt."""
+"""Tests of individual rules of the scheduler: order, preemption, and samples of one prompt."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of priorities: urgent submissions compete with other ones, and real-time submissions with background
-ones."""
+"""Tests of priorities: urgent submissions compete with less urgent ones, and real-time submissions compete
+with background ones."""
 
 from __future__ import annotations
 

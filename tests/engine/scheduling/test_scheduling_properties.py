@@ -23,7 +23,7 @@ from tests.prompts import prompt_of
 
 MAX_STEPS_TO_DRAIN = 40_000
 OWN_SALT = "own"
-"""Prefix of the cache salts that are unique to a submission."""
+"""Prefix of cache salts that only one submission uses."""
 
 
 @dataclass

@@ -42,7 +42,7 @@ def test_no_stop_token_ends_a_sequence_before_min_tokens(overlap: bool) -> None:
     engine = SimulatedEngine(overlap=overlap, runner=AlwaysStop())
     submit = engine.submit(10, max_tokens=50, min_tokens=5, stop_token_ids=(0,))
     engine.drain()
-    # The first five tokens must not be a stop token; the sixth may be one.
+    # A stop token among the first five tokens must not end the sequence. The sixth token may end it.
     assert engine.told(submit) == ([0] * 6, "stop")
 
 

@@ -69,7 +69,7 @@ def test_the_longest_step_with_decodes_names_the_request_with_the_largest_chunk(
     monkeypatch.setattr(core, "time", SimpleNamespace(perf_counter=clock.perf_counter))
 
     class Slow(Device):
-        """A device whose steps with prefill take longer than others."""
+        """A device on which steps with prefill take longer than other steps."""
 
         def launch(self, plan: StepPlan) -> SimulatedStep:
             self._free_at = max(clock.now, self._free_at) + STEP_S * len(plan.chunks)
