@@ -65,7 +65,7 @@ def check_kernels(served: ReplicaModel, device: torch.device) -> None:
     do not support the model. The CPU backend and float32 models on a GPU do not use our kernels."""
     served.config.check_parallel(served.tensor_parallel_size)
     if _has_kernels(served, device):
-        # Imported here because a replica on a CPU does not use Triton.
+        # Imported here because a replica on a CPU does not need Triton.
         from kernels import compiling
 
         served.check_shapes()

@@ -69,7 +69,7 @@ class StepPlan(msgspec.Struct, tag="step", array_like=True, frozen=True):
     copies: list[tuple[int, int]]
     """Blocks to copy before the forward pass writes to them (copy-on-write): (source, destination)."""
     decodes: list[int]
-    """Slots of the sequences that decode."""
+    """Slots of the decoding sequences."""
     chunks: list[Chunk]
     clears: list[int] = []
     """Blocks to fill with zeros, because a previous sequence left NaN or infinity in them. Attention

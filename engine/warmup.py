@@ -102,7 +102,7 @@ class _PaddedPasses:
     def run_long_prompts(self) -> None:
         """Run a chunk far from the beginning of its prompt, if the maximum sequence length allows it. Hopper
         GPUs have a separate attention kernel for these chunks, which other warm-up steps may not launch."""
-        # Imported here because a CPU does not use Triton.
+        # Imported here because Triton is not used on a CPU.
         from kernels.triton.attention_prefill import EXPAND_FROM, HOPPER_ABOVE
 
         # The chunk has EXPAND_FROM tokens, so that an FP8 cache is expanded for it.

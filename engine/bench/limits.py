@@ -5,11 +5,11 @@ The limit is derived from the number of bytes that each device must read, the nu
 must perform, and its peak rates. No engine can be faster, so results are printed as a fraction of the limit.
 Communication between devices is not counted.
 
-A decode step reads every matrix once, and the keys and values of every sequence once. In a layer with
-experts, a step is assumed to read the expected number of distinct experts, where every token is equally
-likely to choose any expert. With large batches, its GEMMs are compute-bound instead of memory-bound. A
-prefill computes its GEMMs and its causal attention. GEMMs and cache reads are assumed not to overlap, because
-each layer needs the result of the previous one.
+A decode step reads every matrix once, and the keys and values of every sequence once. In an MoE layer, a step
+is assumed to read the expected number of distinct experts, where every token is equally likely to choose any
+expert. With large batches, its GEMMs are compute-bound instead of memory-bound. A prefill computes its GEMMs
+and its causal attention. GEMMs and cache reads are assumed not to overlap, because each layer needs the
+result of the previous one.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class DistinctExperts:
 
     def line(self) -> str:
         return (
-            f"{'':14}  experts per layer and decode step: {self.counted:.1f} of {self.experts} chosen, "
-            f"{self.expected:.1f} expected"
+            f"{'':14}  distinct experts chosen per layer in a decode step: {self.counted:.1f} of "
+            f"{self.experts}, {self.expected:.1f} if the choice were uniform"
         )
 
 

@@ -31,9 +31,9 @@ class ExpertChoices:
     """For each layer, the number of tokens that have chosen each expert."""
 
     layers: list[int]
-    """Indices of the layers with experts."""
+    """Indices of the MoE layers."""
     counts: torch.Tensor
-    """[layers with experts, experts] int64."""
+    """[MoE layers, experts] int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class Mixture:
 
 
 class ExpertsLayer(Layer):
-    """The layer with experts, which consists of norm, attention, norm and mixture of experts."""
+    """The MoE layer, which consists of norm, attention, norm and mixture of experts."""
 
     feed_forward_type = Mixture
     mlp: Mixture

@@ -63,5 +63,5 @@ class RunningSequences:
         sequence.slot = -1
 
     def scheduled(self) -> list[Sequence]:
-        """Return the sequences that decode or are in prefill, in service order."""
+        """Return the decoding and prefilling sequences, in service order."""
         return sorted([*self.decoding.values(), *self.prefilling.values()], key=service_order)

@@ -79,7 +79,7 @@ Wanted = list[tuple[ReplicaModel, ExpertsShape, int]]
 
 
 def shape_of(served: ReplicaModel) -> ExpertsShape:
-    """Return the sizes of a layer with experts on one rank."""
+    """Return the sizes of an MoE layer on one rank."""
     config = served.config
     assert config.experts is not None
     here = config.shard(served.tensor_parallel_size, 0).experts(config.experts)

@@ -68,7 +68,7 @@ class LayerPlans:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsShape:
-    """The sizes of a layer with experts on one rank. Together with the number of tokens, they determine the
+    """The sizes of an MoE layer on one rank. Together with the number of tokens, they determine the
     layer's kernels."""
 
     dtype: torch.dtype

@@ -1,5 +1,5 @@
 """Reads and writes tables of GEMM measurements. For each shape and row count, a table contains the fastest
-plan, or records that the library (cuBLAS) is faster than every plan. For layers with experts, it contains the
+plan, or records that the library (cuBLAS) is faster than every plan. For MoE layers, it contains the
 plans of the experts' two GEMMs.
 
 A table belongs to one GPU model. `python -m engine.tune` writes it to `kernels/tuned/<gpu>.json`. The backend
@@ -69,7 +69,7 @@ class PlanEntry:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsEntry:
-    """The fastest kernels for a layer with experts and up to a given number of tokens."""
+    """The fastest kernels for an MoE layer and up to a given number of tokens."""
 
     plans: LayerPlans
     us: float
@@ -90,10 +90,10 @@ class Table:
     shared_bytes: int = linear_plans.HOPPER_SHARED
     """Bytes of shared memory available to a program on the GPU. The rules respect this limit."""
     experts: Mapping[ExpertsShape, Mapping[int, ExpertsEntry]] = field(default_factory=dict)
-    """Entries of layers with experts, keyed by the maximum number of tokens, in ascending order."""
+    """Entries of MoE layers, keyed by the maximum number of tokens, in ascending order."""
 
     def choose_experts(self, tokens: int, shape: ExpertsShape) -> LayerPlans:
-        """Return the plans of a layer with experts. They come from the entry with the smallest sufficient
+        """Return the plans of an MoE layer. They come from the entry with the smallest sufficient
         number of tokens, or from the rules if there is none."""
         for most, entry in self.experts.get(shape, {}).items():
             if tokens <= most:
@@ -102,7 +102,7 @@ class Table:
         return experts_plans.choose(tokens, *sizes, shape.dtype, self.shared_bytes)
 
     def with_experts(self, shape: ExpertsShape, tokens: int, entry: ExpertsEntry) -> Table:
-        """Return a copy of this table with one entry of a layer with experts added or replaced."""
+        """Return a copy of this table with one entry of an MoE layer added or replaced."""
         entries = {**self.experts.get(shape, {}), tokens: entry}
         return replace(self, experts={**self.experts, shape: dict(sorted(entries.items()))})
 
@@ -208,7 +208,7 @@ def _experts_shape(path: Path, name: str) -> ExpertsShape:
     match = re.fullmatch(r"(\w+) (\d+)x(\d+)(?:/(\d+))? (\d+)x(\d+)", name)
     if match is None or match[1] not in DTYPES:
         raise TableError(
-            f"{path}: {name!r} is not a layer with experts; expected DTYPE EXPERTSxTOP_K HIDDENxWIDTH "
+            f"{path}: {name!r} is not an MoE layer; expected DTYPE EXPERTSxTOP_K HIDDENxWIDTH "
             f"with DTYPE one of {', '.join(DTYPES)}; {_REMEDY}"
         )
     experts, top_k, held, hidden, width = (int(number or match[2]) for number in match.groups()[1:])

@@ -191,7 +191,7 @@ def test_an_entry_of_experts_that_no_kernel_can_run_is_reported(
 def test_an_experts_layer_with_an_unknown_name_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     path.write_text(json.dumps({"products": {}, "experts": {"bfloat16 128": {}}}))
-    with pytest.raises(TableError, match="'bfloat16 128' is not a layer with experts"):
+    with pytest.raises(TableError, match="'bfloat16 128' is not an MoE layer"):
         read_table(path)
 
 
