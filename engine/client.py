@@ -12,7 +12,7 @@ from collections.abc import Callable
 from engine.child_log import ChildLog, child_records
 from engine.launch import ReplicaGroup, module_command, module_environment, run_module
 from engine.messages import Cancel, Output, StepFrame, Submit
-from engine.process_memory import return_freed_memory
+from engine.process_memory import return_freed_memory, return_memory_periodically
 from engine.wire import MAX_BACKLOG_BYTES, Channel, socketpair
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "module_command",
     "module_environment",
     "return_freed_memory",
+    "return_memory_periodically",
     "run_module",
     "socketpair",
 ]

@@ -26,7 +26,7 @@ from engine.messages import Fatal, Progress, RankInbound, Ready, ReplicaSpec, St
 from engine.peer_watch import PeerWatch
 from engine.plan import MemoryPlan
 from engine.plan_channel import plan_channel
-from engine.process_memory import bound_kernel_caches
+from engine.process_memory import bound_kernel_caches, return_memory_periodically
 from engine.progress import ProgressCallback
 from engine.sleeping import MemoryRunner, SleepControl
 from engine.step_forecast import StepForecast
@@ -77,6 +77,9 @@ def main() -> None:
         count = ranks - 1 if start.rank == 0 else min(1, ranks - 1)
         peers = [socket.socket(fileno=control.take_fd()) for _ in range(count)]
         _watch_peers(start.rank, peers, runner.ranks)
+        if runner.device.type == "cpu":
+            # A rank on a GPU keeps its freed memory, because its thread that launches kernels must not wait.
+            return_memory_periodically()
         code = _serve(start, control, peers, runner)
     except Exception as error:
         kind = _kind_of(error)

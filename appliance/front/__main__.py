@@ -48,9 +48,10 @@ def main() -> int:
 
     from appliance.front.process import run_front
     from appliance.host.logs import configure_logging
-    from engine.client import return_freed_memory
+    from engine.client import return_freed_memory, return_memory_periodically
 
     return_freed_memory()
+    return_memory_periodically()
     configure_logging(arguments.log_level, arguments.name)
     # Run the garbage collector less often than the default of once per 700 new objects, because processing a
     # token creates no reference cycles.

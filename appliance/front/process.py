@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import logging
 import os
@@ -37,7 +36,6 @@ from engine.logs import log_state
 log = logging.getLogger(__name__)
 
 _REPORT_EVERY_S = 0.5
-_TRIM_EVERY_S = 10.0
 _MEND_EVERY_S = 5.0
 """Interval between attempts to read a tokenizer whose files could not be read. Its folder may become
 available later."""
@@ -68,7 +66,6 @@ class FrontProcess:
         self._state.background.run(self._configure())
         self._state.background.run(self._report())
         self._state.background.run(self._mend())
-        self._state.background.run(_return_memory())
 
     # ── messages from the core ──
 
@@ -247,15 +244,6 @@ class FrontProcess:
 def _core_gone() -> None:
     """Exit immediately, because the core has exited. This closes the clients' connections."""
     os._exit(0)
-
-
-async def _return_memory() -> None:
-    """Periodically return freed memory to the operating system. The C library does not return memory that
-    lies below a small block still in use."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    while trim is not None:
-        await asyncio.sleep(_TRIM_EVERY_S)
-        await asyncio.to_thread(trim, 0)
 
 
 async def run_front(sock: socket.socket) -> None:

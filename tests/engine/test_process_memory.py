@@ -10,8 +10,9 @@ import pytest
 import torch
 
 BEGINNING = """
-import os, sys
-from engine.process_memory import bound_kernel_caches, return_freed_memory
+import os, sys, time
+from engine import process_memory
+from engine.process_memory import bound_kernel_caches, return_freed_memory, return_memory_periodically
 
 def resident_mb():
     pages = int(open("/proc/self/statm").read().split()[1])
@@ -28,6 +29,20 @@ for _ in range(50):
     large.append(b"x" * (2 << 20))
     small.append(bytearray(4000))
 large.clear()
+print(resident_mb() - before)
+"""
+
+SMALL_BLOCKS = """
+if sys.argv[1] == "yes":
+    process_memory.TRIM_EVERY_S = 0.1
+    return_memory_periodically()
+before = resident_mb()
+blocks = [b"x" * 20_000 for _ in range(5000)]
+last = b"x" * 20_001  # keeps glibc from returning the blocks below it
+blocks.clear()
+deadline = time.monotonic() + (60 if sys.argv[1] == "yes" else 1)
+while resident_mb() - before >= 20 and time.monotonic() < deadline:
+    time.sleep(0.05)
 print(resident_mb() - before)
 """
 
@@ -60,6 +75,13 @@ def test_freed_large_blocks_return_to_the_system_although_small_ones_lie_between
     assert growth_mb(LARGE_BLOCKS, "yes") < 20
     assert growth_mb(LARGE_BLOCKS, "no") > 50, (
         "glibc returns large blocks without the setting, so it is no longer needed"
+    )
+
+
+def test_freed_small_blocks_return_to_the_system_periodically() -> None:
+    assert growth_mb(SMALL_BLOCKS, "yes") < 20
+    assert growth_mb(SMALL_BLOCKS, "no") > 50, (
+        "glibc returns small blocks without the thread, so it is no longer needed"
     )
 
 

@@ -356,6 +356,41 @@ def test_only_unexpected_errors_are_logged_with_time_name_and_traceback(
         assert said == "" and not copied.buffer
 
 
+RETURNS = """
+from pathlib import Path
+from types import SimpleNamespace
+import torch
+import engine.replica
+
+runner = SimpleNamespace(device=torch.device("{device}"), ranks=None)
+engine.replica.build_runner = lambda *arguments: runner
+engine.replica.return_memory_periodically = Path(__file__).with_name("returns").touch
+engine.replica._serve = lambda *arguments: 0
+engine.replica.main()
+"""
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_only_ranks_on_a_cpu_return_memory_periodically(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "returning_replica.py").write_text(RETURNS.replace("{device}", device))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def scenario() -> None:
+        spec = ReplicaSpec(replica="test-0", model_path=str(tmp_path))
+        watched = Watched()
+        watched.group = ReplicaGroup.launch(
+            spec, watched.on_message, watched.end.set_result, module="returning_replica"
+        )
+        async with asyncio.timeout(240):
+            reason = await watched.end
+        assert watched.fatal == [], reason
+
+    asyncio.run(scenario())
+    assert (tmp_path / "returns").exists() == (device == "cpu")
+
+
 def test_a_rank_sees_only_the_gpus_of_its_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "seeing.py").write_text(
         "import os, pathlib\n"

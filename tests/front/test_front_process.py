@@ -74,6 +74,25 @@ def test_a_front_logs_in_the_cores_format_and_adds_its_name() -> None:
     )
 
 
+def test_a_front_returns_memory_periodically() -> None:
+    code = (
+        "import engine.client; "
+        "engine.client.return_memory_periodically = lambda: print('returns', flush=True); "
+        "from appliance.front.__main__ import main; main()"
+    )
+    ours, theirs = socketpair()
+    with ours, theirs:
+        front = subprocess.Popen(
+            [sys.executable, "-c", code, "--channel", str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        ours.close()
+        said, _ = front.communicate()
+    assert said == "returns\n"
+
+
 def test_the_kernel_kills_the_front_when_the_core_is_killed(tmp_path: object) -> None:
     # A third process keeps the channel open, so only the parent-death signal can make the front exit.
     code = (
