@@ -257,7 +257,7 @@ class ConsoleApp(App[int]):
                 self.action_run("verify")
             elif word in names:
                 self.action_run(f"screen {names[word]}")
-            elif word in ("finished", "usage"):
+            elif word in ("finished", "usage", "silences"):
                 self.action_run(f"screen {word}")
             elif word in ("q", "quit", "exit"):
                 self.exit(0)
@@ -378,9 +378,9 @@ class ConsoleApp(App[int]):
         choices = [
             one
             for one in offered()
-            if one.target in (view.target, "service") or one.name in ("drain", "resume")
+            if view.accepts(one) or one.target == "service" or one.name in ("drain", "resume")
         ]
-        choices.sort(key=lambda one: one.target != view.target)
+        choices.sort(key=lambda one: not view.accepts(one))
 
         def chosen(name: str | None) -> None:
             if name is not None:
@@ -411,7 +411,7 @@ class ConsoleApp(App[int]):
         """Return the names of the marked objects, or of the object under the cursor, if the action applies to
         objects of their kind."""
         view = self.session.view
-        if not action.named_by or view.target != action.target or action.name in _CREATING:
+        if not action.named_by or not view.accepts(action) or action.name in _CREATING:
             return []
         return view.targets(action, self.session.context)
 
@@ -469,6 +469,8 @@ class ConsoleApp(App[int]):
             self.session.say(f"{action.title}: {error}", "bad")
             await self.push_screen_wait(TextDialog(f"{action.title} failed", [str(error)]))
             return
+        for name in self.session.view.lists():
+            await self._read_rows(name)
         if isinstance(result, Done):
             self.session.say(result.message, "good")
         elif action.name in ("drain", "tenants.set", "tenants.create", "keys.set", "alerts.ack"):

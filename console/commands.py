@@ -29,6 +29,7 @@ WORDS: dict[str, str] = {
     "sort": "sort COLUMN: sort by a column",
     "finished": "finished: show the finished requests",
     "usage": "usage: show usage by day, tenant and key",
+    "silences": "silences: show the silences of alerts",
     "audit verify": "audit verify: verify the audit chain",
     "export": "export csv|json [FILE]: export this table to a file",
     "help": "help: show help for this screen",

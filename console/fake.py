@@ -14,11 +14,14 @@ import msgspec
 
 from appliance.actions import action_of
 from appliance.actions.parameters import (
+    AcknowledgeAlert,
     CancelRequest,
     DrainService,
     ResumeService,
     ResumeTenant,
+    SilenceAlerts,
     SuspendTenant,
+    UnsilenceAlerts,
 )
 from appliance.history.forecasts import QuotaForecast
 from appliance.pages import ChainReport
@@ -30,9 +33,11 @@ from appliance.protocol import (
     LimitUsage,
     ModelStatus,
     ReplicaStatus,
+    Silence,
     SocketStatus,
 )
 from appliance.snapshot import (
+    Alert,
     Batch,
     BlockMap,
     Host,
@@ -50,7 +55,7 @@ from appliance.snapshot import (
 from console.fake_alerts import FakeAlerts
 from console.fake_machine import gpus_of
 from console.fake_recording import FakeRecording
-from console.fake_rows import FakeRows
+from console.fake_rows import DEMO_OPERATOR, FakeRows
 from console.simulation import (
     BLOCK_TOKENS,
     SHARED,
@@ -109,7 +114,7 @@ class FakeSource:
         )
         self._past: deque[_Counters] = deque()
         self._rows = FakeRows(self.simulation)
-        self._alerts = FakeAlerts(self._rows.log)
+        self._alerts = FakeAlerts(self._rows.log, start)
         self._recording = FakeRecording(self._rows)
         self._first = True
 
@@ -149,7 +154,7 @@ class FakeSource:
 
     async def rows(self, name: ListName) -> Sequence[Row]:
         """Return one of the simulated service's lists."""
-        return self._rows.of(name)
+        return self._alerts.silences() if name == "silences" else self._rows.of(name)
 
     async def verify(self) -> ChainReport:
         """Verify the simulated audit chain."""
@@ -184,10 +189,29 @@ class FakeSource:
             case ResumeTenant(name=name):
                 self._tenant(name).suspended_at = None
                 message = f"tenant {name} resumed"
+            case AcknowledgeAlert() | SilenceAlerts() | UnsilenceAlerts():
+                result = self._act_on_alerts(parameters)
+                self._rows.record(action.name, action.target_name(parameters))
+                return result
             case _:
                 raise SourceError(f"the demo does not simulate {action.name}: connect to a running service")
         self._rows.record(action.name, action.target_name(parameters))
         return Done(message=message)
+
+    def _act_on_alerts(
+        self, parameters: AcknowledgeAlert | SilenceAlerts | UnsilenceAlerts
+    ) -> Alert | Silence | Done:
+        try:
+            match parameters:
+                case AcknowledgeAlert(id=id):
+                    return self._alerts.acknowledge(id, DEMO_OPERATOR)
+                case SilenceAlerts():
+                    return self._alerts.silence(parameters, DEMO_OPERATOR)
+                case UnsilenceAlerts(id=id):
+                    ended = self._alerts.unsilence(id)
+                    return Done(message=f"ended the silence of {ended.rule} on {ended.subject}")
+        except LookupError as error:
+            raise SourceError(str(error)) from error
 
     def recording(self) -> FakeRecording:
         """Return the recording of the minutes since the demo started."""

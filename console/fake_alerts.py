@@ -6,13 +6,16 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import msgspec
 
+from appliance.actions.parameters import SilenceAlerts
 from appliance.alert_rules import BUILT_IN
 from appliance.monitoring.alerts.conditions import Condition, threshold
 from appliance.monitoring.alerts.texts import filled
+from appliance.protocol import Silence
 from appliance.snapshot import Alert, Snapshot
 from console import units
 from console.fake_log import FakeLog
@@ -36,8 +39,20 @@ class _Measured(NamedTuple):
 class FakeAlerts:
     """Evaluates rules on the snapshots of the simulated service."""
 
-    def __init__(self, log: FakeLog) -> None:
+    def __init__(self, log: FakeLog, now: float) -> None:
         self._log = log
+        self._now = now
+        self._silences = [
+            Silence(
+                id="5f0c21aa",
+                rule="disk-*",
+                subject="*",
+                until=now + 2 * 3600.0,
+                reason="the backup disk is being replaced",
+                created_by="uid:1000 (ops)",
+                created_at=now - 1260.0,
+            )
+        ]
         self._conditions: dict[tuple[str, str], Condition] = {}
         self._active: dict[tuple[str, str], Alert] = {}
         self._ended: deque[Alert] = deque(maxlen=_SHOWN_ENDED)
@@ -45,6 +60,7 @@ class FakeAlerts:
     def observe(self, snapshot: Snapshot) -> list[Alert]:
         """Evaluate the rules, and return the active and the ended alerts, newest first. Snapshots must be
         passed in chronological order."""
+        self._now = snapshot.at
         for one in _measured(snapshot):
             key = (one.rule, one.where)
             condition = self._conditions.setdefault(key, Condition(_RULES[one.rule], one.where, frozenset()))
@@ -59,13 +75,63 @@ class FakeAlerts:
                     self._write(snapshot.at, "info", "ended", ended)
         return self._shown(snapshot.at)
 
+    def silences(self) -> list[Silence]:
+        """Return the active silences, oldest first."""
+        return [one for one in self._silences if one.until > self._now]
+
+    def acknowledge(self, alert_id: str, actor: str) -> Alert:
+        """Acknowledge an alert. Raises LookupError for an unknown alert."""
+        for key, alert in self._active.items():
+            if alert.id == alert_id:
+                self._active[key] = msgspec.structs.replace(
+                    alert, state="acknowledged", acknowledged_by=actor
+                )
+                return self._active[key]
+        raise LookupError(f"no active alert has id {alert_id!r}: choose an alert from the list")
+
+    def silence(self, asked: SilenceAlerts, actor: str) -> Silence:
+        """Silence alerts. Raises LookupError if no rule matches."""
+        if not any(fnmatchcase(name, asked.rule) for name in _RULES):
+            raise LookupError(
+                f"rule is {asked.rule!r}, which matches no rule: use one of {', '.join(_RULES)}"
+            )
+        number = zlib.crc32(f"{asked.rule} {asked.where} {self._now:.3f}".encode())
+        silence = Silence(
+            id=f"{number:08x}",
+            rule=asked.rule,
+            subject=asked.where,
+            until=self._now + asked.for_s,
+            reason=asked.reason,
+            created_by=actor,
+            created_at=self._now,
+        )
+        self._silences.append(silence)
+        return silence
+
+    def unsilence(self, silence_id: str) -> Silence:
+        """End a silence. Raises LookupError for an unknown silence."""
+        for silence in self.silences():
+            if silence.id == silence_id:
+                self._silences.remove(silence)
+                return silence
+        raise LookupError(f"no silence has id {silence_id!r}: choose a silence from the list")
+
+    def _with_silence(self, alert: Alert) -> Alert:
+        """Return an alert as silenced if an active silence matches it."""
+        ends = [
+            one.until
+            for one in self.silences()
+            if fnmatchcase(alert.rule, one.rule) and fnmatchcase(alert.where, one.subject)
+        ]
+        return msgspec.structs.replace(alert, state="silenced", silenced_until=max(ends)) if ends else alert
+
     def _shown(self, at: float) -> list[Alert]:
         """Return the alerts without those that another alert explains."""
         explained: dict[str, int] = {}
         shown = []
         for alert in self._active.values():
             if (cause := self._explanation(alert, at)) is None:
-                shown.append(alert)
+                shown.append(self._with_silence(alert))
             else:
                 explained[cause.id] = explained.get(cause.id, 0) + 1
         shown = [msgspec.structs.replace(one, suppressed=explained.get(one.id, 0)) for one in shown]

@@ -13,6 +13,8 @@ from console.fake_requests import finished_requests, usage_rows
 from console.simulation import KEY_NAMES, Simulation, key_id
 from console.source import ListName, ListRow, Row
 
+DEMO_OPERATOR = "uid:1000 (demo)"
+"""The operator who performs actions in the demo."""
 _SETTINGS = (
     ("run_dir", "/run/appliance", "/etc/appliance/appliance.toml:2"),
     ("state_dir", "/var/lib/appliance", "/etc/appliance/appliance.toml:3"),
@@ -54,9 +56,8 @@ class FakeRows:
 
     def record(self, action: str, target: str) -> None:
         """Add the audit row of an action."""
-        actor = "uid:1000 (demo)"
-        self._add(self._simulation.now, action, target, actor)
-        self.log.write(self._simulation.now, "core", "auditing", f"{action} by {actor}: ok")
+        self._add(self._simulation.now, action, target, DEMO_OPERATOR)
+        self.log.write(self._simulation.now, "core", "auditing", f"{action} by {DEMO_OPERATOR}: ok")
 
     def verify(self) -> ChainReport:
         """Verify the hashes of the audit rows."""

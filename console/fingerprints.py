@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from appliance.actions import Action
-from appliance.protocol import Key, PeerMapping
+from appliance.protocol import Key, PeerMapping, Silence
 from appliance.protocol.registry import RegisteredModel
 from appliance.snapshot import Alert, Snapshot, TenantUse
 from console import units
@@ -47,6 +47,8 @@ def required_lists(action: Action) -> tuple[ListName, ...]:
             return ("models",)
         case "key" | "peer":
             return ("callers",)
+        case "alert" if action.name == "alerts.unsilence":
+            return ("silences",)
     return ()
 
 
@@ -60,6 +62,20 @@ def registered(name: str, context: Context) -> RegisteredModel | None:
 def alerts_of(rule: str | None, snapshot: Snapshot) -> list[Alert]:
     """Return the alerts of the rules that a pattern matches, or of all rules if it is empty."""
     return [one for one in snapshot.alerts if fnmatchcase(one.rule, rule or "*")]
+
+
+def silenced_alerts(silence: Silence, snapshot: Snapshot) -> list[Alert]:
+    """Return the active alerts that a silence matches."""
+    return [
+        one
+        for one in alerts_of(silence.rule, snapshot)
+        if one.state != "resolved" and fnmatchcase(one.where, silence.subject)
+    ]
+
+
+def silence_with(silence_id: str | None, context: Context) -> Silence | None:
+    """Return the silence with this id, if the list of silences has been read."""
+    return next((one for one in context.rows_of("silences", Silence) if one.id == silence_id), None)
 
 
 def is_drained(target: str, drained: str | None, context: Context) -> bool:
@@ -87,7 +103,7 @@ def fingerprint(action: Action, target: str | None, context: Context) -> Fingerp
         case "alert" if action.named_by == "rule":
             matching = [f"{one.id} {one.state}" for one in alerts_of(target, snapshot)]
             observed["matching alerts"] = ", ".join(matching) or "none"
-        case "alert":
+        case "alert" if action.name == "alerts.ack":
             observed |= _alert(next((one for one in snapshot.alerts if one.id == target), None))
     read = all(name in context.rows for name in required_lists(action))
     return Fingerprint(observed, _listed(action, target, context, snapshot.at) if read else None)
@@ -147,6 +163,8 @@ def _listed(action: Action, target: str | None, context: Context, now: float) ->
             mappings = context.rows_of("callers", PeerMapping)
             peer = next((one for one in mappings if target in (one.kind, f"{one.kind}:{one.number}")), None)
             return {"mapping": "absent" if peer is None else f"tenant {peer.tenant} from {peer.source}"}
+        case "alert" if action.name == "alerts.unsilence":
+            return {"silence": "ended" if silence_with(target, context) is None else "active"}
     return {}
 
 

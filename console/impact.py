@@ -8,11 +8,19 @@ import msgspec
 
 from appliance.actions import Action
 from appliance.history.forecasts import QuotaForecast
-from appliance.protocol import ModelStatus, NewKey
+from appliance.protocol import ModelStatus, NewKey, Silence
 from appliance.snapshot import Snapshot, UnfinishedRequest
 from console import units
 from console.context import Context
-from console.fingerprints import Fingerprint, alerts_of, fingerprint, is_drained, registered
+from console.fingerprints import (
+    Fingerprint,
+    alerts_of,
+    fingerprint,
+    is_drained,
+    registered,
+    silence_with,
+    silenced_alerts,
+)
 
 _SHOWN_TENANTS = 3
 """Maximum number of tenants whose forecasts fit in a dialog of 24 lines."""
@@ -75,10 +83,24 @@ def impact(action: Action, target: str | None, context: Context) -> list[str]:
         case "alert" if action.named_by == "rule":
             count = sum(alert.state != "resolved" for alert in alerts_of(target, snapshot))
             return [f"{count} active alert{'' if count == 1 else 's'} of this rule"]
+        case "alert" if action.name == "alerts.unsilence":
+            return _silence(silence_with(target, context), snapshot)
         case "alert":
             found = [one for one in snapshot.alerts if one.id == target]
             return [f"{units.about(one.where, one.what)} ({one.severity}, {one.state})" for one in found]
     return []
+
+
+def _silence(silence: Silence | None, snapshot: Snapshot) -> list[str]:
+    """Return what ending a silence affects."""
+    if silence is None:
+        return []
+    count = len(silenced_alerts(silence, snapshot))
+    by = silence.created_by + (f" ({silence.reason})" if silence.reason else "")
+    return [
+        f"rule {silence.rule} on {silence.subject} until {units.date(silence.until)}, by {by}",
+        f"{count} active alert{' is' if count == 1 else 's are'} silenced by it now",
+    ]
 
 
 def _request(target: str | None, snapshot: Snapshot) -> list[str]:

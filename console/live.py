@@ -120,6 +120,8 @@ class LiveSource:
                     return await self._client.call(calls.MODELS)
                 case "callers":
                     return [*await self._client.call(calls.KEYS), *await self._client.call(calls.PEERS)]
+                case "silences":
+                    return await self._client.call(calls.SILENCES)
                 case "settings":
                     return _settings(await self._client.call(calls.CONFIGURATION))
                 case "findings":

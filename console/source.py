@@ -10,14 +10,16 @@ import msgspec
 
 from appliance.history.forecasts import QuotaForecast
 from appliance.pages import ChainReport, NamedRequest, UsageRow
-from appliance.protocol import Key, PeerMapping
+from appliance.protocol import Key, PeerMapping, Silence
 from appliance.protocol.registry import RegisteredModel
 from appliance.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from console.recordings import RecordedPast
 
-ListName = Literal["audit", "logs", "settings", "findings", "finished", "usage", "models", "callers"]
+ListName = Literal[
+    "audit", "logs", "settings", "findings", "finished", "usage", "models", "callers", "silences"
+]
 """Lists that are not part of a snapshot. They are read when their screen is shown."""
 
 
@@ -52,9 +54,10 @@ class ListRow(msgspec.Struct, frozen=True, kw_only=True):
     """Additional fields, keyed by name."""
 
 
-Row = ListRow | NamedRequest | UsageRow | RegisteredModel | Key | PeerMapping
+Row = ListRow | NamedRequest | UsageRow | RegisteredModel | Key | PeerMapping | Silence
 """A row of a list: `NamedRequest` for finished requests, `UsageRow` for usage, `RegisteredModel` for models
-with their versions, `Key` or `PeerMapping` for callers, and `ListRow` for all other lists."""
+with their versions, `Key` or `PeerMapping` for callers, `Silence` for silences, and `ListRow` for all other
+lists."""
 
 
 class SnapshotSource(Protocol):

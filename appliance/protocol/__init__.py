@@ -10,6 +10,7 @@ from appliance.channel.front_stats import FrontStats
 from engine.messages import ReplicaStats
 from store.policies import KeyFields, TenantRecord
 from store.structs import KeptText, WriterState
+from store.structs import Silence as Silence
 
 
 def precision(dtype: str, weights: str, kv_cache_dtype: str) -> str:

@@ -62,6 +62,29 @@ LISTS: dict[str, Figure] = {
         "Until then, the alert is not sent to receivers.",
         "alerts: silenced_until",
     ),
+    "silence_id": Figure("SILENCE", "", "", "Id of the silence.", "silences: id"),
+    "silence_rule": Figure(
+        "RULE", "", "", "Rule whose alerts are silenced. * stands for any characters.", "silences: rule"
+    ),
+    "silence_subject": Figure(
+        "WHERE",
+        "",
+        "",
+        "The model, replica, GPU or other component whose alerts are silenced. * stands for any characters.",
+        "silences: subject",
+    ),
+    "until": Figure("UNTIL", "date and time", "", "Time at which the silence ends.", "silences: until"),
+    "created_by": Figure(
+        "SILENCED BY", "", "", "The local user or key that silenced the alerts.", "silences: created_by"
+    ),
+    "created_at": Figure(
+        "SINCE", "date and time", "", "Time at which the alerts were silenced.", "silences: created_at"
+    ),
+    "silence_reason": Figure("REASON", "", "", "The reason that the operator gave.", "silences: reason"),
+    "silence_ends_in": Figure("ends in", "s", NOW, "Time until the silence ends.", "silences: until"),
+    "silenced_alerts": Figure(
+        "silenced alerts", "", NOW, "The active alerts that the silence matches.", "alerts: rule, where"
+    ),
     "seq": Figure("SEQ", "", "", "Sequence number of the row in the audit chain.", "audit: seq"),
     "audit_at": Figure("TIME", "date and time", "", "Time at which the action began.", "audit: at"),
     "actor": Figure("OPERATOR", "", "", "The local user or key that performed the action.", "audit: actor"),

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from appliance.actions import Action, TargetKind
+from appliance.protocol import Silence
 from appliance.quantities import of_measure
 from appliance.snapshot import Alert
 from console import units
 from console.context import Context
+from console.keys import key_of
 from console.lines import BLANK, Line, fact_lines
 from console.screens.panels import SEVERITY_ROLES, STATE_ROLES
 from console.screens.table import TableColumn, TableView
+from console.source import ListName
 
 _ORDER = ("critical", "warning", "info")
 
@@ -28,9 +31,10 @@ class AlertsView(TableView[Alert]):
     key = "8"
     title = "Alerts"
     short = "Alerts"
+    alternate = "silences"
     help_text = (
         "Alerts with their likely cause and the next step. Alerts that are a consequence of another alert "
-        "are not listed; that alert shows their number."
+        "are not listed; that alert shows their number. Press {variant} to see the silences."
     )
     target: TargetKind = "alert"
     sorted_by = "severity"
@@ -75,13 +79,31 @@ class AlertsView(TableView[Alert]):
     def id_of(self, row: Alert) -> str:
         return row.id
 
+    def lists(self) -> tuple[ListName, ...]:
+        return ("silences",)
+
+    def required_lists(self) -> tuple[ListName, ...]:
+        return ()
+
+    def note(self, context: Context) -> str:
+        silences = len(context.rows_of("silences", Silence))
+        if not silences:
+            return ""
+        key = key_of(context.keys, "variant")
+        return f"{silences} active silence{'' if silences == 1 else 's'}" + (
+            f" ({key} to show)" if key else ""
+        )
+
+    def accepts(self, action: Action) -> bool:
+        return super().accepts(action) and action.name != "alerts.unsilence"
+
     def targets(self, action: Action, context: Context) -> list[str]:
-        """Return the selected alerts, or their rules. A silence has an id of its own, which no alert has."""
+        """Return the selected alerts, or their rules."""
         selected = set(self.selected(context))
         alerts = [row for row in self.ordered(context) if row.id in selected]
         if action.named_by == "rule":
             return list(dict.fromkeys(row.rule for row in alerts))
-        return [row.id for row in alerts] if action.name == "alerts.ack" else []
+        return [row.id for row in alerts]
 
     def title_of(self, row: Alert) -> str:
         return units.about(row.where, row.what)

@@ -134,7 +134,10 @@ class View:
         """Return the names of the marked objects, or of the object under the cursor."""
         return []
 
+    def accepts(self, action: Action) -> bool:
+        """Return whether an action applies to the screen's rows."""
+        return action.target == self.target
+
     def targets(self, action: Action, context: Context) -> list[str]:
-        """Return the names of the selected objects as an action with the screen's kind of target needs
-        them."""
+        """Return the names of the selected objects as an action that the screen accepts needs them."""
         return self.selected(context)

@@ -12,6 +12,7 @@ from console.screens.models import ModelsView
 from console.screens.overview import OverviewView
 from console.screens.requests import RequestsView
 from console.screens.rows import AuditView, LogsView
+from console.screens.silences import SilencesView
 from console.screens.tenants import TenantsView
 from console.screens.usage import UsageView
 
@@ -34,4 +35,4 @@ def all_views() -> list[View]:
 
 def alternate_views() -> list[View]:
     """Return a new object for each screen that shares the key of another screen (`View.alternate`)."""
-    return [FinishedView(), UsageView()]
+    return [FinishedView(), UsageView(), SilencesView()]

@@ -231,6 +231,22 @@ def test_a_drain_is_a_form_with_a_banner() -> None:
     run(steps, console(write=True))
 
 
+def test_the_silence_under_the_cursor_is_ended() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("8", "v")
+        await until(pilot, lambda: "disk-*" in shown(app))
+        app.action_run("act alerts.unsilence")
+        await until(pilot, lambda: opened(app))
+        assert "$ appliance alerts unsilence 5f0c21aa" in str(
+            app.screen.query_one("#command", Static).render()
+        )
+        app.screen.query_one("#confirm", Button).press()
+        await until(pilot, lambda: "ended the silence of disk-* on *" in shown(app))
+        await until(pilot, lambda: "no silences are active" in shown(app))
+
+    run(steps, console(write=True))
+
+
 def test_a_typed_action_needs_the_name_of_its_target() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         await pilot.press("7")

@@ -1,4 +1,4 @@
-"""Tests of the checks that a live console asks the service for: doctor's findings and the audit chain."""
+"""Tests of what a live console asks the service for: doctor's findings, the audit chain and the silences."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from appliance.actions.parameters import CreateTenant
+from appliance.actions.parameters import CreateTenant, SilenceAlerts, UnsilenceAlerts
 from console.live import LiveSource
 from tests.audit_trail import forge
 from tests.core.conftest import Service, make_service  # noqa: F401
@@ -37,3 +37,21 @@ def test_findings_and_the_state_of_the_audit_chain_come_from_the_service(
         await source.close()
 
     asyncio.run(read())
+
+
+def test_the_silences_of_a_service_are_listed_until_they_are_ended(
+    make_service: Callable[..., Service],  # noqa: F811
+) -> None:
+    service = make_service()
+    service.start()
+    service.wait_ready()
+
+    async def steps() -> None:
+        source = LiveSource(service.run_dir, write=True)
+        silence = await source.act(SilenceAlerts(rule="disk-*", reason="repair"))
+        assert await source.rows("silences") == [silence]
+        await source.act(UnsilenceAlerts(id=silence.id))  # type: ignore[attr-defined]
+        assert await source.rows("silences") == []
+        await source.close()
+
+    asyncio.run(steps())

@@ -371,6 +371,23 @@ def test_a_dialog_notices_that_an_alert_has_changed(action: str, target: str) ->
     assert "firing to " in change_of(action, target, before, after)
 
 
+def test_the_impact_of_ending_a_silence_names_it_and_its_end_is_noticed() -> None:
+    alert = Alert(
+        id="a1", rule="replica-down", severity="critical", state="silenced", where="m", what="m is down"
+    )
+    silence = Silence(
+        id="s1", rule="replica-*", subject="*", until=1_800_000_000.0, reason="repair", created_by="ops"
+    )
+    before = newer(two_versions(), lambda snapshot: snapshot.alerts.append(alert))
+    before = replace(before, rows={"silences": [silence]})
+    assert lines_of("alerts.unsilence", "s1", before) == [
+        f"rule replica-* on * until {units.date(1_800_000_000.0)}, by ops (repair)",
+        "1 active alert is silenced by it now",
+    ]
+    after = replace(before, rows={"silences": []})
+    assert "silence changed from active to ended" in change_of("alerts.unsilence", "s1", before, after)
+
+
 def test_every_dialog_notices_that_the_service_has_restarted() -> None:
     before = two_versions()
     after = newer(before, lambda snapshot: setattr(snapshot, "started_at", snapshot.started_at + 60))

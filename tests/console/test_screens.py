@@ -10,9 +10,10 @@ import pytest
 
 from appliance.actions import action_named
 from appliance.pages import AuditAction, ChainReport
-from appliance.protocol import AuditHead, ScalingStatus
+from appliance.protocol import AuditHead, ScalingStatus, Silence
 from appliance.protocol.registry import RegisteredModel, ShadowStatus
 from appliance.snapshot import Alert, Gpu, Host, Rates, Snapshot
+from console import units
 from console.fake import FIXED_TIME
 from console.figures import FIGURES
 from console.help import help_lines
@@ -26,6 +27,7 @@ from console.screens.kv import tenant_letters
 from console.screens.overview import OverviewView
 from console.screens.registry import all_views, alternate_views
 from console.screens.requests import RequestsView
+from console.screens.silences import SilencesView
 from console.screens.table import TableView
 from console.session import ConsoleSession
 from console.source import MAX_ROWS, ListRow
@@ -405,7 +407,33 @@ def test_an_action_concerns_the_selected_alerts_or_their_rules() -> None:
     view.marks = {"a3", "a4", "a1"}
     assert view.targets(action_named("alerts.ack"), shown) == ["a3", "a4", "a1"]
     assert view.targets(action_named("alerts.silence"), shown) == ["replica-down", "disk-full"]
-    assert view.targets(action_named("alerts.unsilence"), shown) == []
+    assert not view.accepts(action_named("alerts.unsilence"))
+
+
+def test_the_alerts_screen_counts_the_silences_and_leads_to_them(shown: ConsoleSession) -> None:
+    shown.run("screen alerts")
+    assert "1 active silence (v to show)" in plain(shown.lines(120, 40)[2])
+    shown.run("variant")
+    rows = [plain(row) for row in shown.lines(120, 40)]
+    view = shown.view
+    assert isinstance(view, SilencesView)
+    [silence] = view.rows(shown.context)
+    [row] = [row for row in rows if row.startswith("▸")]
+    for part in (silence.rule, silence.subject, units.date(silence.until), silence.created_by):
+        assert part in row
+    assert view.targets(action_named("alerts.unsilence"), shown.context) == [silence.id]
+    shown.run("variant")
+    assert shown.view.name == "alerts"
+
+
+def test_a_silence_names_the_active_alerts_that_it_matches(shown: ConsoleSession) -> None:
+    silence = Silence(id="s", rule="replica-*", subject="llama-*", until=FIXED_TIME + 90, created_by="ops")
+    rows = [plain(row) for row in SilencesView().describe(silence, context(_alerts()), 100)]
+    # The alert a4 has ended.
+    assert [row.split("silenced alerts")[1].strip() for row in rows if "silenced alerts" in row] == [
+        "the KV cache of llama-1 is 97% full"
+    ]
+    assert any("ends in           1m30s" in row for row in rows)
 
 
 def test_every_column_is_filtered_and_sorted_by_its_heading() -> None:
