@@ -51,8 +51,8 @@ class BatchesView(View):
         "prefill (bottom), in decode-only steps, and idle (empty). Time in steps with prefill takes at least "
         "one row, even if its share is smaller. Below it is the number of running "
         "sequences. ! marks a stall: a step that took more than three times the mean decode step. Left and "
-        "right move the cursor. For a stall, the bottom line names the request with the largest prefill "
-        "chunk; {open} shows it."
+        "right move the cursor, which then stays on its column while newer ones arrive. For a stall, the "
+        "bottom line names the request with the largest prefill chunk; {open} shows it."
     )
     figures = (
         "mixed_steps",
@@ -74,7 +74,11 @@ class BatchesView(View):
     def __init__(self) -> None:
         super().__init__()
         self.cursor = 0
-        """Distance of the cursor from the newest slice, in slices."""
+        """Distance of the cursor from the newest slice, in slices. At 0, it follows the newest slice."""
+        self._second: int | None = None
+        """The second of the slice on which the cursor stays, or None while it follows the newest slice."""
+        self._seconds: list[int] = []
+        """The seconds of the slices that are shown of the selected replica, oldest first."""
         self.replica = 0
         self._replicas = 1
         self._request = ""
@@ -126,19 +130,29 @@ class BatchesView(View):
         self.replica = max(0, min(self._replicas - 1, self.replica + rows))
 
     def sideways(self, columns: int) -> None:
-        self.cursor = max(0, self.cursor - columns)
+        self.cursor = max(0, min(self.cursor - columns, len(self._seconds) - 1))
+        self._second = self._seconds[-1 - self.cursor] if self.cursor else None
 
     def request(self, context: Context) -> str:
         return self._request
+
+    def _follow(self, visible: Sequence[Batch]) -> None:
+        """Keep the cursor on its slice while newer slices arrive. Once the slice is no longer shown, the
+        cursor stays at the edge."""
+        self._seconds = [int(one.at) for one in visible]
+        if self._second is not None:
+            newer = sum(second > self._second for second in self._seconds)
+            self.cursor = min(newer, len(visible) - 1)
 
     def _replica(
         self, context: Context, slices: list[Batch], width: int, height: int, *, selected: bool
     ) -> list[Line]:
         newest, size = slices[-1], width - _GUTTER
         visible = slices[-size:]
-        self.cursor = min(self.cursor, len(visible) - 1) if selected else self.cursor
-        at = visible[-1 - self.cursor] if selected else newest
+        at = newest
         if selected:
+            self._follow(visible)
+            at = visible[-1 - self.cursor]
             self._request = stall.request if (stall := _stall(context, at)) is not None else ""
         busy = shares(newest)
         note = f"{newest.running}/{newest.max_num_seqs} seqs"

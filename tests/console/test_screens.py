@@ -14,6 +14,7 @@ from appliance.protocol import AuditHead, ScalingStatus, Silence
 from appliance.protocol.registry import RegisteredModel, ShadowStatus
 from appliance.snapshot import Alert, Gpu, Host, Rates, Snapshot
 from console import units
+from console.context import Context
 from console.fake import FIXED_TIME
 from console.figures import FIGURES
 from console.help import help_lines
@@ -23,6 +24,7 @@ from console.list_rows import audit_row
 from console.screens import panels
 from console.screens.alerts import AlertsView
 from console.screens.base import View
+from console.screens.batches import BatchesView
 from console.screens.kv import tenant_letters
 from console.screens.overview import OverviewView
 from console.screens.registry import all_views, alternate_views
@@ -173,6 +175,41 @@ def test_the_cursor_stays_on_its_request_when_the_order_changes(shown: ConsoleSe
     shown.lines(120, 40)
     assert view.cursor == chosen
     assert view.selected(shown.context) == [chosen]
+
+
+@pytest.mark.parametrize("width", [120, 80])
+def test_the_cursor_on_batches_stays_on_its_stall_while_data_arrives(width: int) -> None:
+    fake, view, shown = source(interval_s=0.5), BatchesView(), Context()
+
+    def advance(seconds: int) -> list[str]:
+        for _ in range(2 * seconds):
+            shown.snapshot = fake.step()
+            shown.history.add(shown.snapshot)
+        return [plain(row) for row in view.render(shown, width, 40)]
+
+    advance(30)
+    second = next(
+        int(stall.at)
+        for stall in reversed(shown.snapshot.stalls if shown.snapshot else ())
+        if stall.replica == next(iter(shown.history.batches)) and stall.request
+    )
+    view.sideways(second - int(next(iter(shown.history.batches.values()))[-1].at))
+    view.render(shown, width, 40)
+    request, distance = view.request(shown), view.cursor
+    for seconds in range(1, 6):
+        rows = advance(1)
+        assert (view.request(shown), view.cursor) == (request, distance + seconds)
+        assert any(request in row for row in rows)
+    # Other replicas show the same second, and the edge stops the cursor.
+    view.move(1)
+    view.render(shown, width, 40)
+    assert view.cursor == distance + 5
+    advance(width)
+    assert view.cursor == width - 7
+    # At the newest column, the cursor follows the data again.
+    view.sideways(width)
+    advance(3)
+    assert view.cursor == 0
 
 
 def test_a_filter_hides_rows_and_an_invalid_filter_says_why(shown: ConsoleSession) -> None:
