@@ -275,7 +275,7 @@ def join(
     if size == 1:
         return single()
     if not 0 <= rank < size:
-        raise ValueError(f"rank is {rank}; with {size} ranks it must be 0 to {size - 1}")
+        raise ValueError(f"rank is {rank}; with {size} ranks it must be from 0 to {size - 1}")
     if backend not in ("gloo", "nccl"):
         raise ValueError(f"backend is {backend!r}; use gloo on CPU and nccl on CUDA")
     if not rendezvous_path:
@@ -323,7 +323,7 @@ def _connect(group: Ranks, device: torch.device, overlap_from: int | None) -> Ra
             memory = PeerMemory(group.rank, group.size)
         except RuntimeError as error:
             problem = str(error).splitlines()[0]
-        # From here on, the memory of every rank can receive messages.
+        # From here on, the peers can write messages to the memory of every rank that has opened it.
         if not _all(group, memory is not None, device):
             memory = None
     if memory is None:

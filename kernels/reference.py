@@ -237,8 +237,8 @@ def round_in_groups(x: torch.Tensor, columns: int) -> torch.Tensor:
 
 def linear_fp8(x: Activation, weight: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """Multiply `x [tokens, in]` by an FP8 weight. x is first quantised per token, unless it is already
-    quantised. If the weight has blocks, x is quantised per token and group of inputs, and must not be
-    quantised yet. Sums are computed in float32 and rounded once to the model's dtype."""
+    quantised. If the weight has one scale per block, x is quantised per token and group of inputs, and must
+    not already be quantised. Sums are computed in float32 and rounded once to the model's dtype."""
     if weight.block is not None:
         assert isinstance(x, torch.Tensor)
         product = F.linear(round_in_groups(x, weight.block[1]), dequantise(weight))

@@ -137,7 +137,7 @@ def _max_model_len(
     name, longest = max(workloads.items(), key=lambda item: item[1].sequence_tokens)
     needed, given = longest.sequence_tokens, arguments.max_model_len
     longest_text = (
-        f"{name} has sequences of {needed} ({longest.prompt_tokens} in, {longest.output_tokens} out)"
+        f"{name} has sequences of {needed} tokens ({longest.prompt_tokens} in, {longest.output_tokens} out)"
     )
     if given is not None and given < needed:
         raise UnsupportedError(

@@ -52,7 +52,8 @@ class Sorted:
     """For each tile height (row count), the groups into which the choices of each expert are divided: [groups
     + 1, 4] int32. A group has at most as many choices as a tile has rows. The first row begins with the
     number of groups. Each following row has the expert, numbered from the rank's first expert, the group's
-    first position in `order`, and the end of the expert's positions."""
+    first position in `order`, and the end of the expert's positions. The last column is
+    unused."""
     held: int
     """Number of experts on this rank."""
 

@@ -247,7 +247,8 @@ def _down_stream(
     tiles = ()
     for step in gl.static_range(steps):
         tiles = tiles + (_load(at + step * STEP, inside, PARTIAL),)
-    # The factors of the sums: routing weight, scale of the weight row, and later the scale of the choice.
+    # The sums are multiplied by the routing weight and the scale of the weight row, and below by the scale of
+    # the choice.
     sum_turn = gl.arange(0, WARPS, layout=gl.SliceLayout(1, of_sums))
     sum_index = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, of_sums))
     sum_expert, sum_here = _experts(chosen, token, sum_turn, first_expert, WARPS, EXPERTS, PARTIAL)

@@ -313,7 +313,8 @@ def _check(x: torch.Tensor, weight: torch.Tensor, extras: FusedOps, out: torch.T
         )
     if x.stride(1) != 1 or not weight.is_contiguous():
         raise ValueError(
-            f"x has strides {x.stride()} and weight {weight.stride()}; their rows must be contiguous"
+            f"x has strides {x.stride()}, and the weight has strides {weight.stride()}; the rows of both "
+            "must be contiguous"
         )
     shape = (x.shape[0], _columns(weight, extras))
     for name, tensor, wanted in (

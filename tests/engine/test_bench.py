@@ -147,7 +147,7 @@ def test_shapes_with_experts_have_their_published_sizes(
         # On average, 8 tokens together choose 51.6 of the 128 experts. Each expert has 4.72 M parameters in
         # each of 48 layers.
         ("b8_decode", 1_300, 2_530),
-        # On average, 64 tokens together choose 126 experts.
+        # On average, 64 tokens together choose 126 different experts.
         ("b64_decode", 4_110, 8_080),
         # The linears need 5.46 GFLOP per token, at 700 TFLOP/s in bf16 or 1,320 TFLOP/s in FP8. Attention
         # needs 1.6 GFLOP at 700 TFLOP/s in both cases.
@@ -354,7 +354,7 @@ def refused(
 def test_a_workload_that_does_not_fit_is_reported_with_its_length(
     refused: Callable[..., str], tmp_path: Path, module: str, workload: list[str]
 ) -> None:
-    its = "b8_decode has sequences of 768 (512 in, 256 out); "
+    its = "b8_decode has sequences of 768 tokens (512 in, 256 out); "
     said = refused(module, *workload, "--max-model-len", "100")
     assert said.startswith(f"--max-model-len is 100 tokens, but {its}raise it, leave it out,")
     assert refused(module, *workload) == (
@@ -363,7 +363,7 @@ def test_a_workload_that_does_not_fit_is_reported_with_its_length(
 
 
 def test_the_longest_of_several_workloads_is_reported_if_it_does_not_fit(refused: Callable[..., str]) -> None:
-    assert "but long has sequences of 8320 (8192 in, 128 out)" in refused("engine.bench")
+    assert "but long has sequences of 8320 tokens (8192 in, 128 out)" in refused("engine.bench")
 
 
 @pytest.mark.parametrize(("module", "option"), [("engine.bench", "--json"), ("engine.profile", "--trace")])

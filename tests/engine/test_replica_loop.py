@@ -484,7 +484,7 @@ def test_a_submission_that_arrives_while_the_replica_sleeps_runs_when_it_is_awak
     served.wait_for(lambda report: report.waiting == 1)
     front.send(submit(2, 5))
     front.send(Cancel(2))
-    # A cancelled submission ends even though no step runs.
+    # A cancelled submission must end even if no step runs.
     assert [output.finish_reason for output in receive(front, lambda outputs: bool(outputs))] == ["cancelled"]
     assert served.wait_for(lambda report: report.finished).running == 0
     served.core.send(Wake())

@@ -150,7 +150,7 @@ def test_a_rank_that_does_not_find_the_others_times_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((2, 2, "/tmp/x", "gloo"), "rank is 2; with 2 ranks it must be 0 to 1"),
+        ((2, 2, "/tmp/x", "gloo"), "rank is 2; with 2 ranks it must be from 0 to 1"),
         ((2, 0, "/tmp/x", "mpi"), "backend is 'mpi'; use gloo on CPU and nccl on CUDA"),
         ((2, 0, "", "gloo"), "rendezvous_path is empty; 2 ranks need a file to find each other"),
     ],
