@@ -20,11 +20,13 @@ from textual.worker import Worker, WorkerError
 
 from appliance.actions import Action, action_named
 from appliance.actions.parameters import SetTenant
-from appliance.protocol import Done
-from console.commands import CommandError, parse_action
+from appliance.alert_rules import BUILT_IN
+from appliance.protocol import Done, Key, PeerMapping, Silence
+from console import units
+from console.commands import CommandError, Targets, parse_action
 from console.context import Context
 from console.dialogs import ActionDialog, ChoiceDialog, TextDialog
-from console.fingerprints import required_lists
+from console.fingerprints import peer_name, required_lists
 from console.history import History
 from console.impact import Impact, forecast_lines, result_lines
 from console.keymap import DEFAULT_KEYMAP, Keymap
@@ -120,7 +122,7 @@ class ConsoleApp(App[int]):
     def redraw(self) -> None:
         """Draw the differences from the previous frame."""
         width, height = self.size
-        self.session.state.footer = not self.prompt.display
+        self.session.state.footer = not self.prompt.display or bool(self.session.state.message)
         self.frame_widget.show(
             self.session.lines(width, height - bool(self.prompt.display)), self.session.theme
         )
@@ -171,7 +173,7 @@ class ConsoleApp(App[int]):
     def _read_lists(self) -> None:
         if self.session.past is not None:
             return
-        for name in {*self.session.view.lists(), *self._dialog_lists()}:
+        for name in {*self.session.view.lists(), *self._dialog_lists(), *self._completed_lists()}:
             if name not in self._reading:
                 self._reading.add(name)
                 self.read_list(name)
@@ -194,6 +196,10 @@ class ConsoleApp(App[int]):
     def _dialog_lists(self) -> tuple[ListName, ...]:
         """Return the lists on which the impact in the open dialog depends."""
         return () if self._confirming is None else required_lists(self._confirming)
+
+    def _completed_lists(self) -> tuple[ListName, ...]:
+        """Return the lists with targets that the open command line can complete."""
+        return ("callers", "silences") if self.prompt.display and self.prompt.kind == ":" else ()
 
     # ── commands ─────────────────────────────────────────────────────────────────────────────
 
@@ -323,22 +329,45 @@ class ConsoleApp(App[int]):
             self.session.say(f"{view.title} has no rows to filter", "warn")
             return
         text = view.filter if kind == "filter" and isinstance(view, TableView) else ""
-        self.prompt.open("/" if kind == "filter" else ":", text, self._targets())
+        self.prompt.open("/" if kind == "filter" else ":", text, self._targets)
+        self._read_lists()
 
-    def _targets(self) -> dict[str, list[str]]:
-        """Return the target names of each kind, for completion."""
-        snapshot = self.session.context.snapshot
+    def _targets(self) -> Targets:
+        """Return the targets of each kind, for completion."""
+        context = self.session.context
+        snapshot = context.snapshot
         if snapshot is None:
             return {}
+        active = [one for one in snapshot.alerts if one.state != "resolved"]
         return {
-            "model": [one.name for one in snapshot.models],
-            "tenant": [one.name for one in snapshot.tenants],
-            "request": [one.request_id for one in snapshot.requests],
+            "model": {one.name: "" for one in snapshot.models},
+            "tenant": {one.name: "" for one in snapshot.tenants},
+            "request": {one.request_id: "" for one in snapshot.requests},
+            "alert": {one.id: units.about(one.where, one.what) for one in active},
+            "rule": {one.name: "" for one in BUILT_IN} | {one.rule: "" for one in active},
+            "silence": {
+                one.id: f"{one.rule} on {one.subject}" for one in context.rows_of("silences", Silence)
+            },
+            "key": {one.id: one.name for one in context.rows_of("callers", Key) if one.valid_at(snapshot.at)},
+            "peer": {
+                peer_name(one): one.tenant
+                for one in context.rows_of("callers", PeerMapping)
+                if one.source == "mapped"
+            },
         }
+
+    @on(PromptLine.Choices)
+    def _show_choices(self, event: PromptLine.Choices) -> None:
+        """Show the possible completions above the command line."""
+        self.session.say("  ".join(event.texts), "dim")
+        self.redraw()
 
     @on(Input.Changed, "PromptLine")
     def _preview_filter(self) -> None:
         view = self.session.view
+        if self.prompt.display and self.prompt.kind == ":" and self.session.state.message:
+            self.session.say("")
+            self.redraw()
         if self.prompt.display and self.prompt.kind == "/" and isinstance(view, TableView):
             view.filter = self.prompt.value.strip()
             self.redraw()
@@ -346,6 +375,7 @@ class ConsoleApp(App[int]):
     @on(PromptLine.Closed)
     def _close_prompt(self, event: PromptLine.Closed) -> None:
         self.frame_widget.focus()
+        self.session.say("")
         view = self.session.view
         if event.kind == "/" and isinstance(view, TableView):
             view.filter = (event.before if event.text is None else event.text).strip()

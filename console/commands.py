@@ -47,9 +47,19 @@ class CommandError(ValueError):
     """Raised for an invalid command. The message gives the remedy."""
 
 
-def completions(text: str, targets: dict[str, list[str]]) -> list[str]:
-    """Return the command lines that begin with `text`. `targets` maps each kind of target to the names of its
-    targets."""
+Targets = dict[str, dict[str, str]]
+"""The targets that can be completed: for each kind, the names or ids with a short description of each."""
+
+
+def kind_of_target(action: Action) -> str:
+    """Return the kind of target that an action takes, as a key of `Targets`."""
+    if action.name == "alerts.unsilence":
+        return "silence"
+    return "rule" if action.named_by == "rule" else action.target
+
+
+def completions(text: str, targets: Targets) -> list[str]:
+    """Return the command lines that begin with `text`."""
     names = (
         [name for _, name, _ in SCREENS]
         + list(WORDS)
@@ -60,7 +70,7 @@ def completions(text: str, targets: dict[str, list[str]]) -> list[str]:
         name = action.name.replace(".", " ")
         if action.named_by and text.startswith(name + " "):
             prefix = f"{name} " if action.is_target_required else f"{name} --{action.named_by} "
-            known = targets.get(action.target, [])
+            known = targets.get(kind_of_target(action), {})
             found += [prefix + one for one in known if (prefix + one).startswith(text)]
             found += [
                 f"{text.rpartition(' ')[0]} {one}"
@@ -68,6 +78,13 @@ def completions(text: str, targets: dict[str, list[str]]) -> list[str]:
                 if one.startswith(text.rpartition(" ")[2])
             ]
     return found
+
+
+def described(found: list[str], targets: Targets) -> list[str]:
+    """Return the last word of each command line, with the description of the target that it names."""
+    notes = {name: note for kind in targets.values() for name, note in kind.items() if note}
+    words = [one.rpartition(" ")[2] for one in found]
+    return [f"{word} ({notes[word]})" if word in notes else word for word in dict.fromkeys(words)]
 
 
 def parse_action(text: str) -> tuple[Action, dict[str, Any]] | None:

@@ -64,6 +64,11 @@ def alerts_of(rule: str | None, snapshot: Snapshot) -> list[Alert]:
     return [one for one in snapshot.alerts if fnmatchcase(one.rule, rule or "*")]
 
 
+def peer_name(peer: PeerMapping) -> str:
+    """Return the name of a mapped user or group in commands, such as "uid:1000" or "any"."""
+    return "any" if peer.kind == "any" else f"{peer.kind}:{peer.number}"
+
+
 def silenced_alerts(silence: Silence, snapshot: Snapshot) -> list[Alert]:
     """Return the active alerts that a silence matches."""
     return [
@@ -161,7 +166,7 @@ def _listed(action: Action, target: str | None, context: Context, now: float) ->
             return _key(next((one for one in keys if one.id == target), None), now)
         case "peer":
             mappings = context.rows_of("callers", PeerMapping)
-            peer = next((one for one in mappings if target in (one.kind, f"{one.kind}:{one.number}")), None)
+            peer = next((one for one in mappings if peer_name(one) == target), None)
             return {"mapping": "absent" if peer is None else f"tenant {peer.tenant} from {peer.source}"}
         case "alert" if action.name == "alerts.unsilence":
             return {"silence": "ended" if silence_with(target, context) is None else "active"}

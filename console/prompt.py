@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from textual import events
 from textual.message import Message
 from textual.suggester import Suggester
 from textual.widgets import Input
 
-from console.commands import completions
+from console.commands import Targets, completions, described
 
 
 class PromptLine(Input):
@@ -28,6 +30,13 @@ class PromptLine(Input):
             self.before = before
             """The text that the line contained when it was opened."""
 
+    class Choices(Message):
+        """Sent when several completions are possible. `texts` describes each of them."""
+
+        def __init__(self, texts: list[str]) -> None:
+            super().__init__()
+            self.texts = texts
+
     def __init__(self) -> None:
         super().__init__(suggester=None, select_on_focus=False)
         self.cursor_blink = False
@@ -35,10 +44,11 @@ class PromptLine(Input):
         self._before = ""
         self._past: list[str] = []
         self._at = 0
-        self._targets: dict[str, list[str]] = {}
+        self._targets: Callable[[], Targets] = dict
 
-    def open(self, kind: str, text: str, targets: dict[str, list[str]]) -> None:
-        """Show the line. `kind` is ":" for commands or "/" for filters."""
+    def open(self, kind: str, text: str, targets: Callable[[], Targets]) -> None:
+        """Show the line. `kind` is ":" for commands or "/" for filters. `targets` returns the names that can
+        be completed."""
         self.kind, self._before, self._targets = kind, text, targets
         self._at = len(self._past)
         self.placeholder = (
@@ -74,7 +84,8 @@ class PromptLine(Input):
         self.post_message(self.Closed(self.kind, text, self._before))
 
     def _complete(self) -> None:
-        found = completions(self.value, self._targets) if self.kind == ":" else []
+        targets = self._targets()
+        found = completions(self.value, targets) if self.kind == ":" else []
         if len(found) == 1:
             self.value = found[0] + " "
         elif found:
@@ -82,6 +93,7 @@ class PromptLine(Input):
             while not all(one.startswith(shared) for one in found):
                 shared = shared[:-1]
             self.value = shared
+            self.post_message(self.Choices(described(found, targets)))
         self.cursor_position = len(self.value)
 
     def _recall(self, step: int) -> None:
@@ -93,10 +105,10 @@ class PromptLine(Input):
 class _CommandSuggester(Suggester):
     """Suggests the first command line that begins with the typed text."""
 
-    def __init__(self, targets: dict[str, list[str]]) -> None:
+    def __init__(self, targets: Callable[[], Targets]) -> None:
         super().__init__(use_cache=False, case_sensitive=True)
         self._targets = targets
 
     async def get_suggestion(self, value: str) -> str | None:
         """Return the suggestion, or None."""
-        return next(iter(completions(value, self._targets)), None) if value else None
+        return next(iter(completions(value, self._targets())), None) if value else None

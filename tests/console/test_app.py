@@ -124,6 +124,26 @@ def test_a_filter_applies_while_it_is_typed_and_escape_restores_it() -> None:
     run(steps, console())
 
 
+def test_tab_lists_the_possible_completions_with_their_names() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("colon", *"keys revoke ")
+        await until(pilot, lambda: "callers" in app.session.context.rows)
+        [key, *_] = [one for one in app.session.context.rows["callers"] if isinstance(one, Key)]
+        await pilot.press("tab")
+        await until(pilot, lambda: f"{key.id} ({key.name})" in shown(app))
+        await pilot.press(*key.id.removeprefix(app.prompt.value.rpartition(" ")[2]), "tab")
+        await until(pilot, lambda: app.prompt.value == f"keys revoke {key.id} ")
+        await until(pilot, lambda: f"({key.name})" not in shown(app))
+        app.prompt.value = "alerts unsilence "
+        await pilot.press("tab")
+        await until(pilot, lambda: app.prompt.value == "alerts unsilence 5f0c21aa ")
+        app.prompt.value = "alerts silence kv-"
+        await pilot.press("tab")
+        await until(pilot, lambda: app.prompt.value.startswith("alerts silence kv-cache"))
+
+    run(steps, console(write=True))
+
+
 def test_the_command_line_shows_screens_and_refuses_unknown_commands() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         await pilot.press("colon", *"models", "enter")

@@ -21,7 +21,7 @@ from appliance.actions.parameters import (
     SuspendTenant,
 )
 from appliance.cli.app import app
-from console.commands import CommandError, build, completions, equivalent, flags, parse_action
+from console.commands import CommandError, build, completions, described, equivalent, flags, parse_action
 from console.keys import KEYS, offered
 from console.lines import plain
 from console.screens.base import View
@@ -256,7 +256,20 @@ def test_the_share_of_a_shadow_is_a_percentage_as_in_the_cli() -> None:
 def test_completion_offers_screens_actions_and_targets() -> None:
     assert "overview" in completions("ov", {})
     assert "requests cancel" in completions("requests c", {})
-    assert "tenants suspend acme" in completions("tenants suspend a", {"tenant": ["acme", "beta"]})
+    targets = {
+        "tenant": {"acme": "", "beta": ""},
+        "alert": {"a1": "m is down", "a2": "m is slow"},
+        "rule": {"replica-down": ""},
+        "silence": {"s1": "disk-* on *"},
+        "key": {"key_1": "search"},
+    }
+    assert "tenants suspend acme" in completions("tenants suspend a", targets)
+    assert completions("alerts ack a", targets) == ["alerts ack a1", "alerts ack a2"]
+    assert completions("alerts silence r", targets) == ["alerts silence replica-down"]
+    assert completions("alerts unsilence s", targets) == ["alerts unsilence s1"]
+    assert completions("keys revoke k", targets) == ["keys revoke key_1"]
+    found = completions("alerts ack a", targets)
+    assert described(found, targets) == ["a1 (m is down)", "a2 (m is slow)"]
 
 
 def test_the_equivalent_command_of_every_action_exists_in_the_cli() -> None:
