@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -228,6 +229,27 @@ def shortage_beside(
         needed + used - limit_bytes,
         f"it needs {of_bytes(needed)}, and the models in memory use {of_bytes(used)} of the "
         f"{of_bytes(limit_bytes)} that on_demand.memory_gb allows",
+    )
+
+
+def shortage_to_wake(needs: Iterable[tuple[Sequence[int], int]]) -> MemoryShortage:
+    """Return how much more GPU memory sleeping replicas need to wake. `needs` contains the numbers of the
+    GPUs of each replica, and the memory that the replica has released, summed over its ranks. This function
+    calls NVML, so it must not run on the event loop."""
+    needed: Counter[int] = Counter()
+    for numbers, freed_bytes in needs:
+        for number in numbers:
+            needed[number] += freed_bytes // len(numbers)
+    free = {gpu.number: _free(gpu) for gpu in find_gpus().gpus}
+    missing = {number: needed[number] - free[number] for number in needed.keys() & free.keys()}
+    short = {number: missing_bytes for number, missing_bytes in missing.items() if missing_bytes > 0}
+    if not short:
+        return MemoryShortage()
+    worst = max(short, key=lambda number: short[number])
+    return MemoryShortage(
+        sum(short.values()),
+        f"waking it needs {of_bytes(needed[worst])} of GPU {worst}, but only {of_bytes(free[worst])} are "
+        "free",
     )
 
 
