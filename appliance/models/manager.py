@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -29,7 +30,7 @@ from appliance.background import Background
 from appliance.channel.served_models import ServedModel
 from appliance.models.cgroups import ReplicaCgroups, descendants
 from appliance.models.changes import describe_change
-from appliance.models.fit import MemoryShortage, shortage_beside
+from appliance.models.fit import MemoryShortage, shortage_beside, shortage_to_wake
 from appliance.models.freed_memory import find_held
 from appliance.models.manifest import find_problem
 from appliance.models.placement import GpuPlacement, machine_topology
@@ -108,8 +109,13 @@ class ModelManager:
         self._retirements: dict[Replica, asyncio.Task[None]] = {}
         self._grace_s: dict[str, float] = {}
         """Grace period for a unit's requests when the unit is unloaded, if not the one in the settings."""
-        self._parked: set[str] = set()
-        """Units without replicas whose requests wait until the unit is loaded again."""
+        self._parked: dict[str, float] = {}
+        """Units without replicas, or with sleeping replicas, whose requests wait until the unit is loaded or
+        woken. The value is the time of the event loop until which running requests may finish."""
+        self._keep_asleep: set[str] = set()
+        """Parked units whose replicas sleep instead of being stopped."""
+        self._sleep_changes: dict[str, asyncio.Task[None]] = {}
+        """Tasks that put the replicas of a unit to sleep or wake them. They are not interrupted."""
         self._given_up: set[str] = set()
         """Models whose new settings could not be loaded. They run with the previous settings."""
         self.connections = ReplicaConnections(self.models, self.failure, requests, channels, publish, note)
@@ -122,7 +128,7 @@ class ModelManager:
             requests.add_model(model.name, model.version)
         for name, wanted in self._wanted.items():
             if not wanted.required and name not in broken:
-                self._parked.add(name)  # `OnDemand` loads it if it fits
+                self._parked[name] = 0.0  # `OnDemand` loads it if it fits
                 continue
             for _ in range(self._scaling.count(name, wanted)):
                 self._new(name, wanted)
@@ -137,7 +143,8 @@ class ModelManager:
 
     async def stop(self) -> None:
         """Stop every replica."""
-        for task in (*self._changes.values(), *self._retirements.values()):
+        tasks = (self._changes.values(), self._retirements.values(), self._sleep_changes.values())
+        for task in [task for one in tasks for task in one]:
             task.cancel()
         await asyncio.gather(*(replica.stop(_STOP_S) for replica in self.replicas))
 
@@ -217,7 +224,7 @@ class ModelManager:
                 continue
             self._given_up.discard(name)
             if name in wanted and wanted[name].required:
-                self._parked.discard(name)
+                self._parked.pop(name, None)
             if name in wanted and name not in self.models:
                 self._add(described[name])
             elif name in wanted:
@@ -251,7 +258,7 @@ class ModelManager:
     def load(self, unit: ServedModel, settings: ModelSettings) -> None:
         """Load a registered version. `loaded` and `load_failure` report the result."""
         self._wanted[unit.name] = settings
-        self._parked.discard(unit.name)
+        self._parked.pop(unit.name, None)
         self._add(unit)
         self._begin_change(unit.name)
         self._publish()
@@ -259,21 +266,41 @@ class ModelManager:
     def introduce(self, unit: ServedModel, settings: ModelSettings) -> None:
         """Accept requests for a registered version without loading it."""
         self.load(unit, settings)
-        self._parked.add(unit.name)
+        self._parked[unit.name] = 0.0
 
-    def park(self, unit: str) -> None:
-        """Stop the replicas of a unit, but keep accepting requests for it. Running requests have `DRAIN_S` to
-        finish; those that take longer continue when the unit is loaded again."""
-        self._parked.add(unit)
+    def park(self, unit: str, *, asleep: bool = False) -> None:
+        """Release the memory of a unit, but keep accepting requests for it. Running requests have `DRAIN_S`
+        to finish; those that take longer continue when the unit is loaded again. The replicas are stopped.
+        With `asleep`, they are put to sleep, unless a request takes longer or a replica cannot sleep."""
+        self._parked[unit] = asyncio.get_running_loop().time() + DRAIN_S
+        self._keep_asleep.discard(unit)
+        if asleep:
+            self._keep_asleep.add(unit)
         self._begin_change(unit)
 
     def unpark(self, unit: str) -> None:
-        """Load a unit that was introduced or parked. `loaded` and `load_failure` report the result."""
-        self._parked.discard(unit)
+        """Load or wake a unit that was introduced or parked. `loaded` and `load_failure` report the
+        result."""
+        self._parked.pop(unit, None)
         self._begin_change(unit)
 
+    def is_parked_asleep(self, unit: str) -> bool:
+        """Return whether the unit is parked and all its replicas sleep."""
+        kept = unit in self._parked and unit in self._keep_asleep
+        replicas = self.of(unit) if kept else []
+        return bool(replicas) and all(replica.sleeping.asleep for replica in replicas)
+
+    def parked_host_bytes(self) -> dict[str, int]:
+        """Return the host memory that holds the weights of each unit that sleeps, or goes to sleep, because
+        it is parked."""
+        return {
+            unit: sum(replica.status().weight_bytes for replica in self.of(unit))
+            for unit in self._keep_asleep
+        }
+
     def is_parked(self, unit: str) -> bool:
-        """Return whether the unit accepts requests although it has no replicas or soon will have none."""
+        """Return whether the unit accepts requests although it has no replicas that are awake, or soon will
+        have none."""
         return unit in self._parked
 
     def settings_of(self, unit: str) -> ModelSettings | None:
@@ -290,6 +317,8 @@ class ModelManager:
         """Return the reason why the unit cannot be loaded, or an empty string if it may still become
         ready."""
         for replica in self.of(unit):
+            if replica.sleeping.asleep:
+                continue
             if replica.failure or replica.restarts >= _MAX_FAILED_LOADS:
                 return replica.failure or replica.last_error
         return ""
@@ -330,6 +359,16 @@ class ModelManager:
             )
         )
 
+    async def shortage_of(self, unit: str, settings: ModelSettings) -> MemoryShortage:
+        """Return how much more memory is needed to load the unit or, if it is parked asleep, to wake it."""
+        replicas = self.of(unit)
+        if not self.is_parked_asleep(unit) or any(replica.group is None for replica in replicas):
+            return await self.shortage(settings)
+        needs = [
+            (one.gpus or range(one.spec.tensor_parallel_size), one.sleeping.freed_bytes) for one in replicas
+        ]
+        return await asyncio.to_thread(shortage_to_wake, needs)
+
     async def why_not_beside(self, settings: ModelSettings, count: int = 1) -> str:
         """Return the reason why `count` replicas with these settings cannot run alongside the running
         replicas, or an empty string if they can."""
@@ -341,7 +380,7 @@ class ModelManager:
         """Return the settings of every unit, except units that are asleep or whose replicas are changing."""
         changing = {unit for unit, task in self._changes.items() if not task.done()}
         asleep = {replica.model for replica in self.replicas if replica.sleeping.asleep}
-        units = self.models.keys() - changing - asleep - self._parked
+        units = self.models.keys() - changing - asleep - self._parked.keys()
         return {unit: one for unit, one in self._wanted.items() if unit in units}
 
     def begin_change(self, unit: str) -> None:
@@ -381,6 +420,8 @@ class ModelManager:
 
     async def _next_step(self, name: str) -> bool:
         """Take one step towards the wanted replicas. Return whether another step may be possible."""
+        if (sleep_change := self._sleep_changes.get(name)) is not None:
+            await asyncio.wait([sleep_change])
         wanted = self._wanted.get(name)
         by_load = wanted is not None and wanted.max_replicas is not None
         for replica in self.of(name):
@@ -390,8 +431,18 @@ class ModelManager:
             await self._remove(name)
             return False
         if name in self._parked:
-            await asyncio.gather(*(self._retire(replica) for replica in self.of(name)))
+            if any(replica.spec != wanted.spec(replica.name) for replica in self.of(name)):
+                self._keep_asleep.discard(name)  # they would sleep with outdated settings
+            if name in self._keep_asleep and not self.is_parked_asleep(name):
+                await self._uninterrupted(name, self._put_to_sleep(name))
+            if not self.is_parked_asleep(name):
+                self._keep_asleep.discard(name)
+                await asyncio.gather(*(self._retire(replica) for replica in self.of(name)))
             return False
+        self._keep_asleep.discard(name)
+        if any(replica.sleeping.asleep for replica in self.of(name)):
+            await self._uninterrupted(name, self._wake(name))
+            return True
         staying = [replica for replica in self.of(name) if not replica.retiring]
         serving_first = sorted(staying, key=lambda replica: replica.account is None)
         current = [replica for replica in serving_first if replica.spec == wanted.spec(replica.name)]
@@ -447,6 +498,46 @@ class ModelManager:
         await self._retire(old)
         return True
 
+    async def _uninterrupted(self, name: str, change: Coroutine[Any, Any, None]) -> None:
+        """Put the replicas of a unit to sleep, or wake them. A later change of the unit does not interrupt
+        this, but waits for its end."""
+        task = self._sleep_changes[name] = asyncio.get_running_loop().create_task(change)
+        task.add_done_callback(lambda _: self._sleep_changes.pop(name, None))
+        await asyncio.shield(task)
+
+    async def _put_to_sleep(self, name: str) -> None:
+        """Let the replicas of a parked unit finish their requests, and put them to sleep if they can."""
+        accounts = [replica.account for replica in self.of(name) if replica.account is not None]
+        for account in accounts:
+            self._requests.retire_replica(account)
+
+        def occupied() -> bool:
+            return any(map(self._requests.state.occupied, accounts))
+
+        await _poll(lambda: not occupied(), self._drain_left_s(name))
+        problem = "its requests take longer" if occupied() else await self.sleeping.sleep(name)
+        if problem:
+            log.info("%s does not sleep: %s", name, problem)
+            if name not in self._parked:  # it must stay loaded now
+                await self.sleeping.wake(name)
+        else:
+            log.info("%s is asleep; its next request wakes it", name)
+
+    async def _wake(self, name: str) -> None:
+        """Wake the replicas of a unit. If they cannot wake, stop them, so that they are loaded again."""
+        replicas = self.of(name)
+        ended = any(replica.group is None for replica in replicas)
+        problem = "its processes have ended" if ended else await self.sleeping.wake(name)
+        if problem:
+            log.info("%s is loaded again instead of being woken: %s", name, problem)
+            await asyncio.gather(*(self._retire(replica) for replica in replicas))
+        else:
+            log.info("%s is awake", name)
+
+    def _drain_left_s(self, name: str) -> float:
+        """Return how long running requests of a parked unit may still take to finish."""
+        return max(0.0, self._parked.get(name, 0.0) - asyncio.get_running_loop().time())
+
     async def _retire(self, replica: Replica) -> None:
         """Stop sending requests to the replica, let it finish its requests, and stop it. A later change does
         not interrupt this method."""
@@ -470,7 +561,7 @@ class ModelManager:
             # on the successor.
             alone = not any(other.account for other in self.of(replica.model) if not other.retiring)
             grace_s = self._settings().drain_grace_s if alone else None
-            grace_s = DRAIN_S if replica.model in self._parked else grace_s
+            grace_s = self._drain_left_s(replica.model) if replica.model in self._parked else grace_s
             await _poll(
                 lambda: not self._requests.state.occupied(account) or replica.account is not account, grace_s
             )
@@ -500,7 +591,8 @@ class ModelManager:
     async def _remove(self, name: str) -> None:
         """Stop serving a model."""
         self.models.pop(name, None)
-        self._parked.discard(name)
+        self._parked.pop(name, None)
+        self._keep_asleep.discard(name)
         self._requests.pause_admission(name, f"model {name!r} is being removed")
         self._publish()
         grace_s = self._grace_s.pop(name, self._settings().drain_grace_s)

@@ -176,6 +176,17 @@ class Replica:
         return self._report
 
     @property
+    def gpus(self) -> list[int]:
+        """The numbers of the replica's GPUs, in rank order. Empty if it runs on the CPU, or if its GPUs were
+        not chosen by the service."""
+        return self._gpus
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the replica is ready and runs on GPUs."""
+        return self.info is not None and all(one.startswith("cuda") for one in self.info.devices)
+
+    @property
     def ready_after_s(self) -> float | None:
         """Time in seconds from the latest start until the replica was ready, or None if it is not ready
         yet."""

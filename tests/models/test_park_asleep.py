@@ -1,0 +1,236 @@
+"""Tests of the model manager with simulated processes on a GPU: parked models whose replicas sleep."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from appliance.models import fit
+from appliance.models import manager as manager_module
+from appliance.models.gpus import DetectedGpu, GpuReport
+from appliance.models.manager import ModelManager
+from appliance.settings import ModelSettings, Settings
+from engine.messages import MemoryChanged, Ready
+from tests.models.test_on_demand import served
+from tests.models.test_replica_sleep import SLEPT, Processes, info
+
+WITHIN_S = 60.0
+
+
+class GpuProcesses(Processes):
+    """The processes of a replica on a GPU. They sleep and wake immediately, unless `problem` is set."""
+
+    problem = ""
+    stopped = False
+
+    def change_memory(self, asleep: bool) -> None:
+        answer = SLEPT if asleep else MemoryChanged(False)
+        if self.problem:
+            answer = MemoryChanged(not asleep, problem=self.problem)
+        self.answers.append(answer)
+        super().change_memory(asleep)
+
+    def ready(self) -> None:
+        self._on_message(0, Ready(msgspec.structs.replace(info(), devices=["cuda:0 NVIDIA H200"])))
+
+    def attach_front(self, front: str) -> None:
+        return
+
+    async def stop(self, grace_s: float) -> None:
+        self.stopped = True
+        self._on_end("stopped")
+
+
+class Requests:
+    """The requests for the model. `accounts` are the replicas that get requests."""
+
+    def __init__(self) -> None:
+        self.accounts: list[Any] = []
+        self.running = False
+        self.state = SimpleNamespace(models={}, occupied=lambda account: self.running)
+        self.preempted = 0
+
+    def add_replica(self, account: Any) -> None:
+        self.accounts.append(account)
+
+    def retire_replica(self, account: Any) -> None:
+        if account in self.accounts:
+            self.accounts.remove(account)
+
+    lose_replica = retire_replica
+
+    def preempt(self, account: Any) -> None:
+        self.preempted += self.running
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *arguments: None
+
+
+class Site:
+    """A manager whose only model, `m`, has one replica."""
+
+    def __init__(self, folder: Path) -> None:
+        self.launches: list[GpuProcesses] = []
+        self.settings = Settings(models={"m": ModelSettings(folder=str(folder))}, run_dir=str(folder))
+        self.requests = Requests()
+        requests: Any = self.requests
+        nothing: Callable[..., None] = lambda *arguments: None  # noqa: E731
+        channels: Any = SimpleNamespace(connect_replica=nothing, disconnect_replica=nothing)
+
+        def launch(spec: Any, on_message: Any, on_end: Any) -> Any:
+            self.launches.append(GpuProcesses(on_message, on_end))
+            asyncio.get_running_loop().call_soon(self.launches[-1].ready)
+            return self.launches[-1]
+
+        self.manager = ModelManager(
+            lambda: self.settings,
+            [served("m")],
+            requests=requests,
+            channels=channels,
+            publish=nothing,
+            note=nothing,
+            launch=launch,
+            preflight=lambda name, settings: "",
+            files_check=lambda unit: "",
+            broken={},
+        )
+
+    async def start(self) -> None:
+        self.manager.start()
+        await self.until(lambda: self.manager.loaded("m"))
+
+    async def park(self) -> None:
+        self.manager.park("m", asleep=True)
+        await self.until(lambda: self.manager.is_parked_asleep("m"))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    async def find_held(pids: list[int]) -> str:
+        return ""
+
+    monkeypatch.setattr(manager_module, "find_held", find_held)
+    monkeypatch.setattr(manager_module, "_POLL_S", 0.002)
+    monkeypatch.setattr(manager_module, "DRAIN_S", 0.1)
+    return Site(tmp_path)
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(WITHIN_S):
+            await scenario()
+
+    asyncio.run(bounded())
+
+
+def test_a_parked_model_sleeps_and_is_woken_in_the_same_processes(site: Site) -> None:
+    async def scenario() -> None:
+        await site.start()
+        await site.park()
+        assert site.requests.accounts == [] and site.manager.parked_host_bytes() == {"m": 1}
+        assert site.manager.load_failure("m") == "" and not site.manager.loaded("m")
+        site.manager.unpark("m")
+        await site.until(lambda: site.manager.loaded("m") and bool(site.requests.accounts))
+        assert len(site.launches) == len(site.requests.accounts) == 1
+        assert site.launches[0].asked == [True, False] and site.manager.parked_host_bytes() == {}
+
+    run(scenario)
+
+
+def test_a_model_with_requests_that_take_too_long_is_unloaded_after_one_grace_period(site: Site) -> None:
+    async def scenario() -> None:
+        await site.start()
+        site.requests.running = True
+        site.manager.park("m", asleep=True)
+        await site.until(lambda: not site.manager.replicas)
+        assert site.requests.preempted == 1 and site.launches[0].stopped
+        assert site.launches[0].asked == [] and not site.manager.is_parked_asleep("m")
+
+    run(scenario)
+
+
+def test_a_model_that_cannot_sleep_is_unloaded(site: Site) -> None:
+    async def scenario() -> None:
+        await site.start()
+        site.launches[0].problem = "no host memory"
+        site.manager.park("m", asleep=True)
+        await site.until(lambda: not site.manager.replicas)
+        assert site.launches[0].stopped and site.requests.accounts == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_model_that_cannot_wake_is_loaded_again(site: Site, ended: bool) -> None:
+    async def scenario() -> None:
+        await site.start()
+        await site.park()
+        if ended:
+            site.launches[0].kill("killed")
+        else:
+            site.launches[0].problem = "no device memory"
+        site.manager.unpark("m")
+        await site.until(lambda: site.manager.loaded("m"))
+        assert len(site.launches) == 2 and len(site.requests.accounts) == 1
+
+    run(scenario)
+
+
+def test_a_model_that_is_unparked_while_its_requests_finish_is_awake_afterwards(site: Site) -> None:
+    async def scenario() -> None:
+        await site.start()
+        site.requests.running = True
+        site.manager.park("m", asleep=True)
+        await site.until(lambda: not site.requests.accounts)
+        site.manager.unpark("m")
+        site.requests.running = False
+        await site.until(lambda: site.launches[0].asked == [True, False])
+        await site.until(lambda: site.manager.loaded("m") and bool(site.requests.accounts))
+        assert len(site.launches) == 1
+
+    run(scenario)
+
+
+def test_a_model_that_is_unparked_during_long_requests_stays_awake(site: Site) -> None:
+    async def scenario() -> None:
+        await site.start()
+        site.requests.running = True
+        site.manager.park("m", asleep=True)
+        await site.until(lambda: not site.requests.accounts)
+        site.manager.unpark("m")
+        await site.until(lambda: bool(site.requests.accounts))
+        assert site.launches[0].asked == [] and site.manager.loaded("m")
+
+    run(scenario)
+
+
+def test_a_sleeping_model_whose_settings_change_is_unloaded(site: Site) -> None:
+    async def scenario() -> None:
+        await site.start()
+        await site.park()
+        changed = ModelSettings(folder=site.settings.models["m"].folder, kv_blocks=7, required=False)
+        site.manager.change({"m": changed}, [])
+        await site.until(lambda: not site.manager.replicas)
+        assert site.launches[0].stopped and site.manager.is_parked("m")
+
+    run(scenario)
+
+
+def test_waking_needs_the_released_memory_on_the_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [DetectedGpu(0, "H200", 100, 30, "9.0"), DetectedGpu(1, "H200", 100, 90, "9.0")]
+    monkeypatch.setattr(fit, "find_gpus", lambda: GpuReport(gpus))
+    assert fit.shortage_to_wake([([0], 70)]) == fit.MemoryShortage()
+    assert fit.shortage_to_wake([([0], 71)]).bytes == 1
+    assert fit.shortage_to_wake([([0], 40), ([0], 40)]).bytes == 10
+    both = fit.shortage_to_wake([([0, 1], 40)])
+    assert both.bytes == 10 and "needs 20 B of GPU 1, but only 10 B are free" in both.why
