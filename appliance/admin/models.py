@@ -136,11 +136,12 @@ class ModelAdmin:
         if unit in self.operations.draining or self.operations.is_falling_asleep(unit):
             return "draining", "finishing its requests"
         replicas = self.manager.of(unit)
-        if unit in self.operations.asleep and not self.operations.is_waking(unit):
+        asleep = unit in self.operations.asleep and not self.operations.is_waking(unit)
+        if asleep or self.manager.is_parked_asleep(unit):
             return "sleeping", next((replica.detail for replica in replicas if replica.detail), "")
         if self.manager.is_parked(unit):
             if replicas:
-                return "draining", "unloading; the next request loads it again"
+                return "draining", "leaving the memory; the next request loads it again"
             if self.on_demand.is_loading(unit):
                 return "loading", _WAITS
             failure = self.routing.failures.get(unit, "")
@@ -314,7 +315,9 @@ class ModelAdmin:
         """Wake a version. Raises LoadError if it is not asleep, or cannot be woken."""
         record = self._record(asked.model, "woken")
         before = self._status(record).state
-        await self._perform(self.operations.wake(record), wait=asked.wait)
+        parked = self.manager.is_parked_asleep(unit_name(record.model, record.version))
+        waking = self.on_demand.load(record) if parked else self.operations.wake(record)
+        await self._perform(waking, wait=asked.wait)
         status = self._status(record)
         return Effect(status, {"state": before}, {"state": status.state})
 

@@ -1,12 +1,12 @@
-"""Loads models at their first request, unloads models that have not been used for a while, and swaps models
-that do not fit into memory together. `appliance.models.residency` makes the decisions, and this module
-carries them out.
+"""Loads models at their first request, unloads models that have not been used for a while or puts them to
+sleep, and swaps models that do not fit into memory together. `appliance.models.residency` makes the
+decisions, and this module carries them out.
 
 A unit of loading that requests can use is in one of three states:
 
 - unknown to the fronts, which is possible only for a registered version. At its first request, the fronts
   read its tokenizer (`ModelOperations.introduce`), and the request is queued.
-- parked: its requests wait in the queue until the unit is loaded.
+- parked: its requests wait in the queue until the unit is loaded. Its replicas may sleep; it is then woken.
 - in memory.
 
 Only one load or swap is in progress at a time.
@@ -72,19 +72,19 @@ def _key(unit: str) -> tuple[str, int]:
 
 
 class Residency(NamedTuple):
-    """Whether a unit is in memory, and how many times it has been loaded on demand and unloaded without a
-    command since the service started."""
+    """Whether a unit is in memory and awake, and how many times it has been loaded or woken on demand, and
+    unloaded or put to sleep without a command, since the service started."""
 
     in_memory: bool
     loads: int
     """Number of loads on demand."""
     evictions: Mapping[str, int]
-    """Number of times that the unit was unloaded without a command, by reason."""
+    """Number of times that the unit was unloaded or put to sleep without a command, by reason."""
 
 
 _REASONS = ("memory", "group", "idle")
-"""Why a unit is unloaded: another model needs the memory, a group does not allow both models to be loaded, or
-the unit has been idle for its time to live."""
+"""Why a unit leaves the memory: another model needs the memory, a group does not allow both models to be
+loaded, or the unit has been idle for its time to live."""
 
 
 @dataclass
@@ -115,7 +115,8 @@ class OnDemand:
         self.loads: Counter[str] = Counter()
         """Number of loads on demand since the service started, by unit."""
         self.evictions: Counter[tuple[str, str]] = Counter()
-        """Number of times that units were unloaded without a command, by unit and reason (`_REASONS`)."""
+        """Number of times that units were unloaded or put to sleep without a command, by unit and reason
+        (`_REASONS`)."""
         self._settings = settings
         self._operations = operations
         self._manager = manager
@@ -204,15 +205,14 @@ class OnDemand:
         """Return the unix time at which the unit is unloaded if no more requests arrive, or None if it stays
         loaded."""
         leaves_at = self._leaves_at(unit)
-        if leaves_at == math.inf or self._kept(unit) or not self._manager.of(unit):
+        if leaves_at == math.inf or self._kept(unit) or not self._is_awake(unit):
             return None
         return time.time() + max(0.0, leaves_at - self._clock())
 
     def stats(self, unit: str) -> Residency:
-        """Return whether the unit is in memory, and how many times it has been loaded on demand and unloaded
-        without a command since the service started."""
+        """Return whether the unit is in memory, and how often it has entered and left the memory."""
         return Residency(
-            in_memory=bool(self._manager.of(unit)),
+            in_memory=self._is_awake(unit),
             loads=self.loads[unit],
             evictions={reason: self.evictions[unit, reason] for reason in _REASONS},
         )
@@ -319,7 +319,7 @@ class OnDemand:
 
     async def _serve(self, wanted: Bundle, bundles: list[Bundle]) -> None:
         """Take the next step towards loading a bundle that has waiting requests."""
-        bundles = await self._measure(bundles)
+        bundles = await self._measure(bundles, wanted.units[0])
         wanted = next(one for one in bundles if one.units == wanted.units)
         if unknown := [one for one in wanted.units if one not in self._manager.models]:
             await self._introduce_member(wanted, unknown[0])
@@ -371,22 +371,55 @@ class OnDemand:
         self._fronts.publish_configuration()
 
     async def _evict(self, units: tuple[str, ...], reason: str, why: str) -> None:
-        """Unload units, and wait until their memory is free. This is the only place where units are unloaded
-        without a command."""
+        """Unload units or put them to sleep, and wait until their memory is free. This is the only place
+        where this happens without a command."""
         leaving = [unit for unit in units if self._manager.of(unit)]
         self._incomplete.discard(units)
         for unit in leaving:
-            log.info("%s is unloaded: %s", unit, why)
-            self.evictions[unit, reason] += 1
-            self._manager.park(unit)
-            self._of(unit).left_at = self._clock()
-        while any(self._manager.of(unit) and self._leaves(unit) for unit in leaving):
+            asleep = await self._may_sleep(unit)
+            log.info("%s is %s: %s", unit, "put to sleep" if asleep else "unloaded", why)
+            if self._is_awake(unit):
+                self.evictions[unit, reason] += 1
+                self._of(unit).left_at = self._clock()
+            self._manager.park(unit, asleep=asleep)
+        while any(self._is_awake(unit) and self._leaves(unit) for unit in leaving):
             self._observe()
             await asyncio.sleep(_POLL_S)
         self._fronts.publish_configuration()
 
+    async def _may_sleep(self, unit: str) -> bool:
+        """Return whether a unit that leaves the memory sleeps instead of being unloaded. Unload the least
+        recently used of the units that already sleep for this reason, as far as the limit requires it."""
+        limit_bytes = int(self._settings().on_demand.sleeping_memory_gb * 1e9)
+        if not limit_bytes or not self._is_awake(unit):
+            return False
+        if not all(replica.on_gpus for replica in self._manager.of(unit)):
+            return False  # on a CPU, the weights of a sleeping model would stay in memory
+        parked = self._manager.parked_host_bytes()
+        needed = sum(replica.status().weight_bytes for replica in self._manager.of(unit)) + sum(
+            replica.sleeping.host_bytes  # of models that sleep because of a command
+            for replica in self._manager.replicas
+            if replica.model not in parked
+        )
+        if needed > limit_bytes:
+            return False
+        for other in sorted(parked, key=lambda one: self._of(one).used_at):
+            if needed + sum(parked.values()) <= limit_bytes:
+                break
+            log.info("%s no longer sleeps and is unloaded: on_demand.sleeping_memory_gb is reached", other)
+            del parked[other]
+            self._manager.park(other)
+            while self._is_awake(other) and self._leaves(other):
+                await asyncio.sleep(_POLL_S)
+        return True
+
+    def _is_awake(self, unit: str) -> bool:
+        """Return whether the unit is in memory and not parked asleep."""
+        return bool(self._manager.of(unit)) and not self._manager.is_parked_asleep(unit)
+
     def _leaves(self, unit: str) -> bool:
-        """Return whether the unit is still being unloaded. New settings may require it in the meantime."""
+        """Return whether the unit is still leaving the memory. New settings may require it in the
+        meantime."""
         return self._manager.is_parked(unit) or unit not in self._manager.models
 
     async def _load_at_start(self, bundles: list[Bundle]) -> None:
@@ -397,7 +430,8 @@ class OnDemand:
         bundle = next((one for one in bundles if unit in one.units), None)
         if bundle is None or not self._manager.is_parked(unit):
             return
-        excluded = any(one.in_memory and self._excluded(bundle, one) for one in bundles)
+        others = [one for one in bundles if one.in_memory and not one.asleep]
+        excluded = any(self._excluded(bundle, one) for one in others)
         if excluded or await self._missing_bytes(bundle) > 0:
             log.info("%s is not loaded at startup, because it does not fit; its first request loads it", unit)
             return
@@ -412,12 +446,12 @@ class OnDemand:
         wanted = Bundle((unit,), waiting_since=self._clock())
         while True:
             idle = [one for one in self._bundles() if unit not in one.units and not one.busy]
-            bundles = await self._measure(idle)
+            bundles = await self._measure(idle, unit)
             step = next_step(
                 self._clock(),
                 wanted,
                 bundles,
-                missing_bytes=(await self._manager.shortage(settings)).bytes,
+                missing_bytes=(await self._manager.shortage_of(unit, settings)).bytes,
                 min_residence_s=0.0,
                 excludes=lambda other: self._excluded(wanted, other),
             )
@@ -500,13 +534,13 @@ class OnDemand:
         return Bundle(
             units,
             loaded=loaded,
-            in_memory=any(self._manager.of(unit) for unit in units),
+            in_memory=(in_memory := any(self._manager.of(unit) for unit in units)),
+            asleep=in_memory and not any(map(self._is_awake, units)),
             busy=any(map(self._busy, units)),
             waiting_since=min(waiting, default=None),
             load_began_at=max(one.load_began_at for one in times),
             ready_at=max(one.ready_at for one in times),
             used_at=max(one.used_at for one in times),
-            memory_bytes=sum(map(self._memory_bytes, units)),
             kept=next(filter(None, map(self._kept, units)), ""),
         )
 
@@ -578,22 +612,27 @@ class OnDemand:
         """Return the memory that must become free before the bundle's next unit can be loaded."""
         for unit in wanted.units:
             settings = self._manager.settings_of(unit)
-            if self._manager.is_parked(unit) and not self._manager.of(unit) and settings is not None:
-                return (await self._manager.shortage(settings)).bytes
+            if self._manager.is_parked(unit) and not self._is_awake(unit) and settings is not None:
+                return (await self._manager.shortage_of(unit, settings)).bytes
         return 0
 
-    def _memory_bytes(self, unit: str) -> int:
-        """Return the memory that unloading the unit frees, in bytes."""
+    def _memory_bytes(self, unit: str, on_cpu: bool) -> int:
+        """Return the memory that unloading the unit frees, in bytes. If the unit sleeps, this is its host
+        memory (`on_cpu`), or the GPU memory that its processes still hold."""
         replicas = self._manager.of(unit)
         if not replicas:
             return 0
         if host_bytes := self._host_bytes.get(unit):
             return host_bytes * len(replicas)
         statuses = [replica.status() for replica in replicas]
-        return int(_GPU_FACTOR * sum(one.weight_bytes + one.kv_bytes for one in statuses)) + _GPU_BYTES
+        if on_cpu and self._manager.is_parked_asleep(unit):
+            return sum(one.host_bytes for one in statuses)
+        occupied = int(_GPU_FACTOR * sum(one.weight_bytes + one.kv_bytes for one in statuses)) + _GPU_BYTES
+        return occupied - sum(one.freed_bytes for one in statuses)
 
-    async def _measure(self, bundles: list[Bundle]) -> list[Bundle]:
-        """Predict how much memory the units on the CPU need, and return the bundles with the predictions."""
+    async def _measure(self, bundles: list[Bundle], wanted: str) -> list[Bundle]:
+        """Predict how much memory the units on the CPU need. Return the bundles with the memory that becomes
+        free for the unit `wanted` if they are unloaded."""
         settings = {
             unit: one
             for bundle in bundles
@@ -602,8 +641,10 @@ class OnDemand:
         }
         if settings:
             self._host_bytes |= await asyncio.to_thread(_host_bytes, settings)
+        on_cpu = bool(self._host_bytes.get(wanted))
         return [
-            bundle._replace(memory_bytes=sum(map(self._memory_bytes, bundle.units))) for bundle in bundles
+            bundle._replace(memory_bytes=sum(self._memory_bytes(unit, on_cpu) for unit in bundle.units))
+            for bundle in bundles
         ]
 
     def _of(self, unit: str) -> _Times:

@@ -265,7 +265,7 @@ class ModelOperations:
 
     async def _check_room(self, unit: str, settings: ModelSettings) -> None:
         """Raise NoRoomError if the unit does not fit into memory."""
-        if why_not := (await self._manager.shortage(settings)).why:
+        if why_not := (await self._manager.shortage_of(unit, settings)).why:
             raise NoRoomError(
                 f"{unit} does not fit alongside the models that are loaded: {why_not}; unload another model "
                 "first with: appliance models unload"
@@ -320,8 +320,9 @@ class ModelOperations:
         self._fronts.publish_configuration()
 
     async def bring_back(self, unit: str) -> None:
-        """Load a unit that was introduced or parked. If this raises LoadError, the unit is parked again,
-        unless its replicas are themselves waiting for its files to be corrected."""
+        """Load or wake a unit that was introduced or parked. If this raises LoadError, the unit is parked
+        again without sleeping replicas, unless its replicas are themselves waiting for its files to be
+        corrected."""
         model, version = split_target(unit)
         record = self.registry.current.versions.get((model, version or 0))
         async with self._one_at_a_time:
@@ -406,7 +407,7 @@ class ModelOperations:
         """Stop routing requests to a loaded version, let its requests finish within `grace_s`, and release
         its memory. Raises LoadError if it is not loaded or if it stays awake."""
         unit = unit_name(record.model, record.version)
-        if unit in self.asleep and unit not in self._wakes:
+        if (unit in self.asleep and unit not in self._wakes) or self._manager.is_parked_asleep(unit):
             return
         loaded = unit in self._routing.usable and not self._manager.is_parked(unit)
         if unit not in self._sleeps and not loaded:

@@ -3,11 +3,12 @@ models' state and the time.
 
 Models that wait for memory are served in the order in which their oldest requests began to wait for a load.
 To make room for the first of them, other models are evicted: models without requests first, starting with the
-least recently used, then models with requests. A model stays in memory for at least `min_residence_s` after
-its load began, unless the first waiting model has already waited `DRAIN_S` longer than that, and for at least
-`MIN_SERVICE_S` after it became ready. A model with requests also stays until the first waiting model has
-waited for `min_residence_s`. During an eviction, running requests have `DRAIN_S` to finish; any requests not
-finished by then continue when their model is loaded again.
+least recently used, then models that sleep, then models with requests. An evicted model sleeps or is
+unloaded; if it already sleeps, it is unloaded. A model stays in memory for at least `min_residence_s` after
+its load or its return from sleep began, unless the first waiting model has already waited `DRAIN_S` longer
+than that, and for at least `MIN_SERVICE_S` after it became ready. A model with requests also stays until the
+first waiting model has waited for `min_residence_s`. During an eviction, running requests have `DRAIN_S` to
+finish; any requests not finished by then continue when their model is loaded again.
 
 If two models compete for memory and only one of them fits, they are swapped at most once every
 `min_residence_s`. A request waits at most `min_residence_s` (or the time of a load and `MIN_SERVICE_S`, if
@@ -39,6 +40,8 @@ class Bundle(NamedTuple):
     """Whether all units are ready."""
     in_memory: bool = False
     """Whether at least one unit occupies memory."""
+    asleep: bool = False
+    """Whether all units in memory sleep. They still occupy some memory of their GPUs."""
     busy: bool = False
     """Whether requests are running or waiting."""
     waiting_since: float | None = None
@@ -57,6 +60,8 @@ class Bundle(NamedTuple):
     def evictable_at(self, waiting_since: float, min_residence_s: float) -> float:
         """Return the time from which this bundle may be unloaded in favour of a bundle whose oldest request
         has waited since `waiting_since`."""
+        if self.asleep:
+            return 0.0
         residence_ends_at = self.load_began_at + min_residence_s
         # With three models, the third one would otherwise wait for the residence of both others.
         residence_ends_at = min(residence_ends_at, waiting_since + min_residence_s + DRAIN_S)
@@ -71,7 +76,7 @@ class LoadUnits(NamedTuple):
 
 
 class Evict(NamedTuple):
-    """Unload these units now to make room for others."""
+    """Unload these units now, or put them to sleep, to make room for others."""
 
     units: tuple[str, ...]
 
@@ -115,13 +120,14 @@ def next_step(
     - `excludes(bundle)` returns whether `bundle` must not be loaded together with `wanted`.
     """
     others = [one for one in bundles if one.in_memory and one is not wanted]
-    victims = [one for one in others if excludes(one)]
+    victims = [one for one in others if excludes(one) and not one.asleep]
     if kept := next((one.kept for one in victims if one.kept), ""):
         return Refuse(wanted.units, f"it must not be loaded together with a model that stays loaded: {kept}")
     since = now if wanted.waiting_since is None else wanted.waiting_since
 
-    def order(one: Bundle) -> tuple[bool, bool, float]:
-        return one.busy, one.evictable_at(since, min_residence_s) > now, one.used_at
+    def order(one: Bundle) -> tuple[bool, bool, bool, float]:
+        busy = one.busy and not one.asleep
+        return busy, one.asleep, one.evictable_at(since, min_residence_s) > now, one.used_at
 
     candidates = sorted((one for one in others if one not in victims and not one.kept), key=order)
     freed = sum(one.memory_bytes for one in victims)

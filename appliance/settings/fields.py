@@ -31,6 +31,7 @@ Cpus = Annotated[float, msgspec.Meta(ge=0.1, le=4096)]
 Gigabytes = Annotated[float, msgspec.Meta(ge=0.1, le=1e6)]
 Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 PositiveGigabytes = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+NonNegativeGigabytes = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 SocketMode = Annotated[
     str, msgspec.Meta(pattern="^0?[0-7]{3}$", description='an octal file mode such as "0660"')
 ]
@@ -161,6 +162,11 @@ class OnDemandSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
     memory_gb: PositiveGigabytes | None = None
     """Total host memory in GB (10^9 bytes) that models on the CPU may use, according to the prediction of
     `appliance models fit`. Default: the available memory. On GPUs, `gpu_memory_utilization` is the limit."""
+    sleeping_memory_gb: NonNegativeGigabytes = 0.0
+    """Host memory in GB (10^9 bytes) for the weights of sleeping models. If a model on GPUs leaves the memory
+    without a command, and its weights fit into this limit, it sleeps, and its next request wakes it. Other
+    models are unloaded. If the limit is reached, the least recently used of these sleeping models are
+    unloaded first. The memory is page-locked. 0: models are always unloaded."""
     min_residence_s: Seconds = 10.0
     """Minimum time in seconds for which a model keeps its memory, counted from when it begins to load. A
     model that has requests also keeps its memory until requests for another model have waited this long. A

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from appliance.channel.served_models import ServedModel
@@ -19,8 +20,13 @@ from appliance.models.on_demand import OnDemand
 from appliance.models.operations import LoadError, ModelOperations
 from appliance.models.routing import Routing
 from appliance.settings import GroupSettings, ModelSettings, Settings
+from appliance.settings.fields import OnDemandSettings
 from appliance.traffic.model_uses import ModelUses
 from tests.models.test_operations import SimulatedFronts, SimulatedManager, World, run
+
+WEIGHT_BYTES = 1 << 40
+SLEEPING_MEMORY_GB = 2.5 * WEIGHT_BYTES / 1e9
+"""Host memory for two sleeping units."""
 
 
 class Traffic:
@@ -46,6 +52,11 @@ class Manager(SimulatedManager):
         self._requests = requests
         self._declared = declared
         self.parked = set(declared)
+        self.asleep: set[str] = set()
+        """Parked units that sleep."""
+        self.on_gpus = True
+        self.held = False
+        """Whether sleeping units hold so much memory that they must be unloaded before another load."""
         self.replicas: list[Any] = []
         self.settings: dict[str, ModelSettings] = dict(declared)
         for name in declared:
@@ -68,18 +79,30 @@ class Manager(SimulatedManager):
         self.parked.discard(unit)
         self._requests.state.models.pop(unit, None)
 
-    def park(self, unit: str) -> None:
+    def park(self, unit: str, *, asleep: bool = False) -> None:
         self.parked.add(unit)
-        self.history.append(f"park {unit}")
+        (self.asleep.add if asleep else self.asleep.discard)(unit)
+        self.history.append(f"{'sleep' if asleep else 'park'} {unit}")
 
     def unpark(self, unit: str) -> None:
         self.parked.discard(unit)
-        self.history.append(f"load {unit}")
+        self.history.append(f"{'wake' if unit in self.asleep else 'load'} {unit}")
+        self.asleep.discard(unit)
 
     def of(self, unit: str) -> list[Any]:
-        in_memory = unit in self.models and unit not in self.parked
-        status = SimpleNamespace(weight_bytes=1 << 40, kv_bytes=0)
-        return [SimpleNamespace(status=lambda: status)] if in_memory else []
+        in_memory = unit in self.models and (unit not in self.parked or unit in self.asleep)
+        freed_bytes = WEIGHT_BYTES if unit in self.asleep else 0
+        status = SimpleNamespace(
+            weight_bytes=WEIGHT_BYTES, kv_bytes=0, freed_bytes=freed_bytes, host_bytes=freed_bytes
+        )
+        replica = SimpleNamespace(status=lambda: status, on_gpus=self.on_gpus)
+        return [replica] if in_memory else []
+
+    def is_parked_asleep(self, unit: str) -> bool:
+        return unit in self.asleep
+
+    def parked_host_bytes(self) -> dict[str, int]:
+        return dict.fromkeys(self.asleep, WEIGHT_BYTES)
 
     def is_parked(self, unit: str) -> bool:
         return unit in self.parked
@@ -93,8 +116,9 @@ class Manager(SimulatedManager):
     def settings_of(self, unit: str) -> ModelSettings | None:
         return self.settings.get(unit)
 
-    async def shortage(self, settings: ModelSettings) -> MemoryShortage:
-        used = sum(bool(self.of(unit)) for unit in self.models)
+    async def shortage_of(self, unit: str, settings: ModelSettings) -> MemoryShortage:
+        used = sum(bool(self.of(unit)) and unit not in self.asleep for unit in self.models)
+        used += self.held and bool(self.asleep - {unit})
         return MemoryShortage(1, "there is no room") if used >= self.room else MemoryShortage()
 
 
@@ -450,7 +474,7 @@ def test_an_eviction_ends_if_new_settings_keep_the_model_loaded(tmp_path: Path) 
     site = Site(tmp_path, Settings(models={"m": optional(), "other": optional()}))
 
     async def scenario() -> None:
-        def park(unit: str) -> None:
+        def park(unit: str, *, asleep: bool = False) -> None:
             """Simulate a reload that makes the model required while its requests are finishing."""
             site.manager.history.append(f"kept {unit}")
 
@@ -459,5 +483,98 @@ def test_an_eviction_ends_if_new_settings_keep_the_model_loaded(tmp_path: Path) 
         async with asyncio.timeout(60):
             await site.on_demand._evict(("m",), "memory", "a test needs the memory")
         assert site.manager.history[-1] == "kept m" and site.manager.of("m")
+
+    play(site, scenario)
+
+
+def sleepy(**models: ModelSettings) -> Settings:
+    return Settings(models=models, on_demand=OnDemandSettings(sleeping_memory_gb=SLEEPING_MEMORY_GB))
+
+
+def test_a_model_whose_memory_is_needed_sleeps_and_its_next_request_wakes_it(tmp_path: Path) -> None:
+    site = Site(tmp_path, sleepy(a=optional(), b=optional()))
+
+    async def scenario() -> None:
+        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
+        site.ask("b")
+        await site.until(lambda: site.manager.loaded("b"), "the exchange")
+        site.answer("b")
+        assert not site.on_demand.stats("a").in_memory and site.on_demand.expires_at("a") is None
+        assert site.on_demand.stats("a").evictions["memory"] == 1
+        site.ask("a")
+        await site.until(lambda: site.manager.loaded("a"), "the return")
+        assert site.manager.history == ["load a", "sleep a", "load b", "sleep b", "wake a"]
+
+    play(site, scenario)
+
+
+def test_a_model_sleeps_at_the_end_of_its_time_to_live(tmp_path: Path) -> None:
+    site = Site(tmp_path, sleepy(a=optional(idle_unload_s=60.0)))
+
+    async def scenario() -> None:
+        site.ask("a")
+        await site.until(lambda: site.manager.loaded("a"), "the load")
+        site.answer("a")
+        await site.until(lambda: site.manager.is_parked("a"), "the end of the time to live")
+        ended = site.now
+        await site.until(lambda: site.now > ended + 1200.0, "the time after which models are forgotten")
+        assert site.manager.history[-1] == "sleep a"
+
+    play(site, scenario)
+
+
+def test_models_on_the_cpu_do_not_sleep(tmp_path: Path) -> None:
+    site = Site(tmp_path, sleepy(a=optional(), b=optional()))
+    site.manager.on_gpus = False
+
+    async def scenario() -> None:
+        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
+        site.ask("b")
+        await site.until(lambda: site.manager.loaded("b"), "the exchange")
+        assert site.manager.history == ["load a", "park a", "load b"]
+
+    play(site, scenario)
+
+
+def test_the_least_recently_used_sleeping_model_is_unloaded_at_the_limit(tmp_path: Path) -> None:
+    site = Site(tmp_path, sleepy(**{name: optional() for name in "abcd"}))
+
+    async def scenario() -> None:
+        for name in "abcd":
+            site.ask(name)
+            await site.until(lambda name=name: site.manager.loaded(name), f"the load of {name}")
+            site.answer(name)
+            await site.until(lambda end=site.now + 20.0: site.now > end, "the minimum residence")
+        assert site.manager.asleep == {"b", "c"}
+        assert site.manager.history[-3:] == ["park a", "sleep c", "load d"]
+
+    play(site, scenario)
+
+
+def test_sleeping_models_are_unloaded_if_the_memory_that_they_still_hold_is_needed(tmp_path: Path) -> None:
+    site = Site(tmp_path, sleepy(a=optional(), b=optional()))
+    site.manager.held = True
+
+    async def scenario() -> None:
+        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
+        site.ask("b")
+        await site.until(lambda: site.manager.loaded("b"), "the exchange")
+        assert site.manager.history == ["load a", "sleep a", "park a", "load b"]
+        assert site.on_demand.stats("a").evictions["memory"] == 1
+
+    play(site, scenario)
+
+
+def test_a_sleeping_model_does_not_keep_another_model_of_its_group_from_loading(tmp_path: Path) -> None:
+    groups = {"rivals": GroupSettings(models=["a", "b"], load="one")}
+    settings = msgspec.structs.replace(sleepy(a=optional(), b=optional()), groups=groups)
+    site = Site(tmp_path, settings)
+    site.manager.room = 9
+
+    async def scenario() -> None:
+        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
+        site.ask("b")
+        await site.until(lambda: site.manager.loaded("b"), "the exchange")
+        assert site.manager.history == ["load a", "sleep a", "load b"]
 
     play(site, scenario)

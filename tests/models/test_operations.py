@@ -76,7 +76,10 @@ class SimulatedManager:
     def is_parked(self, unit: str) -> bool:
         return False
 
-    async def shortage(self, settings: ModelSettings) -> MemoryShortage:
+    def is_parked_asleep(self, unit: str) -> bool:
+        return False
+
+    async def shortage_of(self, unit: str, settings: ModelSettings) -> MemoryShortage:
         return (
             MemoryShortage(1, "each rank needs 2 GB") if len(self.models) >= self.room else MemoryShortage()
         )

@@ -276,6 +276,28 @@ def test_an_idle_model_leaves_before_a_busy_one_and_the_least_recently_used_firs
     assert isinstance(step(4), Refuse)
 
 
+def test_a_sleeping_model_is_unloaded_after_idle_models_and_before_busy_ones() -> None:
+    idle = Bundle(("idle",), loaded=True, in_memory=True, used_at=90.0, memory_bytes=1)
+    asleep = Bundle(("asleep",), in_memory=True, asleep=True, load_began_at=99.0, memory_bytes=1)
+    busy = Bundle(("busy",), loaded=True, in_memory=True, busy=True, memory_bytes=1)
+    wanted = Bundle(("wanted",), waiting_since=99.0)
+
+    def step(missing: int, excluded: str = "") -> Step:
+        return next_step(
+            100.0,
+            wanted,
+            [busy, asleep, idle, wanted],
+            missing_bytes=missing,
+            min_residence_s=RESIDENCE_S,
+            excludes=lambda one: excluded in one.units,
+        )
+
+    assert step(0, excluded="asleep") == LoadUnits(("wanted",))
+    assert step(1) == Evict(("idle",))
+    assert step(2) == Evict(("idle", "asleep"))
+    assert step(3) == Wait(99.0 + RESIDENCE_S)
+
+
 def test_no_model_leaves_whose_memory_would_not_help() -> None:
     small = Bundle(("small",), loaded=True, in_memory=True, used_at=1.0, memory_bytes=1)
     large = Bundle(("large",), loaded=True, in_memory=True, used_at=2.0, memory_bytes=10)

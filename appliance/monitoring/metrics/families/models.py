@@ -52,11 +52,11 @@ RESIDENCY = (
            "1 if the model is loaded or being loaded, otherwise 0.",
            lambda r: int(r.in_memory)),
     Metric("counter", "appliance_model_demand_loads_total", "",
-           "Number of times that the model was loaded because a request was waiting for it.",
+           "Number of times that the model was loaded or woken because a request was waiting for it.",
            lambda r: r.loads),
     Metric("counter", "appliance_model_evictions_total", "",
-           "Number of times that the model was unloaded without a command: another model needed the memory, "
-           "a group does not allow both models to be loaded, or the model was idle.",
+           "Number of times that the model was unloaded or put to sleep without a command: another model "
+           "needed the memory, a group does not allow both models to be loaded, or the model was idle.",
            lambda r: r.evictions, ("reason",)),
 )
 SHADOWS = (
