@@ -319,7 +319,7 @@ class OnDemand:
 
     async def _serve(self, wanted: Bundle, bundles: list[Bundle]) -> None:
         """Take the next step towards loading a bundle that has waiting requests."""
-        bundles = await self._measure(bundles, wanted.units[0])
+        bundles = await self._measure(bundles, self._next_unit(wanted))
         wanted = next(one for one in bundles if one.units == wanted.units)
         if unknown := [one for one in wanted.units if one not in self._manager.models]:
             await self._introduce_member(wanted, unknown[0])
@@ -341,6 +341,10 @@ class OnDemand:
                 reason = reasons[self._excluded(wanted, bundle)]
                 await self._evict(bundle.units, reason, f"requests are waiting for {', '.join(wanted.units)}")
         elif isinstance(step, Refuse):
+            if asleep := tuple(filter(self._manager.is_parked_asleep, wanted.units)):
+                # Other GPUs may have enough memory for a load.
+                await self._evict(asleep, "memory", f"it cannot wake on its GPUs: {step.why}")
+                return
             self._incomplete.discard(wanted.units)
             for unit in wanted.units:
                 self._fail(unit, step.why)
@@ -608,24 +612,30 @@ class OnDemand:
         not_before = self._clock() if self._busy(unit) else times.ready_at
         return traffic.uses.leaves_at(idle_s, times.load_began_at, not_before)
 
+    def _next_unit(self, wanted: Bundle) -> str:
+        """Return the bundle's next unit to load or wake, or an empty string if there is none."""
+        left = (unit for unit in wanted.units if self._manager.is_parked(unit) and not self._is_awake(unit))
+        return next(left, "")
+
     async def _missing_bytes(self, wanted: Bundle) -> int:
         """Return the memory that must become free before the bundle's next unit can be loaded."""
-        for unit in wanted.units:
-            settings = self._manager.settings_of(unit)
-            if self._manager.is_parked(unit) and not self._is_awake(unit) and settings is not None:
-                return (await self._manager.shortage_of(unit, settings)).bytes
-        return 0
+        unit = self._next_unit(wanted)
+        settings = self._manager.settings_of(unit)
+        return 0 if settings is None else (await self._manager.shortage_of(unit, settings)).bytes
 
-    def _memory_bytes(self, unit: str, on_cpu: bool) -> int:
-        """Return the memory that unloading the unit frees, in bytes. If the unit sleeps, this is its host
-        memory (`on_cpu`), or the GPU memory that its processes still hold."""
-        replicas = self._manager.of(unit)
+    def _memory_bytes(self, unit: str, wanted: str) -> int:
+        """Return the memory, in bytes, that becomes free for the unit `wanted` if this unit is unloaded. If
+        `wanted` sleeps, only the memory of its GPUs counts, because it wakes on them. If this unit sleeps, it
+        is its host memory, for a unit on the CPU, or the GPU memory that its processes still hold."""
+        asleep = self._manager.is_parked_asleep(wanted)
+        gpus = {gpu for one in self._manager.of(wanted) for gpu in one.gpus} if asleep else set()
+        replicas = [one for one in self._manager.of(unit) if not gpus or gpus & set(one.gpus)]
         if not replicas:
             return 0
         if host_bytes := self._host_bytes.get(unit):
             return host_bytes * len(replicas)
         statuses = [replica.status() for replica in replicas]
-        if on_cpu and self._manager.is_parked_asleep(unit):
+        if self._host_bytes.get(wanted) and self._manager.is_parked_asleep(unit):
             return sum(one.host_bytes for one in statuses)
         occupied = int(_GPU_FACTOR * sum(one.weight_bytes + one.kv_bytes for one in statuses)) + _GPU_BYTES
         return occupied - sum(one.freed_bytes for one in statuses)
@@ -641,9 +651,8 @@ class OnDemand:
         }
         if settings:
             self._host_bytes |= await asyncio.to_thread(_host_bytes, settings)
-        on_cpu = bool(self._host_bytes.get(wanted))
         return [
-            bundle._replace(memory_bytes=sum(self._memory_bytes(unit, on_cpu) for unit in bundle.units))
+            bundle._replace(memory_bytes=sum(self._memory_bytes(unit, wanted) for unit in bundle.units))
             for bundle in bundles
         ]
 

@@ -57,6 +57,8 @@ class Manager(SimulatedManager):
         self.on_gpus = True
         self.held = False
         """Whether sleeping units hold so much memory that they must be unloaded before another load."""
+        self.cannot_wake = False
+        self.gpus: dict[str, list[int]] = {}
         self.replicas: list[Any] = []
         self.settings: dict[str, ModelSettings] = dict(declared)
         for name in declared:
@@ -95,7 +97,7 @@ class Manager(SimulatedManager):
         status = SimpleNamespace(
             weight_bytes=WEIGHT_BYTES, kv_bytes=0, freed_bytes=freed_bytes, host_bytes=freed_bytes
         )
-        replica = SimpleNamespace(status=lambda: status, on_gpus=self.on_gpus)
+        replica = SimpleNamespace(status=lambda: status, on_gpus=self.on_gpus, gpus=self.gpus.get(unit, []))
         return [replica] if in_memory else []
 
     def is_parked_asleep(self, unit: str) -> bool:
@@ -117,6 +119,8 @@ class Manager(SimulatedManager):
         return self.settings.get(unit)
 
     async def shortage_of(self, unit: str, settings: ModelSettings) -> MemoryShortage:
+        if self.cannot_wake and unit in self.asleep:
+            return MemoryShortage(1 << 60, "there is no room")
         used = sum(bool(self.of(unit)) and unit not in self.asleep for unit in self.models)
         used += self.held and bool(self.asleep - {unit})
         return MemoryShortage(1, "there is no room") if used >= self.room else MemoryShortage()
@@ -561,6 +565,39 @@ def test_sleeping_models_are_unloaded_if_the_memory_that_they_still_hold_is_need
         await site.until(lambda: site.manager.loaded("b"), "the exchange")
         assert site.manager.history == ["load a", "sleep a", "park a", "load b"]
         assert site.on_demand.stats("a").evictions["memory"] == 1
+
+    play(site, scenario)
+
+
+def test_a_sleeping_model_that_cannot_wake_is_loaded_again(tmp_path: Path) -> None:
+    site = Site(tmp_path, sleepy(a=optional(), b=optional()))
+    site.manager.cannot_wake = True
+
+    async def scenario() -> None:
+        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
+        site.ask("b")
+        await site.until(lambda: site.manager.loaded("b"), "the exchange")
+        site.answer("b")
+        site.ask("a")
+        await site.until(lambda: site.manager.loaded("a"), "the return")
+        assert site.manager.history[2:] == ["load b", "park a", "sleep b", "load a"]
+
+    play(site, scenario)
+
+
+def test_only_models_on_the_same_gpus_leave_for_a_model_that_wakes(tmp_path: Path) -> None:
+    site = Site(tmp_path, sleepy(a=optional(), b=optional(), c=optional()))
+    site.manager.gpus = {"a": [0], "b": [1], "c": [0]}
+    site.manager.room = 2
+
+    async def scenario() -> None:
+        await site.until(lambda: site.manager.loaded("b"), "the loads at startup")
+        site.ask("c")
+        await site.until(lambda: site.manager.loaded("c"), "the exchange")
+        site.answer("c")
+        site.ask("a")
+        await site.until(lambda: site.manager.loaded("a"), "the return")
+        assert site.manager.history[2:] == ["sleep a", "load c", "sleep c", "wake a"]
 
     play(site, scenario)
 
