@@ -405,9 +405,12 @@ class ModelOperations:
 
     async def sleep(self, record: VersionRecord, grace_s: float) -> None:
         """Stop routing requests to a loaded version, let its requests finish within `grace_s`, and release
-        its memory. Raises LoadError if it is not loaded or if it stays awake."""
+        its memory. A version that is waking sleeps afterwards. Raises LoadError if it is not loaded or if it
+        stays awake."""
         unit = unit_name(record.model, record.version)
-        if (unit in self.asleep and unit not in self._wakes) or self._manager.is_parked_asleep(unit):
+        if (waking := self._wakes.get(unit)) is not None:
+            await asyncio.wait([waking])
+        if unit in self.asleep or self._manager.is_parked_asleep(unit):
             return
         loaded = unit in self._routing.usable and not self._manager.is_parked(unit)
         if unit not in self._sleeps and not loaded:

@@ -147,3 +147,18 @@ def test_several_requests_wake_a_version_once(world: World) -> None:
         assert world.manager.history.count("wake chat@1") == 1 and world.unit == "chat@1"
 
     run(scenario)
+
+
+def test_a_version_that_is_waking_sleeps_afterwards(world: World) -> None:
+    async def scenario() -> None:
+        await world.operations.load(world.version(1))
+        await world.operations.sleep(world.version(1), WITHIN_S)
+        waking = asyncio.ensure_future(world.operations.wake(world.version(1)))
+        await asyncio.sleep(0)
+        assert world.operations.is_waking("chat@1")
+        await world.operations.sleep(world.version(1), WITHIN_S)
+        await waking
+        assert world.operations.asleep == {"chat@1"}
+        assert world.manager.history[1:] == ["sleep chat@1", "wake chat@1", "sleep chat@1"]
+
+    run(scenario)
