@@ -168,6 +168,7 @@ class ModelOperations:
             await asyncio.wait([unloading])
         if unit in self._routing.usable:
             if self._manager.is_parked(unit):
+                await self._check_room(unit, self.settings_of(record.folder, record.settings))
                 await self.bring_back(unit)
                 await self._store_loaded(record, True)
                 return

@@ -491,6 +491,19 @@ def test_an_eviction_ends_if_new_settings_keep_the_model_loaded(tmp_path: Path) 
     play(site, scenario)
 
 
+def test_a_parked_version_becomes_the_default_after_the_other_has_left_the_memory(tmp_path: Path) -> None:
+    site = Site(tmp_path, Settings())
+    site.world.operations = site.operations
+
+    async def scenario() -> None:
+        await site.operations.load(site.world.version(1))
+        await site.operations.introduce(site.world.version(2))
+        await site.world.make_default(2)
+        assert site.manager.history == ["load chat@1", "unload chat@1", "load chat@2"]
+
+    play(site, scenario)
+
+
 def sleepy(**models: ModelSettings) -> Settings:
     return Settings(models=models, on_demand=OnDemandSettings(sleeping_memory_gb=SLEEPING_MEMORY_GB))
 
