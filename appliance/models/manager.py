@@ -295,7 +295,7 @@ class ModelManager:
         it is parked."""
         return {
             unit: sum(replica.status().weight_bytes for replica in self.of(unit))
-            for unit in self._keep_asleep
+            for unit in self._keep_asleep & self._parked.keys()
         }
 
     def is_parked(self, unit: str) -> bool:

@@ -306,6 +306,7 @@ class OnDemand:
         if self._changing.locked() or self._operations.loading:
             return
         async with self._changing:
+            await self._limit_sleep(self._sleep_bytes())
             now, bundles = self._clock(), list(self._bundles())
             for bundle in bundles:
                 if expired(now, bundle, max(map(self._leaves_at, bundle.units))):
@@ -337,9 +338,9 @@ class OnDemand:
             await self._bring_back(unit, wanted)
         elif isinstance(step, Evict):
             reasons = {True: "group", False: "memory"}
+            why = f"requests are waiting for {', '.join(wanted.units)}"
             for bundle in [one for one in bundles if set(one.units) & set(step.units)]:
-                reason = reasons[self._excluded(wanted, bundle)]
-                await self._evict(bundle.units, reason, f"requests are waiting for {', '.join(wanted.units)}")
+                await self._evict(bundle.units, reasons[self._excluded(wanted, bundle)], why, wanted.units)
         elif isinstance(step, Refuse):
             if asleep := tuple(filter(self._manager.is_parked_asleep, wanted.units)):
                 # Other GPUs may have enough memory for a load.
@@ -374,13 +375,15 @@ class OnDemand:
         self._operations.forget_failure(unit)
         self._fronts.publish_configuration()
 
-    async def _evict(self, units: tuple[str, ...], reason: str, why: str) -> None:
-        """Unload units or put them to sleep, and wait until their memory is free. This is the only place
-        where this happens without a command."""
+    async def _evict(
+        self, units: tuple[str, ...], reason: str, why: str, wanted: tuple[str, ...] = ()
+    ) -> None:
+        """Unload units or put them to sleep, and wait until their memory is free. `wanted` contains the units
+        that need the memory."""
         leaving = [unit for unit in units if self._manager.of(unit)]
         self._incomplete.discard(units)
         for unit in leaving:
-            asleep = await self._may_sleep(unit)
+            asleep = await self._may_sleep(unit, wanted)
             log.info("%s is %s: %s", unit, "put to sleep" if asleep else "unloaded", why)
             if self._is_awake(unit):
                 self.evictions[unit, reason] += 1
@@ -391,31 +394,39 @@ class OnDemand:
             await asyncio.sleep(_POLL_S)
         self._fronts.publish_configuration()
 
-    async def _may_sleep(self, unit: str) -> bool:
-        """Return whether a unit that leaves the memory sleeps instead of being unloaded. Unload the least
-        recently used of the units that already sleep for this reason, as far as the limit requires it."""
-        limit_bytes = int(self._settings().on_demand.sleeping_memory_gb * 1e9)
-        if not limit_bytes or not self._is_awake(unit):
-            return False
-        if not all(replica.on_gpus for replica in self._manager.of(unit)):
+    async def _may_sleep(self, unit: str, wanted: tuple[str, ...]) -> bool:
+        """Return whether a unit that leaves the memory sleeps instead of being unloaded. Unload other units
+        that sleep without a command, as far as the limit requires it, but not the units in `wanted`."""
+        replicas = self._manager.of(unit)
+        if not self._is_awake(unit) or not all(replica.on_gpus for replica in replicas):
             return False  # on a CPU, the weights of a sleeping model would stay in memory
         parked = self._manager.parked_host_bytes()
-        needed = sum(replica.status().weight_bytes for replica in self._manager.of(unit)) + sum(
-            replica.sleeping.host_bytes  # of models that sleep because of a command
-            for replica in self._manager.replicas
-            if replica.model not in parked
-        )
-        if needed > limit_bytes:
+        room = self._sleep_bytes() - sum(replica.status().weight_bytes for replica in replicas)
+        if sum(parked[one] for one in parked.keys() & set(wanted)) > room:
             return False
-        for other in sorted(parked, key=lambda one: self._of(one).used_at):
-            if needed + sum(parked.values()) <= limit_bytes:
-                break
-            log.info("%s no longer sleeps and is unloaded: on_demand.sleeping_memory_gb is reached", other)
-            del parked[other]
-            self._manager.park(other)
-            while self._is_awake(other) and self._leaves(other):
-                await asyncio.sleep(_POLL_S)
+        await self._limit_sleep(room, wanted)
         return True
+
+    async def _limit_sleep(self, limit_bytes: int, kept: tuple[str, ...] = ()) -> None:
+        """Unload the least recently used of the units that sleep without a command, until the weights of the
+        others fit into `limit_bytes`. The units in `kept` are not unloaded."""
+        parked = self._manager.parked_host_bytes()
+        for unit in sorted(parked.keys() - set(kept), key=lambda one: self._of(one).used_at):
+            if sum(parked.values()) <= limit_bytes:
+                return
+            log.info("%s no longer sleeps and is unloaded: on_demand.sleeping_memory_gb is reached", unit)
+            del parked[unit]
+            self._manager.park(unit)
+            while self._is_awake(unit) and self._leaves(unit):
+                await asyncio.sleep(_POLL_S)
+
+    def _sleep_bytes(self) -> int:
+        """Return the host memory for the weights of units that sleep without a command. Units that sleep
+        because of a command reduce it."""
+        parked = self._manager.parked_host_bytes()
+        others = [replica for replica in self._manager.replicas if replica.model not in parked]
+        limit_bytes = int(self._settings().on_demand.sleeping_memory_gb * 1e9)
+        return max(0, limit_bytes - sum(replica.sleeping.host_bytes for replica in others))
 
     def _is_awake(self, unit: str) -> bool:
         """Return whether the unit is in memory and not parked asleep."""
@@ -460,7 +471,7 @@ class OnDemand:
                 excludes=lambda other: self._excluded(wanted, other),
             )
             if isinstance(step, Evict):
-                await self._evict(step.units, "memory", f"{unit} is being loaded")
+                await self._evict(step.units, "memory", f"{unit} is being loaded", (unit,))
             elif isinstance(step, Wait):
                 await asyncio.sleep(_POLL_S)
             elif isinstance(step, Refuse) and "together" in step.why:

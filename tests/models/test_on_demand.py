@@ -25,8 +25,6 @@ from appliance.traffic.model_uses import ModelUses
 from tests.models.test_operations import SimulatedFronts, SimulatedManager, World, run
 
 WEIGHT_BYTES = 1 << 40
-SLEEPING_MEMORY_GB = 2.5 * WEIGHT_BYTES / 1e9
-"""Host memory for two sleeping units."""
 
 
 class Traffic:
@@ -155,9 +153,9 @@ class Site:
         self.operations = ModelOperations(
             self.world.registry, manager, self.routing, self.fronts, lambda *_: None, {"device": "cpu"}
         )
-        self.now = 10_000.0
+        self.now, self.settings = 10_000.0, settings
         self.on_demand = OnDemand(
-            lambda: settings,
+            lambda: self.settings,
             operations=self.operations,
             manager=manager,
             routing=self.routing,
@@ -504,8 +502,10 @@ def test_a_parked_version_becomes_the_default_after_the_other_has_left_the_memor
     play(site, scenario)
 
 
-def sleepy(**models: ModelSettings) -> Settings:
-    return Settings(models=models, on_demand=OnDemandSettings(sleeping_memory_gb=SLEEPING_MEMORY_GB))
+def sleepy(count: int = 2, **models: ModelSettings) -> Settings:
+    """Return settings with host memory for `count` sleeping units."""
+    limit_gb = count * WEIGHT_BYTES / 1e9 + 0.1
+    return Settings(models=models, on_demand=OnDemandSettings(sleeping_memory_gb=limit_gb))
 
 
 def test_a_model_whose_memory_is_needed_sleeps_and_its_next_request_wakes_it(tmp_path: Path) -> None:
@@ -564,6 +564,23 @@ def test_the_least_recently_used_sleeping_model_is_unloaded_at_the_limit(tmp_pat
             await site.until(lambda end=site.now + 20.0: site.now > end, "the minimum residence")
         assert site.manager.asleep == {"b", "c"}
         assert site.manager.history[-3:] == ["park a", "sleep c", "load d"]
+        site.settings = sleepy(1, **site.settings.models)
+        await site.until(lambda: site.manager.asleep == {"c"}, "the lower limit to apply")
+
+    play(site, scenario)
+
+
+def test_a_sleeping_model_that_is_about_to_wake_is_not_unloaded_at_the_limit(tmp_path: Path) -> None:
+    site = Site(tmp_path, sleepy(1, a=optional(), b=optional()))
+
+    async def scenario() -> None:
+        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
+        site.ask("b")
+        await site.until(lambda: site.manager.loaded("b"), "the exchange")
+        site.answer("b")
+        site.ask("a")
+        await site.until(lambda: site.manager.loaded("a"), "the return")
+        assert site.manager.history == ["load a", "sleep a", "load b", "park b", "wake a"]
 
     play(site, scenario)
 
