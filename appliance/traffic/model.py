@@ -45,6 +45,10 @@ _MAX_PROMISED = 0.8
 arrive later."""
 _OF_THE_NEW = 0.02
 """Weight of the newest request in running means."""
+_PROMISED_MARGIN = 1.25
+"""The mean prompt length expected after the start of all promised requests is divided by this factor.
+Promised requests thus affect the predicted steps only if they raise this mean by more than the factor.
+Smaller differences occur by chance, and longer predictions would then only reduce the number of promises."""
 _UNKNOWN_RUN_S, _MIN_RUN_S = 1.0, 0.1
 
 
@@ -412,15 +416,28 @@ class ModelTraffic:
             self._taken_s[request.request_class] += served_s
 
     def _prompts_per_output(self) -> float:
-        """Return the number of prompt tokens per output token, either for recent or for waiting requests,
-        whichever is higher."""
+        """Return the number of prompt tokens per output token, either for recent, waiting or promised
+        requests, whichever is highest."""
         waits = QueuedTokens()
         for fair in self.queue.classes:
             waits.add(fair.backlog)
-        both = (self._begun, waits)
+        groups = (self._begun, waits, self._begun_after_promised())
         return max(
-            (one.prompt_tokens / one.output_tokens for one in both if one.output_tokens >= 1), default=0.0
+            (one.prompt_tokens / one.output_tokens for one in groups if one.output_tokens >= 1), default=0.0
         )
+
+    def _begun_after_promised(self) -> QueuedTokens:
+        """Return the running means of the token counts (`_begun`) as they will be after all promised requests
+        have started. Promised requests start before other waiting requests, so the prompts of few promised
+        requests can make steps longer although most of the waiting requests have short prompts.
+
+        The output tokens stay the same: requests with short answers are promised more often, but requests
+        with longer answers run beside them."""
+        begun, promised = self._begun, self.queue.promised
+        keep = (1.0 - _OF_THE_NEW) ** promised.tickets
+        each = promised.prompt_tokens / max(1, promised.tickets)
+        prompt_tokens = keep * begun.prompt_tokens + (1.0 - keep) * each
+        return QueuedTokens(prompt_tokens=prompt_tokens / _PROMISED_MARGIN, output_tokens=begun.output_tokens)
 
     def _charge_output(self) -> None:
         """Charge the output that running requests are estimated to have generated since the last call. Exact

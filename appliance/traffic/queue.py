@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
-from appliance.traffic.fairness import FairQueue, Ticket
+from appliance.traffic.fairness import FairQueue, QueuedTokens, Ticket
 from appliance.traffic.rules import QueueRules
 from appliance.traffic.timeline import Promises
 from engine.levels import LEVELS, URGENCIES, level_of
@@ -42,6 +42,8 @@ class RequestQueue(Generic[Item]):
         self.rules = rules
         self.classes: list[FairQueue[Item]] = [FairQueue() for _ in range(CLASSES)]
         self.promises: Promises[Ticket[Item]] = Promises()
+        self.promised = QueuedTokens()
+        """Number and tokens of the requests in `promises`."""
         self._length = 0
         self._lengths = [0] * CLASSES
         self._arrivals: list[deque[Ticket[Item]]] = [deque() for _ in range(CLASSES)]
@@ -76,6 +78,7 @@ class RequestQueue(Generic[Item]):
             self._arrivals[number] = deque(one for one in arrivals if one.waiting)
         if ticket.begin_by is not None:
             self.promises.add(ticket.begin_by, ticket.serial, promised_s, ticket)
+            self.promised.count(ticket, 1)
 
     def remove(self, ticket: Ticket[Item]) -> None:
         """Remove a waiting request."""
@@ -197,3 +200,4 @@ class RequestQueue(Generic[Item]):
         self._lengths[ticket.request_class] -= 1
         if ticket.begin_by is not None:
             self.promises.remove(ticket.begin_by, ticket.serial)
+            self.promised.count(ticket, -1)

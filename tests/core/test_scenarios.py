@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.core.scenarios import EVENTS, MIXES, deadlines, quiet, shares
+from tests.core.scenarios import EVENTS, MIXES, deadlines, quiet, shares, tenant
+from tests.core.scheduler_replica import MODEL
+from tests.core.simulated_clients import backlogged, fixed
+from tests.core.simulated_server import Shape, SimulatedServer
 
 
 def test_backlogged_tenants_are_served_by_their_weights_whatever_they_ask() -> None:
@@ -40,3 +43,28 @@ def test_who_was_promised_a_deadline_meets_it_under_three_times_the_load(mix: st
         "a promise was withdrawn although it could be kept"
     )
     assert figures["admitted"] >= 30, figures
+
+
+def _lengthened_by_promised(prompt_tokens: int, promised_prompt_tokens: int) -> float:
+    """Return the factor by which 40 promised requests lengthen the predicted steps if 1,000 other requests
+    wait as well."""
+    server = SimulatedServer(tenants=[tenant("many"), tenant("promised")])
+    server.add_replica(slots=64)
+    backlogged(server, "many", 1000, fixed(prompt_tokens, 300))
+    server.run(8.0)
+    forecast = server.requests.state.models[MODEL].forecast
+    before_s = forecast.serving_s(0.0, 1.0)
+    shape = Shape(promised_prompt_tokens, 100, 100)
+    asked = [server.ask("promised", shape, deadline_s=60.0) for _ in range(40)]
+    server.run(8.5)
+    assert all(one.refused is None for one in asked)
+    assert sum(one.admitted_at is None for one in asked) >= 20, "too few of the promised requests wait"
+    return forecast.serving_s(0.0, 1.0) / before_s
+
+
+def test_the_prompts_of_few_promised_requests_make_the_predicted_steps_longer() -> None:
+    assert _lengthened_by_promised(100, 4000) >= 1.5
+
+
+def test_slightly_longer_promised_prompts_do_not_make_the_predicted_steps_longer() -> None:
+    assert _lengthened_by_promised(200, 280) <= 1.01
