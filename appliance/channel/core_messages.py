@@ -80,7 +80,7 @@ class ClientConnection(msgspec.Struct, tag="connection", frozen=True):
     """Whether another front process has already read a request from the connection. In that case, the message
     carries a second descriptor: a memfd with the request's bytes."""
     number: int = 0
-    """Number of the connection, unique per front process. `Taken` repeats it."""
+    """Number of the connection, unique per front process. `Taken` and `NotTaken` repeat it."""
 
 
 class Claimed(msgspec.Struct, tag="claimed", frozen=True):

@@ -110,6 +110,15 @@ class Taken(msgspec.Struct, tag="taken", frozen=True):
     """Same as `ClientConnection.number`."""
 
 
+class NotTaken(msgspec.Struct, tag="not_taken", frozen=True):
+    """The front process could not receive a connection's descriptors, because it has too many open files. No
+    byte of the connection is lost. The core passes the connection on to another front process, or sends it
+    again after this process's next report."""
+
+    number: int
+    """Same as `ClientConnection.number`."""
+
+
 class Settle(msgspec.Struct, tag="settle", frozen=True, kw_only=True):
     """Reports the end of a request that was not refused, with data about the answer that the client received.
     Sent exactly once per request."""
@@ -247,5 +256,14 @@ AboutRequest = Admit | Settle | Rejected | Worked | Retried | ShadowDone
 """Messages from a front process about requests."""
 
 FrontToCore = (
-    FrontReady | AboutRequest | Claim | Release | HandOver | Keep | Taken | FrontReport | FrontProgress
+    FrontReady
+    | AboutRequest
+    | Claim
+    | Release
+    | HandOver
+    | Keep
+    | Taken
+    | NotTaken
+    | FrontReport
+    | FrontProgress
 )

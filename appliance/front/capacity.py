@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 
@@ -35,5 +36,11 @@ def descriptors_for_connections(limits: Limits, connections: int) -> int:
     wanted = limits.max_connections + limits.max_unauthenticated_connections
     if allowed == resource.RLIM_INFINITY or allowed >= 2 * (wanted + RESERVED_DESCRIPTORS):
         return wanted
-    others = len(os.listdir("/proc/self/fd")) - connections
-    return allowed - others - RESERVED_DESCRIPTORS
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        # Listing the folder needs a free descriptor, and there is none.
+        used = allowed
+    return allowed - (used - connections) - RESERVED_DESCRIPTORS

@@ -24,7 +24,7 @@ from appliance.channel.core_messages import (
     Refused,
     StopFront,
 )
-from appliance.channel.front_messages import FrontProgress, FrontReady, FrontReport, Taken
+from appliance.channel.front_messages import FrontProgress, FrontReady, FrontReport, NotTaken, Taken
 from appliance.front.app import build_app
 from appliance.front.app_state import AppState
 from appliance.front.capacity import descriptors_for_connections, limits_within
@@ -123,14 +123,18 @@ class FrontProcess:
             self._state.background.run(self._stop(message.grace_s))
 
     def _take_connection(self, message: ClientConnection) -> None:
+        sock = None
         try:
             sock = self._take_socket()
+            request = read_memory(self._channel.take_fd()) if message.has_request else b""
         except LookupError:
-            # The kernel has dropped the descriptor because this process has too many open files.
-            self._channel.send(Taken(message.number))
-            self._server.refused += 1
+            # The kernel has dropped a descriptor because this process has too many open files.
+            if sock is not None:
+                sock.close()
+            self._limit_connections()
+            self._server.make_room()
+            self._channel.send(NotTaken(message.number))
             return
-        request = read_memory(self._channel.take_fd()) if message.has_request else b""
         # If this process exits before it has sent `Taken`, the core gives the connection to another front.
         taken = partial(self._channel.send, Taken(message.number))
         self._state.background.run(self._server.adopt(sock, message.peer, request, taken))

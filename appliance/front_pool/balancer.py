@@ -39,7 +39,7 @@ class ConnectionBalancer:
 
     def assign_again(self, connections: Sequence[Untaken] = ()) -> None:
         """Assign the waiting connections to fronts, followed by `connections`, which a front left unread when
-        it exited. Their descriptors are closed here."""
+        it exited or could not receive. Their descriptors are closed here."""
         waiting = [*self._waiting, *connections]
         self._waiting.clear()
         for one in waiting:

@@ -27,6 +27,7 @@ from appliance.channel.front_messages import (
     FrontToCore,
     HandOver,
     Keep,
+    NotTaken,
     Release,
     Taken,
 )
@@ -41,12 +42,13 @@ log = logging.getLogger(__name__)
 _MAX_UNREAD_BYTES = 64 << 10
 """The core sends a front no more connections while the front's control channel has more unread bytes than
 this."""
-_MAX_UNTAKEN = 24
+_MAX_UNTAKEN = 12
 """The core sends a front no more connections while the front has not yet taken this many of them.
 
-The number is lower than the number of descriptors that a front keeps free (`RESERVED_DESCRIPTORS`). It is
-also at most an eighth of this process's descriptor limit: this process keeps a duplicate of each connection's
-descriptor, and the kernel counts descriptors in a channel against the same limit.
+The number is less than half of the number of descriptors that a front keeps free (`RESERVED_DESCRIPTORS`):
+while the front takes this many connections, the descriptors of as many closed connections may still be open.
+It is also at most an eighth of this process's descriptor limit: this process keeps a duplicate of each
+connection's descriptor, and the kernel counts descriptors in a channel against the same limit.
 """
 _QUIET_S = 3.0
 """The core sends a front no more connections once the front has been silent for this long. Fronts report
@@ -118,6 +120,9 @@ class Front:
         self._untaken: dict[int, Untaken] = {}
         """Connections from which the process has not read anything yet, keyed by the connection's number."""
         self._max_untaken = _max_untaken()
+        self._receives_connections = True
+        """Whether the process has received all connections that were sent to it since its last report. If
+        not, it has too many open files."""
         self._refusals = RefusalWatch()
         self._stopping = False
         self._ended = asyncio.Event()
@@ -133,7 +138,7 @@ class Front:
     def takes_connections(self) -> bool:
         """Whether the front may currently be given a connection."""
         child = self._child
-        if self.operator_state != "ready" or child is None:
+        if self.operator_state != "ready" or child is None or not self._receives_connections:
             return False
         return child.backlog_bytes < _MAX_UNREAD_BYTES and len(self._untaken) < self._max_untaken
 
@@ -185,7 +190,7 @@ class Front:
         self.name = f"front-{self.number}" + (f".{self.restarts}" if self.restarts else "")
         self.state, self.detail = "starting", ""
         self._report, self._ready_at = None, None
-        self._given, self._refusals = 0, RefusalWatch()
+        self._given, self._refusals, self._receives_connections = 0, RefusalWatch(), True
         self._started_at = self._last_sign = time.monotonic()
         try:
             child = FrontChild(self._module, self.name, self.log_level, self._message, self._exited)
@@ -270,6 +275,7 @@ class Front:
         self._last_sign = time.monotonic()
         if isinstance(message, FrontReport):
             before, self._report = self._report, message
+            self._receives_connections = True
             problems = before.problems if before is not None else {}
             if message.problems != problems:
                 self._events.front_changed(self, problems)
@@ -293,6 +299,10 @@ class Front:
                 taken.close()
             if not took_connections:
                 self._events.front_reported(self)
+        elif isinstance(message, NotTaken):
+            self._receives_connections = False
+            if (untaken := self._untaken.pop(message.number, None)) is not None:
+                self._events.front_returns(self, untaken)
         elif isinstance(message, HandOver):
             with self._descriptors(2) as descriptors:
                 if descriptors:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 from appliance.channel.front_messages import AboutRequest, Claim, FrontProgress, HandOver, Keep, Release
 
 if TYPE_CHECKING:
-    from appliance.front_pool.front import Front
+    from appliance.front_pool.front import Front, Untaken
 
 
 class FrontEvents(Protocol):
@@ -23,6 +23,10 @@ class FrontEvents(Protocol):
     def front_reported(self, front: Front) -> None:
         """Handle a message that shows that the front responds or has free places. The front may now accept
         connections again."""
+
+    def front_returns(self, front: Front, connection: Untaken) -> None:
+        """Assign a connection that the front could not receive to a front again, and close its descriptors.
+        This front accepts no connections until its next report."""
 
     def name_wanted(self, name: str) -> None:
         """Handle requests that are waiting in a front until the model for `name` is loaded or woken on

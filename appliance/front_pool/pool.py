@@ -41,7 +41,7 @@ from appliance.channel.front_messages import (
 )
 from appliance.front_pool.balancer import ConnectionBalancer
 from appliance.front_pool.claims import Claims
-from appliance.front_pool.front import Front
+from appliance.front_pool.front import Front, Untaken
 from appliance.front_pool.identities import IdentityRegistry, changes
 from appliance.front_pool.progress import ProgressReader
 from appliance.settings import Settings
@@ -311,6 +311,10 @@ class FrontPool:
 
     def front_reported(self, front: Front) -> None:
         self.balancer.assign_again()
+        self._on_availability()
+
+    def front_returns(self, front: Front, connection: Untaken) -> None:
+        self.balancer.assign_again([connection])
         self._on_availability()
 
     def name_wanted(self, name: str) -> None:

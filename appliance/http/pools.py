@@ -57,13 +57,8 @@ class Pool:
         `source` identifies the origin of the connection. If it is empty for all connections, the one that has
         waited longest is closed.
         """
-        if not self._make_room(tenant):
+        if not self._make_room_of(tenant) or not self.make_room(1):
             return False
-        while len(self._members) >= self.limit:
-            oldest = self._oldest_of_largest_source()
-            if oldest is None:
-                return False
-            self._evict(oldest)
         self._members[connection] = tenant
         self._by_tenant[tenant] += 1
         self._sources[connection] = source
@@ -75,11 +70,21 @@ class Pool:
         as `add`."""
         if self._members[connection] == tenant:
             return True
-        if not self._make_room(tenant):
+        if not self._make_room_of(tenant):
             return False
         self._leave_tenant(connection)
         self._members[connection] = tenant
         self._by_tenant[tenant] += 1
+        return True
+
+    def make_room(self, places: int = 0) -> bool:
+        """Close waiting connections until this many places are free. Return False if too few connections are
+        waiting."""
+        while len(self._members) + places > self.limit:
+            oldest = self._oldest_of_largest_source()
+            if oldest is None:
+                return False
+            self._evict(oldest)
         return True
 
     def remove(self, connection: Occupant) -> None:
@@ -110,7 +115,7 @@ class Pool:
         by_source = self._waiting_by_source
         return next((one for one, source in self._waiting.items() if by_source[source] == most), None)
 
-    def _make_room(self, tenant: str) -> bool:
+    def _make_room_of(self, tenant: str) -> bool:
         """Close the tenant's longest-waiting connections until the tenant has a free place. Return False if
         all of the tenant's places belong to connections that are not waiting."""
         while tenant and self._by_tenant[tenant] >= self.max_per_tenant:

@@ -92,6 +92,11 @@ class HttpServer:
         """Number of open connections."""
         return len(self._connections)
 
+    def make_room(self) -> None:
+        """Close waiting connections that exceed the limits, for example because the limits were lowered."""
+        self.known_pool.make_room()
+        self.unknown_pool.make_room()
+
     async def adopt(
         self,
         sock: socket.socket,

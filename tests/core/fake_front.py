@@ -34,6 +34,7 @@ from appliance.channel.front_messages import (
     FrontProgress,
     FrontReady,
     FrontReport,
+    NotTaken,
     RequestProgress,
     Settle,
     Taken,
@@ -149,8 +150,13 @@ class FakeFront:
             name = message.replica
             self.replicas[name] = ReplicaClient(sock, lambda handles: self.lost(name, handles))
         elif isinstance(message, ClientConnection):
+            try:
+                sock = socket.socket(fileno=self.channel.take_fd())
+            except LookupError:
+                self.channel.send(NotTaken(message.number))
+                return
             self.channel.send(Taken(message.number))
-            task = self.loop.create_task(self.converse(socket.socket(fileno=self.channel.take_fd())))
+            task = self.loop.create_task(self.converse(sock))
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
         elif isinstance(message, StopFront):

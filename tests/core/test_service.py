@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
+import select
 import signal
 import socket
 import subprocess
@@ -76,6 +78,26 @@ def test_connections_that_a_killed_front_has_not_read_are_answered_by_another(
     wait_until(lambda: service.admin.status().sockets[0].accepted >= len(clients))
     os.kill(pid, signal.SIGKILL)
     assert {read_answer(client)[-1].split()[-1] for client in clients} == {"length"}
+
+
+@pytest.mark.parametrize("fronts", [1, 2])
+def test_connections_that_a_front_cannot_receive_are_answered_by_another_or_wait(
+    make_service: Make, fronts: int
+) -> None:
+    service = make_service(f"fronts = {fronts}")
+    service.start()
+    pid = service.wait_ready().fronts[0].pid or 0
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, limits[1]))
+    clients = [service.connect("m 2") for _ in range(8)]
+    if fronts == 1:
+        # The core sends the connections to the front again after each of the front's reports.
+        wait_until(lambda: service.admin.status().sockets[0].state == "waiting")
+        time.sleep(0.5)
+        assert not select.select(clients, [], [], 0)[0]
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    answers = {read_answer(client)[-1] for client in clients}
+    assert answers == {f"front-{fronts - 1} length"}
 
 
 def test_connections_that_a_stopped_front_does_not_take_wait_in_the_backlog(make_service: Make) -> None:

@@ -47,6 +47,7 @@ from appliance.channel.front_messages import (
     FrontToCore,
     HandOver,
     Keep,
+    NotTaken,
     Rejected,
     Release,
     Retried,
@@ -143,6 +144,7 @@ class Harness:
         self.moved: list[tuple[HandOver, int, int]] = []
         """Hand-over messages, each with the file descriptors of the connection and of the request, for
         `give_back`."""
+        self.not_taken: list[NotTaken] = []
         self.replicas: dict[str, FakeReplica] = {}
         self.script: Script = self.sentence_script
         self.step_s = 0.001
@@ -397,6 +399,8 @@ class Harness:
             self.rejected.append(message)
         elif isinstance(message, Worked):
             self.worked.append(message)
+        elif isinstance(message, NotTaken):
+            self.not_taken.append(message)
         elif isinstance(message, FrontReport):
             self.reports.append(message)
         elif isinstance(message, FrontReady):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -13,9 +14,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from appliance.channel.core_messages import Configure, StopFront
-from appliance.channel.front_messages import FrontToCore
+import pytest
+
+from appliance.channel.core_messages import ClientConnection, Configure, StopFront
+from appliance.channel.front_messages import FrontToCore, NotTaken
 from appliance.channel.front_settings import Limits
+from appliance.front.capacity import RESERVED_DESCRIPTORS
 from engine.client import Channel, socketpair
 from tests.front.harness import Harness
 from tests.front.raw import ask, chat, connect, events, head, read_answer, request
@@ -183,6 +187,48 @@ def test_reports_count_connections_streams_requests_tokens_and_cpu(own_front: Ow
     assert (last.streams, last.requests) == (0, 1)
     assert last.tokens == front.settled(1)[0].delivered_tokens
     assert last.cpu_seconds > 0
+
+
+@pytest.mark.parametrize("has_request", [False, True])
+def test_a_connection_without_a_free_descriptor_goes_back_to_the_core(
+    own_front: OwnFront, has_request: bool
+) -> None:
+    front = own_front()
+    sockets = [connect(front) for _ in range(40)]
+    front.wait_for(lambda: front.reports[-1].connections == len(sockets))
+    pid = front.process.pid
+    used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    unused = [number for number in range(1000) if number not in used]
+    # With `has_request`, the kernel drops only the second of the connection's two descriptors.
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (unused[has_request], limits[1]))
+    ours, theirs = socket.socketpair()
+    with ours, theirs, open(os.memfd_create("request"), "rb") as memory:
+
+        def give(number: int) -> None:
+            descriptors = (theirs.fileno(), memory.fileno())[: 1 + has_request]
+            front.channel.send(ClientConnection("unix", "", has_request, number), descriptors)
+
+        front.call(lambda: give(7))
+        front.wait_for(lambda: front.not_taken == [NotTaken(7)])
+        # The front has closed idle connections, and has lowered its limit.
+        assert front.report().max_connections < Limits().max_connections
+        front.wait_for(lambda: front.reports[-1].connections <= 40 - RESERVED_DESCRIPTORS)
+        front.call(lambda: give(8))
+        ours.sendall(head("GET", "/v1/models"))
+        assert read_answer(ours).status == 200
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    assert front.not_taken == [NotTaken(7)]
+    for sock in sockets:
+        sock.close()
+
+
+def test_a_front_without_a_free_descriptor_still_reports(own_front: OwnFront) -> None:
+    front = own_front()
+    limits = resource.prlimit(front.process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(front.process.pid, resource.RLIMIT_NOFILE, (0, limits[1]))
+    assert front.report().max_connections == 1
+    resource.prlimit(front.process.pid, resource.RLIMIT_NOFILE, limits)
 
 
 def test_an_unreadable_tokenizer_is_reported_and_read_again_later(

@@ -57,6 +57,20 @@ def test_a_full_pool_closes_the_connection_that_has_waited_longest() -> None:
     assert not first.closed and second.closed
 
 
+def test_after_the_limit_is_lowered_waiting_connections_are_closed() -> None:
+    pool = Pool()
+    pool.limit = 4
+    made = filled(pool, "a", 3)
+    pool.mark_busy(made[0])
+    assert pool.make_room() and not any(one.closed for one in made)
+    pool.limit = 2
+    assert pool.make_room()
+    assert [one.closed for one in made] == [False, True, False]
+    pool.limit = 0
+    assert not pool.make_room()
+    assert [one.closed for one in made] == [False, True, True]
+
+
 def test_a_connection_whose_key_changes_counts_for_the_other_tenant() -> None:
     pool = Pool()
     pool.limit = 16

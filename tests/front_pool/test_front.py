@@ -21,6 +21,7 @@ from appliance.channel.core_messages import ClientConnection, Configure, Identit
 from appliance.channel.front_messages import FrontReport
 from appliance.channel.front_settings import Limits
 from appliance.channel.identity import Identity
+from appliance.front.capacity import RESERVED_DESCRIPTORS
 from appliance.front_pool import front as front_module
 from appliance.front_pool import front_child
 from appliance.front_pool.balancer import ConnectionBalancer
@@ -143,6 +144,11 @@ def test_a_front_that_takes_no_connections_is_given_a_bounded_number(
             await wait_until(lambda: front.takes_connections)
 
     with_stopped_front(scenario, monkeypatch)
+
+
+def test_a_front_keeps_enough_descriptors_free_for_the_connections_that_it_is_given() -> None:
+    # One descriptor for each connection given, and one for each connection that is closed for it.
+    assert 2 * front_module._MAX_UNTAKEN < RESERVED_DESCRIPTORS
 
 
 def test_a_front_that_reads_nothing_is_given_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -347,13 +347,9 @@ def test_a_front_with_few_descriptors_left_holds_fewer_connections(small: Target
         )
         assert "raise the limit of open files" in front["detail"]
         assert any("raise the limit of open files" in finding for finding in small.doctor())
-        answered = 0
         with idle(small.unix, 100), idle(small.tcp, 100):
             for _ in range(20):
-                # A connection that arrives just as the last descriptor is taken may be reset.
-                with suppress(httpx.ReadError):
-                    answered += small.answers_local_users()
-        assert answered >= 19
+                assert small.answers_local_users()
     finally:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
     log = small.running.log_path.read_text()[log_before:]
