@@ -263,7 +263,7 @@ class ConsoleApp(App[int]):
                 self.action_run("verify")
             elif word in names:
                 self.action_run(f"screen {names[word]}")
-            elif word in ("finished", "usage", "silences"):
+            elif word in ("finished", "usage", "keys", "silences"):
                 self.action_run(f"screen {word}")
             elif word in ("q", "quit", "exit"):
                 self.exit(0)

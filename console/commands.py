@@ -29,6 +29,7 @@ WORDS: dict[str, str] = {
     "sort": "sort COLUMN: sort by a column",
     "finished": "finished: show the finished requests",
     "usage": "usage: show usage by day, tenant and key",
+    "keys": "keys: show keys and local users",
     "silences": "silences: show the silences of alerts",
     "audit verify": "audit verify: verify the audit chain",
     "export": "export csv|json [FILE]: export this table to a file",

@@ -140,8 +140,19 @@ class FakeRows:
         return found
 
     def _callers(self) -> list[Key | PeerMapping]:
-        """Return three keys of each tenant."""
-        return [
+        """Return three keys of each tenant, and two local users."""
+        tenants = list(self._simulation.tenants)
+        peers = [
+            PeerMapping(kind="uid", number=0, tenant=tenants[0], source="settings"),
+            PeerMapping(
+                kind="uid",
+                number=1004,
+                tenant=tenants[-1],
+                source="mapped",
+                created_at=self._simulation.started - 400_000.0,
+            ),
+        ]
+        keys = [
             Key(
                 id=key_id(f"{tenant}-{name}"),
                 name=f"{tenant}-{name}",
@@ -153,6 +164,7 @@ class FakeRows:
             for tenant in self._simulation.tenants
             for name in KEY_NAMES
         ]
+        return [*keys, *peers]
 
     def _add(self, at: float, action: str, target: str, actor: str) -> None:
         seq = len(self.audit) + 1

@@ -264,4 +264,38 @@ REQUESTS: dict[str, Figure] = {
         "has a price.",
         "usage: cost",
     ),
+    "caller_name": Figure(
+        "NAME", "", "", "Name of the key, or the local user or group that needs no key.", "keys: name"
+    ),
+    "caller_id": Figure(
+        "ID",
+        "",
+        "",
+        "Id of the key, or the name of the user or group in commands.",
+        "keys: id; peers: number",
+    ),
+    "caller_tenant": Figure(
+        "TENANT", "", "", "The tenant that is billed for the requests.", "keys, peers: tenant"
+    ),
+    "caller_state": Figure(
+        "STATE",
+        "",
+        NOW,
+        "State of a key, or source of a mapping: mapped by an operator, or from the settings.",
+        "keys: revoked_at, expires_at; peers: source",
+    ),
+    "expires_at": Figure(
+        "EXPIRES, expires", "date and time", "", "Time at which the key expires.", "keys: expires_at"
+    ),
+    "scopes": Figure("SCOPES", "", "", "What the key permits.", "keys: scopes"),
+    "caller_created": Figure(
+        "created",
+        "date and time",
+        "",
+        "Time at which the key or mapping was created.",
+        "keys, peers: created_at",
+    ),
+    "caller_limits": Figure(
+        "usage of limits", "% of the limit", NOW, "Each limit of the key with its use.", "keys: usage"
+    ),
 }

@@ -7,6 +7,7 @@ from console.screens.base import View
 from console.screens.batches import BatchesView
 from console.screens.finished import FinishedView
 from console.screens.gpus import GpusView
+from console.screens.keys import KeysView
 from console.screens.kv import KvView
 from console.screens.models import ModelsView
 from console.screens.overview import OverviewView
@@ -35,4 +36,4 @@ def all_views() -> list[View]:
 
 def alternate_views() -> list[View]:
     """Return a new object for each screen that shares the key of another screen (`View.alternate`)."""
-    return [FinishedView(), UsageView(), SilencesView()]
+    return [FinishedView(), UsageView(), KeysView(), SilencesView()]

@@ -9,7 +9,7 @@ from appliance.protocol import Key, LimitUsage, PeerMapping
 from appliance.snapshot import TenantUse
 from console import units
 from console.context import Context
-from console.glyphs import meter
+from console.glyphs import GlyphSet, meter
 from console.lines import Line, clip, fact_lines, fit, heading, line, span, wrap
 from console.screens.table import TableColumn, TableView
 from console.source import ListName
@@ -45,7 +45,8 @@ class TenantsView(TableView[TenantUse]):
     alternate = "usage"
     help_text = (
         "The usage of each tenant, its limits and its fair share. Below the table are the limits, keys and "
-        "local users of the selected tenant. Press {variant} to see usage by day, tenant and key."
+        "local users of the selected tenant. Press {variant} to see usage by day, tenant and key, and once "
+        "more to see all keys and local users."
     )
     target: TargetKind = "tenant"
     sorted_by = "tokens_per_s"
@@ -150,25 +151,7 @@ class TenantsView(TableView[TenantUse]):
         return f"{row.name}: usage of limits"
 
     def describe(self, row: TenantUse, context: Context, width: int) -> list[Line]:
-        lines: list[Line] = []
-        size = max(8, width - 66)
-        for one in row.usage:
-            share = one.used / max(1, one.capacity)
-            resets = (
-                "until requests end"
-                if one.resets_in_s is None
-                else f"resets in {units.seconds(one.resets_in_s)}"
-                if one.used
-                else ""
-            )
-            lines.append(
-                [
-                    span(f"{one.limit:<20}"),
-                    *meter(share, size, context.glyphs),
-                    span(f" {units.percent(share):>4} ", "bold"),
-                    span(f"{units.short(one.used):>7} of {units.short(one.capacity):>6}  {resets}", "dim"),
-                ]
-            )
+        lines = limit_lines(row.usage, width, context.glyphs)
         if not row.usage:
             lines.append([span("no limits", "dim")])
         lines.append(heading("Usage", width, "totals since the service started"))
@@ -187,6 +170,30 @@ class TenantsView(TableView[TenantUse]):
         if row.exhausted_in_s is not None:
             facts.append(("limit reached in", units.seconds(row.exhausted_in_s)))
         return [*lines, *fact_lines(facts, width), *_callers(row, context, width)]
+
+
+def limit_lines(usage: Sequence[LimitUsage], width: int, glyphs: GlyphSet) -> list[Line]:
+    """Return one line for each limit, with its use."""
+    lines: list[Line] = []
+    size = max(8, width - 66)
+    for one in usage:
+        share = one.used / max(1, one.capacity)
+        resets = (
+            "until requests end"
+            if one.resets_in_s is None
+            else f"resets in {units.seconds(one.resets_in_s)}"
+            if one.used
+            else ""
+        )
+        lines.append(
+            [
+                span(f"{one.limit:<20}"),
+                *meter(share, size, glyphs),
+                span(f" {units.percent(share):>4} ", "bold"),
+                span(f"{units.short(one.used):>7} of {units.short(one.capacity):>6}  {resets}", "dim"),
+            ]
+        )
+    return lines
 
 
 def _callers(row: TenantUse, context: Context, width: int) -> list[Line]:

@@ -27,7 +27,7 @@ class UsageView(TableView[UsageRow]):
     key = "7"
     title = "Usage"
     short = "Tenants"
-    alternate = "tenants"
+    alternate = "keys"
     help_text = (
         f"Usage by day, tenant and key, for the requests that finished in the last {USAGE_DAYS} days, "
         "including today. The heading shows the totals of the rows that match the filter. For other days, or "

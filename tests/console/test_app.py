@@ -267,6 +267,30 @@ def test_the_silence_under_the_cursor_is_ended() -> None:
     run(steps, console(write=True))
 
 
+def test_the_key_and_the_mapping_under_the_cursor_are_filled_in() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("7", "v", "v")
+        await until(pilot, lambda: "key_" in shown(app))
+        [name] = app.session.view.selected(app.session.context)
+        for action, target in (("keys.revoke", name), ("peers.unmap", "uid:1004")):
+            view = app.session.view
+            assert isinstance(view, TableView)
+            view.cursor = target
+            app.redraw()
+            app.action_run(f"act {action}")
+            await until(pilot, lambda: opened(app))
+            command = str(app.screen.query_one("#command", Static).render())
+            assert command.startswith(f"$ appliance {action.replace('.', ' ')} {target}")
+            await pilot.press("escape")
+            await until(pilot, lambda: not isinstance(app.screen, ActionDialog))
+        view.cursor = name
+        app.redraw()
+        app.action_run("act peers.unmap")
+        await until(pilot, lambda: "select a peer first" in shown(app))
+
+    run(steps, console(write=True))
+
+
 def test_a_typed_action_needs_the_name_of_its_target() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         await pilot.press("7")

@@ -15,7 +15,7 @@ import pytest
 from appliance.actions.parameters import CreateTenant, DrainService, SuspendTenant
 from appliance.monitoring.metrics.families import Families
 from appliance.pages import AuditAction, ChainReport, LogLine, NamedRequest, UsageRow
-from appliance.protocol import Configuration, Silence, Status
+from appliance.protocol import Configuration, Key, PeerMapping, Silence, Status
 from appliance.protocol.registry import RegisteredModel
 from appliance.snapshot import Alert, Batch, Gpu, KvCache, Snapshot, Stall, TenantUse, UnfinishedRequest
 from console.fake import FIXED_TIME, FakeSource
@@ -223,6 +223,8 @@ _TYPES: dict[str, tuple[type[msgspec.Struct], ...]] = {
     "config": (Configuration,),
     "registry": (RegisteredModel,),
     "silences": (Silence,),
+    "keys": (Key,),
+    "peers": (PeerMapping,),
 }
 _LISTS = {
     "audit": {"target", "outcome", *AuditAction.__struct_fields__},

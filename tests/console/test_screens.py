@@ -10,7 +10,7 @@ import pytest
 
 from appliance.actions import action_named
 from appliance.pages import AuditAction, ChainReport
-from appliance.protocol import AuditHead, ScalingStatus, Silence
+from appliance.protocol import AuditHead, Key, ScalingStatus, Silence
 from appliance.protocol.registry import RegisteredModel, ShadowStatus
 from appliance.snapshot import Alert, Gpu, Host, Rates, Snapshot
 from console import units
@@ -25,6 +25,7 @@ from console.screens import panels
 from console.screens.alerts import AlertsView
 from console.screens.base import View
 from console.screens.batches import BatchesView
+from console.screens.keys import KeysView
 from console.screens.kv import tenant_letters
 from console.screens.overview import OverviewView
 from console.screens.registry import all_views, alternate_views
@@ -461,6 +462,21 @@ def test_the_alerts_screen_counts_the_silences_and_leads_to_them(shown: ConsoleS
     assert view.targets(action_named("alerts.unsilence"), shown.context) == [silence.id]
     shown.run("variant")
     assert shown.view.name == "alerts"
+
+
+EXPIRING = Key(id="key_1", name="k", tenant="t", prefix="sk", created_at=0.0, expires_at=FIXED_TIME)
+
+
+def test_actions_apply_to_the_selected_keys_or_mappings(shown: ConsoleSession) -> None:
+    view = KeysView()
+    view.render(shown.context, 120, 40)
+    [key, *_] = [row for row in view.ordered(shown.context) if isinstance(row.caller, Key)]
+    view.marks = {key.id, "uid:1004"}
+    view.render(shown.context, 120, 40)
+    assert view.targets(action_named("keys.revoke"), shown.context) == [key.id]
+    assert view.targets(action_named("peers.unmap"), shown.context) == ["uid:1004"]
+    assert not view.accepts(action_named("tenants.set"))
+    assert key.state == "valid" and key._replace(caller=EXPIRING).state == "expired"
 
 
 def test_a_silence_names_the_active_alerts_that_it_matches(shown: ConsoleSession) -> None:

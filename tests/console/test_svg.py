@@ -120,6 +120,7 @@ def test_a_screen_looks_like_its_picture(shown: ConsoleSession, name: str, size:
             "finished-detail",
             "finished-help",
             "usage",
+            "keys",
             "silences",
         ),
         *(f"{view.name}-{variant}" for view in all_views() for variant in view.variants[1:]),

@@ -1,0 +1,147 @@
+"""Keys: the API keys of all tenants, and the local users and groups that need no key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from appliance.actions import Action, TargetKind
+from appliance.protocol import Key, PeerMapping
+from console import units
+from console.context import Context
+from console.fingerprints import peer_name
+from console.lines import BLANK, Line, fact_lines, span
+from console.screens.table import TableColumn, TableView
+from console.screens.tenants import limit_lines
+from console.source import ListName
+
+_KINDS = {"uid": "user", "gid": "group"}
+_USABLE = ("valid", "mapped", "settings")
+
+
+class CallerRow(NamedTuple):
+    """A row of the screen."""
+
+    caller: Key | PeerMapping
+    now: float
+    """Time of the newest snapshot, in unix seconds."""
+
+    @property
+    def id(self) -> str:
+        """The id of the key, or the name of the user or group in commands."""
+        return self.caller.id if isinstance(self.caller, Key) else peer_name(self.caller)
+
+    @property
+    def name(self) -> str:
+        """The name of the key, or a description of the user or group."""
+        if isinstance(self.caller, Key):
+            return self.caller.name
+        if self.caller.kind == "any":
+            return "any user without an entry"
+        return f"local {_KINDS[self.caller.kind]} {self.caller.number}"
+
+    @property
+    def state(self) -> str:
+        """The state of the key, or the source of the mapping."""
+        if isinstance(self.caller, PeerMapping):
+            return self.caller.source
+        if self.caller.revoked_at is not None:
+            return "revoked"
+        return "valid" if self.caller.valid_at(self.now) else "expired"
+
+    @property
+    def expires_at(self) -> float | None:
+        """When the key expires, in unix seconds, or None for never."""
+        return self.caller.expires_at if isinstance(self.caller, Key) else None
+
+    @property
+    def expires(self) -> str:
+        """When the key expires, as text."""
+        return "never" if self.expires_at is None else units.date(self.expires_at)
+
+    @property
+    def scopes(self) -> str:
+        """What the key or mapping permits."""
+        return ", ".join(self.caller.scopes) if isinstance(self.caller, Key) else "inference"
+
+
+class KeysView(TableView[CallerRow]):
+    """The screen with the keys, and the local users and groups."""
+
+    name = "keys"
+    key = "7"
+    title = "Keys"
+    short = "Tenants"
+    alternate = "tenants"
+    help_text = (
+        "The keys of all tenants, and the local users and groups that belong to a tenant without a key. "
+        "{actions} lists the actions for the selected key or mapping. Press {variant} to see the tenants."
+    )
+    target: TargetKind = "key"
+    sorted_by = "caller_tenant"
+    empty = "no keys and no local users"
+    columns = (
+        TableColumn(
+            "caller_name", "NAME", 18, lambda r: r.name, right=False, flexible=True, role=lambda r: "bold"
+        ),
+        TableColumn("caller_id", "ID", 14, lambda r: r.id, right=False),
+        TableColumn("caller_tenant", "TENANT", 14, lambda r: r.caller.tenant, right=False),
+        TableColumn(
+            "caller_state",
+            "STATE",
+            9,
+            lambda r: r.state,
+            right=False,
+            role=lambda r: "dim" if r.state in _USABLE else "bad",
+        ),
+        TableColumn("expires_at", "EXPIRES", 19, lambda r: r.expires_at, lambda r: r.expires, right=False),
+        TableColumn(
+            "scopes",
+            "SCOPES",
+            18,
+            lambda r: r.scopes,
+            right=False,
+            drop=1,
+            role=lambda r: "dim",
+        ),
+    )
+    figures = (*(column.name for column in columns), "caller_created", "caller_limits")
+
+    def lists(self) -> tuple[ListName, ...]:
+        return ("callers",)
+
+    def rows(self, context: Context) -> Sequence[CallerRow]:
+        now = context.snapshot.at if context.snapshot else 0.0
+        callers: list[Key | PeerMapping] = [*context.rows_of("callers", Key)]
+        callers += context.rows_of("callers", PeerMapping)
+        return [CallerRow(one, now) for one in callers]
+
+    def id_of(self, row: CallerRow) -> str:
+        return row.id
+
+    def accepts(self, action: Action) -> bool:
+        return action.target in ("key", "peer")
+
+    def targets(self, action: Action, context: Context) -> list[str]:
+        """Return the selected keys for actions on keys, and the selected mappings for other actions."""
+        kind = Key if action.target == "key" else PeerMapping
+        selected = set(self.selected(context))
+        rows = [row for row in self.ordered(context) if isinstance(row.caller, kind)]
+        return [row.id for row in rows if row.id in selected]
+
+    def title_of(self, row: CallerRow) -> str:
+        return f"{row.name} ({row.id})"
+
+    def describe(self, row: CallerRow, context: Context, width: int) -> list[Line]:
+        facts = [
+            ("tenant", row.caller.tenant),
+            ("state", row.state),
+            ("created", units.date(row.caller.created_at)),
+            ("expires", row.expires),
+            ("scopes", row.scopes),
+        ]
+        lines = [*fact_lines(facts, width), BLANK]
+        if isinstance(row.caller, Key):
+            limits = limit_lines(row.caller.usage, width, context.glyphs)
+            lines += limits or [[span("no limits other than those of the tenant", "dim")]]
+        return lines
