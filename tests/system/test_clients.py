@@ -230,6 +230,88 @@ def test_openais_client_with_the_fields_of_vllm(base: str, key: str, azure: bool
     assert banned.choices[0].token_ids[:2] != ids[:2]
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl_that_offers_http_2_gets_the_answer_to_its_body(base: str, key: str) -> None:
+    """With `--http2`, curl sends `Upgrade: h2c` with the POST request. The server may ignore the offer."""
+    body = json.dumps({"model": "demo", "messages": HI, "max_tokens": 8})
+    answer = run(
+        *("curl", "-sSv", "--http2", "--stderr", "-", "--fail-with-body"),
+        *("-H", "Content-Type: application/json", "-H", f"Authorization: Bearer {key}", "-d", body),
+        base + CHAT,
+    )
+    if "> Upgrade: h2c" not in answer:
+        pytest.skip("this curl is built without HTTP/2")
+    assert "< HTTP/1.1 200 OK" in answer and '"finish_reason"' in answer
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl_with_http_1_0_gets_a_stream_without_chunks(base: str, key: str) -> None:
+    body = json.dumps({"model": "demo", "messages": HI, "max_tokens": 8, "stream": True})
+    answer = run(
+        *("curl", "-sSi", "--http1.0", "--raw", "-H", "Content-Type: application/json"),
+        *("-H", f"Authorization: Bearer {key}", "-H", "x-request-id: curl-1", "-d", body, base + CHAT),
+    )
+    head, _, text = answer.partition("\n\n")
+    assert "200 OK" in head and "transfer-encoding" not in head.lower()
+    assert "x-request-id: curl-1" in head.splitlines()
+    assert text.startswith("data: {") and text.endswith("data: [DONE]\n\n")
+
+
+LITELLM = """
+import json, sys
+import litellm
+
+base, key, limited_key = sys.argv[1:]
+messages = [{"role": "user", "content": "What does textwrap.dedent do?"}]
+common = {"api_base": base, "api_key": key, "max_retries": 0}
+options = {"messages": messages, "temperature": 0, "max_tokens": 8} | common
+answer = litellm.completion("openai/demo", **options)
+usage = {"stream_options": {"include_usage": True}}
+pieces = list(litellm.completion("openai/demo", stream=True, **usage, **options))
+text = litellm.text_completion(prompt="import ", model="text-completion-openai/demo", max_tokens=8, **common)
+
+
+def refusal(model="openai/demo", **changes):
+    try:
+        litellm.completion(model, **(options | changes))
+    except Exception as error:
+        # `_should_retry` decides in the router of LiteLLM whether to retry.
+        return [type(error).__name__, error.status_code, litellm._should_retry(error.status_code)]
+
+
+print(json.dumps({
+    "answer": answer.choices[0].message.content,
+    "streamed": "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices),
+    "tokens": [answer.usage.completion_tokens, pieces[-1].usage.completion_tokens],
+    "text": text.choices[0].text,
+    "models": litellm.get_valid_models(
+        check_provider_endpoint=True, custom_llm_provider="openai", api_base=base, api_key=key
+    ),
+    "key": refusal(api_key="wrong"),
+    "model": refusal("openai/other"),
+    "length": refusal(messages=[{"role": "user", "content": "word " * 20_000}]),
+    "field": refusal(temperature=-1),
+    "limit": [refusal(api_key=limited_key) for _ in range(2)],
+}))
+"""
+
+
+def test_litellm(demo: Service, base: str, key: str) -> None:
+    demo.tenant("limited", requests_per_minute=1.0)
+    keys = [key, demo.key("limited", "limited")]
+    environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    printed = run(sys.executable, "-W", "ignore", "-c", LITELLM, base + "/v1", *keys, env=environment)
+    found = json.loads(printed.splitlines()[-1])
+    assert found["answer"] and found["streamed"] == found["answer"]
+    assert found["text"] and found["tokens"][0] == found["tokens"][1] >= 1
+    assert found["models"] == ["demo"]
+    assert found["key"] == ["AuthenticationError", 401, False]
+    assert found["model"] == ["NotFoundError", 404, False]
+    assert found["length"] == ["ContextWindowExceededError", 400, False]
+    assert found["field"] == ["BadRequestError", 400, False]
+    assert found["limit"] == [None, ["RateLimitError", 429, True]]
+
+
 def test_langchain(base: str, key: str) -> None:
     model = langchain_openai.ChatOpenAI(
         base_url=base + "/v1", api_key=SecretStr(key), model="demo", max_completion_tokens=8, temperature=0
