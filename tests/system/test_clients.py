@@ -20,6 +20,7 @@ import psutil
 import pytest
 from pydantic import SecretStr
 
+from appliance.settings import demo_model_folder
 from tests.system.service import Service, service
 
 pytestmark = pytest.mark.system
@@ -310,6 +311,25 @@ def test_litellm(demo: Service, base: str, key: str) -> None:
     assert found["length"] == ["ContextWindowExceededError", 400, False]
     assert found["field"] == ["BadRequestError", 400, False]
     assert found["limit"] == [None, ["RateLimitError", 429, True]]
+
+
+@pytest.mark.skipif(shutil.which("guidellm") is None, reason="guidellm is not installed")
+@pytest.mark.parametrize("path", [CHAT, COMPLETION])
+def test_guidellm(base: str, key: str, tmp_path: Path, path: str) -> None:
+    """guidellm is not a dependency of the tests, because it takes 315 MB. It asks `/health` before a
+    benchmark, and requests streams."""
+    report = tmp_path / "report.json"
+    run(
+        *("guidellm", "run", "--disable-console", "--profile", "kind=synchronous"),
+        *("--backend", f"kind=openai_http,target={base},model=demo,api_key={key},request_format={path}"),
+        *("--constraint", "kind=max_requests,count=3"),
+        *("--data", "kind=synthetic_text,prompt_tokens=16,output_tokens=8"),
+        *("--tokenizer", f"kind=huggingface_auto,model={demo_model_folder()}"),
+        *("--output", f"kind=json,path={report}"),
+    )
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    assert len(benchmark["requests"]["successful"]) == 3
+    assert not benchmark["requests"]["errored"]
 
 
 def test_langchain(base: str, key: str) -> None:
