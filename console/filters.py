@@ -2,7 +2,7 @@
 
 - `text`: a column contains the text;
 - `field:text`: the column `field` contains the text, and `!field:text`: the column does not contain the text;
-- `field>100`, `field<=2.5k`: compare the number in the column; k, M and G multiply, % divides by 100;
+- `field>100`, `field<=2.5k`, `field>350ms`: compare the value in the column, in the units that it shows;
 - `>100`: the same for the column that the table is sorted by.
 
 A field is the heading of a column, in upper or lower case and with `_` for spaces, or the name of the column
@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 Cell = str | float | int | None
 _FIELD = r"[A-Za-z_][\w/]*"
-_COMPARE = re.compile(rf"(?P<field>(?:{_FIELD})?)(?P<sign>>=|<=|>|<|=)(?P<number>[0-9.]+)(?P<unit>[kMG%]?)$")
+_COMPARE = re.compile(rf"(?P<field>(?:{_FIELD})?)(?P<sign>>=|<=|>|<|=)(?P<value>[0-9.][0-9.A-Za-zµ°%]*)$")
+_PART = re.compile(r"([0-9.]+)([A-Za-zµ°%]*)")
 _CONTAINS = re.compile(rf"(?P<negation>!?)(?P<field>{_FIELD}):(?P<text>.*)$")
 _SIGNS: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
@@ -27,7 +28,16 @@ _SIGNS: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le,
     "=": operator.eq,
 }
-_UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "%": 0.01}
+_UNITS: dict[str, dict[str, float]] = {
+    "": {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12},
+    "s": {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "us": 1e-6, "µs": 1e-6, "min": 60.0},
+    "bytes": {"K": 2.0**10, "M": 2.0**20, "G": 2.0**30, "T": 2.0**40, "B": 1.0}
+    | {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40},
+    "%": {"%": 0.01},
+    "W": {"W": 1.0},
+    "°C": {"°C": 1.0, "°": 1.0, "C": 1.0},
+}
+"""For each unit of a column's value: the units that can be entered, with their factors."""
 
 
 class FilterField(NamedTuple):
@@ -38,6 +48,8 @@ class FilterField(NamedTuple):
     value: Callable[[Any], Cell]
     text: Callable[[Any], str]
     """Returns the text that the column shows."""
+    unit: str = ""
+    """The unit of the value, as in `_UNITS`. A value in "%" is a fraction."""
 
 
 class FilterError(ValueError):
@@ -53,13 +65,8 @@ def matcher(text: str, fields: Sequence[FilterField], sorted_by: str) -> Callabl
 
 def _term(term: str, fields: Sequence[FilterField], sorted_by: str) -> Callable[[Any], bool]:
     if found := _COMPARE.match(term):
-        get = _field(found["field"] or sorted_by, fields).value
-        try:
-            limit = float(found["number"]) * _UNITS[found["unit"]]
-        except ValueError as error:
-            raise FilterError(
-                f"{found['number']!r} is not a number: enter, for example, >100 or >2.5k"
-            ) from error
+        field = _field(found["field"] or sorted_by, fields)
+        get, limit = field.value, _limit(found["value"], field)
         compare = _SIGNS[found["sign"]]
         return lambda row: isinstance(value := get(row), int | float) and compare(value, limit)
     if found := _CONTAINS.match(term):
@@ -75,6 +82,23 @@ def _term(term: str, fields: Sequence[FilterField], sorted_by: str) -> Callable[
         return lambda row: contains(row) is not negated
     wanted, every = term.lower(), [field.value for field in fields]
     return lambda row: any(isinstance(value := get(row), str) and wanted in value.lower() for get in every)
+
+
+def _limit(text: str, field: FilterField) -> float:
+    """Return a number with its unit, such as 350ms or 2m30s, in the unit of a column. Raises FilterError."""
+    known = _UNITS[field.unit]
+    parts = _PART.findall(text)
+    try:
+        # Only durations consist of several parts.
+        if len(parts) == 1 or field.unit == "s":
+            return sum(float(number) * (known[unit] if unit else 1.0) for number, unit in parts)
+    except (ValueError, KeyError):
+        pass
+    name, example = field.names[0], next(iter(known))
+    raise FilterError(
+        f"{text!r} is not a value of {name}: enter, for example, {name}>20 or {name}>20{example} "
+        f"(units: {', '.join(known)})"
+    )
 
 
 def _field(name: str, fields: Sequence[FilterField]) -> FilterField:

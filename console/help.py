@@ -36,7 +36,8 @@ def help_lines(view: View, width: int, keys: KeyTable) -> list[Line]:
         lines += [BLANK, heading("Filter", width, key_of(keys, "filter"))]
         lines += wrap(
             "Rows must match all terms, separated by spaces: text, field:text, !field:text, field>100, "
-            f"field<=2.5k; >100 applies to the column that the table is sorted by. Fields: {names}.",
+            "field<=2.5k, field>350ms; >100 applies to the column that the table is sorted by. "
+            f"Fields: {names}.",
             width,
         )
     group = ""

@@ -87,6 +87,7 @@ class CompareView(TableView[Difference]):
             lambda r: r.change,
             lambda r: units.UNKNOWN if r.change is None else f"{r.change:+.0%}",
             drop=1,
+            unit="%",
         ),
     )
     figures = tuple(column.name for column in columns)

@@ -90,7 +90,9 @@ class FinishedView(TableView[NamedRequest]):
             "key_name", "KEY", 14, lambda r: r.key_name or r.key_id, right=False, drop=9, role=lambda r: "dim"
         ),
         TableColumn("model", "MODEL", 13, lambda r: r.model, right=False, drop=4),
-        TableColumn("duration_s", "TIME", 6, lambda r: _seconds(r.e2e_ms), lambda r: units.ms(r.e2e_ms)),
+        TableColumn(
+            "duration_s", "TIME", 6, lambda r: _seconds(r.e2e_ms), lambda r: units.ms(r.e2e_ms), unit="s"
+        ),
         TableColumn(
             "queue_s",
             "QUEUE",
@@ -98,6 +100,7 @@ class FinishedView(TableView[NamedRequest]):
             lambda r: _seconds(r.queue_ms),
             lambda r: units.ms(r.queue_ms),
             drop=6,
+            unit="s",
         ),
         TableColumn(
             "ttft_s",
@@ -106,6 +109,7 @@ class FinishedView(TableView[NamedRequest]):
             lambda r: _seconds(r.ttft_ms),
             lambda r: units.ms(r.ttft_ms),
             drop=5,
+            unit="s",
         ),
         TableColumn(
             "prompt_tokens", "PROMPT", 7, lambda r: r.prompt_tokens, lambda r: units.count(r.prompt_tokens)

@@ -91,11 +91,24 @@ class GpusView(TableView[Gpu]):
             _use,
             lambda g: gpu_text(g, units.percent(_use(g)), "utilization_percent"),
             role=lambda g: "accent",
+            unit="%",
         ),
         TableColumn(
-            "used_bytes", "MEM", 5, _used, lambda g: gpu_text(g, units.percent(_used(g)), "used_bytes")
+            "used_bytes",
+            "MEM",
+            5,
+            _used,
+            lambda g: gpu_text(g, units.percent(_used(g)), "used_bytes"),
+            unit="%",
         ),
-        TableColumn("power_w", "POWER", 6, lambda g: g.power_w, _text("power_w", watts)),
+        TableColumn(
+            "power_w",
+            "POWER",
+            6,
+            lambda g: g.power_w,
+            _text("power_w", watts),
+            unit="W",
+        ),
         TableColumn(
             "temperature_c",
             "TEMP",
@@ -103,6 +116,7 @@ class GpusView(TableView[Gpu]):
             lambda g: g.temperature_c,
             _text("temperature_c", celsius),
             role=lambda g: "warn" if g.throttle_reasons else "text",
+            unit="°C",
         ),
         TableColumn(
             "sm_clock_mhz", "MHz", 5, lambda g: g.sm_clock_mhz, _text("sm_clock_mhz", _plain), drop=2
@@ -123,6 +137,7 @@ class GpusView(TableView[Gpu]):
             _link,
             lambda g: gpu_text(g, units.size(_link(g)), *_LINK_FIELDS),
             drop=5,
+            unit="bytes",
         ),
         TableColumn("ecc", "ECC", 6, lambda g: g.ecc_uncorrected, _errors, drop=6),
         TableColumn(

@@ -76,7 +76,7 @@ class ModelsView(TableView[ModelRow]):
         TableColumn(
             "running", "SEQS", 6, lambda r: r.total("running"), lambda r: units.count(r.total("running"))
         ),
-        TableColumn("kv_used", "KV", 5, _kv, lambda r: units.percent(_kv(r))),
+        TableColumn("kv_used", "KV", 5, _kv, lambda r: units.percent(_kv(r)), unit="%"),
         TableColumn(
             "weight_bytes",
             "WEIGHTS",
@@ -84,6 +84,7 @@ class ModelsView(TableView[ModelRow]):
             lambda r: r.total("weight_bytes"),
             lambda r: units.size(r.total("weight_bytes") or None),
             drop=4,
+            unit="bytes",
         ),
         TableColumn(
             "generated_tokens",

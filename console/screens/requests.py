@@ -75,9 +75,20 @@ class RequestsView(TableView[UnfinishedRequest]):
             "key_name", "KEY", 14, lambda r: r.key_name or r.key_id, right=False, drop=9, role=lambda r: "dim"
         ),
         TableColumn("model", "MODEL", 13, lambda r: r.model, right=False, drop=4),
-        TableColumn("age_s", "AGE", 6, lambda r: r.age_s, lambda r: units.seconds(r.age_s)),
-        TableColumn("queue_s", "QUEUE", 6, lambda r: r.queue_s, lambda r: units.seconds(r.queue_s), drop=6),
-        TableColumn("ttft_s", "TTFT", 6, lambda r: r.ttft_s, lambda r: units.seconds(r.ttft_s), drop=5),
+        TableColumn(
+            "age_s",
+            "AGE",
+            6,
+            lambda r: r.age_s,
+            lambda r: units.seconds(r.age_s),
+            unit="s",
+        ),
+        TableColumn(
+            "queue_s", "QUEUE", 6, lambda r: r.queue_s, lambda r: units.seconds(r.queue_s), drop=6, unit="s"
+        ),
+        TableColumn(
+            "ttft_s", "TTFT", 6, lambda r: r.ttft_s, lambda r: units.seconds(r.ttft_s), drop=5, unit="s"
+        ),
         TableColumn(
             "prompt_tokens", "PROMPT", 7, lambda r: r.prompt_tokens, lambda r: units.count(r.prompt_tokens)
         ),

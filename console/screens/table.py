@@ -34,6 +34,8 @@ class TableColumn(NamedTuple):
     role: Callable[[Any], str] | None = None
     flexible: bool = False
     """Whether the column takes up the remaining width."""
+    unit: str = ""
+    """Unit of the value for filters: "s", "bytes", "%" (of a fraction), "W" or "°C"; empty for numbers."""
     rank: Callable[[Any], Cell] | None = None
     """Returns the value to sort by if rows are not sorted by `value`."""
 
@@ -115,7 +117,9 @@ class TableView(View, Generic[R]):
         found: Sequence[R] = self.rows(context)
         self.error = ""
         if self.filter:
-            fields = [FilterField(column.names, column.value, column.shown) for column in self.columns]
+            fields = [
+                FilterField(column.names, column.value, column.shown, column.unit) for column in self.columns
+            ]
             try:
                 matches = matcher(self.filter, fields, self.sorted_by)
                 found = [row for row in found if matches(row)]

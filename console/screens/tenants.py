@@ -90,9 +90,17 @@ class TenantsView(TableView[TenantUse]):
             lambda r: units.rate(r.tokens_per_s),
             role=lambda r: "output",
         ),
-        TableColumn("share", "SHARE", 6, lambda r: r.share, lambda r: units.percent(r.share), drop=3),
         TableColumn(
-            "fair_share", "FAIR", 5, lambda r: r.fair_share, lambda r: units.percent(r.fair_share), drop=4
+            "share", "SHARE", 6, lambda r: r.share, lambda r: units.percent(r.share), drop=3, unit="%"
+        ),
+        TableColumn(
+            "fair_share",
+            "FAIR",
+            5,
+            lambda r: r.fair_share,
+            lambda r: units.percent(r.fair_share),
+            drop=4,
+            unit="%",
         ),
         TableColumn(
             "limit_used",
@@ -102,6 +110,7 @@ class TenantsView(TableView[TenantUse]):
             _fullest_text,
             right=False,
             role=_fullest_role,
+            unit="%",
         ),
         TableColumn(
             "exhausted_in_s",
@@ -110,6 +119,7 @@ class TenantsView(TableView[TenantUse]):
             lambda r: r.exhausted_in_s,
             lambda r: units.seconds(r.exhausted_in_s) if r.exhausted_in_s is not None else "-",
             drop=6,
+            unit="s",
         ),
         TableColumn(
             "refused",

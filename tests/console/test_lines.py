@@ -117,6 +117,49 @@ def test_a_row_must_match_all_terms_of_a_filter(text: str, matches: bool) -> Non
     assert matcher(text, FIELDS, "age_s")(("acme", 12.5)) is matches
 
 
+MEASURES = (
+    FilterField(("ttft",), lambda row: 0.35, lambda row: "350ms", "s"),
+    FilterField(("age",), lambda row: 150.0, lambda row: "2m30s", "s"),
+    FilterField(("weights",), lambda row: 3 * 2**29, lambda row: "1.5G", "bytes"),
+    FilterField(("share",), lambda row: 0.25, lambda row: "25%", "%"),
+    FilterField(("power",), lambda row: 310.0, lambda row: "310W", "W"),
+    FilterField(("temp",), lambda row: 71.0, lambda row: "71°C", "°C"),
+    FilterField(("out",), lambda row: 2500, lambda row: "2,500", ""),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "matches"),
+    [
+        *[("ttft>349ms", True), ("ttft>350ms", False), ("ttft>0.3", True), ("ttft<1s", True)],
+        *[("age>2m", True), ("age>2m29s", True), ("age>2m31s", False), ("age>1h", False), ("age>2min", True)],
+        *[("weights>1GiB", True), ("weights>1.4G", True), ("weights>1.6G", False), ("weights<2T", True)],
+        *[("share>24%", True), ("share>26%", False), ("share>0.2", True)],
+        *[("power>300W", True), ("temp>70°C", True), ("temp<70C", False), ("out>2.4k", True)],
+    ],
+)
+def test_a_filter_takes_the_units_that_a_column_shows(text: str, matches: bool) -> None:
+    assert matcher(text, MEASURES, "")(None) is matches
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "ttft>1GiB",
+            r"'1GiB' is not a value of ttft: enter, for example, ttft>20 or ttft>20ms \(units: ms, ",
+        ),
+        ("weights>5s", r"'5s' is not a value of weights: .* weights>20K \(units: K, M, G, T, B, KiB, "),
+        ("out>1k5k", r"'1k5k' is not a value of out"),
+        ("out>1.2.3", r"'1.2.3' is not a value of out"),
+        ("out>50%", r"'50%' is not a value of out"),
+    ],
+)
+def test_a_value_with_a_wrong_unit_names_the_units_of_the_column(text: str, message: str) -> None:
+    with pytest.raises(FilterError, match=message):
+        matcher(text, MEASURES, "")
+
+
 def test_an_unknown_figure_matches_no_comparison() -> None:
     assert not matcher("age_s<10", FIELDS, "age_s")(("acme", None))
 

@@ -228,6 +228,22 @@ def test_a_filter_hides_rows_and_an_invalid_filter_says_why(shown: ConsoleSessio
     assert view.filter == ""
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_filter_takes_the_value_that_a_cell_shows(shown: ConsoleSession, name: str) -> None:
+    shown.run(f"screen {name}")
+    view = shown.view
+    if not isinstance(view, TableView):
+        return
+    for column in view.columns:
+        cells = [column.shown(row).strip() for row in view.rows(shown.context)]
+        for cell in {cell for cell in cells if re.fullmatch(r"[0-9][0-9.]*[a-zA-Zµ°%][0-9a-zA-Zµ°%]*", cell)}:
+            if isinstance(next(column.value(row) for row in view.rows(shown.context)), int | float):
+                view.filter = f"{column.names[0]}>{cell}"
+                view.ordered(shown.context)
+                assert not view.error, view.error
+    view.filter = ""
+
+
 def test_marked_rows_are_the_targets_of_actions(shown: ConsoleSession) -> None:
     shown.run("screen requests")
     view = shown.view
