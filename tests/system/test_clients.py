@@ -232,6 +232,17 @@ def test_openais_client_with_the_fields_of_vllm(base: str, key: str, azure: bool
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl_gets_heads_without_bodies_on_one_connection(base: str, key: str) -> None:
+    """If a body followed the first head, curl would read it as the beginning of the second head."""
+    urls = [f"{base}/v1/models", f"{base}/health"]
+    connects = ["-w", "new connections: %{num_connects}\n"]
+    answers = run("curl", "-sS", "--head", "-H", f"Authorization: Bearer {key}", *connects, *urls)
+    assert answers.count("HTTP/1.1 200 OK") == 2 and answers.endswith("new connections: 0\n")
+    length = len(httpx.get(urls[0], headers={"api-key": key}, timeout=60).content)
+    assert f"content-length: {length}\n" in answers.lower()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_curl_that_offers_http_2_gets_the_answer_to_its_body(base: str, key: str) -> None:
     """With `--http2`, curl sends `Upgrade: h2c` with the POST request. The server may ignore the offer."""
     body = json.dumps({"model": "demo", "messages": HI, "max_tokens": 8})
