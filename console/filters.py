@@ -96,8 +96,7 @@ def _limit(text: str, field: FilterField) -> float:
         pass
     name, example = field.names[0], next(iter(known))
     raise FilterError(
-        f"{text!r} is not a value of {name}: enter, for example, {name}>20 or {name}>20{example} "
-        f"(units: {', '.join(known)})"
+        f"{text!r} is not a value of {name}: use {', '.join(known)}, as in {name}>20{example}, or no unit"
     )
 
 

@@ -75,7 +75,8 @@ class KeysView(TableView[CallerRow]):
     alternate = "tenants"
     help_text = (
         "The keys of all tenants, and the local users and groups that belong to a tenant without a key. "
-        "{actions} lists the actions for the selected key or mapping. Press {variant} to see the tenants."
+        "Press {actions} to choose an action for the selected key or mapping, and {variant} to see the "
+        "tenants."
     )
     target: TargetKind = "key"
     sorted_by = "caller_tenant"
