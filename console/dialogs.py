@@ -38,11 +38,27 @@ class Switch(Checkbox):
         return Content("[X]" if self.value else "[ ]")
 
 
+class _Form(VerticalScroll):
+    """The fields of an action. It scrolls if they do not fit."""
+
+    def __init__(self, resized: Callable[[], None], **options: Any) -> None:
+        """`resized` is called when the form has its new size. Before that, Textual computes scroll positions
+        from the old size."""
+        super().__init__(**options)
+        self._resized = resized
+
+    def on_resize(self) -> None:
+        """Report the new size."""
+        self._resized()
+
+
 class ActionDialog(ModalScreen[msgspec.Struct | None]):
     """Asks for the parameters of an action and for confirmation. Its result is None if the operator
     cancels."""
 
     BINDINGS: ClassVar = [("escape", "cancel", "Cancel")]
+    AUTO_FOCUS = ""
+    """Prevents Textual from focusing the first field before the dialog sets the focus."""
     DEFAULT_CSS = """
     ActionDialog { align: center middle; background: transparent; }
     ActionDialog #dialog { width: 76; max-width: 96%; height: auto; max-height: 94%; border: round $primary;
@@ -90,7 +106,7 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
             yield Static(text(f"{action.title} {self._target()}".rstrip() + "?"), id="title")
             yield Static(text(action.description), id="description")
             yield _hidden("impact")
-            with VerticalScroll(id="form", can_focus=False):
+            with _Form(self._show_given, id="form", can_focus=False):
                 for field in msgspec.structs.fields(action.parameters):
                     chosen = field.name == action.named_by and field.name in self._values
                     if not chosen and not is_hidden(action, field.name):
@@ -145,11 +161,12 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
             if one is not form and one.display
         )
         form.styles.max_height = max(_MIN_FORM, min(_MAX_FORM, int(self.size.height * 0.94) - others - 2))
-        if isinstance(self.focused, Button):
-            self.call_after_refresh(self._show_given)
 
     def _show_given(self) -> None:
-        """Scroll the form to the first field that has a value from the command line."""
+        """Scroll the form to the first field that has a value from the command line, unless the operator is
+        in another field."""
+        if not self.display or (self.focused is not None and not isinstance(self.focused, Button)):
+            return
         for name in self._values:
             for field in self.query(f"#field-{name}"):
                 field.scroll_visible(animate=False)
