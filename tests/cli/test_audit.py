@@ -221,7 +221,7 @@ def test_a_file_of_heads_or_a_folder_that_is_not_there_is_said_with_what_to_name
     cli: Run, state: Path, run_dir: Path
 ) -> None:
     heads = cli("audit", "verify", "--state-dir", state, "--heads", state / "none")
-    assert heads.code == 1 and "give a text file with recorded heads" in heads.err
+    assert heads.code == 1 and "give a text file that contains chain heads" in heads.err
     place = ("--run-dir", run_dir, "--state-dir", state)
     backup = cli("backup", state / "none" / "x", *place)
     assert backup.code == 1 and f"{state / 'none'} is not a writable folder" in backup.err
