@@ -86,7 +86,6 @@ class ConsoleApp(App[int]):
         self._keymap_problems = keymap.problems
         self.set_keymap(keymap.overrides)
         self.frame_widget = FrameWidget()
-        self.frame_widget.wants_character = self._jump
         self.prompt = PromptLine()
         self.travel = TimeTravel(self)
         self._feeding: Worker[None] | None = None
@@ -116,6 +115,18 @@ class ConsoleApp(App[int]):
         self.set_interval(1.0, self._tick)
         if self._keymap_problems:
             self.push_screen(TextDialog("Keymap not loaded: using the default keys", self._keymap_problems))
+
+    async def on_event(self, event: events.Event) -> None:
+        """Run the command of a key before the next key is handled, so that the characters typed after `:` or
+        `/` go to the command line even if they arrive at once."""
+        used = (
+            isinstance(event, events.Key)
+            and not event.is_forwarded
+            and self.focused is self.frame_widget
+            and (self._jump(event.character or "") or await self._check_bindings(event.key))
+        )
+        if not used:
+            await super().on_event(event)
 
     # ── drawing ──────────────────────────────────────────────────────────────────────────────
 
@@ -374,7 +385,7 @@ class ConsoleApp(App[int]):
 
     @on(PromptLine.Closed)
     def _close_prompt(self, event: PromptLine.Closed) -> None:
-        self.frame_widget.focus()
+        self.frame_widget.screen.set_focus(self.frame_widget)
         self.session.say("")
         view = self.session.view
         if event.kind == "/" and isinstance(view, TableView):

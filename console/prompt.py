@@ -60,7 +60,8 @@ class PromptLine(Input):
         self.value = text
         self.cursor_position = len(text)
         self.display = True
-        self.focus()
+        # focus() would set the focus only after keys that are already waiting.
+        self.screen.set_focus(self)
 
     async def on_key(self, event: events.Key) -> None:
         """Handle the keys that submit the line, complete it, or recall earlier lines."""

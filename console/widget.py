@@ -3,7 +3,6 @@ terminal, so that the console needs little bandwidth over SSH."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import ClassVar
 
 from rich.segment import Segment
@@ -55,8 +54,6 @@ class FrameWidget(Widget, can_focus=True):
         self.auto_links = False
         self._lines: list[Line] = []
         self._theme = "dark"
-        self.wants_character: Callable[[str], bool] | None = None
-        """Called with the character of each pressed key. Returns whether the key has been used."""
 
     def show(self, lines: list[Line], theme: str) -> None:
         """Show lines. Only the differences from the previously shown lines are drawn."""
@@ -83,13 +80,6 @@ class FrameWidget(Widget, can_focus=True):
             found = style(theme, role[1:], selected=True) if role.startswith("@") else style(theme, role)
             segments.append(Segment(text, found))
         return Strip(segments)
-
-    def on_key(self, event: events.Key) -> None:
-        """If the application expects a character, offer the key to the application before the key bindings
-        apply."""
-        if self.wants_character is not None and self.wants_character(event.character or ""):
-            event.stop()
-            event.prevent_default()
 
     def on_click(self, event: events.Click) -> None:
         """Run the command of the clicked span."""

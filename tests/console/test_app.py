@@ -8,6 +8,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from textual import events
+from textual.keys import _character_to_key
 from textual.pilot import Pilot
 from textual.widgets import Button, Input, Static
 
@@ -140,6 +142,21 @@ def test_tab_lists_the_possible_completions_with_their_names() -> None:
         app.prompt.value = "alerts silence kv-"
         await pilot.press("tab")
         await until(pilot, lambda: app.prompt.value.startswith("alerts silence kv-cache"))
+
+    run(steps, console(write=True))
+
+
+@pytest.mark.parametrize(
+    ("keys", "screen", "typed"),
+    [(":keys revoke ", "overview", "keys revoke "), ("7/search", "tenants", "search")],
+    ids=["command", "filter"],
+)
+def test_characters_that_arrive_at_once_go_to_the_command_line(keys: str, screen: str, typed: str) -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        for one in keys:
+            app.post_message(events.Key(_character_to_key(one), one))
+        await until(pilot, lambda: app.prompt.value == typed)
+        assert app.session.view.name == screen
 
     run(steps, console(write=True))
 
