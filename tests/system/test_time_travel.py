@@ -39,7 +39,8 @@ pytestmark = pytest.mark.system
 VIEWS = [*all_views(), *alternate_views()]
 SCREENS = tuple(view.name for view in VIEWS if not view.required_lists())
 """The screens that show snapshots."""
-NOT_RECORDED = {"usage"}
+NOT_RECORDED = {"usage", "keys", "silences"}
+"""The screens whose lists are not recorded."""
 LISTS = {
     view.name: view.required_lists()
     for view in VIEWS
