@@ -1,4 +1,4 @@
-"""`appliance top`: one frame of the console's overview as text, or one object as JSON. Textual is not
+"""`appliance top`: one frame of a screen of the console as text, or one object as JSON. Textual is not
 loaded."""
 
 from __future__ import annotations
@@ -7,55 +7,64 @@ import asyncio
 
 import msgspec
 
-from appliance.snapshot import Snapshot
 from console.context import Context
 from console.frame import FrameState, frame
-from console.history import History
 from console.lines import plain
 from console.replay import ReplaySource
+from console.screens.base import View
 from console.screens.registry import all_views
-from console.source import SnapshotSource
+from console.source import SnapshotSource, SourceError
 from console.timeline import PastState
 
 
-def read(source: SnapshotSource) -> tuple[Snapshot, History]:
-    """Return a snapshot and its history. A live source is read twice and the second snapshot is returned,
-    because rates need two snapshots. Raises SourceError."""
+def read(source: SnapshotSource, view: View | None = None) -> Context:
+    """Return the input of a screen: a snapshot, its history, and the lists that the screen shows. A live
+    source is read twice and the second snapshot is returned, because rates need two snapshots. Raises
+    SourceError, also for a list without which the screen cannot be shown."""
 
-    async def both() -> tuple[Snapshot, History]:
-        history = History()
+    async def reading() -> Context:
+        context = Context()
         try:
             if isinstance(source, ReplaySource):
-                return await source.next(), source.history
-            source.reads_blocks = True
-            for _ in range(2):
-                snapshot = await source.next()
-                history.add(snapshot)
-            return snapshot, history
+                context.snapshot, context.history = await source.next(), source.history
+            else:
+                source.reads_blocks = True
+                for _ in range(2):
+                    context.snapshot = await source.next()
+                    context.history.add(context.snapshot)
+            for name in () if view is None else view.lists():
+                try:
+                    context.rows[name] = await source.rows(name)
+                except SourceError as error:
+                    if view is not None and name in view.required_lists():
+                        raise
+                    context.row_errors[name] = str(error)
+            return context
         finally:
             await source.close()
 
-    return asyncio.run(both())
+    return asyncio.run(reading())
 
 
 def top_json(source: SnapshotSource) -> bytes:
     """Return the snapshot as JSON."""
-    snapshot, _ = read(source)
+    snapshot = read(source).snapshot
     return msgspec.json.format(msgspec.json.encode(snapshot), indent=2)
 
 
 def top_lines(source: SnapshotSource, screen: str, width: int, height: int) -> list[str]:
     """Return the lines of a screen, without trailing empty lines."""
-    snapshot, history = read(source)
     views = all_views()
+    view = next(view for view in views if view.name == screen)
+    context = read(source, view)
     instant = source.instant if isinstance(source, ReplaySource) else None
     state = FrameState(
-        context=Context(snapshot=snapshot, history=history),
-        view=next(view for view in views if view.name == screen),
+        context=context,
+        view=view,
         views=views,
         label=source.label,
         demo=source.kind == "demo",
-        now=snapshot.at,
+        now=0.0 if context.snapshot is None else context.snapshot.at,
         past=None if instant is None else PastState(instant),
         footer=False,
     )
