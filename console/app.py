@@ -32,7 +32,7 @@ from console.impact import Impact, forecast_lines, result_lines
 from console.keymap import DEFAULT_KEYMAP, Keymap
 from console.keys import NO_KEY, SCREENS, offered
 from console.palette import ConsoleCommands, ConsolePalette
-from console.prompt import PromptLine
+from console.prompt import Closed, PromptLine
 from console.replay import PAST_IS_FIXED
 from console.screens.table import TableView
 from console.session import ConsoleSession
@@ -117,16 +117,21 @@ class ConsoleApp(App[int]):
             self.push_screen(TextDialog("Keymap not loaded: using the default keys", self._keymap_problems))
 
     async def on_event(self, event: events.Event) -> None:
-        """Run the command of a key before the next key is handled, so that the characters typed after `:` or
-        `/` go to the command line even if they arrive at once."""
-        used = (
-            isinstance(event, events.Key)
-            and not event.is_forwarded
-            and self.focused is self.frame_widget
-            and (self._jump(event.character or "") or await self._check_bindings(event.key))
-        )
+        """Handle each key completely before the next one, so that keys that arrive at once have the same
+        effect as keys that arrive one by one: characters after `:` or `/` go to the command line, and keys
+        after `enter` do not."""
+        if not isinstance(event, events.Key) or event.is_forwarded:
+            await super().on_event(event)
+            return
+        if self.focused is self.frame_widget:
+            used = self._jump(event.character or "") or await self._check_bindings(event.key)
+        else:
+            bound = self.focused is self.prompt and self.prompt.is_bound(event)
+            used = bound and await self._check_bindings(event.key)
         if not used:
             await super().on_event(event)
+        if self.focused is self.prompt and (closed := await self.prompt.result()) is not None:
+            self._close_prompt(closed)
 
     # ── drawing ──────────────────────────────────────────────────────────────────────────────
 
@@ -383,15 +388,15 @@ class ConsoleApp(App[int]):
             view.filter = self.prompt.value.strip()
             self.redraw()
 
-    @on(PromptLine.Closed)
-    def _close_prompt(self, event: PromptLine.Closed) -> None:
+    def _close_prompt(self, closed: Closed) -> None:
+        """Run the submitted command, or apply or restore the filter."""
         self.frame_widget.screen.set_focus(self.frame_widget)
         self.session.say("")
         view = self.session.view
-        if event.kind == "/" and isinstance(view, TableView):
-            view.filter = (event.before if event.text is None else event.text).strip()
-        elif event.text:
-            self.run_line(event.text)
+        if closed.kind == "/" and isinstance(view, TableView):
+            view.filter = (closed.before if closed.text is None else closed.text).strip()
+        elif closed.text:
+            self.run_line(closed.text)
         self.call_after_refresh(self.redraw)
 
     # ── the mouse ────────────────────────────────────────────────────────────────────────────

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from typing import NamedTuple
 
 from textual import events
 from textual.message import Message
@@ -10,6 +12,19 @@ from textual.suggester import Suggester
 from textual.widgets import Input
 
 from console.commands import Targets, completions, described
+
+_KEYS = ("escape", "enter", "tab", "up", "down")
+"""Keys that the line handles itself. Textual's bindings handle the other keys that are not characters."""
+
+
+class Closed(NamedTuple):
+    """A line that the operator has submitted or cancelled."""
+
+    kind: str
+    text: str | None
+    """The text, or None if the operator cancelled."""
+    before: str
+    """The text that the line contained when it was opened."""
 
 
 class PromptLine(Input):
@@ -19,16 +34,6 @@ class PromptLine(Input):
     PromptLine { display: none; dock: bottom; border: none; height: 1; padding: 0 1; background: $panel; }
     PromptLine:focus { border: none; }
     """
-
-    class Closed(Message):
-        """Sent when the operator submits or cancels the line. `text` is None if the operator cancelled."""
-
-        def __init__(self, kind: str, text: str | None, before: str) -> None:
-            super().__init__()
-            self.kind = kind
-            self.text = text
-            self.before = before
-            """The text that the line contained when it was opened."""
 
     class Choices(Message):
         """Sent when several completions are possible. `texts` describes each of them."""
@@ -42,6 +47,7 @@ class PromptLine(Input):
         self.cursor_blink = False
         self.kind = ":"
         self._before = ""
+        self._result: Closed | None = None
         self._past: list[str] = []
         self._at = 0
         self._targets: Callable[[], Targets] = dict
@@ -63,6 +69,20 @@ class PromptLine(Input):
         # focus() would set the focus only after keys that are already waiting.
         self.screen.set_focus(self)
 
+    @staticmethod
+    def is_bound(event: events.Key) -> bool:
+        """Return whether a key that is sent to the line can only run a binding, such as `backspace`."""
+        return not event.is_printable and event.key not in _KEYS
+
+    async def result(self) -> Closed | None:
+        """Wait until the line has handled all keys that were sent to it. If one of them closed the line,
+        return its text."""
+        handled = asyncio.Event()
+        if self.call_later(handled.set):
+            await handled.wait()
+        result, self._result = self._result, None
+        return result
+
     async def on_key(self, event: events.Key) -> None:
         """Handle the keys that submit the line, complete it, or recall earlier lines."""
         if event.key == "escape":
@@ -82,7 +102,7 @@ class PromptLine(Input):
 
     def _close(self, text: str | None) -> None:
         self.display = False
-        self.post_message(self.Closed(self.kind, text, self._before))
+        self._result = Closed(self.kind, text, self._before)
 
     def _complete(self) -> None:
         targets = self._targets()

@@ -146,19 +146,44 @@ def test_tab_lists_the_possible_completions_with_their_names() -> None:
     run(steps, console(write=True))
 
 
+def press_at_once(app: ConsoleApp, keys: str) -> None:
+    """Press keys without waiting for their effects. A line feed stands for `enter`, a delete character for
+    `backspace`, and an escape character for `escape`."""
+    names = {"\n": "enter", "\x7f": "backspace", "\x1b": "escape"}
+    for one in keys:
+        name = names.get(one)
+        app.post_message(events.Key(name, None) if name else events.Key(_character_to_key(one), one))
+
+
 @pytest.mark.parametrize(
     ("keys", "screen", "typed"),
-    [(":keys revoke ", "overview", "keys revoke "), ("7/search", "tenants", "search")],
-    ids=["command", "filter"],
+    [
+        (":keys revoke ", "overview", "keys revoke "),
+        ("7/search", "tenants", "search"),
+        (":tenants\n/mobile", "tenants", "mobile"),
+        (":tenx\x7fants\n/mobile", "tenants", "mobile"),
+        (":tenants\x1b6/llama", "models", "llama"),
+        ("7/x\n:keys revoke ", "tenants", "keys revoke "),
+    ],
+    ids=["command", "filter", "submitted", "corrected", "cancelled", "filtered"],
 )
 def test_characters_that_arrive_at_once_go_to_the_command_line(keys: str, screen: str, typed: str) -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        for one in keys:
-            app.post_message(events.Key(_character_to_key(one), one))
-        await until(pilot, lambda: app.prompt.value == typed)
+        press_at_once(app, keys)
+        await until(pilot, lambda: app.prompt.display and app.prompt.value == typed)
         assert app.session.view.name == screen
 
     run(steps, console(write=True))
+
+
+def test_keys_that_arrive_at_once_after_enter_do_not_go_to_the_command_line() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        press_at_once(app, ":tenants\n/mobile\n:pause\n\n")
+        await until(pilot, lambda: "Tenants ▸ mobile" in shown(app))
+        assert app.session.state.paused
+        assert not app.prompt.display
+
+    run(steps, console())
 
 
 def test_the_command_line_shows_screens_and_refuses_unknown_commands() -> None:
