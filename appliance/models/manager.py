@@ -122,7 +122,7 @@ class ModelManager:
         self._scaling = ModelScaling(
             self, lambda: requests.state.models, lambda: settings().autoscaling, note
         )
-        self.sleeping = UnitSleep(self.of, requests, publish)
+        self.sleeping = UnitSleep(self.of, self.connections.update, publish)
         """Puts the replicas of a unit to sleep, and wakes them."""
         for model in served:
             requests.add_model(model.name, model.version)
@@ -379,7 +379,7 @@ class ModelManager:
     def scalable(self) -> dict[str, ModelSettings]:
         """Return the settings of every unit, except units that are asleep or whose replicas are changing."""
         changing = {unit for unit, task in self._changes.items() if not task.done()}
-        asleep = {replica.model for replica in self.replicas if replica.sleeping.asleep}
+        asleep = {replica.model for replica in self.replicas if replica.sleeping.begun}
         units = self.models.keys() - changing - asleep - self._parked.keys()
         return {unit: one for unit, one in self._wanted.items() if unit in units}
 
@@ -440,7 +440,7 @@ class ModelManager:
                 await asyncio.gather(*(self._retire(replica) for replica in self.of(name)))
             return False
         self._keep_asleep.discard(name)
-        if any(replica.sleeping.asleep for replica in self.of(name)):
+        if any(replica.sleeping.begun for replica in self.of(name)):
             await self._uninterrupted(name, self._wake(name))
             return True
         staying = [replica for replica in self.of(name) if not replica.retiring]
@@ -506,10 +506,10 @@ class ModelManager:
         await asyncio.shield(task)
 
     async def _put_to_sleep(self, name: str) -> None:
-        """Let the replicas of a parked unit finish their requests, and put them to sleep if they can."""
+        """Let the replicas of a parked unit finish their requests, and put them to sleep if they can. They
+        get no new requests until `_wake` is called, even if they cannot sleep."""
+        self.sleeping.begin(name)
         accounts = [replica.account for replica in self.of(name) if replica.account is not None]
-        for account in accounts:
-            self._requests.retire_replica(account)
 
         def occupied() -> bool:
             return any(map(self._requests.state.occupied, accounts))
@@ -518,15 +518,13 @@ class ModelManager:
         problem = "its requests take longer" if occupied() else await self.sleeping.sleep(name)
         if problem:
             log.info("%s does not sleep: %s", name, problem)
-            if name not in self._parked:  # it must stay loaded now
-                await self.sleeping.wake(name)
         else:
             log.info("%s is asleep; its next request wakes it", name)
 
     async def _wake(self, name: str) -> None:
         """Wake the replicas of a unit. If they cannot wake, stop them, so that they are loaded again."""
         replicas = self.of(name)
-        ended = any(replica.group is None for replica in replicas)
+        ended = any(replica.sleeping.asleep and replica.group is None for replica in replicas)
         problem = "its processes have ended" if ended else await self.sleeping.wake(name)
         if problem:
             log.info("%s is loaded again instead of being woken: %s", name, problem)
@@ -556,7 +554,7 @@ class ModelManager:
         self._publish()
         account = replica.account
         if account is not None:
-            self._requests.retire_replica(account)
+            self.connections.update(replica)
             # If no other replica serves the model, any requests not finished within the grace period continue
             # on the successor.
             alone = not any(other.account for other in self.of(replica.model) if not other.retiring)

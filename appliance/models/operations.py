@@ -432,6 +432,7 @@ class ModelOperations:
             if not await self._finish_requests(unit, grace_s):
                 raise LoadError(f"{unit} stays awake: its requests did not finish within {grace_s:g} s")
             if problem := await self._manager.sleeping.sleep(unit):
+                await self._manager.sleeping.wake(unit)
                 raise LoadError(f"{unit} stays awake: {problem}")
         except BaseException:
             self._routing.usable.add(unit)

@@ -194,8 +194,9 @@ class Replica:
 
     @property
     def answers(self) -> bool:
-        """Whether requests may be sent to the replica."""
-        return self.account is not None and not self.silent and not self.sleeping.asleep
+        """Whether new requests may be sent to the replica."""
+        withheld = self.silent or self.retiring or self.sleeping.begun or self.sleeping.asleep
+        return self.account is not None and not withheld
 
     @property
     def silent_s(self) -> float:
@@ -345,7 +346,7 @@ class Replica:
                 log.warning(
                     "%s has not reported for %.1f s and receives no new requests", self.name, silent_s
                 )
-                self._events.replica_silent(self)
+                self._events.replica_silence_changed(self)
             if silent_s > self.hang_limit_s:
                 self.kill(f"it did not report for {silent_s:.0f} s")
         elif self.state in ("starting", "loading"):
@@ -363,7 +364,7 @@ class Replica:
         if self.silent:
             self.silent = False
             log.warning("%s is reporting again", self.name)
-            self._events.replica_heard(self)
+            self._events.replica_silence_changed(self)
         if isinstance(message, LongStep):
             self._expected_s = message.expected_s
         elif isinstance(message, Report):

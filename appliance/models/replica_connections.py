@@ -77,9 +77,9 @@ class ReplicaConnections:
         except OSError as error:
             replica.kill(f"its channels to the fronts could not be created: {error}")
             return
-        # Add the account after opening the channels, because a front needs its channel before a request is
-        # dispatched to the replica.
-        self._requests.add_replica(account)
+        # The channels are already open, because a front needs its channel before a request is dispatched to
+        # the replica.
+        self.update(replica)
         self._publish()
 
     def replica_reported(self, replica: Replica, report: Report) -> None:
@@ -92,14 +92,8 @@ class ReplicaConnections:
         for front in report.fronts_gone:
             self._channels.channel_closed(front, replica.name)
 
-    def replica_silent(self, replica: Replica) -> None:
-        if replica.account is not None:
-            self._requests.retire_replica(replica.account)
-        self._publish()
-
-    def replica_heard(self, replica: Replica) -> None:
-        if replica.account is not None and replica.answers and not replica.retiring:
-            self._requests.add_replica(replica.account)
+    def replica_silence_changed(self, replica: Replica) -> None:
+        self.update(replica)
         self._publish()
 
     def replica_lost(self, replica: Replica) -> None:
@@ -117,6 +111,15 @@ class ReplicaConnections:
 
     def replica_problem(self, replica: Replica, what: str) -> None:
         self._note(replica.name, what)
+
+    def update(self, replica: Replica) -> None:
+        """Dispatch requests to the replica if it may get new requests now, and otherwise dispatch no more.
+        Must be called when `Replica.answers` may have changed."""
+        if (account := replica.account) is None:
+            return
+        self._requests.retire_replica(account)  # it must not be added twice
+        if replica.answers:
+            self._requests.add_replica(account)
 
     async def _describe(self, replica: Replica, incarnation: int) -> None:
         try:

@@ -22,11 +22,8 @@ class ReplicaEvents(Protocol):
     def replica_reported(self, replica: Replica, report: Report) -> None:
         """Handle a replica's report: its heartbeat, its credits, and the finished submissions."""
 
-    def replica_silent(self, replica: Replica) -> None:
-        """Stop sending new requests to a ready replica that has not reported in time."""
-
-    def replica_heard(self, replica: Replica) -> None:
-        """Handle a silent replica that has reported again."""
+    def replica_silence_changed(self, replica: Replica) -> None:
+        """Handle a ready replica that has not reported in time, or a silent one that has reported again."""
 
     def replica_lost(self, replica: Replica) -> None:
         """Handle a ready replica that has exited. `replica.account` is no longer valid."""

@@ -15,6 +15,9 @@ class ReplicaSleep:
     loop's thread."""
 
     def __init__(self) -> None:
+        self.begun = False
+        """Whether the replica sleeps, is about to sleep, or is waking. It is set by
+        `appliance.models.unit_sleep`."""
         self.asleep = False
         """Whether the replica has released its memory. It is true until the memory is restored."""
         self.sleeps = self.wakes = 0

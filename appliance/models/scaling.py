@@ -134,7 +134,7 @@ class ModelScaling:
         scaled.load_s = max(times, default=scaled.load_s)
         return ModelLoad(
             replicas=scaled.replicas,
-            ready=sum(replica.answers for replica in replicas if not replica.retiring),
+            ready=sum(replica.answers for replica in replicas),
             demand=traffic.demand(),
             wait_s=traffic.replica_wait_s(now),
             ttft_s=traffic.ttft.p99_s(now),

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from appliance.traffic.request_manager import RequestManager
-
 if TYPE_CHECKING:
     from appliance.models.replica import Replica
 
@@ -18,28 +16,28 @@ class UnitSleep:
     def __init__(
         self,
         replicas_of: Callable[[str], list[Replica]],
-        requests: RequestManager,
+        update: Callable[[Replica], None],
         publish: Callable[[], None],
     ) -> None:
-        """`replicas_of` returns the replicas of a unit. `publish` is called when a model may have become
-        ready or unavailable."""
+        """`replicas_of` returns the replicas of a unit. `update` is called when `Replica.answers` may have
+        changed, and `publish` when a model may have become ready or unavailable."""
         self._replicas_of = replicas_of
-        self._requests = requests
+        self._update = update
         self._publish = publish
 
+    def begin(self, unit: str) -> None:
+        """Send no new requests to the unit's replicas until `wake` has been called."""
+        for replica in self._replicas_of(unit):
+            replica.sleeping.begun = True
+            self._update(replica)
+
     async def sleep(self, unit: str) -> str:
-        """Release the memory of the unit's replicas, which must have no requests. Return the reason if they
-        stay awake."""
-        replicas = self._replicas_of(unit)
-        for replica in replicas:
-            if replica.account is not None:
-                self._requests.retire_replica(replica.account)
-        problems = await asyncio.gather(*(replica.sleep() for replica in replicas))
-        problem = next(filter(None, problems), "")
-        if problem:
-            await self.wake(unit)
+        """Release the memory of the unit's replicas, which must have no requests. Return the reason if not
+        all of them sleep. The caller must then wake or stop them."""
+        self.begin(unit)
+        problems = await asyncio.gather(*(replica.sleep() for replica in self._replicas_of(unit)))
         self._publish()
-        return problem
+        return next(filter(None, problems), "")
 
     async def wake(self, unit: str) -> str:
         """Restore the memory of the unit's replicas. A replica whose processes have ended is loaded again:
@@ -49,11 +47,10 @@ class UnitSleep:
         problems = await asyncio.gather(*(replica.wake() for replica in replicas))
         asleep = [why for why, replica in zip(problems, replicas, strict=True) if replica.sleeping.asleep]
         if asleep:
-            await asyncio.gather(*(replica.sleep() for replica in replicas if replica.answers))
+            await asyncio.gather(*(replica.sleep() for replica in replicas if not replica.sleeping.asleep))
             return asleep[0]
         for replica in replicas:
-            if replica.account is not None and replica.answers:
-                self._requests.retire_replica(replica.account)  # must not be added twice
-                self._requests.add_replica(replica.account)
+            replica.sleeping.begun = False
+            self._update(replica)
         self._publish()
         return ""

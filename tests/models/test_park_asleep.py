@@ -15,8 +15,9 @@ from appliance.models import fit
 from appliance.models import manager as manager_module
 from appliance.models.gpus import DetectedGpu, GpuReport
 from appliance.models.manager import ModelManager
+from appliance.models.replica import SILENT_AFTER_S
 from appliance.settings import ModelSettings, Settings
-from engine.messages import MemoryChanged, Ready
+from engine.messages import LongStep, MemoryChanged, Ready
 from tests.models.test_on_demand import served
 from tests.models.test_replica_sleep import SLEPT, Processes, info
 
@@ -24,17 +25,28 @@ WITHIN_S = 60.0
 
 
 class GpuProcesses(Processes):
-    """The processes of a replica on a GPU. They sleep and wake immediately, unless `problem` is set."""
+    """The processes of a replica on a GPU. They sleep and wake, unless `problem` is set. If they are `slow`,
+    a change ends only when `finish` is called."""
 
     problem = ""
+    slow = False
     stopped = False
 
     def change_memory(self, asleep: bool) -> None:
+        super().change_memory(asleep)
+        if not self.slow:
+            self.finish()
+
+    def finish(self) -> None:
+        """Answer the latest request to sleep or to wake."""
+        asleep = self.asked[-1]
         answer = SLEPT if asleep else MemoryChanged(False)
         if self.problem:
             answer = MemoryChanged(not asleep, problem=self.problem)
-        self.answers.append(answer)
-        super().change_memory(asleep)
+        self._on_message(0, answer)
+
+    def report(self) -> None:
+        self._on_message(0, LongStep(0.0))
 
     def ready(self) -> None:
         self._on_message(0, Ready(msgspec.structs.replace(info(), devices=["cuda:0 NVIDIA H200"])))
@@ -52,12 +64,14 @@ class Requests:
 
     def __init__(self) -> None:
         self.accounts: list[Any] = []
+        self.added = 0
         self.running = False
         self.state = SimpleNamespace(models={}, occupied=lambda account: self.running)
         self.preempted = 0
 
     def add_replica(self, account: Any) -> None:
         self.accounts.append(account)
+        self.added += 1
 
     def retire_replica(self, account: Any) -> None:
         if account in self.accounts:
@@ -104,6 +118,13 @@ class Site:
     async def start(self) -> None:
         self.manager.start()
         await self.until(lambda: self.manager.loaded("m"))
+
+    def be_silent(self) -> None:
+        """Let the replica's silence exceed the limit."""
+        [replica] = self.manager.replicas
+        replica._last_sign -= SILENT_AFTER_S + 1.0
+        replica.check()
+        assert replica.silent
 
     async def park(self) -> None:
         self.manager.park("m", asleep=True)
@@ -166,6 +187,47 @@ def test_a_model_that_cannot_sleep_is_unloaded(site: Site) -> None:
         site.manager.park("m", asleep=True)
         await site.until(lambda: not site.manager.replicas)
         assert site.launches[0].stopped and site.requests.accounts == []
+        assert site.requests.added == 1  # at its start
+
+    run(scenario)
+
+
+def test_a_silent_replica_that_reports_again_gets_no_requests_while_its_model_leaves(site: Site) -> None:
+    async def scenario() -> None:
+        await site.start()
+        [processes] = site.launches
+        processes.slow = site.requests.running = True
+        site.manager.park("m", asleep=True)
+        await site.until(lambda: not site.requests.accounts)
+        site.be_silent()
+        processes.report()
+        assert site.requests.accounts == []
+        site.requests.running = False
+        await site.until(lambda: processes.asked == [True])
+        site.be_silent()
+        processes.finish()
+        await site.until(lambda: site.manager.is_parked_asleep("m"))
+        assert site.requests.accounts == []
+        site.be_silent()
+        processes.report()
+        assert site.requests.accounts == []
+        processes.slow = False
+        site.manager.unpark("m")
+        await site.until(lambda: site.manager.loaded("m"))
+        assert len(site.requests.accounts) == 1
+
+    run(scenario)
+
+
+def test_a_silent_replica_that_reports_again_gets_no_requests_while_it_is_stopped(site: Site) -> None:
+    async def scenario() -> None:
+        await site.start()
+        site.requests.running = True
+        site.manager.park("m")
+        await site.until(lambda: not site.requests.accounts)
+        site.be_silent()
+        site.launches[0].report()
+        assert site.requests.accounts == []
 
     run(scenario)
 

@@ -213,8 +213,12 @@ class Unit:
         self.started = [Started(), Started(name="m-1")]
         for started in self.started:
             self.accounts.add_replica(started.replica.account)
-        accounts: Any = self.accounts
-        self.sleep = UnitSleep(lambda unit: [one.replica for one in self.started], accounts, lambda: None)
+        self.sleep = UnitSleep(lambda unit: [one.replica for one in self.started], self._update, lambda: None)
+
+    def _update(self, replica: Replica) -> None:
+        self.accounts.retire_replica(replica.account)
+        if replica.answers:
+            self.accounts.add_replica(replica.account)
 
     def answer(self, *answers: MemoryChanged) -> None:
         for started, answer in zip(self.started, answers, strict=True):
@@ -232,12 +236,14 @@ def test_all_replicas_of_a_unit_sleep_and_get_requests_when_they_are_awake() -> 
     run(scenario)
 
 
-def test_if_one_replica_cannot_sleep_all_replicas_stay_awake() -> None:
+def test_if_one_replica_cannot_sleep_no_replica_gets_requests_until_the_unit_is_woken() -> None:
     async def scenario() -> None:
         unit = Unit()
         unit.answer(SLEPT, MemoryChanged(False, problem="no host memory"))
         unit.started[0].processes.answers.append(MemoryChanged(False))
         assert await unit.sleep.sleep("m") == "no host memory"
+        assert unit.accounts.names == []
+        assert await unit.sleep.wake("m") == ""
         assert unit.accounts.names == ["m-0", "m-1"]
         assert all(one.replica.answers for one in unit.started)
 

@@ -74,6 +74,7 @@ def test_a_version_whose_replicas_cannot_sleep_stays_awake(world: World) -> None
         with pytest.raises(LoadError, match="chat@1 stays awake: no host memory"):
             await world.operations.sleep(world.version(1), WITHIN_S)
         assert world.unit == "chat@1" and world.version(1).loaded_at is not None
+        assert world.manager.history == ["load chat@1", "sleep chat@1", "wake chat@1"]
 
     run(scenario)
 
