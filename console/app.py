@@ -55,6 +55,8 @@ _ROW_TARGETS = ("request", "tenant", "key", "peer")
 """Target kinds for which a target must be chosen before an action starts. Other actions apply to the whole
 service if no target is chosen."""
 _CHAIN_IS_PRESENT = "the audit chain can only be verified as it is now: return to live with the command :live"
+_END_KEYS = ("ctrl+c", "ctrl+q")
+"""Keys that end the console in every mode."""
 _READ_ONLY = "this console is read-only: start it with --write to perform actions"
 
 
@@ -67,7 +69,7 @@ class ConsoleApp(App[int]):
     COMMAND_PALETTE_BINDING = NO_KEY
     """Disables Textual's own key for the palette. The key table opens the palette instead, so that a keymap
     can change the key."""
-    BINDINGS: ClassVar = [("ctrl+c", "quit", "Quit"), ("ctrl+q", "quit", "Quit")]
+    BINDINGS: ClassVar = [(key, "quit", "Quit") for key in _END_KEYS]
     ESCAPE_TO_MINIMIZE = False
 
     def __init__(
@@ -124,7 +126,7 @@ class ConsoleApp(App[int]):
             await super().on_event(event)
             return
         if self.focused is self.frame_widget:
-            used = self._jump(event.character or "") or await self._check_bindings(event.key)
+            used = self._jump(event) or await self._check_bindings(event.key)
         else:
             bound = self.focused is self.prompt and self.prompt.is_bound(event)
             used = bound and await self._check_bindings(event.key)
@@ -257,13 +259,14 @@ class ConsoleApp(App[int]):
             self.begin(action_named(rest), {})
         self.redraw()
 
-    def _jump(self, letter: str) -> bool:
-        """Handle a key press in jump mode. Return False if the key keeps its usual meaning."""
-        if not self.session.context.jumping:
+    def _jump(self, event: events.Key) -> bool:
+        """Handle a key press in jump mode: go to the row or panel with that letter, or only leave jump mode.
+        Return False outside of jump mode, and for the keys that always end the console."""
+        if not self.session.context.jumping or event.key in _END_KEYS:
             return False
-        used = self.session.jump(letter)
+        self.session.jump(event.character or "")
         self.redraw()
-        return used
+        return True
 
     def run_line(self, text: str) -> None:
         """Run a line that the operator typed after `:`."""

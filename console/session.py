@@ -234,11 +234,12 @@ class ConsoleSession:
             return False
         return True
 
-    def jump(self, letter: str) -> bool:
-        """Go to the row or panel with this letter, and leave jump mode. Return whether the letter was in
-        use."""
+    def jump(self, letter: str) -> None:
+        """Leave jump mode, and go to the row or panel with this letter if there is one. Keys that are not
+        characters have no letter."""
         self.context.jumping, self.state.message = False, ""
-        return letter in JUMP_LETTERS and self.view.jump(JUMP_LETTERS.index(letter))
+        if letter and letter in JUMP_LETTERS:
+            self.view.jump(JUMP_LETTERS.index(letter))
 
     def say(self, message: str, role: str = "text") -> None:
         """Show a message in the footer until the next key press."""

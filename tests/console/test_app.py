@@ -559,14 +559,30 @@ def test_jump_mode_goes_to_the_row_or_panel_with_the_typed_letter() -> None:
             view = app.session.view
             assert isinstance(view, TableView)
             assert view.cursor == view.id_of(view.ordered(app.session.context)[2])
-            # A key that is not assigned to a row keeps its usual meaning.
-            await pilot.press("f", "1")
-            await until(pilot, lambda: app.session.view.name == "overview")
-            assert not app.session.context.jumping
-            await pilot.press("f", "s", "enter")
+            await pilot.press("1", "f", "s", "enter")
             await until(pilot, lambda: "Tokens per second" not in shown(app) and "Latency" in shown(app))
 
     asyncio.run(jump())
+
+
+def test_a_key_that_is_no_letter_of_a_row_only_leaves_jump_mode() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.press("7", "slash", *"s", "enter", "down")
+        view = app.session.view
+        assert isinstance(view, TableView)
+        app.redraw()
+        cursor = view.cursor
+        assert cursor != view.id_of(view.ordered(app.session.context)[0])
+        for key in ("up", "down", "home", "f1", "q", "escape", "1", "space", "N"):
+            await pilot.press("f")
+            assert app.session.context.jumping
+            await pilot.press(key)
+            assert not app.session.context.jumping, key
+            assert (view.cursor, view.filter, view.marks) == (cursor, "s", set()), key
+            assert app.session.view is view and not app.session.state.help, key
+            assert app.is_running and app.return_code is None, key
+
+    run(steps, console())
 
 
 def test_enter_on_a_block_opens_the_request_that_uses_it() -> None:
