@@ -8,6 +8,7 @@ import contextlib
 import io
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
@@ -204,6 +205,13 @@ class ConsoleApp(App[int]):
         self.redraw()
         await asyncio.sleep(_DIALOG_ROWS_EVERY_S if name in self._dialog_lists() else _ROWS_EVERY_S)
         self._reading.discard(name)
+
+    @work(group="lists", exit_on_error=True)
+    async def read_again(self, names: Sequence[ListName]) -> None:
+        """Read lists that an action may have changed."""
+        for name in names:
+            await self._read_rows(name)
+        self.redraw()
 
     async def _read_rows(self, name: ListName) -> None:
         try:
@@ -512,14 +520,15 @@ class ConsoleApp(App[int]):
         return forecast_lines(forecast, parameters.name if isinstance(parameters, SetTenant) else None)
 
     async def _perform(self, action: Action, parameters: msgspec.Struct) -> None:
+        """Perform an action, and show its result without waiting for the lists: only the result contains the
+        secret of a new key."""
         try:
             result = await self.source.act(parameters)
         except SourceError as error:
             self.session.say(f"{action.title}: {error}", "bad")
             await self.push_screen_wait(TextDialog(f"{action.title} failed", [str(error)]))
             return
-        for name in self.session.view.lists():
-            await self._read_rows(name)
+        self.read_again(self.session.view.lists())
         if isinstance(result, Done):
             self.session.say(result.message, "good")
         elif action.name in ("drain", "tenants.set", "tenants.create", "keys.set", "alerts.ack"):

@@ -15,10 +15,10 @@ from textual.widgets import Button, Input, Static
 
 from appliance.actions import action_named
 from appliance.actions.parameters import DeleteTenant
-from appliance.protocol import Key
+from appliance.protocol import Key, NewKey
 from appliance.snapshot import Snapshot
 from console.app import ConsoleApp
-from console.dialogs import ActionDialog
+from console.dialogs import ActionDialog, TextDialog
 from console.fake import FakeSource
 from console.keys import KEYS, offered
 from console.lines import plain
@@ -329,6 +329,39 @@ def test_the_key_and_the_mapping_under_the_cursor_are_filled_in() -> None:
         app.redraw()
         app.action_run("act peers.unmap")
         await until(pilot, lambda: "select a peer first" in shown(app))
+
+    run(steps, console(write=True))
+
+
+def test_a_new_key_is_shown_before_the_lists_have_been_read_again() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        key = NewKey(id="key_new", key="sk-app-secret", name="new", tenant="mobile")
+        performed, answered = asyncio.Event(), asyncio.Event()
+        rows = app.source.rows
+
+        async def create(parameters: msgspec.Struct) -> msgspec.Struct:
+            performed.set()
+            return key
+
+        async def slow(name: ListName) -> Sequence[Row]:
+            if performed.is_set():
+                await answered.wait()
+                return []
+            return await rows(name)
+
+        app.source.act, app.source.rows = create, slow  # type: ignore[method-assign]
+        await pilot.press("7", "v", "v")
+        await until(pilot, lambda: "callers" in app.session.context.rows)
+        app.call_later(app.run_line, "keys create new --tenant mobile")
+        await until(pilot, lambda: opened(app))
+        app.screen.query_one("#confirm", Button).press()
+        await until(pilot, lambda: isinstance(app.screen, TextDialog))
+        await until(
+            pilot, lambda: key.key in "\n".join(str(one.render()) for one in app.screen.query(Static))
+        )
+        assert app.session.context.rows["callers"]
+        answered.set()
+        await until(pilot, lambda: not app.session.context.rows["callers"])
 
     run(steps, console(write=True))
 
