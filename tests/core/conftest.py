@@ -116,9 +116,9 @@ class Service:
 
 
 @contextlib.contextmanager
-def running_core(folder: Path) -> Iterator[Service]:
+def running_core(folder: Path, settings: str = "") -> Iterator[Service]:
     """Run a core in `folder` until the block ends. It is ready when the block begins."""
-    service = Service(folder)
+    service = Service(folder, settings)
     service.start()
     assert service.process is not None
     try:
