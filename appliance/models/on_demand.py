@@ -384,6 +384,8 @@ class OnDemand:
         self._incomplete.discard(units)
         for unit in leaving:
             asleep = await self._may_sleep(unit, wanted)
+            if self._stays(unit):
+                continue  # because of a command or new settings, which came in the meantime
             log.info("%s is %s: %s", unit, "put to sleep" if asleep else "unloaded", why)
             if self._is_awake(unit):
                 self.evictions[unit, reason] += 1
@@ -396,29 +398,37 @@ class OnDemand:
 
     async def _may_sleep(self, unit: str, wanted: tuple[str, ...]) -> bool:
         """Return whether a unit that leaves the memory sleeps instead of being unloaded. Unload other units
-        that sleep without a command, as far as the limit requires it, but not the units in `wanted`."""
+        that sleep without a command, as far as the limit requires it (`_limit_sleep`)."""
         replicas = self._manager.of(unit)
         if not self._is_awake(unit) or not all(replica.on_gpus for replica in replicas):
             return False  # on a CPU, the weights of a sleeping model would stay in memory
-        parked = self._manager.parked_host_bytes()
         room = self._sleep_bytes() - sum(replica.status().weight_bytes for replica in replicas)
-        if sum(parked[one] for one in parked.keys() & set(wanted)) > room:
+        parked = self._manager.parked_host_bytes()
+        if sum(parked.values()) - sum(parked[one] for one in self._unused_sleepers(wanted)) > room:
             return False
         await self._limit_sleep(room, wanted)
-        return True
+        return sum(self._manager.parked_host_bytes().values()) <= room
 
-    async def _limit_sleep(self, limit_bytes: int, kept: tuple[str, ...] = ()) -> None:
+    async def _limit_sleep(self, limit_bytes: int, wanted: tuple[str, ...] = ()) -> None:
         """Unload the least recently used of the units that sleep without a command, until the weights of the
-        others fit into `limit_bytes`. The units in `kept` are not unloaded."""
-        parked = self._manager.parked_host_bytes()
-        for unit in sorted(parked.keys() - set(kept), key=lambda one: self._of(one).used_at):
-            if sum(parked.values()) <= limit_bytes:
+        others fit into `limit_bytes`. Units that will be woken soon are not unloaded, even if the weights do
+        not fit: the units in `wanted`, and units with waiting requests."""
+        while sum(self._manager.parked_host_bytes().values()) > limit_bytes:
+            if not (unused := self._unused_sleepers(wanted)):
                 return
+            unit = min(unused, key=lambda one: self._of(one).used_at)
             log.info("%s no longer sleeps and is unloaded: on_demand.sleeping_memory_gb is reached", unit)
-            del parked[unit]
             self._manager.park(unit)
             while self._is_awake(unit) and self._leaves(unit):
                 await asyncio.sleep(_POLL_S)
+
+    def _unused_sleepers(self, wanted: tuple[str, ...]) -> list[str]:
+        """Return the units that sleep without a command and may be unloaded."""
+        return [
+            unit
+            for unit in self._manager.parked_host_bytes()
+            if unit not in wanted and not self._busy(unit) and not self._stays(unit)
+        ]
 
     def _sleep_bytes(self) -> int:
         """Return the host memory for the weights of units that sleep without a command. Units that sleep
@@ -431,6 +441,11 @@ class OnDemand:
     def _is_awake(self, unit: str) -> bool:
         """Return whether the unit is in memory and not parked asleep."""
         return bool(self._manager.of(unit)) and not self._manager.is_parked_asleep(unit)
+
+    def _stays(self, unit: str) -> bool:
+        """Return whether a unit must not be put to sleep or unloaded: it has already been unloaded, or it
+        always stays loaded."""
+        return self._manager.settings_of(unit) is None or bool(self._kept(unit))
 
     def _leaves(self, unit: str) -> bool:
         """Return whether the unit is still leaving the memory. New settings may require it in the
