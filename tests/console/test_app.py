@@ -352,7 +352,7 @@ def test_a_new_key_is_shown_before_the_lists_have_been_read_again() -> None:
         app.source.act, app.source.rows = create, slow  # type: ignore[method-assign]
         await pilot.press("7", "v", "v")
         await until(pilot, lambda: "callers" in app.session.context.rows)
-        app.call_later(app.run_line, "keys create new --tenant mobile")
+        app.call_later(app.run_line, "keys create --name new --tenant mobile")
         await until(pilot, lambda: opened(app))
         app.screen.query_one("#confirm", Button).press()
         await until(pilot, lambda: isinstance(app.screen, TextDialog))
