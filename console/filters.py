@@ -2,7 +2,8 @@
 
 - `text`: a column contains the text;
 - `field:text`: the column `field` contains the text, and `!field:text`: the column does not contain the text;
-- `field>100`, `field<=2.5k`, `field>350ms`: compare the value in the column, in the units that it shows;
+- `field>100`, `field<=2.5k`, `field>350ms`: compare the value in the column, in the units that it shows.
+  A value may contain thousands separators, and a space before its unit. A time is a time of day or a date;
 - `>100`: the same for the column that the table is sorted by.
 
 A field is the heading of a column, in upper or lower case and with `_` for spaces, or the name of the column
@@ -14,12 +15,24 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from typing import Any, NamedTuple
+
+from appliance.quantities import past_time
 
 Cell = str | float | int | None
 _FIELD = r"[A-Za-z_][\w/]*"
-_COMPARE = re.compile(rf"(?P<field>(?:{_FIELD})?)(?P<sign>>=|<=|>|<|=)(?P<value>[0-9.][0-9.A-Za-zµ°%]*)$")
+_COMPARE = re.compile(
+    rf"(?:(?P<field>{_FIELD})(?P<sign>>=|<=|>|<|=)(?P<value>.*)"
+    r"|(?P<bare_sign>>=|<=|>|<|=)(?P<bare_value>-?[0-9.].*))$"
+)
+"""Matches a comparison. Without a field, only a number makes a term a comparison."""
 _PART = re.compile(r"([0-9.]+)([A-Za-zµ°%]*)")
+_VALUE = re.compile(r"-?[0-9.][0-9.A-Za-zµ°%]*")
+_SEPARATOR = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")
+_DAY = re.compile(r"\d{2}-\d{2}(T.*)?")
+"""Matches a date without the year."""
 _CONTAINS = re.compile(rf"(?P<negation>!?)(?P<field>{_FIELD}):(?P<text>.*)$")
 _SIGNS: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
@@ -49,25 +62,59 @@ class FilterField(NamedTuple):
     text: Callable[[Any], str]
     """Returns the text that the column shows."""
     unit: str = ""
-    """The unit of the value, as in `_UNITS`. A value in "%" is a fraction."""
+    """The unit of the value, as in `_UNITS`, or "time". A value in "%" is a fraction, and a time is in unix
+    seconds."""
 
 
 class FilterError(ValueError):
     """Raised for a filter that names an unknown column or has an invalid number."""
 
 
-def matcher(text: str, fields: Sequence[FilterField], sorted_by: str) -> Callable[[Any], bool]:
+class _Comparison(NamedTuple):
+    field: FilterField
+    sign: str
+    value: str
+
+
+def matcher(
+    text: str, fields: Sequence[FilterField], sorted_by: str, now: float = 0.0
+) -> Callable[[Any], bool]:
     """Return a function that decides whether a row matches a filter. `sorted_by` is a name of the column that
-    the table is sorted by, or empty. Raises FilterError."""
-    tests = [_term(term, fields, sorted_by) for term in text.split()]
+    the table is sorted by, or empty. Times of day are the most recent ones before `now`, in unix seconds.
+    Raises FilterError."""
+    terms: list[str] = []
+    for word in text.split():
+        if terms and (found := _comparison(terms[-1], fields, sorted_by)) and _continues(found, word):
+            terms[-1] += f"T{word}" if found.field.unit == "time" else word
+        else:
+            terms.append(word)
+    tests = [_term(term, fields, sorted_by, now) for term in terms]
     return lambda row: all(test(row) for test in tests)
 
 
-def _term(term: str, fields: Sequence[FilterField], sorted_by: str) -> Callable[[Any], bool]:
-    if found := _COMPARE.match(term):
-        field = _field(found["field"] or sorted_by, fields)
-        get, limit = field.value, _limit(found["value"], field)
-        compare = _SIGNS[found["sign"]]
+def _comparison(term: str, fields: Sequence[FilterField], sorted_by: str) -> _Comparison | None:
+    """Return the comparison that a term stands for, or None for other terms."""
+    found = _COMPARE.match(term)
+    if found is None:
+        return None
+    if found["field"]:
+        return _Comparison(_field(found["field"], fields), found["sign"], found["value"])
+    return _Comparison(_field(sorted_by, fields), found["bare_sign"], found["bare_value"])
+
+
+def _continues(comparison: _Comparison, word: str) -> bool:
+    """Return whether a word is the unit of the number before it, or the time of day of the date before it."""
+    if not comparison.value[-1:].isdigit():
+        return False
+    if comparison.field.unit == "time":
+        return _CLOCK.fullmatch(word) is not None
+    return word in _UNITS[comparison.field.unit]
+
+
+def _term(term: str, fields: Sequence[FilterField], sorted_by: str, now: float) -> Callable[[Any], bool]:
+    if comparison := _comparison(term, fields, sorted_by):
+        get, limit = comparison.field.value, _limit(comparison, now)
+        compare = _SIGNS[comparison.sign]
         return lambda row: isinstance(value := get(row), int | float) and compare(value, limit)
     if found := _CONTAINS.match(term):
         field, wanted, negated = (
@@ -84,20 +131,44 @@ def _term(term: str, fields: Sequence[FilterField], sorted_by: str) -> Callable[
     return lambda row: any(isinstance(value := get(row), str) and wanted in value.lower() for get in every)
 
 
-def _limit(text: str, field: FilterField) -> float:
-    """Return a number with its unit, such as 350ms or 2m30s, in the unit of a column. Raises FilterError."""
-    known = _UNITS[field.unit]
-    parts = _PART.findall(text)
+def _limit(comparison: _Comparison, now: float) -> float:
+    """Return the value of a comparison, such as 12,345, 350ms, 2m30s or 2026-11-20T14:03, in the unit of the
+    column. Raises FilterError."""
+    field, name, text = comparison.field, comparison.field.names[0], comparison.value
+    as_text = f"; to compare text, use {name}:TEXT"
+    if field.unit == "time":
+        try:
+            return _time(text, now)
+        except ValueError:
+            raise FilterError(
+                f"{text!r} is not a time: use a time such as 14:03, -20m or 2026-11-20T14:03, as in "
+                f"{name}>14:03{as_text}"
+            ) from None
+    known, number = _UNITS[field.unit], _SEPARATOR.sub("", text)
+    parts = _PART.findall(number) if _VALUE.fullmatch(number) else []
     try:
         # Only durations consist of several parts.
-        if len(parts) == 1 or field.unit == "s":
-            return sum(float(number) * (known[unit] if unit else 1.0) for number, unit in parts)
+        if len(parts) == 1 or (parts and field.unit == "s"):
+            total = sum(float(digits) * (known[unit] if unit else 1.0) for digits, unit in parts)
+            return -total if number.startswith("-") else total
     except (ValueError, KeyError):
         pass
-    name, example = field.names[0], next(iter(known))
+    example = next(iter(known))
     raise FilterError(
         f"{text!r} is not a value of {name}: use {', '.join(known)}, as in {name}>20{example}, or no unit"
+        f"{as_text}"
     )
+
+
+def _time(text: str, now: float) -> float:
+    """Return a time in unix seconds. A date without the year is the most recent one. Raises ValueError."""
+    if _VALUE.fullmatch(text) and text[-1:].isdigit():
+        return float(text)
+    if not _DAY.fullmatch(text):
+        return past_time(text, now)
+    year = datetime.fromtimestamp(now).year
+    at = past_time(f"{year}-{text}", now)
+    return at if at <= now else past_time(f"{year - 1}-{text}", now)
 
 
 def _field(name: str, fields: Sequence[FilterField]) -> FilterField:

@@ -54,7 +54,14 @@ class AlertsView(TableView[Alert]):
             "state", "STATE", 12, lambda a: a.state, right=False, role=lambda a: STATE_ROLES[a.state]
         ),
         TableColumn(
-            "since", "SINCE", 8, lambda a: a.since, lambda a: units.clock(a.since), right=False, drop=2
+            "since",
+            "SINCE",
+            8,
+            lambda a: a.since,
+            lambda a: units.clock(a.since),
+            right=False,
+            drop=2,
+            unit="time",
         ),
         TableColumn("where", "WHERE", 18, lambda a: a.where, right=False, drop=4, role=lambda a: "bold"),
         TableColumn("what", "WHAT", 54, lambda a: a.what, right=False, flexible=True),

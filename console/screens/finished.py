@@ -73,7 +73,13 @@ class FinishedView(TableView[NamedRequest]):
     columns = (
         TableColumn("request_id", "REQUEST", 16, lambda r: r.request_id, right=False, flexible=True),
         TableColumn(
-            "finished_at", "ENDED", 8, lambda r: r.finished_at, lambda r: units.clock(r.finished_at), drop=2
+            "finished_at",
+            "ENDED",
+            8,
+            lambda r: r.finished_at,
+            lambda r: units.clock(r.finished_at),
+            drop=2,
+            unit="time",
         ),
         TableColumn("result", "RESULT", 10, _result, right=False, role=_result_role),
         TableColumn(

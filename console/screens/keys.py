@@ -95,7 +95,9 @@ class KeysView(TableView[CallerRow]):
             right=False,
             role=lambda r: "dim" if r.state in _USABLE else "bad",
         ),
-        TableColumn("expires_at", "EXPIRES", 19, lambda r: r.expires_at, lambda r: r.expires, right=False),
+        TableColumn(
+            "expires_at", "EXPIRES", 19, lambda r: r.expires_at, lambda r: r.expires, right=False, unit="time"
+        ),
         TableColumn(
             "scopes",
             "SCOPES",

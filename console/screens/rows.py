@@ -81,7 +81,7 @@ class AuditView(ListView):
     empty = "no actions have been recorded"
     columns = (
         TableColumn("seq", "SEQ", 6, lambda r: int(r.id) if r.id.isdigit() else 0, lambda r: r.id),
-        TableColumn("at", "TIME", 14, lambda r: r.at, lambda r: _date(r.at), right=False),
+        TableColumn("at", "TIME", 14, lambda r: r.at, lambda r: _date(r.at), right=False, unit="time"),
         TableColumn("actor", "OPERATOR", 15, lambda r: r.actor, right=False, role=lambda r: "bold"),
         TableColumn("action", "ACTION", 15, lambda r: r.subject, right=False, role=lambda r: "accent"),
         TableColumn("target", "TARGET", 16, lambda r: r.target, right=False, flexible=True),
@@ -167,7 +167,7 @@ class LogsView(ListView):
     reverse = True
     empty = "no rows"
     columns: tuple[TableColumn, ...] = (
-        TableColumn("at", "TIME", 14, lambda r: r.at, lambda r: _date(r.at), right=False),
+        TableColumn("at", "TIME", 14, lambda r: r.at, lambda r: _date(r.at), right=False, unit="time"),
         TableColumn(
             "level",
             "LEVEL",

@@ -34,7 +34,9 @@ class SilencesView(TableView[Silence]):
         TableColumn("silence_id", "SILENCE", 9, lambda s: s.id, right=False, drop=4),
         TableColumn("silence_rule", "RULE", 18, lambda s: s.rule, right=False, role=lambda s: "bold"),
         TableColumn("silence_subject", "WHERE", 14, lambda s: s.subject, right=False),
-        TableColumn("until", "UNTIL", 19, lambda s: s.until, lambda s: units.date(s.until), right=False),
+        TableColumn(
+            "until", "UNTIL", 19, lambda s: s.until, lambda s: units.date(s.until), right=False, unit="time"
+        ),
         TableColumn("created_by", "SILENCED BY", 14, lambda s: s.created_by, right=False),
         TableColumn(
             "created_at",
@@ -44,6 +46,7 @@ class SilencesView(TableView[Silence]):
             lambda s: units.date(s.created_at),
             right=False,
             drop=5,
+            unit="time",
         ),
         TableColumn("silence_reason", "REASON", 12, lambda s: s.reason, right=False, flexible=True, drop=3),
     )

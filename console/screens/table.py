@@ -35,7 +35,8 @@ class TableColumn(NamedTuple):
     flexible: bool = False
     """Whether the column takes up the remaining width."""
     unit: str = ""
-    """Unit of the value for filters: "s", "bytes", "%" (of a fraction), "W" or "°C"; empty for numbers."""
+    """Unit of the value for filters: "s", "bytes", "%" (of a fraction), "W", "°C", or "time" (in unix
+    seconds); empty for numbers."""
     rank: Callable[[Any], Cell] | None = None
     """Returns the value to sort by if rows are not sorted by `value`."""
 
@@ -121,7 +122,8 @@ class TableView(View, Generic[R]):
                 FilterField(column.names, column.value, column.shown, column.unit) for column in self.columns
             ]
             try:
-                matches = matcher(self.filter, fields, self.sorted_by)
+                now = context.snapshot.at if context.snapshot else 0.0
+                matches = matcher(self.filter, fields, self.sorted_by, now)
                 found = [row for row in found if matches(row)]
             except FilterError as error:
                 self.error = str(error)

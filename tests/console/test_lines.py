@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 import pytest
 
 from console import units
@@ -117,6 +119,7 @@ def test_a_row_must_match_all_terms_of_a_filter(text: str, matches: bool) -> Non
     assert matcher(text, FIELDS, "age_s")(("acme", 12.5)) is matches
 
 
+_NOON = datetime(2026, 11, 20, 12).timestamp()
 MEASURES = (
     FilterField(("ttft",), lambda row: 0.35, lambda row: "350ms", "s"),
     FilterField(("age",), lambda row: 150.0, lambda row: "2m30s", "s"),
@@ -125,6 +128,9 @@ MEASURES = (
     FilterField(("power",), lambda row: 310.0, lambda row: "310W", "W"),
     FilterField(("temp",), lambda row: 71.0, lambda row: "71°C", "°C"),
     FilterField(("out",), lambda row: 2500, lambda row: "2,500", ""),
+    FilterField(("change",), lambda row: -0.5, lambda row: "-0.5", ""),
+    FilterField(("until",), lambda row: _NOON, lambda row: "2026-11-20 12:00:00", "time"),
+    FilterField(("tenant",), lambda row: "ms", lambda row: "ms", ""),
 )
 
 
@@ -136,10 +142,19 @@ MEASURES = (
         *[("weights>1GiB", True), ("weights>1.4G", True), ("weights>1.6G", False), ("weights<2T", True)],
         *[("share>24%", True), ("share>26%", False), ("share>0.2", True)],
         *[("power>300W", True), ("temp>70°C", True), ("temp<70C", False), ("out>2.4k", True)],
+        *[("out>2,499", True), ("out>2,500", False), ("out>=2,500.0", True), ("out<1,234,567", True)],
+        *[("ttft>349 ms", True), ("ttft>350 ms", False), ("ttft>0.3 ms ms", True), ("age>2 m", True)],
+        *[("weights>1.6 GiB", False), ("out>2.4 k", True), ("out>2 ms", True), ("out>2 nothing", False)],
+        *[("change<-0.4", True), ("change<-0.6", False), ("change>-1", True)],
+        *[("until>2026-11-20", True), ("until>2026-11-21", False), ("until>2026-11-20T11:59", True)],
+        *[("until>2026-11-20 11:59:59", True), ("until>2026-11-20 12:00:00", False)],
+        *[("until>11:59", True), ("until>12:01", False), ("until>-20m", False), ("until<-20m", True)],
+        *[("until>11-20 11:59:59", True), ("until>11-20 12:00", False), ("until>12-31", True)],
+        *[(f"until={_NOON:.0f}", True), (f"until<{_NOON:.0f}", False)],
     ],
 )
 def test_a_filter_takes_the_units_that_a_column_shows(text: str, matches: bool) -> None:
-    assert matcher(text, MEASURES, "")(None) is matches
+    assert matcher(text, MEASURES, "", _NOON + 3600)(None) is matches
 
 
 @pytest.mark.parametrize(
@@ -150,11 +165,27 @@ def test_a_filter_takes_the_units_that_a_column_shows(text: str, matches: bool) 
         ("out>1k5k", r"'1k5k' is not a value of out"),
         ("out>1.2.3", r"'1.2.3' is not a value of out"),
         ("out>50%", r"'50%' is not a value of out"),
+        *(
+            (f"out>{one}", f"'{one}' is not a value of out")
+            for one in ("12,34", "1,2345", "1-2", "x", "", "-")
+        ),
+        ("age>1-2", r"'1-2' is not a value of age"),
+        ("out>2026-11-20", r"'2026-11-20' is not a value of out"),
+        ("tenant=acme", r"'acme' is not a value of tenant: .*; to compare text, use tenant:TEXT"),
+        ("until>soon", r"'soon' is not a time: .* as in until>14:03; to compare text, use until:TEXT"),
+        ("until>2026-13-01", r"'2026-13-01' is not a time"),
+        ("size>3,5", r"unknown column 'size'"),
     ],
 )
 def test_a_value_with_a_wrong_unit_names_the_units_of_the_column(text: str, message: str) -> None:
     with pytest.raises(FilterError, match=message):
         matcher(text, MEASURES, "")
+
+
+@pytest.mark.parametrize("text", ["<think>", "->", "=", ">x"])
+def test_a_sign_without_field_and_number_is_text(text: str) -> None:
+    matches = matcher(text, FIELDS, "age_s")
+    assert matches((f"a {text} b", 1.0)) and not matches(("acme", 1.0))
 
 
 def test_an_unknown_figure_matches_no_comparison() -> None:

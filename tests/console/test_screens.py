@@ -228,6 +228,10 @@ def test_a_filter_hides_rows_and_an_invalid_filter_says_why(shown: ConsoleSessio
     assert view.filter == ""
 
 
+_VALUE = re.compile(r"[0-9][0-9.,]*[0-9a-zA-Zµ°%]*|(\d{4}-)?(\d\d-\d\d )?\d\d:\d\d:\d\d")
+"""Matches a number with its unit, and a time."""
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_filter_takes_the_value_that_a_cell_shows(shown: ConsoleSession, name: str) -> None:
     shown.run(f"screen {name}")
@@ -236,7 +240,7 @@ def test_a_filter_takes_the_value_that_a_cell_shows(shown: ConsoleSession, name:
         return
     for column in view.columns:
         cells = [column.shown(row).strip() for row in view.rows(shown.context)]
-        for cell in {cell for cell in cells if re.fullmatch(r"[0-9][0-9.]*[a-zA-Zµ°%][0-9a-zA-Zµ°%]*", cell)}:
+        for cell in {cell for cell in cells if _VALUE.fullmatch(cell)}:
             if isinstance(next(column.value(row) for row in view.rows(shown.context)), int | float):
                 view.filter = f"{column.names[0]}>{cell}"
                 view.ordered(shown.context)
