@@ -24,7 +24,7 @@ from appliance.actions.parameters import SetTenant
 from appliance.alert_rules import BUILT_IN
 from appliance.protocol import Done, Key, PeerMapping, Silence
 from console import units
-from console.commands import CommandError, Targets, parse_action
+from console.commands import CommandError, Targets, listed, parse_action
 from console.context import Context
 from console.dialogs import ActionDialog, ChoiceDialog, TextDialog
 from console.fingerprints import peer_name, required_lists
@@ -386,7 +386,7 @@ class ConsoleApp(App[int]):
     @on(PromptLine.Choices)
     def _show_choices(self, event: PromptLine.Choices) -> None:
         """Show the possible completions above the command line."""
-        self.session.say("  ".join(event.texts), "dim")
+        self.session.say(listed(event.texts, self.size.width - 2), "dim")
         self.redraw()
 
     @on(Input.Changed, "PromptLine")

@@ -11,6 +11,7 @@ import msgspec
 from appliance.actions import Action, flag
 from appliance.quantities import span_seconds
 from console.keys import SCREENS, offered
+from console.lines import cells
 
 _POSITIONAL = {
     "models.add": ("name", "folder"),
@@ -81,11 +82,35 @@ def completions(text: str, targets: Targets) -> list[str]:
     return found
 
 
+def shared_beginning(found: list[str]) -> str:
+    """Return the longest text with which all command lines begin."""
+    first, last = min(found), max(found)
+    size = next((at for at, letter in enumerate(first) if not last.startswith(letter, at)), len(first))
+    return first[:size]
+
+
 def described(found: list[str], targets: Targets) -> list[str]:
-    """Return the last word of each command line, with the description of the target that it names."""
+    """Return each command line without the words that all of them share, with the description of the target
+    that it names."""
     notes = {name: note for kind in targets.values() for name, note in kind.items() if note}
-    words = [one.rpartition(" ")[2] for one in found]
-    return [f"{word} ({notes[word]})" if word in notes else word for word in dict.fromkeys(words)]
+    shared = shared_beginning(found).rfind(" ") + 1
+    texts = []
+    for one in found:
+        note = notes.get(one.rpartition(" ")[2])
+        texts.append(f"{one[shared:]} ({note})" if note else one[shared:])
+    return texts
+
+
+def listed(texts: list[str], width: int) -> str:
+    """Return the texts on one line. If they do not fit, the line ends with the number of the others."""
+    whole = "  ".join(texts)
+    if cells(whole) <= width:
+        return whole
+    for count in range(len(texts) - 1, 0, -1):
+        line = "  ".join([*texts[:count], f"and {len(texts) - count} more"])
+        if cells(line) <= width:
+            return line
+    return f"{len(texts)} possible completions"
 
 
 def parse_action(text: str) -> tuple[Action, dict[str, Any]] | None:

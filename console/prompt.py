@@ -11,7 +11,7 @@ from textual.message import Message
 from textual.suggester import Suggester
 from textual.widgets import Input
 
-from console.commands import Targets, completions, described
+from console.commands import Targets, completions, described, shared_beginning
 
 _KEYS = ("escape", "enter", "tab", "up", "down")
 """Keys that the line handles itself. Textual's bindings handle the other keys that are not characters."""
@@ -110,10 +110,7 @@ class PromptLine(Input):
         if len(found) == 1:
             self.value = found[0] + " "
         elif found:
-            shared = found[0]
-            while not all(one.startswith(shared) for one in found):
-                shared = shared[:-1]
-            self.value = shared
+            self.value = shared_beginning(found)
             self.post_message(self.Choices(described(found, targets)))
         self.cursor_position = len(self.value)
 

@@ -136,6 +136,9 @@ def test_tab_lists_the_possible_completions_with_their_names() -> None:
         await pilot.press(*key.id.removeprefix(app.prompt.value.rpartition(" ")[2]), "tab")
         await until(pilot, lambda: app.prompt.value == f"keys revoke {key.id} ")
         await until(pilot, lambda: f"({key.name})" not in shown(app))
+        app.prompt.value = "k"
+        await pilot.press("tab")
+        await until(pilot, lambda: " kv  keys  keys create  keys rotate" in shown(app))
         app.prompt.value = "alerts unsilence "
         await pilot.press("tab")
         await until(pilot, lambda: app.prompt.value == "alerts unsilence 5f0c21aa ")

@@ -21,7 +21,16 @@ from appliance.actions.parameters import (
     SuspendTenant,
 )
 from appliance.cli.app import app
-from console.commands import CommandError, build, completions, described, equivalent, flags, parse_action
+from console.commands import (
+    CommandError,
+    build,
+    completions,
+    described,
+    equivalent,
+    flags,
+    listed,
+    parse_action,
+)
 from console.keys import KEYS, offered
 from console.lines import plain
 from console.screens.base import View
@@ -270,6 +279,25 @@ def test_completion_offers_screens_actions_and_targets() -> None:
     assert completions("keys revoke k", targets) == ["keys revoke key_1"]
     found = completions("alerts ack a", targets)
     assert described(found, targets) == ["a1 (m is down)", "a2 (m is slow)"]
+
+
+def test_possible_completions_are_whole_commands_as_far_as_they_differ() -> None:
+    found = completions("k", {})
+    assert described(found, {}) == found
+    assert {"kv", "keys", "keys create", "keys set"} <= set(found)
+    assert all(one.startswith("k") for one in found)
+    found = completions("keys ", {})
+    assert "create" in described(found, {}) and len(set(described(found, {}))) == len(found)
+    found = completions("drain --", {"model": {"m": ""}})
+    assert {"--model m", "--model", "--grace"} <= set(described(found, {}))
+
+
+def test_possible_completions_that_do_not_fit_are_counted() -> None:
+    assert listed(["ab", "cd", "ef"], 10) == "ab  cd  ef"
+    assert listed(["ab", "cd", "ef"], 9) == "3 possible completions"
+    numbered = [f"c{number}" for number in range(30)]
+    assert listed(numbered, 23) == "c0  c1  c2  and 27 more"
+    assert listed(numbered, 22) == "c0  c1  and 28 more"
 
 
 def test_the_equivalent_command_of_every_action_exists_in_the_cli() -> None:
