@@ -21,7 +21,6 @@ from textual.worker import Worker, WorkerError
 
 from appliance.actions import Action, action_named
 from appliance.actions.parameters import SetTenant
-from appliance.alert_rules import BUILT_IN
 from appliance.protocol import Done, Key, PeerMapping, Silence
 from console import units
 from console.commands import CommandError, Targets, listed, parse_action
@@ -37,7 +36,7 @@ from console.prompt import Closed, PromptLine
 from console.replay import PAST_IS_FIXED
 from console.screens.table import TableView
 from console.session import ConsoleSession
-from console.source import ListName, SnapshotSource, SourceError
+from console.source import ListName, ListRow, SnapshotSource, SourceError
 from console.textual_themes import textual_theme
 from console.themes import THEMES
 from console.travel import TimeTravel
@@ -225,7 +224,8 @@ class ConsoleApp(App[int]):
 
     def _completed_lists(self) -> tuple[ListName, ...]:
         """Return the lists with targets that the open command line can complete."""
-        return ("callers", "silences") if self.prompt.display and self.prompt.kind == ":" else ()
+        completing = self.prompt.display and self.prompt.kind == ":"
+        return ("callers", "silences", "rules") if completing else ()
 
     # ── commands ─────────────────────────────────────────────────────────────────────────────
 
@@ -371,7 +371,7 @@ class ConsoleApp(App[int]):
             "tenant": {one.name: "" for one in snapshot.tenants},
             "request": {one.request_id: "" for one in snapshot.requests},
             "alert": {one.id: units.about(one.where, one.what) for one in active},
-            "rule": {one.name: "" for one in BUILT_IN} | {one.rule: "" for one in active},
+            "rule": {one.subject: "" for one in context.rows_of("rules", ListRow)},
             "silence": {
                 one.id: f"{one.rule} on {one.subject}" for one in context.rows_of("silences", Silence)
             },

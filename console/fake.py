@@ -154,6 +154,8 @@ class FakeSource:
 
     async def rows(self, name: ListName) -> Sequence[Row]:
         """Return one of the simulated service's lists."""
+        if name == "rules":
+            return self._alerts.rules()
         return self._alerts.silences() if name == "silences" else self._rows.of(name)
 
     async def verify(self) -> ChainReport:

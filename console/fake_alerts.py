@@ -19,6 +19,7 @@ from appliance.protocol import Silence
 from appliance.snapshot import Alert, Snapshot
 from console import units
 from console.fake_log import FakeLog
+from console.source import ListRow
 
 _RULES = {rule.name: rule for rule in BUILT_IN}
 _SETTLE_S = 60.0
@@ -74,6 +75,10 @@ class FakeAlerts:
                     self._ended.append(ended)
                     self._write(snapshot.at, "info", "ended", ended)
         return self._shown(snapshot.at)
+
+    def rules(self) -> list[ListRow]:
+        """Return the alert rules."""
+        return [ListRow(id=name, subject=name) for name in _RULES]
 
     def silences(self) -> list[Silence]:
         """Return the active silences, oldest first."""

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from appliance import calls
+from appliance.alert_rules import BUILT_IN
 from appliance.calls import AdminError
 from appliance.client import ServiceNotRunningError
 from appliance.events.async_client import AsyncAdminClient
@@ -124,6 +125,8 @@ class LiveSource:
                     return await self._client.call(calls.SILENCES)
                 case "settings":
                     return _settings(await self._client.call(calls.CONFIGURATION))
+                case "rules":
+                    return _rules(await self._client.call(calls.CONFIGURATION))
                 case "findings":
                     return await self._findings()
 
@@ -185,6 +188,14 @@ def _explained() -> Iterator[None]:
         yield
     except (ServiceNotRunningError, AdminError, UntrustedError, FrameLostError) as error:
         raise SourceError(str(error)) from error
+
+
+def _rules(configuration: Configuration) -> list[ListRow]:
+    """Return the names of the alert rules in effect."""
+    alerts = configuration.settings.get("alerts", {})
+    names = [*(rule.name for rule in BUILT_IN), *(rule["name"] for rule in alerts.get("rules", ()))]
+    disabled = alerts.get("disabled", ())
+    return [ListRow(id=name, subject=name) for name in dict.fromkeys(names) if name not in disabled]
 
 
 def _settings(configuration: Configuration) -> list[ListRow]:

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from console.recordings import RecordedPast
 
 ListName = Literal[
-    "audit", "logs", "settings", "findings", "finished", "usage", "models", "callers", "silences"
+    "audit", "logs", "settings", "findings", "finished", "usage", "models", "callers", "silences", "rules"
 ]
-"""Lists that are not part of a snapshot. They are read when their screen is shown."""
+"""Lists that are not part of a snapshot. They are read when their screen is shown. "rules" are the alert
+rules, whose names the command line completes."""
 
 
 MAX_ROWS = 500
@@ -38,7 +39,7 @@ class UnsupportedListError(SourceError):
 
 
 class ListRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the audit trail, the log, the settings or doctor's findings."""
+    """A row of the audit trail, the log, the settings, doctor's findings or the alert rules."""
 
     id: str
     at: float | None = None
@@ -47,7 +48,7 @@ class ListRow(msgspec.Struct, frozen=True, kw_only=True):
     actor: str = ""
     """Operator of an audit row, process of a log line, source of a setting, or area of a finding."""
     subject: str = ""
-    """Action of an audit row, name of a setting, or subject of a finding."""
+    """Action of an audit row, name of a setting or rule, or subject of a finding."""
     target: str = ""
     text: str = ""
     detail: dict[str, str] = {}

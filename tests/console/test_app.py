@@ -24,7 +24,7 @@ from console.keys import KEYS, offered
 from console.lines import plain
 from console.palette import ConsoleCommands
 from console.screens.table import TableView
-from console.source import ListName, Row, SourceError
+from console.source import ListName, ListRow, Row, SourceError
 from tests.console.frames import SIZES, source
 
 
@@ -128,6 +128,12 @@ def test_a_filter_applies_while_it_is_typed_and_escape_restores_it() -> None:
 
 def test_tab_lists_the_possible_completions_with_their_names() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        rows = app.source.rows
+
+        async def with_own_rule(name: ListName) -> Sequence[Row]:
+            return [ListRow(id="quiet", subject="quiet")] * (name == "rules") + [*await rows(name)]
+
+        app.source.rows = with_own_rule  # type: ignore[method-assign]
         await pilot.press("colon", *"keys revoke ")
         await until(pilot, lambda: "callers" in app.session.context.rows)
         [key, *_] = [one for one in app.session.context.rows["callers"] if isinstance(one, Key)]
@@ -142,6 +148,10 @@ def test_tab_lists_the_possible_completions_with_their_names() -> None:
         app.prompt.value = "alerts unsilence "
         await pilot.press("tab")
         await until(pilot, lambda: app.prompt.value == "alerts unsilence 5f0c21aa ")
+        await until(pilot, lambda: "rules" in app.session.context.rows)
+        app.prompt.value = "alerts silence q"
+        await pilot.press("tab")
+        await until(pilot, lambda: "quiet  queue-full" in shown(app))
         app.prompt.value = "alerts silence kv-"
         await pilot.press("tab")
         await until(pilot, lambda: app.prompt.value.startswith("alerts silence kv-cache"))

@@ -55,3 +55,24 @@ def test_the_silences_of_a_service_are_listed_until_they_are_ended(
         await source.close()
 
     asyncio.run(steps())
+
+
+def test_the_alert_rules_in_effect_come_from_the_service(
+    make_service: Callable[..., Service],  # noqa: F811
+) -> None:
+    service = make_service(
+        '[alerts]\ndisabled = ["gpu-hot"]\n'
+        '[[alerts.rules]]\nname = "quiet"\nfigure = "queue.running"\nbelow = 0\n'
+        '[[alerts.rules]]\nname = "disk-full"\nfigure = "host.disk_free_bytes"\nbelow = 1e9'
+    )
+    service.start()
+    service.wait_ready()
+
+    async def steps() -> None:
+        source = LiveSource(service.run_dir)
+        names = [one.subject for one in await source.rows("rules")]  # type: ignore[union-attr]
+        assert {"quiet", "disk-full", "replica-down"} < set(names)
+        assert "gpu-hot" not in names and names.count("disk-full") == 1
+        await source.close()
+
+    asyncio.run(steps())
