@@ -72,9 +72,9 @@ def test_a_step_that_takes_longer_than_the_deadline_counts_neither_as_silence_no
     """One step computes most prompts. It takes several seconds, and the replica does not report meanwhile.
     A busy machine may also delay a shorter step, which is not announced, so the deadline is not too short."""
     deadline_s = 3.0
-    tokens = ["--max-num-batched-tokens", "16384", "--kv-blocks", "300"]
+    tokens = ["--max-num-batched-tokens", "32768", "--kv-blocks", "600"]
     with configured(f"hang_timeout_s = {deadline_s}\n", *tokens) as running, ThreadPoolExecutor(1) as thread:
-        prompts = [[100 + prompt] * 2000 for prompt in range(8)]
+        prompts = [[100 + prompt] * 2000 for prompt in range(16)]
         body = {"model": "demo", "prompt": prompts, "max_tokens": 1}
         with running.http() as http:
             asked = thread.submit(http.post, "/v1/completions", json=body)
