@@ -30,6 +30,7 @@ def ready_replica(**fields: Any) -> Any:
         name="demo-0",
         model="demo",
         account=CreditAccount("demo-0", "demo", "cpu"),
+        answers=True,
         group=SimpleNamespace(),
         described=None,
         info=None,
