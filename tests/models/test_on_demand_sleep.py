@@ -1,0 +1,149 @@
+"""Tests of models that sleep instead of being unloaded, with simulated replicas and a simulated clock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from appliance.settings import GroupSettings
+from tests.models.test_on_demand import Site, optional, play, quick, sleepy  # noqa: F401
+
+
+def test_a_model_whose_memory_is_needed_sleeps_and_its_next_request_wakes_it(tmp_path: Path) -> None:
+    site = Site(tmp_path, sleepy(a=optional(), b=optional()))
+
+    async def scenario() -> None:
+        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
+        site.ask("b")
+        await site.until(lambda: site.manager.loaded("b"), "the exchange")
+        site.answer("b")
+        assert not site.on_demand.stats("a").in_memory and site.on_demand.expires_at("a") is None
+        assert site.on_demand.stats("a").evictions["memory"] == 1
+        site.ask("a")
+        await site.until(lambda: site.manager.loaded("a"), "the return")
+        assert site.manager.history == ["load a", "sleep a", "load b", "sleep b", "wake a"]
+
+    play(site, scenario)
+
+
+def test_a_model_sleeps_at_the_end_of_its_time_to_live(tmp_path: Path) -> None:
+    site = Site(tmp_path, sleepy(a=optional(idle_unload_s=60.0)))
+
+    async def scenario() -> None:
+        site.ask("a")
+        await site.until(lambda: site.manager.loaded("a"), "the load")
+        site.answer("a")
+        await site.until(lambda: site.manager.is_parked("a"), "the end of the time to live")
+        ended = site.now
+        await site.until(lambda: site.now > ended + 1200.0, "the time after which models are forgotten")
+        assert site.manager.history[-1] == "sleep a"
+
+    play(site, scenario)
+
+
+def test_models_on_the_cpu_do_not_sleep(tmp_path: Path) -> None:
+    site = Site(tmp_path, sleepy(a=optional(), b=optional()))
+    site.manager.on_gpus = False
+
+    async def scenario() -> None:
+        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
+        site.ask("b")
+        await site.until(lambda: site.manager.loaded("b"), "the exchange")
+        assert site.manager.history == ["load a", "park a", "load b"]
+
+    play(site, scenario)
+
+
+def test_the_least_recently_used_sleeping_model_is_unloaded_at_the_limit(tmp_path: Path) -> None:
+    site = Site(tmp_path, sleepy(**{name: optional() for name in "abcd"}))
+
+    async def scenario() -> None:
+        for name in "abcd":
+            site.ask(name)
+            await site.until(lambda name=name: site.manager.loaded(name), f"the load of {name}")
+            site.answer(name)
+            await site.until(lambda end=site.now + 20.0: site.now > end, "the minimum residence")
+        assert site.manager.asleep == {"b", "c"}
+        assert site.manager.history[-3:] == ["park a", "sleep c", "load d"]
+        site.settings = sleepy(1, **site.settings.models)
+        await site.until(lambda: site.manager.asleep == {"c"}, "the lower limit to apply")
+
+    play(site, scenario)
+
+
+def test_a_sleeping_model_that_is_about_to_wake_is_not_unloaded_at_the_limit(tmp_path: Path) -> None:
+    site = Site(tmp_path, sleepy(1, a=optional(), b=optional()))
+
+    async def scenario() -> None:
+        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
+        site.ask("b")
+        await site.until(lambda: site.manager.loaded("b"), "the exchange")
+        site.answer("b")
+        site.ask("a")
+        await site.until(lambda: site.manager.loaded("a"), "the return")
+        assert site.manager.history == ["load a", "sleep a", "load b", "park b", "wake a"]
+
+    play(site, scenario)
+
+
+def test_sleeping_models_are_unloaded_if_the_memory_that_they_still_hold_is_needed(tmp_path: Path) -> None:
+    site = Site(tmp_path, sleepy(a=optional(), b=optional()))
+    site.manager.held = True
+
+    async def scenario() -> None:
+        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
+        site.ask("b")
+        await site.until(lambda: site.manager.loaded("b"), "the exchange")
+        assert site.manager.history == ["load a", "sleep a", "park a", "load b"]
+        assert site.on_demand.stats("a").evictions["memory"] == 1
+
+    play(site, scenario)
+
+
+def test_a_sleeping_model_that_cannot_wake_is_loaded_again(tmp_path: Path) -> None:
+    site = Site(tmp_path, sleepy(a=optional(), b=optional()))
+    site.manager.cannot_wake = True
+
+    async def scenario() -> None:
+        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
+        site.ask("b")
+        await site.until(lambda: site.manager.loaded("b"), "the exchange")
+        site.answer("b")
+        site.ask("a")
+        await site.until(lambda: site.manager.loaded("a"), "the return")
+        assert site.manager.history[2:] == ["load b", "park a", "sleep b", "load a"]
+
+    play(site, scenario)
+
+
+def test_only_models_on_the_same_gpus_leave_for_a_model_that_wakes(tmp_path: Path) -> None:
+    site = Site(tmp_path, sleepy(a=optional(), b=optional(), c=optional()))
+    site.manager.gpus = {"a": [0], "b": [1], "c": [0]}
+    site.manager.room = 2
+
+    async def scenario() -> None:
+        await site.until(lambda: site.manager.loaded("b"), "the loads at startup")
+        site.ask("c")
+        await site.until(lambda: site.manager.loaded("c"), "the exchange")
+        site.answer("c")
+        site.ask("a")
+        await site.until(lambda: site.manager.loaded("a"), "the return")
+        assert site.manager.history[2:] == ["sleep a", "load c", "sleep c", "wake a"]
+
+    play(site, scenario)
+
+
+def test_a_sleeping_model_does_not_keep_another_model_of_its_group_from_loading(tmp_path: Path) -> None:
+    groups = {"rivals": GroupSettings(models=["a", "b"], load="one")}
+    settings = msgspec.structs.replace(sleepy(a=optional(), b=optional()), groups=groups)
+    site = Site(tmp_path, settings)
+    site.manager.room = 9
+
+    async def scenario() -> None:
+        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
+        site.ask("b")
+        await site.until(lambda: site.manager.loaded("b"), "the exchange")
+        assert site.manager.history == ["load a", "sleep a", "load b"]
+
+    play(site, scenario)
