@@ -22,17 +22,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from appliance.background import Background
 from appliance.models.fit import host_bytes, read_memory
 from appliance.models.manager import ModelManager
 from appliance.models.operations import FrontRoutes, LoadError, ModelOperations, NoRoomError, outcome
 from appliance.models.residency import (
+    REASONS,
     Bundle,
     Evict,
     LoadUnits,
     Refuse,
+    Residency,
     Wait,
     expired,
     first_waiting,
@@ -71,22 +72,6 @@ def _key(unit: str) -> tuple[str, int]:
     return model, version or 0
 
 
-class Residency(NamedTuple):
-    """Whether a unit is in memory and awake, and how many times it has been loaded or woken on demand, and
-    unloaded or put to sleep without a command, since the service started."""
-
-    in_memory: bool
-    loads: int
-    """Number of loads on demand."""
-    evictions: Mapping[str, int]
-    """Number of times that the unit was unloaded or put to sleep without a command, by reason."""
-
-
-_REASONS = ("memory", "group", "idle")
-"""Why a unit leaves the memory: another model needs the memory, a group does not allow both models to be
-loaded, or the unit has been idle for its time to live."""
-
-
 @dataclass
 class _Times:
     """When a unit was loaded and used, in seconds of the monotonic clock."""
@@ -116,7 +101,7 @@ class OnDemand:
         """Number of loads on demand since the service started, by unit."""
         self.evictions: Counter[tuple[str, str]] = Counter()
         """Number of times that units were unloaded or put to sleep without a command, by unit and reason
-        (`_REASONS`)."""
+        (`REASONS`)."""
         self._settings = settings
         self._operations = operations
         self._manager = manager
@@ -214,7 +199,7 @@ class OnDemand:
         return Residency(
             in_memory=self._is_awake(unit),
             loads=self.loads[unit],
-            evictions={reason: self.evictions[unit, reason] for reason in _REASONS},
+            evictions={reason: self.evictions[unit, reason] for reason in REASONS},
         )
 
     # ── requests ──

@@ -19,7 +19,7 @@ another `min_residence_s`: each of the other models then leaves `MIN_SERVICE_S` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 DRAIN_S = 5.0
@@ -92,6 +92,22 @@ class Wait(NamedTuple):
     """Do nothing until this time, unless something changes."""
 
     until: float
+
+
+class Residency(NamedTuple):
+    """Whether a unit is in memory and awake, and how many times it has been loaded or woken on demand, and
+    unloaded or put to sleep without a command, since the service started."""
+
+    in_memory: bool
+    loads: int
+    """Number of loads on demand."""
+    evictions: Mapping[str, int]
+    """Number of times that the unit was unloaded or put to sleep without a command, by reason."""
+
+
+REASONS = ("memory", "group", "idle")
+"""Why a unit leaves the memory: another model needs the memory, a group does not allow both models to be
+loaded, or the unit has been idle for its time to live."""
 
 
 Step = LoadUnits | Evict | Refuse | Wait

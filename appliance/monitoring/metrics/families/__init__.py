@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from appliance.models.on_demand import Residency
+from appliance.models.residency import Residency
 from appliance.monitoring.metrics.exposition import MetricFamily
 from appliance.monitoring.metrics.families.fronts import FRONTS
 from appliance.monitoring.metrics.families.models import GATEWAYS, MODELS, RESIDENCY, SHADOWS, GatewaySource
