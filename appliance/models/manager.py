@@ -284,6 +284,14 @@ class ModelManager:
         self._parked.pop(unit, None)
         self._begin_change(unit)
 
+    async def end_sleep(self, unit: str) -> None:
+        """If the unit is parked asleep, stop its replicas, and return when they have stopped. The unit stays
+        parked, and can then be loaded on other GPUs."""
+        if self.is_parked_asleep(unit):
+            log.info("unloading %s: its GPUs do not have enough memory to wake it", unit)
+            self.park(unit)
+            await asyncio.wait([self._changes[unit]])
+
     def is_parked_asleep(self, unit: str) -> bool:
         """Return whether the unit is parked and all its replicas sleep."""
         kept = unit in self._parked and unit in self._keep_asleep

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from appliance.background import Background
-from appliance.models.fit import host_bytes, read_memory
+from appliance.models.fit import MemoryShortage, host_bytes, read_memory
 from appliance.models.manager import ModelManager
 from appliance.models.operations import FrontRoutes, LoadError, ModelOperations, NoRoomError, outcome
 from appliance.models.residency import (
@@ -34,6 +34,7 @@ from appliance.models.residency import (
     LoadUnits,
     Refuse,
     Residency,
+    Step,
     Wait,
     expired,
     first_waiting,
@@ -327,9 +328,11 @@ class OnDemand:
             for bundle in [one for one in bundles if set(one.units) & set(step.units)]:
                 await self._evict(bundle.units, reasons[self._excluded(wanted, bundle)], why, wanted.units)
         elif isinstance(step, Refuse):
-            if asleep := tuple(filter(self._manager.is_parked_asleep, wanted.units)):
+            asleep = [unit for unit in wanted.units if self._manager.is_parked_asleep(unit)]
+            if asleep and not step.excluded:
                 # Other GPUs may have enough memory for a load.
-                await self._evict(asleep, "memory", f"it cannot wake on its GPUs: {step.why}")
+                for unit in asleep:
+                    await self._manager.end_sleep(unit)
                 return
             self._incomplete.discard(wanted.units)
             for unit in wanted.units:
@@ -457,24 +460,33 @@ class OnDemand:
         self._of(unit).ready_at = self._clock()
 
     async def _make_room(self, unit: str, settings: ModelSettings) -> None:
-        """Unload idle models until a unit fits or no more models can be unloaded."""
+        """Unload idle models until a unit fits or no more models can be unloaded. If the unit sleeps and
+        cannot wake on its GPUs, but can be loaded on others, unload it first."""
         wanted = Bundle((unit,), waiting_since=self._clock())
-        while True:
+
+        async def next_towards(shortage: MemoryShortage, target: str) -> Step:
             idle = [one for one in self._bundles() if unit not in one.units and not one.busy]
-            bundles = await self._measure(idle, unit)
-            step = next_step(
+            return next_step(
                 self._clock(),
                 wanted,
-                bundles,
-                missing_bytes=(await self._manager.shortage_of(unit, settings)).bytes,
+                await self._measure(idle, target),
+                missing_bytes=shortage.bytes,
                 min_residence_s=0.0,
                 excludes=lambda other: self._excluded(wanted, other),
             )
+
+        while True:
+            step = await next_towards(await self._manager.shortage_of(unit, settings), unit)
+            if isinstance(step, Refuse) and self._manager.is_parked_asleep(unit):
+                load = await next_towards(await self._manager.shortage(settings), "")
+                if not isinstance(load, Refuse):
+                    await self._manager.end_sleep(unit)
+                    continue
             if isinstance(step, Evict):
                 await self._evict(step.units, "memory", f"{unit} is being loaded", (unit,))
             elif isinstance(step, Wait):
                 await asyncio.sleep(_POLL_S)
-            elif isinstance(step, Refuse) and "together" in step.why:
+            elif isinstance(step, Refuse) and step.excluded:
                 raise LoadError(f"{unit} cannot be loaded: {step.why}")
             else:
                 return

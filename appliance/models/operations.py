@@ -265,8 +265,13 @@ class ModelOperations:
             raise LoadError(problem)
 
     async def _check_room(self, unit: str, settings: ModelSettings) -> None:
-        """Raise NoRoomError if the unit does not fit into memory."""
-        if why_not := (await self._manager.shortage_of(unit, settings)).why:
+        """Raise NoRoomError if the unit does not fit into memory. If it is parked asleep, and only other GPUs
+        than its own have enough memory for it, stop its replicas, so that it is loaded there."""
+        manager = self._manager
+        why_not = (await manager.shortage_of(unit, settings)).why
+        if why_not and manager.is_parked_asleep(unit) and not (await manager.shortage(settings)).why:
+            await manager.end_sleep(unit)
+        elif why_not:
             raise NoRoomError(
                 f"{unit} does not fit alongside the models that are loaded: {why_not}; unload another model "
                 "first with: appliance models unload"

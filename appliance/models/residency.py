@@ -86,6 +86,8 @@ class Refuse(NamedTuple):
 
     units: tuple[str, ...]
     why: str
+    excluded: bool = False
+    """Whether a group forbids loading the units together with a model that stays loaded."""
 
 
 class Wait(NamedTuple):
@@ -138,7 +140,8 @@ def next_step(
     others = [one for one in bundles if one.in_memory and one is not wanted]
     victims = [one for one in others if excludes(one) and not one.asleep]
     if kept := next((one.kept for one in victims if one.kept), ""):
-        return Refuse(wanted.units, f"it must not be loaded together with a model that stays loaded: {kept}")
+        why = f"it must not be loaded together with a model that stays loaded: {kept}"
+        return Refuse(wanted.units, why, excluded=True)
     since = now if wanted.waiting_since is None else wanted.waiting_since
 
     def order(one: Bundle) -> tuple[bool, bool, bool, float]:

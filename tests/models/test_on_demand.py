@@ -117,11 +117,20 @@ class Manager(SimulatedManager):
     def settings_of(self, unit: str) -> ModelSettings | None:
         return self.settings.get(unit)
 
+    async def end_sleep(self, unit: str) -> None:
+        if unit in self.asleep:
+            self.park(unit)
+
     async def shortage_of(self, unit: str, settings: ModelSettings) -> MemoryShortage:
         if self.cannot_wake and unit in self.asleep:
             return MemoryShortage(1 << 60, "there is no room")
-        used = sum(bool(self.of(unit)) and unit not in self.asleep for unit in self.models)
-        used += self.held and bool(self.asleep - {unit})
+        return self._shortage(self.held and bool(self.asleep - {unit}))
+
+    async def shortage(self, settings: ModelSettings) -> MemoryShortage:
+        return self._shortage(self.held and bool(self.asleep))
+
+    def _shortage(self, held: bool) -> MemoryShortage:
+        used = sum(bool(self.of(unit)) and unit not in self.asleep for unit in self.models) + held
         return MemoryShortage(1, "there is no room") if used >= self.room else MemoryShortage()
 
 

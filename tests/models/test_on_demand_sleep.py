@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import msgspec
+import pytest
 
-from appliance.settings import GroupSettings
+from appliance.models.operations import LoadError
+from appliance.settings import GroupSettings, Settings
 from tests.models.test_on_demand import Site, optional, play, quick, sleepy  # noqa: F401
 
 
@@ -113,6 +116,48 @@ def test_a_sleeping_model_that_cannot_wake_is_loaded_again(tmp_path: Path) -> No
         site.ask("a")
         await site.until(lambda: site.manager.loaded("a"), "the return")
         assert site.manager.history[2:] == ["load b", "park a", "sleep b", "load a"]
+
+    play(site, scenario)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_command_loads_a_sleeping_model_on_other_gpus_if_it_cannot_wake(tmp_path: Path, busy: bool) -> None:
+    site = Site(tmp_path, sleepy(a=optional(), b=optional()))
+    site.manager.cannot_wake = True
+
+    async def scenario() -> None:
+        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
+        site.ask("b")
+        await site.until(lambda: site.manager.loaded("b"), "the exchange")
+        if not busy:
+            site.answer("b")
+        loading = asyncio.ensure_future(site.on_demand.load_declared("a"))
+        await site.until(loading.done, "the load")
+        if busy:  # there is no memory on other GPUs either
+            with pytest.raises(LoadError, match="a does not fit alongside the models that are loaded"):
+                await loading
+            assert site.manager.history[2:] == ["load b"] and site.manager.asleep == {"a"}
+        else:
+            await loading
+            assert site.manager.history[2:] == ["load b", "park a", "sleep b", "load a"]
+
+    play(site, scenario)
+
+
+def test_a_sleeping_version_that_can_only_be_loaded_on_other_gpus_becomes_the_default_without_interruption(
+    tmp_path: Path,
+) -> None:
+    site = Site(tmp_path, Settings())
+    site.world.operations = site.operations
+    site.manager.cannot_wake, site.manager.room = True, 2
+
+    async def scenario() -> None:
+        await site.operations.load(site.world.version(1))
+        await site.operations.introduce(site.world.version(2))
+        site.manager.park("chat@2", asleep=True)
+        await site.world.make_default(2)
+        await site.until(lambda: "chat@1" not in site.manager.models, "the end of the former version")
+        assert site.manager.history[2:] == ["park chat@2", "load chat@2", "unload chat@1"]
 
     play(site, scenario)
 
