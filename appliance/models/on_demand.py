@@ -306,22 +306,25 @@ class OnDemand:
 
     async def _serve(self, wanted: Bundle, bundles: list[Bundle]) -> None:
         """Take the next step towards loading a bundle that has waiting requests."""
-        bundles = await self._measure(bundles, self._next_unit(wanted))
+        unit = self._next_unit(wanted)
+        bundles = await self._measure(bundles, unit)
         wanted = next(one for one in bundles if one.units == wanted.units)
         if unknown := [one for one in wanted.units if one not in self._manager.models]:
             await self._introduce_member(wanted, unknown[0])
             return
+        if not unit:
+            return  # the units that are not loaded are still leaving the memory
         step = next_step(
             self._clock(),
             wanted,
             bundles,
-            missing_bytes=await self._missing_bytes(wanted),
+            missing_bytes=await self._missing_bytes(unit),
             min_residence_s=self._settings().on_demand.min_residence_s,
             excludes=lambda other: self._excluded(wanted, other),
         )
         if isinstance(step, LoadUnits):
-            unit = next(one for one in wanted.units if self._manager.is_parked(one))
-            await self._bring_back(unit, wanted)
+            if self._manager.is_parked(unit):
+                await self._bring_back(unit, wanted)
         elif isinstance(step, Evict):
             reasons = {True: "group", False: "memory"}
             why = f"requests are waiting for {', '.join(wanted.units)}"
@@ -450,7 +453,7 @@ class OnDemand:
             return
         others = [one for one in bundles if one.in_memory and not one.asleep]
         excluded = any(self._excluded(bundle, one) for one in others)
-        if excluded or await self._missing_bytes(bundle) > 0:
+        if excluded or await self._missing_bytes(unit) > 0:
             log.info("%s is not loaded at startup, because it does not fit; its first request loads it", unit)
             return
         self._note_load(unit)
@@ -640,9 +643,8 @@ class OnDemand:
         left = (unit for unit in wanted.units if self._manager.is_parked(unit) and not self._is_awake(unit))
         return next(left, "")
 
-    async def _missing_bytes(self, wanted: Bundle) -> int:
-        """Return the memory that must become free before the bundle's next unit can be loaded."""
-        unit = self._next_unit(wanted)
+    async def _missing_bytes(self, unit: str) -> int:
+        """Return the memory that must become free before the unit can be loaded or woken."""
         settings = self._manager.settings_of(unit)
         return 0 if settings is None else (await self._manager.shortage_of(unit, settings)).bytes
 

@@ -54,6 +54,8 @@ class Manager(SimulatedManager):
         self.on_gpus = True
         self.held = False
         """Whether sleeping units hold so much memory that they must be unloaded before another load."""
+        self.leaving: set[str] = set()
+        """Parked units whose replicas have not been stopped yet."""
         self.cannot_wake = False
         self.gpus: dict[str, list[int]] = {}
         self.replicas: list[Any] = []
@@ -91,7 +93,7 @@ class Manager(SimulatedManager):
         self.asleep.discard(unit)
 
     def of(self, unit: str) -> list[Any]:
-        in_memory = unit in self.models and (unit not in self.parked or unit in self.asleep)
+        in_memory = unit in self.models and (unit not in self.parked - self.leaving or unit in self.asleep)
         freed_bytes = WEIGHT_BYTES if unit in self.asleep else 0
         status = SimpleNamespace(
             weight_bytes=WEIGHT_BYTES, kv_bytes=0, freed_bytes=freed_bytes, host_bytes=freed_bytes
@@ -429,6 +431,24 @@ def test_models_that_must_be_loaded_together_are_loaded_and_unloaded_together(tm
         site.answer("chat@1")
         await site.until(lambda: site.manager.loaded("a"), "the load of the second")
         assert site.manager.is_parked("b")
+
+    play(site, scenario)
+
+
+def test_a_unit_that_is_still_leaving_the_memory_is_not_loaded(tmp_path: Path) -> None:
+    groups = {"pair": GroupSettings(models=["a", "b"], load="all")}
+    site = Site(tmp_path, Settings(models={"a": optional(), "b": optional()}, groups=groups))
+    site.manager.room = 9
+
+    async def scenario() -> None:
+        await site.until(lambda: site.manager.loaded("b"), "the loads at startup")
+        async with site.on_demand._changing:
+            site.manager.parked, site.manager.leaving = {"a", "b"}, {"a"}
+            site.ask("b")
+            for _ in range(2):
+                bundles = list(site.on_demand._bundles())
+                await site.on_demand._serve(bundles[0], bundles)
+            assert site.manager.history == ["load a", "load b", "load b"]
 
     play(site, scenario)
 

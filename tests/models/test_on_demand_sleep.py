@@ -179,6 +179,24 @@ def test_only_models_on_the_same_gpus_leave_for_a_model_that_wakes(tmp_path: Pat
     play(site, scenario)
 
 
+def test_a_model_that_must_not_wake_beside_a_pinned_model_stays_asleep(tmp_path: Path) -> None:
+    groups = {"rivals": GroupSettings(models=["a", "b"], load="one")}
+    settings = msgspec.structs.replace(sleepy(a=optional(), b=optional(pinned=True)), groups=groups)
+    site = Site(tmp_path, settings)
+    site.manager.room = 9
+
+    async def scenario() -> None:
+        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
+        site.ask("b")
+        await site.until(lambda: site.manager.loaded("b"), "the exchange")
+        site.answer("b")
+        site.ask("a")
+        await site.until(lambda: site.traffic("a").failure is not None, "the refusal")
+        assert site.manager.history == ["load a", "sleep a", "load b"]
+
+    play(site, scenario)
+
+
 def test_a_sleeping_model_does_not_keep_another_model_of_its_group_from_loading(tmp_path: Path) -> None:
     groups = {"rivals": GroupSettings(models=["a", "b"], load="one")}
     settings = msgspec.structs.replace(sleepy(a=optional(), b=optional()), groups=groups)
