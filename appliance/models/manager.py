@@ -537,7 +537,7 @@ class ModelManager:
         if problem:
             log.info("%s is loaded again instead of being woken: %s", name, problem)
             await asyncio.gather(*(self._retire(replica) for replica in replicas))
-        else:
+        elif all(replica.answers for replica in replicas):
             log.info("%s is awake", name)
 
     def _drain_left_s(self, name: str) -> float:

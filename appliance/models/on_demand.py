@@ -191,14 +191,14 @@ class OnDemand:
         """Return the unix time at which the unit is unloaded if no more requests arrive, or None if it stays
         loaded."""
         leaves_at = self._leaves_at(unit)
-        if leaves_at == math.inf or self._kept(unit) or not self._is_awake(unit):
+        if leaves_at == math.inf or self._kept(unit) or not self._occupies_memory(unit):
             return None
         return time.time() + max(0.0, leaves_at - self._clock())
 
     def stats(self, unit: str) -> Residency:
         """Return whether the unit is in memory, and how often it has entered and left the memory."""
         return Residency(
-            in_memory=self._is_awake(unit),
+            in_memory=self._occupies_memory(unit) and unit not in self._operations.asleep,
             loads=self.loads[unit],
             evictions={reason: self.evictions[unit, reason] for reason in REASONS},
         )
@@ -353,7 +353,8 @@ class OnDemand:
     async def _bring_back(self, unit: str, wanted: Bundle) -> None:
         self._note_load(unit)
         self.loads[unit] += 1
-        log.info("loading %s because requests are waiting for %s", unit, ", ".join(wanted.units))
+        change = "waking" if self._manager.is_parked_asleep(unit) else "loading"
+        log.info("%s %s because requests are waiting for %s", change, unit, ", ".join(wanted.units))
         try:
             await self._operations.bring_back(unit)
         except LoadError as error:
@@ -378,11 +379,11 @@ class OnDemand:
             if self._stays(unit):
                 continue  # because of a command or new settings, which came in the meantime
             log.info("%s is %s: %s", unit, "put to sleep" if asleep else "unloaded", why)
-            if self._is_awake(unit):
+            if self._occupies_memory(unit):
                 self.evictions[unit, reason] += 1
                 self._of(unit).left_at = self._clock()
             self._manager.park(unit, asleep=asleep)
-        while any(self._is_awake(unit) and self._leaves(unit) for unit in leaving):
+        while any(self._occupies_memory(unit) and self._leaves(unit) for unit in leaving):
             self._observe()
             await asyncio.sleep(_POLL_S)
         self._fronts.publish_configuration()
@@ -391,7 +392,7 @@ class OnDemand:
         """Return whether a unit that leaves the memory sleeps instead of being unloaded. Unload other units
         that sleep without a command, as far as the limit requires it (`_limit_sleep`)."""
         replicas = self._manager.of(unit)
-        if not self._is_awake(unit) or not all(replica.on_gpus for replica in replicas):
+        if not self._occupies_memory(unit) or not all(replica.on_gpus for replica in replicas):
             return False  # on a CPU, the weights of a sleeping model would stay in memory
         room = self._sleep_bytes() - sum(replica.status().weight_bytes for replica in replicas)
         parked = self._manager.parked_host_bytes()
@@ -410,7 +411,7 @@ class OnDemand:
             unit = min(unused, key=lambda one: self._of(one).used_at)
             log.info("%s no longer sleeps and is unloaded: on_demand.sleeping_memory_gb is reached", unit)
             self._manager.park(unit)
-            while self._is_awake(unit) and self._leaves(unit):
+            while self._occupies_memory(unit) and self._leaves(unit):
                 await asyncio.sleep(_POLL_S)
 
     def _unused_sleepers(self, wanted: tuple[str, ...]) -> list[str]:
@@ -429,8 +430,9 @@ class OnDemand:
         limit_bytes = int(self._settings().on_demand.sleeping_memory_gb * 1e9)
         return max(0, limit_bytes - sum(replica.sleeping.host_bytes for replica in others))
 
-    def _is_awake(self, unit: str) -> bool:
-        """Return whether the unit is in memory and not parked asleep."""
+    def _occupies_memory(self, unit: str) -> bool:
+        """Return whether the unit is in memory: its replicas are loading, loaded or leaving, and it is not
+        parked asleep."""
         return bool(self._manager.of(unit)) and not self._manager.is_parked_asleep(unit)
 
     def _stays(self, unit: str) -> bool:
@@ -565,7 +567,7 @@ class OnDemand:
             units,
             loaded=loaded,
             in_memory=(in_memory := any(self._manager.of(unit) for unit in units)),
-            asleep=in_memory and not any(map(self._is_awake, units)),
+            asleep=in_memory and not any(map(self._occupies_memory, units)),
             busy=any(map(self._busy, units)),
             waiting_since=min(waiting, default=None),
             load_began_at=max(one.load_began_at for one in times),
@@ -640,7 +642,9 @@ class OnDemand:
 
     def _next_unit(self, wanted: Bundle) -> str:
         """Return the bundle's next unit to load or wake, or an empty string if there is none."""
-        left = (unit for unit in wanted.units if self._manager.is_parked(unit) and not self._is_awake(unit))
+        left = (
+            unit for unit in wanted.units if self._manager.is_parked(unit) and not self._occupies_memory(unit)
+        )
         return next(left, "")
 
     async def _missing_bytes(self, unit: str) -> int:

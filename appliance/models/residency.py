@@ -104,7 +104,8 @@ class Residency(NamedTuple):
     loads: int
     """Number of loads on demand."""
     evictions: Mapping[str, int]
-    """Number of times that the unit was unloaded or put to sleep without a command, by reason."""
+    """Number of times that the unit was unloaded or put to sleep without a command, by reason. A sleeping
+    unit that is then unloaded is not counted again."""
 
 
 REASONS = ("memory", "group", "idle")

@@ -13,7 +13,9 @@ from appliance.settings import GroupSettings, Settings
 from tests.models.test_on_demand import Site, optional, play, quick, sleepy  # noqa: F401
 
 
-def test_a_model_whose_memory_is_needed_sleeps_and_its_next_request_wakes_it(tmp_path: Path) -> None:
+def test_a_model_whose_memory_is_needed_sleeps_and_its_next_request_wakes_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     site = Site(tmp_path, sleepy(a=optional(), b=optional()))
 
     async def scenario() -> None:
@@ -26,6 +28,21 @@ def test_a_model_whose_memory_is_needed_sleeps_and_its_next_request_wakes_it(tmp
         site.ask("a")
         await site.until(lambda: site.manager.loaded("a"), "the return")
         assert site.manager.history == ["load a", "sleep a", "load b", "sleep b", "wake a"]
+
+    with caplog.at_level("INFO"):
+        play(site, scenario)
+    assert "loading b because requests are waiting for b" in caplog.messages
+    assert "waking a because requests are waiting for a" in caplog.messages
+
+
+def test_a_version_that_sleeps_because_of_a_command_is_not_in_memory(tmp_path: Path) -> None:
+    site = Site(tmp_path, Settings())
+
+    async def scenario() -> None:
+        await site.operations.load(site.world.version(1))
+        assert site.on_demand.stats("chat@1").in_memory
+        await site.operations.sleep(site.world.version(1), 60.0)
+        assert not site.on_demand.stats("chat@1").in_memory
 
     play(site, scenario)
 

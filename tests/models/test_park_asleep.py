@@ -154,7 +154,9 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-def test_a_parked_model_sleeps_and_is_woken_in_the_same_processes(site: Site) -> None:
+def test_a_parked_model_sleeps_and_is_woken_in_the_same_processes(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario() -> None:
         await site.start()
         await site.park()
@@ -165,7 +167,9 @@ def test_a_parked_model_sleeps_and_is_woken_in_the_same_processes(site: Site) ->
         assert len(site.launches) == len(site.requests.accounts) == 1
         assert site.launches[0].asked == [True, False] and site.manager.parked_host_bytes() == {}
 
-    run(scenario)
+    with caplog.at_level("INFO"):
+        run(scenario)
+    assert "m is awake" in caplog.messages
 
 
 def test_a_model_with_requests_that_take_too_long_is_unloaded_after_one_grace_period(site: Site) -> None:
@@ -246,6 +250,24 @@ def test_a_model_that_cannot_wake_is_loaded_again(site: Site, ended: bool) -> No
         assert len(site.launches) == 2 and len(site.requests.accounts) == 1
 
     run(scenario)
+
+
+def test_a_model_whose_processes_end_while_it_wakes_is_loaded_again(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        await site.start()
+        await site.park()
+        site.launches[0].slow = True
+        site.manager.unpark("m")
+        await site.until(lambda: site.launches[0].asked == [True, False])
+        site.launches[0].kill("killed")
+        await site.until(lambda: site.manager.loaded("m"))
+        assert len(site.launches) == 2 and len(site.requests.accounts) == 1
+
+    with caplog.at_level("INFO"):
+        run(scenario)
+    assert "m is awake" not in caplog.messages
 
 
 def test_a_model_that_is_unparked_while_its_requests_finish_is_awake_afterwards(site: Site) -> None:

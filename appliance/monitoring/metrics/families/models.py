@@ -56,7 +56,8 @@ RESIDENCY = (
            lambda r: r.loads),
     Metric("counter", "appliance_model_evictions_total", "",
            "Number of times that the model was unloaded or put to sleep without a command: another model "
-           "needed the memory, a group does not allow both models to be loaded, or the model was idle.",
+           "needed the memory, a group does not allow both models to be loaded, or the model was idle. "
+           "A sleeping model that is then unloaded is not counted again.",
            lambda r: r.evictions, ("reason",)),
 )
 SHADOWS = (
