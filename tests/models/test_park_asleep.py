@@ -66,7 +66,9 @@ class Requests:
         self.accounts: list[Any] = []
         self.added = 0
         self.running = False
-        self.state = SimpleNamespace(models={}, occupied=lambda account: self.running)
+        self.state = SimpleNamespace(
+            models={}, occupied=lambda account: self.running, finished=lambda model: not self.running
+        )
         self.preempted = 0
 
     def add_replica(self, account: Any) -> None:
@@ -130,6 +132,12 @@ class Site:
         self.manager.park("m", asleep=True)
         await self.until(lambda: self.manager.is_parked_asleep("m"))
 
+    async def begin_sleep(self) -> None:
+        """Park the model, and wait until its engine has been asked to sleep. The test ends the change."""
+        self.launches[0].slow = True
+        self.manager.park("m", asleep=True)
+        await self.until(lambda: self.launches[0].asked == [True])
+
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             await asyncio.sleep(0.002)
@@ -142,7 +150,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
 
     monkeypatch.setattr(manager_module, "find_held", find_held)
     monkeypatch.setattr(manager_module, "_POLL_S", 0.002)
-    monkeypatch.setattr(manager_module, "DRAIN_S", 0.1)
+    monkeypatch.setattr(manager_module, "DRAIN_S", WITHIN_S)
     return Site(tmp_path)
 
 
@@ -172,7 +180,11 @@ def test_a_parked_model_sleeps_and_is_woken_in_the_same_processes(
     assert "m is awake" in caplog.messages
 
 
-def test_a_model_with_requests_that_take_too_long_is_unloaded_after_one_grace_period(site: Site) -> None:
+def test_a_model_with_requests_that_take_too_long_is_unloaded_after_one_grace_period(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager_module, "DRAIN_S", 0.1)
+
     async def scenario() -> None:
         await site.start()
         site.requests.running = True
@@ -219,6 +231,22 @@ def test_a_silent_replica_that_reports_again_gets_no_requests_while_its_model_le
         site.manager.unpark("m")
         await site.until(lambda: site.manager.loaded("m"))
         assert len(site.requests.accounts) == 1
+
+    run(scenario)
+
+
+def test_a_silent_replica_that_reports_again_gets_no_requests_while_a_command_puts_it_to_sleep(
+    site: Site,
+) -> None:
+    async def scenario() -> None:
+        await site.start()
+        [processes] = site.launches
+        processes.slow = True
+        sleeping = asyncio.ensure_future(site.manager.sleeping.sleep("m"))
+        await site.until(lambda: processes.asked == [True])
+        site.be_silent()
+        processes.finish()
+        assert await sleeping == "" and site.requests.accounts == []
 
     run(scenario)
 
@@ -285,7 +313,11 @@ def test_a_model_that_is_unparked_while_its_requests_finish_is_awake_afterwards(
     run(scenario)
 
 
-def test_a_model_that_is_unparked_during_long_requests_stays_awake(site: Site) -> None:
+def test_a_model_that_is_unparked_during_long_requests_stays_awake(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager_module, "DRAIN_S", 1.0)
+
     async def scenario() -> None:
         await site.start()
         site.requests.running = True
@@ -294,6 +326,68 @@ def test_a_model_that_is_unparked_during_long_requests_stays_awake(site: Site) -
         site.manager.unpark("m")
         await site.until(lambda: bool(site.requests.accounts))
         assert site.launches[0].asked == [] and site.manager.loaded("m")
+
+    run(scenario)
+
+
+def test_a_model_that_is_unparked_while_its_engine_goes_to_sleep_is_woken_afterwards(site: Site) -> None:
+    async def scenario() -> None:
+        await site.start()
+        [processes] = site.launches
+        await site.begin_sleep()
+        site.manager.unpark("m")
+        await asyncio.sleep(0.02)
+        assert processes.asked == [True] and not site.manager.loaded("m")
+        processes.finish()
+        await site.until(lambda: processes.asked == [True, False])
+        assert site.requests.accounts == []
+        processes.finish()
+        await site.until(lambda: site.manager.loaded("m"))
+        assert len(site.requests.accounts) == len(site.launches) == 1 and not processes.stopped
+
+    run(scenario)
+
+
+def test_a_model_that_is_parked_again_while_its_engine_wakes_sleeps_afterwards(site: Site) -> None:
+    async def scenario() -> None:
+        await site.start()
+        [processes] = site.launches
+        await site.park()
+        processes.slow = True
+        site.manager.unpark("m")
+        await site.until(lambda: processes.asked == [True, False])
+        site.manager.park("m", asleep=True)
+        await asyncio.sleep(0.02)
+        assert processes.asked == [True, False]
+        processes.finish()
+        await site.until(lambda: processes.asked == [True, False, True])
+        processes.finish()
+        await site.until(lambda: site.manager.is_parked_asleep("m"))
+        assert site.requests.accounts == [] and not processes.stopped
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("change", ["unload", "settings"])
+def test_a_model_that_is_unloaded_or_changed_while_its_engine_goes_to_sleep_is_stopped_afterwards(
+    site: Site, change: str
+) -> None:
+    async def scenario() -> None:
+        await site.start()
+        await site.begin_sleep()
+        if change == "unload":
+            changing = asyncio.ensure_future(site.manager.unload("m", 0.0))
+        else:
+            settings = msgspec.structs.replace(site.settings.models["m"], kv_blocks=7, required=False)
+            site.manager.change({"m": settings}, [])
+            changing = asyncio.ensure_future(asyncio.sleep(0))
+        await asyncio.sleep(0.02)
+        assert not site.launches[0].stopped
+        site.launches[0].finish()
+        await site.until(lambda: not site.manager.replicas)
+        await changing
+        assert site.launches[0].stopped and site.launches[0].asked == [True]
+        assert ("m" in site.manager.models) == (change == "settings")
 
     run(scenario)
 
