@@ -23,6 +23,9 @@ class FrontStats(msgspec.Struct, frozen=True, kw_only=True):
     """Number of connections without a valid key that were closed to make room for new connections."""
     cut_off_connections: int = 0
     """Number of connections that were closed because their clients did not read the answers."""
+    unreceived_connections: int = 0
+    """Number of connections that went back to the core because the process had too many open files to receive
+    them."""
     refused_bodies: int = 0
     """Number of requests refused because too many bytes of request bodies were being received."""
     refused_heads: int = 0

@@ -55,6 +55,8 @@ class FrontProcess:
         self._configurations: asyncio.Queue[Configure] = asyncio.Queue()
         self._latest: Configure | None = None
         self._configured = self._routed = 0
+        self._unreceived = 0
+        """Number of connections whose descriptors could not be received."""
         self._is_configured = False
         """Whether the first configuration has been applied."""
         self.ended = asyncio.Event()
@@ -131,6 +133,7 @@ class FrontProcess:
             # The kernel has dropped a descriptor because this process has too many open files.
             if sock is not None:
                 sock.close()
+            self._unreceived += 1
             self._limit_connections()
             self._server.make_room()
             self._channel.send(NotTaken(message.number))
@@ -223,6 +226,7 @@ class FrontProcess:
                 refused_connections=server.refused,
                 evicted_connections=server.unknown_pool.evicted,
                 cut_off_connections=server.cut_off.total,
+                unreceived_connections=self._unreceived,
                 refused_bodies=state.bodies.refused,
                 refused_heads=server.request_memory.refused,
                 refused_prompts=state.refused_prompts,

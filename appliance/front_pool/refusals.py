@@ -28,6 +28,10 @@ _REFUSALS = {
         "connections were closed because their clients did not read the answers; the front's log lists "
         "client addresses"
     ),
+    "unreceived_connections": (
+        "connections cannot be received because too many files are open; they wait or are given to another "
+        "front; raise the limit of open files (ulimit -n)"
+    ),
     "refused_bodies": (
         "requests are refused because the bodies of unfinished requests use too much memory; see "
         "limits.max_tenant_body_bytes and limits.max_front_body_bytes"

@@ -227,7 +227,7 @@ def test_a_connection_without_a_free_descriptor_goes_back_to_the_core(
         ours.sendall(head("GET", "/v1/models"))
         assert read_answer(ours).status == 200
         resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
-    assert front.not_taken == [NotTaken(7)]
+    assert front.not_taken == [NotTaken(7)] and front.reports[-1].unreceived_connections == 1
     for sock in sockets:
         sock.close()
 

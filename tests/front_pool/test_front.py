@@ -270,6 +270,7 @@ def test_refusals_are_reported_once_a_minute(monkeypatch: pytest.MonkeyPatch) ->
     assert "connections are refused" in told
     (told,) = watch.problems(report(refused_connections=10, unauthenticated=150, cut_off_connections=3))
     assert "did not read the answers" in told
-    assert not list(
-        watch.problems(report(refused_connections=10, unauthenticated=150, cut_off_connections=4))
-    )
+    counts = {"refused_connections": 10, "unauthenticated": 150, "cut_off_connections": 4}
+    assert not list(watch.problems(report(**counts)))
+    (told,) = watch.problems(report(**counts, unreceived_connections=1))
+    assert "raise the limit of open files" in told
