@@ -25,23 +25,33 @@ class ConnectionBalancer:
         return any(front.takes_connections for front in self._fronts)
 
     def assign(self, connection: ClientConnection, *descriptors: int) -> None:
-        """Give the connection to the next front that has a free place. If all fronts are full, the next front
-        gets the connection and refuses it with 503. If no front accepts connections, the connection waits.
-        The caller closes its own descriptors."""
+        """Give the connection to a front. If no front accepts connections, the connection waits. The caller
+        closes its own descriptors. Raises OSError if too many files are open."""
+        if (front := self._next_front()) is not None:
+            front.give(connection, *descriptors)
+        else:
+            self._waiting.append(Untaken(connection, descriptors))
+
+    def assign_again(self, connections: Sequence[Untaken] = ()) -> None:
+        """Assign the waiting connections to fronts, followed by `connections`, which a front left unread when
+        it exited or could not receive. Their descriptors are closed here. Connections that cannot be assigned
+        now, because no front accepts connections or because too many files are open, keep waiting."""
+        self._waiting.extend(connections)
+        while self._waiting and (front := self._next_front()) is not None:
+            first = self._waiting[0]
+            try:
+                front.give(first.connection, *first.descriptors)
+            except OSError:
+                return  # tried again after the next report of a front
+            self._waiting.popleft().close()
+
+    def _next_front(self) -> Front | None:
+        """Return the next front that has a free place. If all fronts are full, return the next front, which
+        refuses connections with 503. Return None if no front accepts connections."""
         for needs_room in (True, False):
             for step in range(len(self._fronts)):
                 front = self._fronts[(self._next + step) % len(self._fronts)]
                 if front.takes_connections and (front.has_room or not needs_room):
-                    front.give(connection, *descriptors)
                     self._next += step + 1
-                    return
-        self._waiting.append(Untaken(connection, descriptors))
-
-    def assign_again(self, connections: Sequence[Untaken] = ()) -> None:
-        """Assign the waiting connections to fronts, followed by `connections`, which a front left unread when
-        it exited or could not receive. Their descriptors are closed here."""
-        waiting = [*self._waiting, *connections]
-        self._waiting.clear()
-        for one in waiting:
-            self.assign(one.connection, *one.descriptors)
-            one.close()
+                    return front
+        return None

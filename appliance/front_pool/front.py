@@ -226,12 +226,18 @@ class Front:
 
     def give(self, connection: ClientConnection, *descriptors: int) -> None:
         """Send the process a client connection, and the bytes that were already read from it. The caller
-        closes its own descriptors."""
+        closes its own descriptors. Raises OSError if too many files are open; the process then does not get
+        the connection."""
         if self._child is not None:
             self._given += 1
             connection = msgspec.structs.replace(connection, number=self._given)
-            self._untaken[self._given] = Untaken(connection, descriptors)
-            self._child.send(connection, descriptors)
+            untaken = Untaken(connection, descriptors)
+            try:
+                self._child.send(connection, descriptors)
+            except OSError:
+                untaken.close()
+                raise
+            self._untaken[self._given] = untaken
 
     def take_back(self) -> list[Untaken]:
         """Return the connections that the exited process had not begun to read. The caller closes them."""

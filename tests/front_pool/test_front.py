@@ -25,7 +25,7 @@ from appliance.front.capacity import RESERVED_DESCRIPTORS
 from appliance.front_pool import front as front_module
 from appliance.front_pool import front_child
 from appliance.front_pool.balancer import ConnectionBalancer
-from appliance.front_pool.front import Front
+from appliance.front_pool.front import Front, Untaken
 from appliance.front_pool.refusals import RefusalWatch
 
 pytestmark = pytest.mark.system
@@ -200,7 +200,7 @@ class Full(Front):
 
     def __init__(self, number: int, *, room: bool) -> None:
         super().__init__(number, Events(), hang_timeout_s=60, load_timeout_s=60)  # type: ignore[arg-type]
-        self.room, self.got = room, 0
+        self.room, self.got, self.fails = room, 0, False
 
     takes_connections = True
 
@@ -209,6 +209,8 @@ class Full(Front):
         return self.room
 
     def give(self, connection: ClientConnection, *descriptors: int) -> None:
+        if self.fails:
+            too_many()
         self.got += 1
 
 
@@ -242,6 +244,27 @@ def test_connections_wait_while_no_front_takes_any(monkeypatch: pytest.MonkeyPat
             assert front.got == 0
         balancer.assign_again()
         assert front.got == 1
+        assert held() <= before
+
+    asyncio.run(scenario())
+
+
+def test_connections_keep_waiting_while_too_many_files_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        front = Full(0, room=True)
+        balancer = ConnectionBalancer([front])
+        before = held()
+        with socket.socket() as client:
+            with monkeypatch.context() as closed:
+                closed.setattr(Full, "takes_connections", False)
+                for _ in range(2):
+                    balancer.assign(ClientConnection("unix", ""), client.fileno())
+            front.fails = True
+            balancer.assign_again([Untaken(ClientConnection("unix", ""), (client.fileno(),))])
+            assert front.got == 0
+            front.fails = False
+        balancer.assign_again()
+        assert front.got == 3
         assert held() <= before
 
     asyncio.run(scenario())
