@@ -47,8 +47,12 @@ _MAX_UNTAKEN = 12
 
 The number is less than half of the number of descriptors that a front keeps free (`RESERVED_DESCRIPTORS`):
 while the front takes this many connections, the descriptors of as many closed connections may still be open.
-It is also at most an eighth of this process's descriptor limit: this process keeps a duplicate of each
-connection's descriptor, and the kernel counts descriptors in a channel against the same limit.
+A connection that another front has handed over carries a second descriptor, which is closed as soon as the
+request has been read from it. If many of these connections exceed the reserve, the front returns those that
+it cannot receive (`NotTaken`).
+
+The number is also at most an eighth of this process's descriptor limit: this process keeps duplicates of each
+connection's descriptors, and the kernel counts descriptors in a channel against the same limit.
 """
 _QUIET_S = 3.0
 """The core sends a front no more connections once the front has been silent for this long. Fronts report
