@@ -292,6 +292,19 @@ class ModelManager:
             self.park(unit)
             await asyncio.wait([self._changes[unit]])
 
+    async def stay_asleep(self, unit: str) -> bool:
+        """If the unit is parked asleep, or is going to sleep because it is parked, end the parking without
+        waking it: only `sleeping.wake` then wakes it. The unit must have no requests. Return whether it
+        sleeps."""
+        while unit in self._parked and unit in self._keep_asleep and not self._changes[unit].done():
+            await asyncio.wait([self._changes[unit]])
+        if not self.is_parked_asleep(unit):
+            return False
+        del self._parked[unit]
+        self._keep_asleep.discard(unit)
+        self._publish()
+        return True
+
     def is_parked_asleep(self, unit: str) -> bool:
         """Return whether the unit is parked and all its replicas sleep."""
         kept = unit in self._parked and unit in self._keep_asleep

@@ -411,16 +411,17 @@ class ModelOperations:
 
     async def sleep(self, record: VersionRecord, grace_s: float) -> None:
         """Stop routing requests to a loaded version, let its requests finish within `grace_s`, and release
-        its memory. A version that is waking sleeps afterwards. Raises LoadError if it is not loaded or if it
+        its memory. A version that is waking sleeps afterwards. A version that sleeps, or is going to sleep,
+        without a command then sleeps because of this command. Raises LoadError if it is not loaded or if it
         stays awake."""
         unit = unit_name(record.model, record.version)
         if (waking := self._wakes.get(unit)) is not None:
             await asyncio.wait([waking])
-        if unit in self.asleep or self._manager.is_parked_asleep(unit):
+        if unit in self.asleep:
             return
-        loaded = unit in self._routing.usable and not self._manager.is_parked(unit)
-        if unit not in self._sleeps and not loaded:
-            raise LoadError(f"{unit} is not loaded: load it first with: appliance models load {unit}")
+        parked = self._manager.is_parked(unit) and unit not in self._manager.parked_host_bytes()
+        if unit not in self._sleeps and (parked or unit not in self._routing.usable):
+            raise _not_loaded(unit)
         task = self._shared(self._sleeps, unit, lambda: self._sleep(unit, record, grace_s))
         await outcome(task, unit)
 
@@ -436,9 +437,12 @@ class ModelOperations:
             await self._fronts.routed()
             if not await self._finish_requests(unit, grace_s):
                 raise LoadError(f"{unit} stays awake: its requests did not finish within {grace_s:g} s")
-            if problem := await self._manager.sleeping.sleep(unit):
-                await self._manager.sleeping.wake(unit)
-                raise LoadError(f"{unit} stays awake: {problem}")
+            if not await self._manager.stay_asleep(unit):
+                if self._manager.is_parked(unit):
+                    raise _not_loaded(unit)
+                if problem := await self._manager.sleeping.sleep(unit):
+                    await self._manager.sleeping.wake(unit)
+                    raise LoadError(f"{unit} stays awake: {problem}")
         except BaseException:
             self._routing.usable.add(unit)
             self._fronts.publish_configuration()
@@ -586,6 +590,10 @@ class ModelOperations:
             # The version has already been loaded or unloaded. The failure affects only the next start of the
             # service.
             self._note(f"{record.model}@{record.version}", f"its state could not be stored: {error}")
+
+
+def _not_loaded(unit: str) -> LoadError:
+    return LoadError(f"{unit} is not loaded: load it first with: appliance models load {unit}")
 
 
 def changed_files(registry: Registry, unit: str) -> str:

@@ -119,6 +119,12 @@ class Manager(SimulatedManager):
     def settings_of(self, unit: str) -> ModelSettings | None:
         return self.settings.get(unit)
 
+    async def stay_asleep(self, unit: str) -> bool:
+        if was_asleep := unit in self.asleep:
+            self.asleep.discard(unit)
+            self.parked.discard(unit)
+        return was_asleep
+
     async def end_sleep(self, unit: str) -> None:
         if unit in self.asleep:
             self.park(unit)

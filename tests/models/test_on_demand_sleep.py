@@ -35,6 +35,26 @@ def test_a_model_whose_memory_is_needed_sleeps_and_its_next_request_wakes_it(
     assert "waking a because requests are waiting for a" in caplog.messages
 
 
+def test_a_command_keeps_a_version_asleep_that_sleeps_without_one(tmp_path: Path) -> None:
+    site = Site(tmp_path, sleepy())
+    version = site.world.version(1)
+
+    async def scenario() -> None:
+        await site.operations.load(version)
+        site.manager.park("chat@1", asleep=True)
+        await site.operations.sleep(version, 60.0)
+        assert site.operations.asleep == {"chat@1"} and site.manager.parked_host_bytes() == {}
+        assert not site.routing.unit_of("chat") and site.world.version(1).loaded_at is None
+        await site.on_demand.load(version)
+        assert site.routing.unit_of("chat") == "chat@1"
+        assert site.manager.history == ["load chat@1", "sleep chat@1", "wake chat@1"]
+        site.manager.park("chat@1")
+        with pytest.raises(LoadError, match="chat@1 is not loaded: load it first"):
+            await site.operations.sleep(version, 60.0)
+
+    play(site, scenario)
+
+
 def test_a_version_that_sleeps_because_of_a_command_is_not_in_memory(tmp_path: Path) -> None:
     site = Site(tmp_path, Settings())
 

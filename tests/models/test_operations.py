@@ -79,6 +79,12 @@ class SimulatedManager:
     def is_parked_asleep(self, unit: str) -> bool:
         return False
 
+    def parked_host_bytes(self) -> dict[str, int]:
+        return {}
+
+    async def stay_asleep(self, unit: str) -> bool:
+        return False
+
     async def shortage_of(self, unit: str, settings: ModelSettings) -> MemoryShortage:
         return (
             MemoryShortage(1, "each rank needs 2 GB") if len(self.models) >= self.room else MemoryShortage()

@@ -368,6 +368,32 @@ def test_a_model_that_is_parked_again_while_its_engine_wakes_sleeps_afterwards(s
     run(scenario)
 
 
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_model_that_sleeps_without_a_command_can_stay_asleep_until_it_is_woken(
+    site: Site, slow: bool
+) -> None:
+    async def scenario() -> None:
+        await site.start()
+        assert not await site.manager.stay_asleep("m")
+        if slow:
+            await site.begin_sleep()
+        else:
+            await site.park()
+        staying = asyncio.ensure_future(site.manager.stay_asleep("m"))
+        await asyncio.sleep(0.02)
+        assert staying.done() != slow
+        if slow:
+            site.launches[0].finish()
+            site.launches[0].slow = False
+        assert await staying
+        assert not site.manager.is_parked("m") and site.manager.parked_host_bytes() == {}
+        assert site.manager.replicas[0].sleeping.asleep and site.requests.accounts == []
+        assert await site.manager.sleeping.wake("m") == ""
+        assert site.manager.loaded("m") and len(site.requests.accounts) == 1
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("change", ["unload", "settings"])
 def test_a_model_that_is_unloaded_or_changed_while_its_engine_goes_to_sleep_is_stopped_afterwards(
     site: Site, change: str
