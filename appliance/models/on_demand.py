@@ -370,8 +370,9 @@ class OnDemand:
     async def _evict(
         self, units: tuple[str, ...], reason: str, why: str, wanted: tuple[str, ...] = ()
     ) -> None:
-        """Unload units or put them to sleep, and wait until their memory is free. `wanted` contains the units
-        that need the memory."""
+        """Unload units or put them to sleep, and wait until their memory is free. This takes at most
+        `DRAIN_S`, the time limit for replicas to go to sleep, and the time to stop them. `wanted` contains
+        the units that need the memory."""
         leaving = [unit for unit in units if self._manager.of(unit)]
         self._incomplete.discard(units)
         for unit in leaving:
@@ -390,7 +391,8 @@ class OnDemand:
 
     async def _may_sleep(self, unit: str, wanted: tuple[str, ...]) -> bool:
         """Return whether a unit that leaves the memory sleeps instead of being unloaded. Unload other units
-        that sleep without a command, as far as the limit requires it (`_limit_sleep`)."""
+        that sleep without a command, as far as the limit requires it (`_limit_sleep`). This happens before it
+        is known whether the replicas can sleep, because the limit must not be exceeded meanwhile."""
         replicas = self._manager.of(unit)
         if not self._occupies_memory(unit) or not all(replica.on_gpus for replica in replicas):
             return False  # on a CPU, the weights of a sleeping model would stay in memory

@@ -55,6 +55,10 @@ _AFTER_FATAL_S = 5.0
 _KILLED_WITHIN_S = 30.0
 """Time limit for processes to exit after SIGKILL. A process that waits for a device or a disk (state D) may
 take longer."""
+_SLEEP_WITHIN_S = 120.0
+"""Time limit for a replica to go to sleep, unless `load_timeout_s` is shorter. On an H200, the first sleep
+of a replica with 15 GiB of weights took 3.43 s (docs/performance.md), so the limit allows for several
+hundred GiB. While a model goes to sleep to make room for another one, no other model can be loaded."""
 _CHECK_AGAIN_S = 10.0
 """Delay after which the files of a model with a known problem are checked again."""
 
@@ -272,10 +276,10 @@ class Replica:
 
     async def sleep(self) -> str:
         """Release the memory of the weights and the KV cache. The replica must have no requests. Return the
-        reason if it stays awake."""
+        reason if it stays awake. A replica that does not sleep within `_SLEEP_WITHIN_S` is killed."""
         if self.account is None or self.group is None:
             return f"{self.name} is {self.operator_state}"
-        return await self.sleeping.change(self.group, True, self.load_timeout_s)
+        return await self.sleeping.change(self.group, True, min(_SLEEP_WITHIN_S, self.load_timeout_s))
 
     async def read_blocks(self) -> BlockUse | None:
         """Return the state of the KV blocks, or None if the replica is not ready or has never answered."""

@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from appliance.models.cgroups import ReplicaCgroups
 from appliance.models.placement import GpuPlacement
 from appliance.models.replica import Replica
@@ -158,6 +160,17 @@ def test_a_replica_that_does_not_answer_is_killed() -> None:
         assert await started.replica.wake() == "it did not wake within 0.1 s"
         # The replica is no longer asleep; it is loading again.
         assert started.replica.operator_state == "restarting"
+
+    run(scenario)
+
+
+def test_the_time_to_go_to_sleep_is_bounded_although_a_load_may_take_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("appliance.models.replica._SLEEP_WITHIN_S", 0.1)
+
+    async def scenario() -> None:
+        assert await Started().replica.sleep() == "it did not go to sleep within 0.1 s"
 
     run(scenario)
 
