@@ -433,9 +433,9 @@ class ModelTraffic:
 
         The output tokens stay the same: requests with short answers are promised more often, but requests
         with longer answers run beside them."""
-        begun, promised = self._begun, self.queue.promised
-        keep = (1.0 - _OF_THE_NEW) ** promised.tickets
-        each = promised.prompt_tokens / max(1, promised.tickets)
+        begun, promised = self._begun, self.queue.promised_requests
+        keep = (1.0 - _OF_THE_NEW) ** promised
+        each = self.queue.promised_prompt_tokens / max(1, promised)
         prompt_tokens = keep * begun.prompt_tokens + (1.0 - keep) * each
         return QueuedTokens(prompt_tokens=prompt_tokens / _PROMISED_MARGIN, output_tokens=begun.output_tokens)
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
-from appliance.traffic.fairness import FairQueue, QueuedTokens, Ticket
+from appliance.traffic.fairness import FairQueue, Ticket
 from appliance.traffic.rules import QueueRules
 from appliance.traffic.timeline import Promises
 from engine.levels import LEVELS, URGENCIES, level_of
@@ -42,8 +42,10 @@ class RequestQueue(Generic[Item]):
         self.rules = rules
         self.classes: list[FairQueue[Item]] = [FairQueue() for _ in range(CLASSES)]
         self.promises: Promises[Ticket[Item]] = Promises()
-        self.promised = QueuedTokens()
-        """Number and tokens of the requests in `promises`."""
+        self.promised_requests = 0
+        """Number of requests in `promises`."""
+        self.promised_prompt_tokens = 0
+        """Prompt tokens of the requests in `promises`."""
         self._length = 0
         self._lengths = [0] * CLASSES
         self._arrivals: list[deque[Ticket[Item]]] = [deque() for _ in range(CLASSES)]
@@ -78,7 +80,8 @@ class RequestQueue(Generic[Item]):
             self._arrivals[number] = deque(one for one in arrivals if one.waiting)
         if ticket.begin_by is not None:
             self.promises.add(ticket.begin_by, ticket.serial, promised_s, ticket)
-            self.promised.count(ticket, 1)
+            self.promised_requests += 1
+            self.promised_prompt_tokens += ticket.prompt_tokens
 
     def remove(self, ticket: Ticket[Item]) -> None:
         """Remove a waiting request."""
@@ -200,4 +203,5 @@ class RequestQueue(Generic[Item]):
         self._lengths[ticket.request_class] -= 1
         if ticket.begin_by is not None:
             self.promises.remove(ticket.begin_by, ticket.serial)
-            self.promised.count(ticket, -1)
+            self.promised_requests -= 1
+            self.promised_prompt_tokens -= ticket.prompt_tokens
