@@ -7,7 +7,7 @@
 - `>100`: the same for the column that the table is sorted by.
 
 A field is the heading of a column, in upper or lower case and with `_` for spaces, or the name of the column
-in the admin API.
+in exports.
 """
 
 from __future__ import annotations

@@ -152,11 +152,11 @@ class GpusView(TableView[Gpu]):
         TableColumn(
             "replicas", "REPLICAS", 16, lambda g: ", ".join(g.replicas) or "-", right=False, flexible=True
         ),
-        TableColumn("model_name", "NAME", 14, lambda g: g.name, right=False, drop=7, role=lambda g: "dim"),
+        TableColumn("name", "NAME", 14, lambda g: g.name, right=False, drop=7, role=lambda g: "dim"),
     )
     figures = (
-        *(column.name for column in columns if column.name != "replicas"),
-        *("gpu_replicas", "memory_parts", "uuid", "memory_clock_mhz"),
+        *(column.name for column in columns if column.name not in ("replicas", "name")),
+        *("model_name", "gpu_replicas", "memory_parts", "uuid", "memory_clock_mhz"),
     )
 
     def rows(self, context: Context) -> Sequence[Gpu]:

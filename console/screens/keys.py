@@ -79,16 +79,14 @@ class KeysView(TableView[CallerRow]):
         "tenants."
     )
     target: TargetKind = "key"
-    sorted_by = "caller_tenant"
+    sorted_by = "tenant"
     empty = "no keys and no local users"
     columns = (
+        TableColumn("name", "NAME", 18, lambda r: r.name, right=False, flexible=True, role=lambda r: "bold"),
+        TableColumn("id", "ID", 14, lambda r: r.id, right=False),
+        TableColumn("tenant", "TENANT", 14, lambda r: r.caller.tenant, right=False),
         TableColumn(
-            "caller_name", "NAME", 18, lambda r: r.name, right=False, flexible=True, role=lambda r: "bold"
-        ),
-        TableColumn("caller_id", "ID", 14, lambda r: r.id, right=False),
-        TableColumn("caller_tenant", "TENANT", 14, lambda r: r.caller.tenant, right=False),
-        TableColumn(
-            "caller_state",
+            "state",
             "STATE",
             9,
             lambda r: r.state,
@@ -108,7 +106,10 @@ class KeysView(TableView[CallerRow]):
             role=lambda r: "dim",
         ),
     )
-    figures = (*(column.name for column in columns), "caller_created", "caller_limits")
+    figures = (
+        *("caller_name", "caller_id", "caller_tenant", "caller_state", "expires_at", "scopes"),
+        *("caller_created", "caller_limits"),
+    )
 
     def lists(self) -> tuple[ListName, ...]:
         return ("callers",)

@@ -86,7 +86,7 @@ class AuditView(ListView):
         TableColumn("action", "ACTION", 15, lambda r: r.subject, right=False, role=lambda r: "accent"),
         TableColumn("target", "TARGET", 16, lambda r: r.target, right=False, flexible=True),
         TableColumn(
-            "outcome", "RESULT", 7, lambda r: r.text, right=False, flexible=True, role=lambda r: "dim"
+            "result", "RESULT", 7, lambda r: r.text, right=False, flexible=True, role=lambda r: "dim"
         ),
     )
     figures = (
@@ -179,7 +179,7 @@ class LogsView(ListView):
         ),
         TableColumn("process", "PROCESS", 18, lambda r: r.actor, right=False, role=lambda r: "bold"),
         TableColumn("area", "AREA", 14, lambda r: r.subject, right=False, drop=1, role=lambda r: "dim"),
-        TableColumn("text", "MESSAGE", 30, lambda r: r.text, right=False, flexible=True),
+        TableColumn("message", "MESSAGE", 30, lambda r: r.text, right=False, flexible=True),
     )
     _settings = (
         TableColumn("subject", "SETTING", 36, lambda r: r.subject, right=False, role=lambda r: "bold"),
@@ -198,7 +198,7 @@ class LogsView(ListView):
             role=lambda r: _LEVEL_ROLES.get(r.level, "text"),
             rank=_level_rank,
         ),
-        TableColumn("actor", "AREA", 11, lambda r: r.actor, right=False),
+        TableColumn("area", "AREA", 11, lambda r: r.actor, right=False),
         TableColumn("subject", "SUBJECT", 16, lambda r: r.subject, right=False, role=lambda r: "bold"),
         TableColumn("text", "FINDING", 30, lambda r: r.text, right=False, flexible=True),
     )

@@ -31,9 +31,9 @@ class SilencesView(TableView[Silence]):
     sorted_by = "until"
     empty = "no silences are active"
     columns = (
-        TableColumn("silence_id", "SILENCE", 9, lambda s: s.id, right=False, drop=4),
-        TableColumn("silence_rule", "RULE", 18, lambda s: s.rule, right=False, role=lambda s: "bold"),
-        TableColumn("silence_subject", "WHERE", 14, lambda s: s.subject, right=False),
+        TableColumn("id", "SILENCE", 9, lambda s: s.id, right=False, drop=4),
+        TableColumn("rule", "RULE", 18, lambda s: s.rule, right=False, role=lambda s: "bold"),
+        TableColumn("subject", "WHERE", 14, lambda s: s.subject, right=False),
         TableColumn(
             "until", "UNTIL", 19, lambda s: s.until, lambda s: units.date(s.until), right=False, unit="time"
         ),
@@ -48,9 +48,12 @@ class SilencesView(TableView[Silence]):
             drop=5,
             unit="time",
         ),
-        TableColumn("silence_reason", "REASON", 12, lambda s: s.reason, right=False, flexible=True, drop=3),
+        TableColumn("reason", "REASON", 12, lambda s: s.reason, right=False, flexible=True, drop=3),
     )
-    figures = (*(column.name for column in columns), "silence_ends_in", "silenced_alerts")
+    figures = (
+        *("silence_id", "silence_rule", "silence_subject", "until", "created_by", "created_at"),
+        *("silence_reason", "silence_ends_in", "silenced_alerts"),
+    )
 
     def lists(self) -> tuple[ListName, ...]:
         return ("silences",)

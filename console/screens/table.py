@@ -18,7 +18,8 @@ _MIN_PREVIEW = 6
 
 
 class TableColumn(NamedTuple):
-    """A column. Its name identifies its value in the admin API and in the help."""
+    """A column. Its name identifies it in exports, and is accepted in filters. If the column shows a field of
+    the admin API as it is, its name is that of the field."""
 
     name: str
     title: str

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from appliance.actions import action_named
-from appliance.pages import AuditAction, ChainReport
+from appliance.pages import AuditAction, ChainReport, LogLine
 from appliance.protocol import AuditHead, Key, ScalingStatus, Silence
 from appliance.protocol.registry import RegisteredModel, ShadowStatus
 from appliance.snapshot import Alert, Gpu, Host, Rates, Snapshot
@@ -530,6 +530,25 @@ def test_every_column_is_filtered_and_sorted_by_its_heading() -> None:
             made.run("filter none")
             view.next_variant()
     assert checked > 90
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "computed"),
+    [
+        ("alerts", Alert, set()),
+        ("silences", Silence, set()),
+        ("keys", Key, {"state"}),
+        ("gpus", Gpu, {"nvlink", "ecc"}),
+        ("audit", AuditAction, {"target"}),
+        ("logs", LogLine, set()),
+    ],
+)
+def test_a_column_has_the_name_of_the_field_that_it_shows(
+    name: str, kind: type[msgspec.Struct], computed: set[str]
+) -> None:
+    view = next(view for view in VIEWS if view.name == name)
+    assert isinstance(view, TableView)
+    assert {column.name for column in view.columns} - set(kind.__struct_fields__) == computed
 
 
 @pytest.mark.parametrize("size", SIZES)
