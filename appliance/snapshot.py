@@ -338,7 +338,7 @@ class TenantUse(msgspec.Struct, frozen=True, kw_only=True):
     if no limit will be reached."""
 
 
-AlertState = Literal["pending", "firing", "acknowledged", "silenced", "resolved"]
+AlertState = Literal["firing", "acknowledged", "silenced", "resolved"]
 Severity = Literal["info", "warning", "critical"]
 
 

@@ -10,8 +10,8 @@ LISTS: dict[str, Figure] = {
         "STATE",
         "",
         NOW,
-        "pending: the condition holds, but not for long enough yet. firing: it has held for long enough. "
-        "acknowledged or silenced: by an operator. resolved: the condition has ended.",
+        "firing: the condition has held for long enough. acknowledged or silenced: by an operator. resolved: "
+        "the condition has ended.",
         "alerts: state",
     ),
     "since": Figure("SINCE", "time of day", "", "Time at which the condition began.", "alerts: since"),

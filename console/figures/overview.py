@@ -155,7 +155,7 @@ OVERVIEW: dict[str, Figure] = {
         "alerts",
         "",
         NOW,
-        "Alerts that are pending, firing or acknowledged. ‼ critical, ! warning, i info.",
+        "Alerts that are firing or acknowledged. ‼ critical, ! warning, i info.",
         "alerts",
     ),
     "process_name": Figure(

@@ -29,7 +29,6 @@ STATE_ROLES = {
     "stopped": "bad",
     "closed": "bad",
     "firing": "bad",
-    "pending": "warn",
     "acknowledged": "info",
     "silenced": "dim",
     "resolved": "good",
@@ -275,7 +274,7 @@ def celsius(value: float | None) -> str:
 def alerts(snapshot: Snapshot, width: int, height: int) -> list[Line]:
     """Return the alerts that need attention, most severe first."""
     order = ("critical", "warning", "info")
-    active = [one for one in snapshot.alerts if one.state in ("firing", "pending", "acknowledged")]
+    active = [one for one in snapshot.alerts if one.state in ("firing", "acknowledged")]
     active.sort(key=lambda one: (one.state == "acknowledged", order.index(one.severity)))
     lines = [heading("Alerts", width, f"{len(active)} active" if active else "")]
     if not active:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -12,7 +12,7 @@ from appliance.actions import action_named
 from appliance.pages import AuditAction, ChainReport, LogLine
 from appliance.protocol import AuditHead, Key, ScalingStatus, Silence
 from appliance.protocol.registry import RegisteredModel, ShadowStatus
-from appliance.snapshot import Alert, Gpu, Host, Rates, Snapshot
+from appliance.snapshot import Alert, AlertState, Gpu, Host, Rates, Snapshot
 from console import units
 from console.context import Context
 from console.fake import FIXED_TIME
@@ -35,6 +35,7 @@ from console.screens.table import TableView
 from console.session import ConsoleSession
 from console.source import MAX_ROWS, ListRow
 from tests.console.frames import SIZES, context, session, source, unknown
+from tests.core.conftest import ROOT
 
 VIEWS = [*all_views(), *alternate_views()]
 NAMES = [view.name for view in VIEWS]
@@ -456,6 +457,14 @@ def test_alerts_are_filtered_by_their_severity(text: str, found: list[str]) -> N
     view.filter = text
     assert [row.id for row in view.ordered(context(_alerts()))] == found
     assert not view.error
+
+
+def test_the_help_explains_exactly_the_states_that_an_alert_can_have() -> None:
+    page = (ROOT / "docs" / "alerts.md").read_text().partition("## States")[2].partition("##")[0]
+    documented = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    explained = re.findall(r"\w+(?= or \w+:|:)", FIGURES["alert_state"].text)
+    assert documented == set(explained) == set(get_args(AlertState))
+    assert set(get_args(AlertState)) <= set(panels.STATE_ROLES)
 
 
 def test_an_action_concerns_the_selected_alerts_or_their_rules() -> None:
