@@ -13,8 +13,8 @@ from console.source import ListName, Row
 HISTORY_POINTS = 480
 """Maximum number of points in charts, which is more than wide terminals can show."""
 NOT_RECORDED = (
-    "the history does not include settings, findings, versions, keys and silences: Audit (9) shows when they "
-    "changed"
+    "the history does not include findings, settings, versions, keys and silences: Audit (9) shows when "
+    "settings, versions, keys and silences changed"
 )
 USAGE_NOT_RECORDED = (
     "the history does not include usage, which is counted per day: return to live (N) to see it"
