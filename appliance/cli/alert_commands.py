@@ -19,10 +19,18 @@ alerts = typer.Typer(
 @alerts.command("list")
 def alerts_list(run_dir: RunDir = None, json: Json = False) -> None:
     """List the active alerts and the alerts that ended within the last hour, newest first, each with its
-    likely cause and a next step. Also lists the silences."""
+    likely cause and a next step. Without --json, the active silences follow."""
     from appliance.cli.alerts import list_alerts
 
     list_alerts(run_dir, as_json=json)
+
+
+@alerts.command("silences")
+def alerts_silences(run_dir: RunDir = None, json: Json = False) -> None:
+    """List the active silences, oldest first."""
+    from appliance.cli.alerts import list_silences
+
+    list_silences(run_dir, as_json=json)
 
 
 add_commands(alerts, "alerts.ack", "alerts.silence", "alerts.unsilence")

@@ -1,4 +1,4 @@
-"""Implements `appliance alerts list`."""
+"""Implements `appliance alerts list` and `appliance alerts silences`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,19 @@ def list_alerts(run_dir: str | None, *, as_json: bool) -> None:
             print(line)
     for silence in silences:
         print(silence_line(silence))
+
+
+def list_silences(run_dir: str | None, *, as_json: bool) -> None:
+    """Print the active silences."""
+    with admin_client(run_dir) as client:
+        silences = client.call(calls.SILENCES)
+    if as_json:
+        print_json(silences)
+        return
+    for silence in silences:
+        print(silence_line(silence))
+    if not silences:
+        print("no silences are active")
 
 
 def alert_lines(alert: Alert, now: float) -> list[str]:

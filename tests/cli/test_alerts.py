@@ -113,5 +113,11 @@ def test_alerts_are_listed_acknowledged_and_silenced(make_service: Make) -> None
     said = run("alerts", "silence", "replica-down", "--for", "2h", "--reason", "planned", *at)
     assert said.startswith("silence ") and ": planned" in said
     assert "silenced" in run("alerts", "list", *at)
-    run("alerts", "unsilence", said.split()[1].rstrip(":"), *at)
+    silence_id = said.split()[1].rstrip(":")
+    assert run("alerts", "silences", *at) == said
+    [silence] = json.loads(run("alerts", "silences", "--json", *at))
+    assert (silence["id"], silence["rule"], silence["reason"]) == (silence_id, "replica-down", "planned")
+    run("alerts", "unsilence", silence_id, *at)
+    assert run("alerts", "silences", *at) == "no silences are active\n"
+    assert json.loads(run("alerts", "silences", "--json", *at)) == []
     assert "is too long: use at most 30d" in run("alerts", "silence", "x", "--for", "60d", *at, code=2)
