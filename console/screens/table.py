@@ -15,6 +15,8 @@ from console.screens.base import JUMP_LETTERS, Table, View
 R = TypeVar("R")
 _MIN_PREVIEW = 6
 """Minimum number of free lines that are needed below a table to show details there."""
+_CONTENTS = {"callers": "keys and local users", "models": "versions", "finished": "finished requests"}
+"""The contents of lists whose names are not their contents."""
 
 
 class TableColumn(NamedTuple):
@@ -139,8 +141,9 @@ class TableView(View, Generic[R]):
         self._jumping, self._visible = context.jumping, range(0)
         rows = self.ordered(context)
         self._order = [self.id_of(row) for row in rows]
+        outdated = self._outdated(context, width)
         if self.detail:
-            return self._detail(rows, context, width, height)
+            return [*outdated, *self._detail(rows, context, width, height - len(outdated))]
         total = len(self.rows(context)) if self.filter else len(rows)
         is_cut = 0 < self.max_rows <= total
         if self.filter:
@@ -148,7 +151,7 @@ class TableView(View, Generic[R]):
         else:
             counted = f", newest {total}" if is_cut else f" {total}"
         title = f"{self.title}{counted}" + (f" · {len(self.marks)} marked" if self.marks else "")
-        lines = [heading(title, width, self.note(context))]
+        lines = [heading(title, width, self.note(context)), *outdated]
         if self.filter:
             lines.append(self._filter_line(context))
         lines += self.above(context, width)
@@ -197,6 +200,17 @@ class TableView(View, Generic[R]):
                 return (error, "warn") if error else ("loading…", "dim")
         return None
 
+    def _outdated(self, context: Context, width: int) -> list[Line]:
+        """Return a line for each list whose rows are old because it could not be read again."""
+        return [
+            clip(
+                [span(f"! {_CONTENTS.get(name, name)} not updated: {context.row_errors[name]}", "warn")],
+                width,
+            )
+            for name in self.lists()
+            if name in context.rows and name in context.row_errors
+        ]
+
     def facts(self, context: Context) -> list[tuple[str, str, str]]:
         if missing := self._missing(context):
             return [(self.title.lower(), *missing)]
@@ -217,11 +231,13 @@ class TableView(View, Generic[R]):
             return super().small(context, width, height)
         rows = self.ordered(context)
         self._order = [self.id_of(row) for row in rows]
+        outdated = self._outdated(context, width)
         if self.detail:
-            return self._detail(rows, context, width, height)
+            return [*outdated, *self._detail(rows, context, width, height - len(outdated))]
         facts = self.facts(context)
         above = facts[: len(facts) - len(rows)]
         lines = [clip([span(f"{name}  ", "dim"), span(value, role)], width) for name, value, role in above]
+        lines += outdated
         if self.filter:
             lines.append(clip(self._filter_line(context), width))
         self._follow_cursor(height - len(lines))

@@ -33,7 +33,7 @@ from console.screens.requests import RequestsView
 from console.screens.silences import SilencesView
 from console.screens.table import TableView
 from console.session import ConsoleSession
-from console.source import MAX_ROWS, ListRow
+from console.source import MAX_ROWS, ListName, ListRow
 from tests.console.frames import SIZES, context, session, source, unknown
 from tests.core.conftest import ROOT
 
@@ -588,6 +588,37 @@ def test_a_list_that_is_cut_off_says_so(name: str) -> None:
         assert plain(view.render(made.context, 120, 40)[0]).startswith(f"─ {view.title}{counted} ")
     made.run("filter none-of-them")
     assert plain(view.render(made.context, 120, 40)[0]).startswith(f"─ {view.title} 0 of the newest 500 ")
+
+
+@pytest.mark.parametrize("size", [*SIZES, (60, 10)])
+@pytest.mark.parametrize(
+    ("name", "listed", "contents"),
+    [
+        ("audit", "audit", "audit"),
+        ("models", "models", "versions"),
+        ("keys", "callers", "keys and local users"),
+    ],
+)
+def test_a_list_that_could_not_be_read_again_is_marked(
+    name: str, listed: ListName, contents: str, size: tuple[int, int]
+) -> None:
+    made = session()
+    made.run(f"screen {name}")
+    rows = made.context.rows[listed]
+
+    def text() -> str:
+        return "\n".join(plain(row) for row in made.lines(*size))
+
+    before = text()
+    for command in ("move first", "open"):
+        made.run(command)
+        made.take_rows(listed, [], "timed out")
+        assert f"! {contents} not updated: timed out" in text()
+        assert made.context.rows[listed] is rows
+        made.take_rows(listed, rows)
+        assert "not updated" not in text()
+    made.run("back")
+    assert text() == before
 
 
 @pytest.mark.parametrize("size", SIZES)
