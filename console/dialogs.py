@@ -12,6 +12,7 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
+from textual.scrollbar import ScrollDown, ScrollTo, ScrollUp
 from textual.widgets import Button, Checkbox, Input, Label, OptionList, Static
 from textual.widgets.option_list import Option
 
@@ -46,10 +47,20 @@ class _Form(VerticalScroll):
         from the old size."""
         super().__init__(**options)
         self._resized = resized
+        self.is_scrolled = False
+        """Whether the operator has scrolled with the mouse."""
 
     def on_resize(self) -> None:
         """Report the new size."""
         self._resized()
+
+    @on(events.MouseScrollDown)
+    @on(events.MouseScrollUp)
+    @on(ScrollDown)
+    @on(ScrollUp)
+    @on(ScrollTo)
+    def _scrolled(self) -> None:
+        self.is_scrolled = True
 
 
 class ActionDialog(ModalScreen[msgspec.Struct | None]):
@@ -163,9 +174,11 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
         form.styles.max_height = max(_MIN_FORM, min(_MAX_FORM, int(self.size.height * 0.94) - others - 2))
 
     def _show_given(self) -> None:
-        """Scroll the form to the first field that has a value from the command line, unless the operator is
-        in another field."""
-        if not self.display or (self.focused is not None and not isinstance(self.focused, Button)):
+        """Scroll the form to the first field that has a value from the command line, unless the operator has
+        scrolled the form or is in another field."""
+        if not self.display or any(form.is_scrolled for form in self.query(_Form)):
+            return
+        if self.focused is not None and not isinstance(self.focused, Button):
             return
         for name in self._values:
             for field in self.query(f"#field-{name}"):

@@ -430,6 +430,27 @@ def test_a_form_that_scrolls_shows_the_field_given_on_the_command_line() -> None
     run(steps, console(write=True))
 
 
+def test_a_form_stays_where_the_operator_has_scrolled_it() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        await pilot.resize_terminal(80, 24)
+        app.call_later(app.run_line, "tenants set mobile --concurrent-requests 7")
+        await until(pilot, lambda: opened(app))
+        dialog = app.screen
+        assert isinstance(dialog, ActionDialog)
+        field, form = dialog.query_one("#field-concurrent_requests"), dialog.query_one("#form")
+        await until(pilot, lambda: form.max_scroll_y and form.region.contains_region(field.region))
+        while form.scroll_y:
+            form.post_message(events.MouseScrollUp(form, 1, 1, 0, -1, 0, False, False, False))
+            await pilot.pause()
+        height = form.size.height
+        dialog._show_error("a message that takes a line")
+        await until(pilot, lambda: form.size.height < height)
+        await pilot.pause()
+        assert form.scroll_y == 0 and not form.region.contains_region(field.region)
+
+    run(steps, console(write=True))
+
+
 def test_a_dialog_refuses_if_the_state_has_changed() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         await pilot.press("4", "X")
