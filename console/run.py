@@ -7,9 +7,9 @@ from console.keymap import read_keymap
 from console.source import SnapshotSource
 
 
-def run(source: SnapshotSource, *, write: bool, theme: str, keys: str | None) -> int:
+def run(source: SnapshotSource, *, write: bool, theme: str, keys: str | None, mouse: bool = True) -> int:
     """Run the console until the operator quits or a signal ends it. `keys` is the path of a keymap file.
-    Return the exit code."""
+    Without `mouse`, the terminal keeps the mouse, for example to select text. Return the exit code."""
     app = ConsoleApp(source, write=write, theme=theme, keymap=read_keymap(keys))
-    code = app.run()
+    code = app.run(mouse=mouse)
     return code if code is not None else app.return_code or 0

@@ -30,10 +30,13 @@ def open_console(
     keys: str | None = None,
     web: bool = False,
     port: int = 0,
+    mouse: bool = True,
 ) -> int:
     """Run the console until the operator quits. Returns the exit code."""
     chosen = theme or ("mono" if os.environ.get("NO_COLOR") else "dark")
     if web:
+        if not mouse:
+            raise CommandLineError("--no-mouse concerns terminals, not browsers: leave it out with --web")
         return _serve(run_dir, demo=demo, replay=replay, write=write, theme=chosen, keys=keys, port=port)
     if not (is_terminal(sys.stdin) and is_terminal(sys.stdout)):
         raise CommandLineError(
@@ -42,7 +45,7 @@ def open_console(
     from console.run import run
 
     source = _source(run_dir, demo=demo, replay=replay, at=None, write=write)
-    return run(source, write=write, theme=chosen, keys=keys)
+    return run(source, write=write, theme=chosen, keys=keys, mouse=mouse)
 
 
 def _serve(

@@ -49,6 +49,10 @@ def console(
             show_default=False,
         ),
     ] = None,
+    no_mouse: Annotated[
+        bool,
+        typer.Option("--no-mouse", help="Leave the mouse to the terminal, for example to select text."),
+    ] = False,
     web: Annotated[
         bool,
         typer.Option(
@@ -68,7 +72,15 @@ def console(
 
     raise typer.Exit(
         open_console(
-            run_dir, demo=demo, replay=replay, write=write, theme=theme, keys=keys, web=web, port=port
+            run_dir,
+            demo=demo,
+            replay=replay,
+            write=write,
+            theme=theme,
+            keys=keys,
+            web=web,
+            port=port,
+            mouse=not no_mouse,
         )
     )
 

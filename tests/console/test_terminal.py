@@ -28,6 +28,18 @@ def demo(tmp_path: Path) -> Iterator[Tmux]:
         terminal.tmux("kill-server")
 
 
+@pytest.mark.parametrize(("option", "captured"), [("", "1"), ("--no-mouse", "0")])
+def test_the_console_captures_the_mouse_unless_told_not_to(
+    tmp_path: Path, option: str, captured: str
+) -> None:
+    terminal = Tmux(tmp_path, f"{APPLIANCE} console --demo {option}")
+    try:
+        terminal.wait_for("Tokens per second")
+        assert terminal.tmux("display-message", "-p", "#{mouse_any_flag}").strip() == captured
+    finally:
+        terminal.tmux("kill-server")
+
+
 @pytest.mark.parametrize("end", ["q", "TERM", "HUP"])
 def test_the_terminal_is_clean_after_every_exit(demo: Tmux, end: str) -> None:
     if end == "q":
