@@ -23,7 +23,7 @@ from appliance.actions import Action, action_named
 from appliance.actions.parameters import SetTenant
 from appliance.protocol import Done, Key, PeerMapping, Silence
 from console import units
-from console.commands import CommandError, Targets, listed, parse_action
+from console.commands import ALTERNATES, CommandError, Targets, listed, parse_action
 from console.context import Context
 from console.dialogs import ActionDialog, ChoiceDialog, TextDialog
 from console.fingerprints import peer_name, required_lists
@@ -290,7 +290,7 @@ class ConsoleApp(App[int]):
                 self.action_run("verify")
             elif word in names:
                 self.action_run(f"screen {names[word]}")
-            elif word in ("finished", "usage", "keys", "silences"):
+            elif word in ALTERNATES:
                 self.action_run(f"screen {word}")
             elif word in ("q", "quit", "exit"):
                 self.exit(0)

@@ -43,6 +43,8 @@ WORDS: dict[str, str] = {
     "quit": "quit: quit the console",
 }
 """Commands of the console itself, with their usage."""
+ALTERNATES = ("finished", "usage", "keys", "silences")
+"""Commands that show a screen without a tab. They have the names of the screens."""
 
 
 class CommandError(ValueError):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from textual.command import CommandPalette, DiscoveryHit, Hit, Hits, Provider, SearchIcon
 from textual.widgets import Input
 
+from console.commands import ALTERNATES, WORDS
 from console.keys import KeyTable, key_of, offered
 
 if TYPE_CHECKING:
@@ -40,6 +41,10 @@ class ConsoleCommands(Provider):
             (key.title, _key_note(context.keys, key.command), key.command)
             for key in context.keys
             if not key.command.startswith(("act ", "move", "palette"))
+        ]
+        found += [
+            (WORDS[name].partition(": ")[2].capitalize(), f"command :{name}", f"screen {name}")
+            for name in ALTERNATES
         ]
         if context.write:
             for action in offered():

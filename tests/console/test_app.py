@@ -11,7 +11,7 @@ import pytest
 from textual import events
 from textual.keys import _character_to_key
 from textual.pilot import Pilot
-from textual.widgets import Button, Input, Static
+from textual.widgets import Button, Input, OptionList, Static
 
 from appliance.actions import action_named
 from appliance.actions.parameters import DeleteTenant
@@ -23,6 +23,7 @@ from console.fake import FakeSource
 from console.keys import KEYS, offered
 from console.lines import plain
 from console.palette import ConsoleCommands
+from console.screens.registry import alternate_views
 from console.screens.table import TableView
 from console.source import ListName, ListRow, Row, SourceError
 from tests.console.frames import SIZES, source
@@ -611,6 +612,19 @@ def test_the_palette_offers_actions_only_with_write(write: bool) -> None:
         assert "actions" in commands
 
     run(steps, console(write=write))
+
+
+def test_the_palette_leads_to_the_screens_without_a_tab() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        for search, name in (("silences", "silences"), ("local users", "keys"), ("finished", "finished")):
+            await pilot.press("ctrl+p", *search)
+            await until(pilot, lambda: app.screen.query_one(OptionList).option_count)
+            await pilot.press("enter")
+            await until(pilot, lambda name=name: app.session.view.name == name)  # type: ignore[misc]
+        commands = {command for _, _, command in ConsoleCommands(app.screen)._entries()}
+        assert commands >= {f"screen {view.name}" for view in alternate_views()}
+
+    run(steps, console())
 
 
 def test_jump_mode_goes_to_the_row_or_panel_with_the_typed_letter() -> None:
