@@ -10,7 +10,7 @@ from console.context import Context
 from console.glyphs import chart as bars
 from console.glyphs import rounded_up
 from console.lines import BLANK, Line, Span, clip, fit, heading, line, span, spread, titles
-from console.screens.base import Table, View, table
+from console.screens.base import JUMP_LETTERS, Table, View, table
 
 _GUTTER = 6
 """Width of the labels to the left of a chart."""
@@ -46,13 +46,15 @@ class BatchesView(View):
     key = "2"
     title = "Batches"
     short = "Batch"
+    can_jump = True
     help_text = (
         "One column per second, newest on the right. Each column shows the share of time spent in steps with "
         "prefill (bottom), in decode-only steps, and idle (empty). Time in steps with prefill takes at least "
         "one row, even if its share is smaller. Below it is the number of running "
         "sequences. ! marks a stall: a step that took more than three times the mean decode step. Left and "
         "right move the cursor, which then stays on its column while newer ones arrive. For a stall, the "
-        "bottom line names the request with the largest prefill chunk; {open} shows it."
+        "bottom line names the request with the largest prefill chunk; {open} shows it. {zoom} shows only "
+        "the selected replica."
     )
     figures = (
         "mixed_steps",
@@ -81,6 +83,10 @@ class BatchesView(View):
         """The seconds of the slices that are shown of the selected replica, oldest first."""
         self.replica = 0
         self._replicas = 1
+        self._shown = range(0)
+        """Positions of the replicas that are shown."""
+        self.zoomed = False
+        """Whether only the selected replica is shown."""
         self._request = ""
         """Id of the request that caused the longest step of the slice under the cursor."""
 
@@ -92,6 +98,7 @@ class BatchesView(View):
             ("move right", "newer"),
             ("move down", "replica"),
             ("open", "request"),
+            ("zoom", "all replicas" if self.zoomed else "zoom"),
         )
 
     def render(self, context: Context, width: int, height: int) -> list[Line]:
@@ -100,18 +107,28 @@ class BatchesView(View):
         self._request = ""
         if not names:
             return [heading("Batches", width), [span("no replica has reported steps", "dim")]]
-        legend = _legend(context, width)
-        room = height - 1 - (_STALL_ROWS if height >= 30 else 0)
-        each = max(_MIN_ROWS, min(_MAX_ROWS, room // len(names)))
-        shown = max(1, (height - 1) // each)
+        self.replica %= len(names)
+        each = self._height_of_each(len(names), height)
+        shown = 1 if self.zoomed else max(1, (height - 1) // each)
         first = max(0, min(self.replica - shown + 1, len(names) - shown))
-        lines: list[Line] = [legend]
-        for index in range(first, min(len(names), first + shown)):
+        self._shown = range(first, min(len(names), first + shown))
+        lines: list[Line] = [_legend(context, width)]
+        for letter, index in zip(JUMP_LETTERS, self._shown, strict=False):
             slices = list(context.history.batches[names[index]])
-            lines += self._replica(context, slices, width, each, selected=index == self.replica % len(names))
-        if height - len(lines) >= 3:
+            panel = self._replica(context, slices, width, each, selected=index == self.replica)
+            if context.jumping:
+                panel[0][0] = Span(f"{letter} ", "tab")
+            lines += panel
+        if not self.zoomed and height - len(lines) >= 3:
             lines += _stalls(context, width, height - len(lines))
         return lines[:height]
+
+    def _height_of_each(self, replicas: int, height: int) -> int:
+        """Return the number of lines for each replica."""
+        if self.zoomed:
+            return height - 1
+        room = height - 1 - (_STALL_ROWS if height >= 30 else 0)
+        return max(_MIN_ROWS, min(_MAX_ROWS, room // replicas))
 
     def facts(self, context: Context) -> list[tuple[str, str, str]]:
         facts = []
@@ -132,6 +149,20 @@ class BatchesView(View):
     def sideways(self, columns: int) -> None:
         self.cursor = max(0, min(self.cursor - columns, len(self._seconds) - 1))
         self._second = self._seconds[-1 - self.cursor] if self.cursor else None
+
+    def zoom(self) -> bool:
+        self.zoomed = not self.zoomed
+        return True
+
+    def back(self) -> bool:
+        was_zoomed, self.zoomed = self.zoomed, False
+        return was_zoomed
+
+    def jump(self, number: int) -> bool:
+        if number >= len(self._shown):
+            return False
+        self.replica = self._shown[number]
+        return True
 
     def request(self, context: Context) -> str:
         return self._request

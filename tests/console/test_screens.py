@@ -590,6 +590,43 @@ def test_a_list_that_is_cut_off_says_so(name: str) -> None:
     assert plain(view.render(made.context, 120, 40)[0]).startswith(f"─ {view.title} 0 of the newest 500 ")
 
 
+def _panels(made: ConsoleSession, size: tuple[int, int]) -> list[str]:
+    """Return the headings of the screen."""
+    rows = [plain(row) for row in made.lines(*size)[2:]]
+    return [row for row in rows if re.match(r"(─|▸|[a-z]) .* ─", row)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_replica_of_batches_is_zoomed_and_all_replicas_return(size: tuple[int, int]) -> None:
+    made = session(steps=60, interval_s=1.0)
+    snapshot = made.context.snapshot
+    assert snapshot is not None
+    names = [one.replica for one in snapshot.batches]
+    made.run("screen batches")
+    every = _panels(made, size)
+    assert len(every) > 1
+    made.run("zoom")
+    for name in names[:2]:
+        [panel] = _panels(made, size)
+        assert panel.startswith(f"▸ {name} ")
+        made.run("move down")
+    made.run("move first")
+    made.run("back")
+    assert _panels(made, size) == every
+
+
+def test_jump_mode_selects_a_replica_of_batches() -> None:
+    made = session(steps=60, interval_s=1.0)
+    made.run("screen batches")
+    before = _panels(made, (120, 60))
+    made.run("jump")
+    lettered = _panels(made, (120, 60))
+    assert [row[0] for row in lettered[:2]] == ["a", "s"]
+    made.jump("s")
+    after = _panels(made, (120, 60))
+    assert before[0].startswith("▸") and after[1] == f"▸{before[1][1:]}" and after[0] == f"─{before[0][1:]}"
+
+
 @pytest.mark.parametrize("size", [*SIZES, (60, 10)])
 @pytest.mark.parametrize(
     ("name", "listed", "contents"),
@@ -603,6 +640,7 @@ def test_a_list_that_could_not_be_read_again_is_marked(
     name: str, listed: ListName, contents: str, size: tuple[int, int]
 ) -> None:
     made = session()
+    made._received = None  # The frame does not show the age of the snapshot.
     made.run(f"screen {name}")
     rows = made.context.rows[listed]
 

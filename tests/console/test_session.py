@@ -169,7 +169,7 @@ def test_back_returns_to_the_screen_before() -> None:
 @pytest.mark.parametrize(
     ("screen", "command", "message"),
     [
-        ("batches", "jump", "Batches has no rows or panels to jump to"),
+        ("kv", "jump", "KV cache has no rows or panels to jump to"),
         ("kv", "sort next", "KV cache has no rows to sort"),
         ("overview", "mark", "Overview has no rows to mark"),
         ("gpus", "variant", "GPUs has only one view"),
