@@ -13,7 +13,7 @@ from console import units
 from console.context import Context
 from console.glyphs import bar_legend, meter
 from console.lines import BLANK, Line, Span, clip, fit, heading, line, span, width_of
-from console.screens.base import FAR, PAGE, Table, View, table
+from console.screens.base import FAR, JUMP_LETTERS, PAGE, Table, View, table
 from console.screens.panels import history_chart, kv_bar, shown_span
 
 _CONTEXT_ROWS = 7
@@ -36,8 +36,8 @@ class KvView(View):
     help_text = (
         "Every block of a replica's KV cache, in pool order. If there are more blocks than cells, a cell "
         "stands for several blocks and shows the first of them. The arrow keys move the cursor, and {open} "
-        "shows the request that uses the block under it. Page down shows the next replica, and {variant} "
-        "switches the colouring: state, tenant, age or sharing."
+        "shows the request that uses the block under it. {zoom} shows only the map. Page down shows the next "
+        "replica, and {variant} switches the colouring: state, tenant, age or sharing."
     )
     reads_blocks = True
     variants = ("state", "tenant", "age", "sharing", "replicas")
@@ -50,18 +50,24 @@ class KvView(View):
         super().__init__()
         self.cursor = 0
         self.replica = 0
+        self.zoomed = False
+        """Whether the map or the chart of the blocks is shown on its own."""
         self._columns = 1
         self._cells = 1
+        self._jump_cells: list[int] = []
+        """The cells to which jump mode goes, in the order of its letters."""
 
     @property
     def hints(self) -> tuple[tuple[str, str], ...]:
         """Commands shown in the footer."""
         if self.variant == "replicas":
             return ()
-        return (("open", "request"), ("move page-down", "next replica"))
+        zoom = ("zoom", "all panels" if self.zoomed else "zoom")
+        return (("open", "request"), ("move page-down", "next replica"), zoom)
 
     def render(self, context: Context, width: int, height: int) -> list[Line]:
         caches = context.snapshot.kv if context.snapshot else []
+        self.can_jump, self._jump_cells = False, []
         if not caches:
             return [heading("KV cache", width), [span("no replica has reported its KV cache", "dim")]]
         if self.variant == "replicas":
@@ -73,19 +79,45 @@ class KvView(View):
         if one.blocks is None:
             reason = "Blocks unknown: the replica has not reported them, or they were not recorded."
             lines += [[span(reason, "dim")], BLANK]
-            rows = max(2, min(12, (height - len(lines)) // 2 - 2))
+            room = height - len(lines)
+            rows = max(2, room - 1 if self.zoomed else min(12, room // 2 - 2))
             lines.append(heading("Blocks in use", width, f"all replicas, last {shown_span(context, width)}"))
             lines += history_chart(context, lambda point: point.kv, width, rows, "used")
-            return [*lines, BLANK, *_largest(context, one, width, height - len(lines) - 1)][:height]
-        contexts = _CONTEXT_ROWS if height >= 30 else 0
+            if not self.zoomed:
+                lines += [BLANK, *_largest(context, one, width, height - len(lines) - 1)]
+            return lines[:height]
+        contexts = _CONTEXT_ROWS if height >= 30 and not self.zoomed else 0
         tenants = self._tenant_lines(context, one.blocks, width, 3 if contexts else 2)
         room = max(3, height - len(lines) - 1 - len(tenants) - (contexts + 1 if contexts else 0))
         lines += [*self._map(context, one.blocks, width, room)]
         lines += self._legend(context, one.blocks, width, tenants)
         lines.append(self._under_cursor(context, one.blocks, width))
-        if height - len(lines) >= 4:
-            lines += [BLANK, *_largest(context, one, width, height - len(lines) - 1)]
+        if not self.zoomed and height - len(lines) >= 4:
+            largest = _largest(context, one, width, height - len(lines) - 1)
+            self.can_jump = True
+            if context.jumping:
+                self._label(_by_length(context, one), one.blocks, largest)
+            lines += [BLANK, *largest]
         return lines[:height]
+
+    def _label(self, requests: list[UnfinishedRequest], blocks: BlockMap, largest: list[Line]) -> None:
+        """Label each of the longest contexts with the letter that goes to its first cell."""
+        cells = self._first_cells(blocks)
+        for at, request in enumerate(requests[: len(largest) - 1], 1):
+            if request.request_id in cells and len(self._jump_cells) < len(JUMP_LETTERS):
+                first, *others = largest[at]
+                letter = Span(JUMP_LETTERS[len(self._jump_cells)], "tab")
+                largest[at] = [letter, first._replace(text=first.text[1:]), *others]
+                self._jump_cells.append(cells[request.request_id])
+
+    def _first_cells(self, blocks: BlockMap) -> dict[str, int]:
+        """Return the first cell from which each request is opened."""
+        found: dict[str, int] = {}
+        owners, size = _owners(blocks), self._blocks_per_cell(blocks)
+        for cell in range(self._cells):
+            if request := _first_request(blocks, owners[cell * size : (cell + 1) * size]):
+                found.setdefault(request, cell)
+        return found
 
     def facts(self, context: Context) -> list[tuple[str, str, str]]:
         facts = []
@@ -123,12 +155,30 @@ class KvView(View):
         blocks = caches[self.replica % len(caches)].blocks if caches else None
         if blocks is None or self.variant == "replicas":
             return ""
-        owners = _owners(blocks)[slice(*self._block_range(blocks))]
-        return next((blocks.requests[one] for one in owners if one < len(blocks.requests)), "")
+        return _first_request(blocks, _owners(blocks)[slice(*self._block_range(blocks))])
+
+    def zoom(self) -> bool:
+        if self.variant == "replicas":
+            return False
+        self.zoomed = not self.zoomed
+        return True
+
+    def back(self) -> bool:
+        was_zoomed, self.zoomed = self.zoomed, False
+        return was_zoomed
+
+    def jump(self, number: int) -> bool:
+        if number >= len(self._jump_cells):
+            return False
+        self.cursor = self._jump_cells[number]
+        return True
+
+    def _blocks_per_cell(self, blocks: BlockMap) -> int:
+        return max(1, -(-len(blocks.states) // max(1, self._cells)))
 
     def _block_range(self, blocks: BlockMap) -> tuple[int, int]:
         """Return the first block under the cursor, and the block after the last one under the cursor."""
-        per_cell = max(1, -(-len(blocks.states) // max(1, self._cells)))
+        per_cell = self._blocks_per_cell(blocks)
         first = min(self.cursor * per_cell, len(blocks.states) - 1)
         return first, min(first + per_cell, len(blocks.states))
 
@@ -206,8 +256,7 @@ class KvView(View):
     def _legend(self, context: Context, blocks: BlockMap, width: int, tenants: list[Line]) -> list[Line]:
         """Return the size of a cell and the meaning of the characters."""
         marks = _LETTERS[context.glyphs]
-        total = len(blocks.states)
-        per_cell = max(1, -(-total // max(1, self._cells))) * blocks.stride
+        per_cell = self._blocks_per_cell(blocks) * blocks.stride
         size = f"1 cell = {per_cell} block{'s' if per_cell > 1 else ''}"
         row: Line = [span(f"{size}  ", "dim")]
         if self.variant == "tenant":
@@ -251,6 +300,11 @@ def _owners(blocks: BlockMap) -> array[int]:
     owners = array("H")
     owners.frombytes(blocks.owners)
     return owners
+
+
+def _first_request(blocks: BlockMap, owners: Iterable[int]) -> str:
+    """Return the request that uses the first of some blocks that are in use, or an empty string."""
+    return next((blocks.requests[one] for one in owners if one < len(blocks.requests)), "")
 
 
 def _tenant_role(name: str) -> str:

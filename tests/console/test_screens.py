@@ -627,6 +627,49 @@ def test_jump_mode_selects_a_replica_of_batches() -> None:
     assert before[0].startswith("▸") and after[1] == f"▸{before[1][1:]}" and after[0] == f"─{before[0][1:]}"
 
 
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_map_of_blocks_is_zoomed_and_the_contexts_return(size: tuple[int, int], blocks: bool) -> None:
+    made = session(steps=60, interval_s=1.0)
+    snapshot = made.context.snapshot
+    assert snapshot is not None
+    if not blocks:
+        caches = [msgspec.structs.replace(one, blocks=None) for one in snapshot.kv]
+        made.context.snapshot = msgspec.structs.replace(snapshot, kv=caches)
+    made.run("screen kv")
+    made._received = None  # The frame does not show the age of the snapshot.
+    every = made.lines(*size)
+    made.run("zoom")
+    zoomed = made.lines(*size)
+    assert not any("Longest contexts" in plain(row) for row in zoomed)
+    if size == SIZES[0]:
+        assert any("Longest contexts" in plain(row) for row in every)
+    made.run("back")
+    assert made.lines(*size)[:-1] == every[:-1]
+    while made.view.variant != "replicas":
+        made.run("variant")
+    made.run("zoom")
+    assert "only one panel" in plain(made.lines(*size)[-1])
+
+
+def test_jump_mode_goes_to_the_blocks_of_a_long_context() -> None:
+    made = session(steps=60, interval_s=1.0)
+    made.run("screen kv")
+    made.lines(120, 40)
+    made.run("jump")
+    assert made.context.jumping
+    rows = [plain(row) for row in made.lines(120, 40)]
+    listed = rows[next(at for at, row in enumerate(rows) if "Longest contexts" in row) + 1 :]
+    [row] = [row for row in listed if row.startswith("s")]
+    made.jump("s")
+    request = made.view.request(made.context)
+    assert request and row[1:].startswith(request[1:])
+    made.run("zoom")
+    made.lines(120, 40)
+    made.run("jump")
+    assert made.state.message == "KV cache has no rows or panels to jump to"
+
+
 @pytest.mark.parametrize("size", [*SIZES, (60, 10)])
 @pytest.mark.parametrize(
     ("name", "listed", "contents"),
