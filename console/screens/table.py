@@ -361,6 +361,13 @@ class TableView(View, Generic[R]):
             self.detail, self.scroll_detail = self.cursor, 0
         return True
 
+    def zoom(self) -> bool:
+        """Show only the details, which begin below the table, or show the table again."""
+        if self.detail:
+            self.detail = ""
+            return True
+        return self.cursor in self._order and self.open()
+
     def back(self) -> bool:
         if self.detail:
             self.detail = ""

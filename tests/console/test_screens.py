@@ -728,9 +728,21 @@ def test_a_panel_of_the_overview_is_zoomed_and_all_panels_return(size: tuple[int
     assert any(plain(row).startswith("▸ Tokens per second") for row in made.lines(*size))
     made.run("back")
     assert not any("▸" in plain(row) for row in made.lines(*size))
-    made.run("screen gpus")
+
+
+@pytest.mark.parametrize("name", [view.name for view in VIEWS if isinstance(view, TableView)])
+def test_the_details_of_a_row_are_zoomed_and_the_table_returns(name: str) -> None:
+    made = session()
+    made.run(f"screen {name}")
+
+    def body() -> list[str]:
+        return [plain(row) for row in made.lines(120, 40)[2:-1]]
+
+    before = body()
     made.run("zoom")
-    assert "only one panel" in plain(made.lines(*size)[-1])
+    assert body()[0].startswith(f"─ {made.view.title} ▸ ")
+    made.run("zoom")
+    assert body() == before
 
 
 def test_the_audit_screen_names_the_first_wrong_row_and_limits_further_problems() -> None:

@@ -173,7 +173,7 @@ def test_back_returns_to_the_screen_before() -> None:
         ("kv", "sort next", "KV cache has no rows to sort"),
         ("overview", "mark", "Overview has no rows to mark"),
         ("gpus", "variant", "GPUs has only one view"),
-        ("gpus", "zoom", "GPUs has only one panel"),
+        ("compare", "zoom", "Compare has only one panel"),
     ],
 )
 def test_a_key_that_does_nothing_on_a_screen_says_so(screen: str, command: str, message: str) -> None:
