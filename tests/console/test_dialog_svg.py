@@ -21,7 +21,7 @@ from console.fake import FIXED_TIME, FakeSource
 from console.impact import result_lines
 from console.palette import ConsoleCommands
 from tests.console.frames import SIZES, source
-from tests.console.test_app import opened, until
+from tests.console.pilots import opened, until
 from tests.console.test_svg import compare, settled, utc  # noqa: F401
 
 STEPS = 20

@@ -24,8 +24,8 @@ from store.requests import RequestLog, RequestRow
 from store.schemas import HISTORY
 from store.writer import Writer
 from tests.console.frames import session, source
+from tests.console.pilots import console, run, shown, until
 from tests.console.recorded import fake_seconds, record
-from tests.console.test_app import console, run, shown, until
 from tests.core.conftest import read_answer, running_core
 
 

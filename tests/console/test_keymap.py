@@ -14,7 +14,7 @@ from console.keymap import DEFAULT_KEYMAP, read_keymap
 from console.keys import KEYS, key_of, shown_name
 from console.palette import ConsoleCommands
 from tests.console.frames import source
-from tests.console.test_app import StillSource, run, shown, until
+from tests.console.pilots import StillSource, run, shown, until
 
 
 def written(folder: Path, text: str) -> str:

@@ -40,7 +40,7 @@ from console.screens.base import View
 from console.screens.registry import all_views, alternate_views
 from console.source import SourceError
 from console.widget import FrameWidget
-from tests.console.test_app import opened, shown, until
+from tests.console.pilots import opened, shown, until
 from tests.core.conftest import Service, running_core, wait_until
 
 pytestmark = pytest.mark.system

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -12,8 +11,7 @@ from appliance.actions import action_named
 from appliance.pages import AuditAction, ChainReport, LogLine
 from appliance.protocol import AuditHead, Key, ScalingStatus, Silence
 from appliance.protocol.registry import RegisteredModel, ShadowStatus
-from appliance.snapshot import Alert, AlertState, Gpu, Host, Rates, Snapshot
-from console import units
+from appliance.snapshot import Alert, Gpu, Host, Rates, Snapshot
 from console.context import Context
 from console.fake import FIXED_TIME
 from console.figures import FIGURES
@@ -22,22 +20,20 @@ from console.keys import KEYS
 from console.lines import cells, plain
 from console.list_rows import audit_row
 from console.screens import panels
-from console.screens.alerts import AlertsView
 from console.screens.base import View
 from console.screens.batches import BatchesView
 from console.screens.keys import KeysView
-from console.screens.kv import tenant_letters
 from console.screens.overview import OverviewView
 from console.screens.registry import all_views, alternate_views
 from console.screens.requests import RequestsView
-from console.screens.silences import SilencesView
 from console.screens.table import TableView
 from console.session import ConsoleSession
 from console.source import MAX_ROWS, ListName, ListRow
 from tests.console.frames import SIZES, context, session, source, unknown
-from tests.core.conftest import ROOT
 
 VIEWS = [*all_views(), *alternate_views()]
+
+
 NAMES = [view.name for view in VIEWS]
 
 
@@ -262,18 +258,6 @@ def test_marked_rows_are_the_targets_of_actions(shown: ConsoleSession) -> None:
     assert not view.marks
 
 
-def test_the_map_shows_the_shares_of_the_pool_if_a_cell_stands_for_several_blocks() -> None:
-    made = session(195, interval_s=1.0)
-    made.run("screen kv")
-    rows = made.lines(80, 24)
-    legend = next(number for number, row in enumerate(rows) if plain(row).startswith("1 cell = 2 blocks"))
-    letters = "".join(one.text for row in rows[5:legend] for one in row)
-    assert made.context.snapshot is not None
-    pool = made.context.snapshot.kv[0]
-    in_use = sum(letters.count(letter) for letter in "█▓") / (pool.blocks_total / 2)
-    assert in_use == pytest.approx(pool.blocks_used / pool.blocks_total, abs=0.05)
-
-
 def test_the_queue_distinguishes_no_wait_from_an_unknown_wait(shown: ConsoleSession) -> None:
     snapshot = shown.context.snapshot
     assert snapshot is not None
@@ -285,29 +269,6 @@ def test_the_queue_distinguishes_no_wait_from_an_unknown_wait(shown: ConsoleSess
         )
         rows = [plain(row) for row in panels.queue(shown.context, changed, 60)]
         assert [row.split()[3] for row in rows if row.startswith("P0")] == [text]
-
-
-@pytest.mark.parametrize("variant", ["state", "sharing"])
-def test_the_legend_of_the_map_has_the_colours_of_the_map(variant: str) -> None:
-    made = session(195, interval_s=1.0)
-    made.run("screen kv")
-    while made.view.variant != variant:
-        made.run("variant")
-    rows = made.lines(80, 24)
-    legend = next(number for number, row in enumerate(rows) if plain(row).startswith("1 cell ="))
-    colours = {one.text[0]: one.role for one in rows[legend] if one.text[:1] in tuple("·▒█▓")}
-    assert set(colours) == set("·▒█▓")
-    shown = {(one.text[0], one.role) for row in rows[5:legend] for one in row if one.text[:1] in colours}
-    assert shown - {("▒", "tab")} <= set(colours.items())
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_the_legend_of_the_ages_fits(size: tuple[int, int]) -> None:
-    made = session(195, interval_s=1.0)
-    made.run("screen kv")
-    while made.view.variant != "age":
-        made.run("variant")
-    assert any("≥8 min since use" in plain(row) for row in made.lines(*size))
 
 
 def test_a_small_terminal_gets_one_line_per_fact(shown: ConsoleSession) -> None:
@@ -394,105 +355,6 @@ def test_the_overview_shows_the_rate_and_the_share_of_errors(
         )
 
 
-def _alert(**values: Any) -> Alert:
-    plain_alert = Alert(
-        id="a",
-        rule="kv-cache-full",
-        severity="warning",
-        state="firing",
-        where="llama-1",
-        what="the KV cache of llama-1 is 97% full",
-    )
-    return msgspec.structs.replace(plain_alert, **values)
-
-
-@pytest.mark.parametrize(
-    ("value", "threshold", "unit", "text"),
-    [
-        (0.97, 0.95, "%", "97% when raised (threshold 95%)"),
-        (88_980.0, 81_000.0, "tokens", "88,980 tokens when raised (threshold 81,000 tokens)"),
-        (700.0, 900.0, "s", "12 min when raised (threshold 15 min)"),
-        (90.4, 88.0, "°C", "90.4 °C when raised (threshold 88 °C)"),
-        (None, 0.95, "%", "-- when raised (threshold 95%)"),
-        (None, None, "", None),
-    ],
-)
-def test_the_value_of_an_alert_has_the_form_of_its_text(
-    value: float | None, threshold: float | None, unit: str, text: str | None
-) -> None:
-    alert = _alert(value=value, threshold=threshold, unit=unit)
-    rows = [plain(row) for row in AlertsView().describe(alert, context(unknown()), 70)]
-    assert [row.partition("value")[2].strip() for row in rows if row.startswith("value")] == (
-        [] if text is None else [text]
-    )
-
-
-def _alerts() -> Snapshot:
-    alerts = [
-        _alert(id="a1", rule="disk-full", severity="warning", state="resolved"),
-        _alert(id="a2", rule="load-shedding", severity="info"),
-        _alert(id="a3", rule="replica-down", severity="critical"),
-        _alert(id="a4", rule="replica-down", severity="critical", state="resolved"),
-    ]
-    return msgspec.structs.replace(unknown(), alerts=alerts)
-
-
-def test_alerts_that_have_ended_are_below_all_others() -> None:
-    view = AlertsView()
-    assert [row.id for row in view.ordered(context(_alerts()))] == ["a3", "a2", "a4", "a1"]
-    assert [row[0] for row in view.export(context(_alerts()))[1]][:2] == ["critical", "info"]
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("severity:critical", ["a3", "a4"]),
-        ("critical", ["a3", "a4"]),
-        ("!SEVERITY:critical state:firing", ["a2"]),
-        ("rule:replica !state:resolved", ["a3"]),
-    ],
-)
-def test_alerts_are_filtered_by_their_severity(text: str, found: list[str]) -> None:
-    view = AlertsView()
-    view.filter = text
-    assert [row.id for row in view.ordered(context(_alerts()))] == found
-    assert not view.error
-
-
-def test_the_help_explains_exactly_the_states_that_an_alert_can_have() -> None:
-    page = (ROOT / "docs" / "alerts.md").read_text().partition("## States")[2].partition("##")[0]
-    documented = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
-    explained = re.findall(r"\w+(?= or \w+:|:)", FIGURES["alert_state"].text)
-    assert documented == set(explained) == set(get_args(AlertState))
-    assert set(get_args(AlertState)) <= set(panels.STATE_ROLES)
-
-
-def test_an_action_concerns_the_selected_alerts_or_their_rules() -> None:
-    view, shown = AlertsView(), context(_alerts())
-    view.render(shown, 80, 24)
-    assert view.targets(action_named("alerts.ack"), shown) == ["a3"]
-    view.marks = {"a3", "a4", "a1"}
-    assert view.targets(action_named("alerts.ack"), shown) == ["a3", "a4", "a1"]
-    assert view.targets(action_named("alerts.silence"), shown) == ["replica-down", "disk-full"]
-    assert not view.accepts(action_named("alerts.unsilence"))
-
-
-def test_the_alerts_screen_counts_the_silences_and_leads_to_them(shown: ConsoleSession) -> None:
-    shown.run("screen alerts")
-    assert "1 active silence (v to show)" in plain(shown.lines(120, 40)[2])
-    shown.run("variant")
-    rows = [plain(row) for row in shown.lines(120, 40)]
-    view = shown.view
-    assert isinstance(view, SilencesView)
-    [silence] = view.rows(shown.context)
-    [row] = [row for row in rows if row.startswith("▸")]
-    for part in (silence.rule, silence.subject, units.date(silence.until), silence.created_by):
-        assert part in row
-    assert view.targets(action_named("alerts.unsilence"), shown.context) == [silence.id]
-    shown.run("variant")
-    assert shown.view.name == "alerts"
-
-
 EXPIRING = Key(id="key_1", name="k", tenant="t", prefix="sk", created_at=0.0, expires_at=FIXED_TIME)
 
 
@@ -506,16 +368,6 @@ def test_actions_apply_to_the_selected_keys_or_mappings(shown: ConsoleSession) -
     assert view.targets(action_named("peers.unmap"), shown.context) == ["uid:1004"]
     assert not view.accepts(action_named("tenants.set"))
     assert key.state == "valid" and key._replace(caller=EXPIRING).state == "expired"
-
-
-def test_a_silence_names_the_active_alerts_that_it_matches(shown: ConsoleSession) -> None:
-    silence = Silence(id="s", rule="replica-*", subject="llama-*", until=FIXED_TIME + 90, created_by="ops")
-    rows = [plain(row) for row in SilencesView().describe(silence, context(_alerts()), 100)]
-    # The alert a4 has ended.
-    assert [row.split("silenced alerts")[1].strip() for row in rows if "silenced alerts" in row] == [
-        "the KV cache of llama-1 is 97% full"
-    ]
-    assert any("ends in           1m30s" in row for row in rows)
 
 
 def test_every_column_is_filtered_and_sorted_by_its_heading() -> None:
@@ -560,20 +412,6 @@ def test_a_column_has_the_name_of_the_field_that_it_shows(
     assert {column.name for column in view.columns} - set(kind.__struct_fields__) == computed
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_the_text_of_an_alert_fits_and_names_its_subject_once(size: tuple[int, int]) -> None:
-    what = "tenant research has used 90% of its daily token limit"
-    snapshot = msgspec.structs.replace(unknown(), alerts=[_alert(where="tenant research", what=what)])
-    rows = [plain(row) for row in AlertsView().render(context(snapshot), *size)]
-    assert any(what in row for row in rows[:3])
-    panel = plain(panels.alert_line(snapshot.alerts[0], 120))
-    assert panel == f"! {what} (firing)"
-    other = msgspec.structs.replace(snapshot.alerts[0], what="its limit is nearly reached")
-    assert plain(panels.alert_line(other, 120)) == "! tenant research: its limit is nearly reached (firing)"
-    without = msgspec.structs.replace(other, where="")
-    assert plain(panels.alert_line(without, 120)) == "! its limit is nearly reached (firing)"
-
-
 @pytest.mark.parametrize("name", ["audit", "finished", "logs"])
 def test_a_list_that_is_cut_off_says_so(name: str) -> None:
     made = session()
@@ -588,86 +426,6 @@ def test_a_list_that_is_cut_off_says_so(name: str) -> None:
         assert plain(view.render(made.context, 120, 40)[0]).startswith(f"─ {view.title}{counted} ")
     made.run("filter none-of-them")
     assert plain(view.render(made.context, 120, 40)[0]).startswith(f"─ {view.title} 0 of the newest 500 ")
-
-
-def _panels(made: ConsoleSession, size: tuple[int, int]) -> list[str]:
-    """Return the headings of the screen."""
-    rows = [plain(row) for row in made.lines(*size)[2:]]
-    return [row for row in rows if re.match(r"(─|▸|[a-z]) .* ─", row)]
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_replica_of_batches_is_zoomed_and_all_replicas_return(size: tuple[int, int]) -> None:
-    made = session(steps=60, interval_s=1.0)
-    snapshot = made.context.snapshot
-    assert snapshot is not None
-    names = [one.replica for one in snapshot.batches]
-    made.run("screen batches")
-    every = _panels(made, size)
-    assert len(every) > 1
-    made.run("zoom")
-    for name in names[:2]:
-        [panel] = _panels(made, size)
-        assert panel.startswith(f"▸ {name} ")
-        made.run("move down")
-    made.run("move first")
-    made.run("back")
-    assert _panels(made, size) == every
-
-
-def test_jump_mode_selects_a_replica_of_batches() -> None:
-    made = session(steps=60, interval_s=1.0)
-    made.run("screen batches")
-    before = _panels(made, (120, 60))
-    made.run("jump")
-    lettered = _panels(made, (120, 60))
-    assert [row[0] for row in lettered[:2]] == ["a", "s"]
-    made.jump("s")
-    after = _panels(made, (120, 60))
-    assert before[0].startswith("▸") and after[1] == f"▸{before[1][1:]}" and after[0] == f"─{before[0][1:]}"
-
-
-@pytest.mark.parametrize("blocks", [True, False])
-@pytest.mark.parametrize("size", SIZES)
-def test_the_map_of_blocks_is_zoomed_and_the_contexts_return(size: tuple[int, int], blocks: bool) -> None:
-    made = session(steps=60, interval_s=1.0)
-    snapshot = made.context.snapshot
-    assert snapshot is not None
-    if not blocks:
-        caches = [msgspec.structs.replace(one, blocks=None) for one in snapshot.kv]
-        made.context.snapshot = msgspec.structs.replace(snapshot, kv=caches)
-    made.run("screen kv")
-    made._received = None  # The frame does not show the age of the snapshot.
-    every = made.lines(*size)
-    made.run("zoom")
-    zoomed = made.lines(*size)
-    assert not any("Longest contexts" in plain(row) for row in zoomed)
-    if size == SIZES[0]:
-        assert any("Longest contexts" in plain(row) for row in every)
-    made.run("back")
-    assert made.lines(*size)[:-1] == every[:-1]
-    while made.view.variant != "replicas":
-        made.run("variant")
-    made.run("zoom")
-    assert "only one panel" in plain(made.lines(*size)[-1])
-
-
-def test_jump_mode_goes_to_the_blocks_of_a_long_context() -> None:
-    made = session(steps=60, interval_s=1.0)
-    made.run("screen kv")
-    made.lines(120, 40)
-    made.run("jump")
-    assert made.context.jumping
-    rows = [plain(row) for row in made.lines(120, 40)]
-    listed = rows[next(at for at, row in enumerate(rows) if "Longest contexts" in row) + 1 :]
-    [row] = [row for row in listed if row.startswith("s")]
-    made.jump("s")
-    request = made.view.request(made.context)
-    assert request and row[1:].startswith(request[1:])
-    made.run("zoom")
-    made.lines(120, 40)
-    made.run("jump")
-    assert made.state.message == "KV cache has no rows or panels to jump to"
 
 
 @pytest.mark.parametrize("size", [*SIZES, (60, 10)])
@@ -702,49 +460,6 @@ def test_a_list_that_could_not_be_read_again_is_marked(
     assert text() == before
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_panel_of_the_overview_is_zoomed_and_all_panels_return(size: tuple[int, int]) -> None:
-    made = session()
-
-    def titles() -> list[str]:
-        text = "\n".join(plain(row) for row in made.lines(*size)[2:])
-        return [name for name in ("Tokens per second", "Latency", "KV cache", "GPUs", "Host") if name in text]
-
-    every = titles()
-    made.run("zoom")
-    assert titles() == every[:1]
-    made.run("zoom")
-    assert titles() == every
-    for command in ("move down", "move right", "open"):
-        made.run(command)
-        made.lines(*size)
-    alone = titles()
-    assert len(alone) == 1 and alone != every[:1]
-    made.run("move up")
-    made.run("move left")
-    assert titles() == every[:1]
-    made.run("back")
-    assert titles() == every
-    assert any(plain(row).startswith("▸ Tokens per second") for row in made.lines(*size))
-    made.run("back")
-    assert not any("▸" in plain(row) for row in made.lines(*size))
-
-
-@pytest.mark.parametrize("name", [view.name for view in VIEWS if isinstance(view, TableView)])
-def test_the_details_of_a_row_are_zoomed_and_the_table_returns(name: str) -> None:
-    made = session()
-    made.run(f"screen {name}")
-
-    def body() -> list[str]:
-        return [plain(row) for row in made.lines(120, 40)[2:-1]]
-
-    before = body()
-    made.run("zoom")
-    assert body()[0].startswith(f"─ {made.view.title} ▸ ")
-    made.run("zoom")
-    assert body() == before
-
-
 def test_the_audit_screen_names_the_first_wrong_row_and_limits_further_problems() -> None:
     made = session()
     made.run("screen audit")
@@ -774,45 +489,6 @@ def test_the_audit_screen_names_the_first_wrong_row_and_limits_further_problems(
         *("head 0", "head 1", "head 2", "and 3 more problems", "2 entries are waiting")
     ]
     assert made.view.facts(made.context)[0][:2] == ("chain", lines[at])
-
-
-def test_every_tenant_has_its_own_letter_on_the_map_of_kv_blocks() -> None:
-    assert tenant_letters(["support-bot", "search", "s", "", "123"]) == {
-        "123": "a",
-        "s": "s",
-        "search": "e",
-        "support-bot": "u",
-        "": "?",
-    }
-    many = tenant_letters(f"team-{number}" for number in range(60))
-    assert len(set(many.values()) - {"?"}) == 52
-
-
-@pytest.mark.parametrize("theme", ["dark", "mono"])
-def test_the_legend_names_more_than_eight_of_twenty_tenants(theme: str) -> None:
-    made = ConsoleSession(fake := source(tenants=20, requests=400))
-    made.accept(fake.step())
-    for command in (f"theme {theme}", "screen kv", "variant"):
-        made.run(command)
-    assert made.view.variant == "tenant"
-
-    def legend(width: int, height: int) -> str:
-        lines = [plain(row) for row in made.lines(width, height)]
-        assert len(lines) == height
-        at = next(number for number, text in enumerate(lines) if text.startswith("1 cell = "))
-        end = next(number for number, text in enumerate(lines) if text.startswith("▸ block"))
-        return " ".join(lines[at:end])
-
-    snapshot = made.context.snapshot
-    assert snapshot is not None and snapshot.kv[0].blocks is not None
-    names = set(snapshot.kv[0].blocks.tenants)
-    assert len(names) > 8
-    letters = tenant_letters(one.name for one in snapshot.tenants)
-    wide = legend(120, 40)
-    assert all(f"{letters[name]} {name}" in wide for name in names)
-    narrow = legend(80, 24)
-    shown = sum(f"{letters[name]} {name} " in narrow for name in names)
-    assert 0 < shown < len(names) and f"and {len(names) - shown} more" in narrow
 
 
 def test_a_figure_that_a_gpu_does_not_support_differs_from_an_unknown_figure() -> None:

@@ -34,9 +34,9 @@ from console.stored_recording import file_recording
 from console.themes import BACKGROUNDS, style
 from console.widget import merged
 from tests.console.frames import SIZES, session
+from tests.console.pilots import shown as shown_text
+from tests.console.pilots import until
 from tests.console.recorded import fake_seconds, record
-from tests.console.test_app import shown as shown_text
-from tests.console.test_app import until
 
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "console"
 _WITH_HELP = ("overview", "requests")

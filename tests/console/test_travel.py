@@ -19,8 +19,8 @@ from console.palette import ConsoleCommands
 from console.past_dialogs import SliceDialog, TimeDialog
 from console.replay import ReplaySource
 from console.stored_recording import file_recording
+from tests.console.pilots import run, shown, until
 from tests.console.recorded import fake_seconds, record
-from tests.console.test_app import run, shown, until
 
 
 class SecondsSource(FakeSource):

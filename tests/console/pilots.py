@@ -1,0 +1,80 @@
+"""Runs the console as an application without a terminal, for tests that press keys."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+from textual.pilot import Pilot
+
+from appliance.snapshot import Snapshot
+from console.app import ConsoleApp
+from console.dialogs import ActionDialog
+from console.fake import FakeSource
+from console.lines import plain
+from console.source import SourceError
+from tests.console.frames import source
+
+
+class StillSource(FakeSource):
+    """A simulated service whose clock stops after the first few snapshots."""
+
+    steps = 6
+    away = ""
+    """The reason why the service does not answer, or an empty string if it answers."""
+    performed: list[msgspec.Struct]
+
+    async def next(self) -> Snapshot:
+        if self.away:
+            raise SourceError(self.away)
+        if self.steps == 0:
+            await asyncio.sleep(0.5)
+            return self._snapshot()
+        self.steps -= 1
+        return self.step()
+
+    async def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
+        self.performed = [*getattr(self, "performed", []), parameters]
+        return await super().act(parameters)
+
+
+def console(*, write: bool = False, theme: str = "dark") -> ConsoleApp:
+    fake = source()
+    fake.__class__ = StillSource
+    return ConsoleApp(fake, write=write, theme=theme)
+
+
+def shown(app: ConsoleApp) -> str:
+    """Return the frame as text."""
+    return "\n".join(plain(row) for row in app.frame_widget._lines)
+
+
+def opened(app: ConsoleApp) -> bool:
+    """Return whether an action's dialog is fully displayed and has the focus."""
+    if not isinstance(app.screen, ActionDialog) or app.screen.focused is None:
+        return False
+    # The command is displayed after the focus has been set.
+    return any(str(one.render()) for one in app.screen.query("#command"))
+
+
+async def until(pilot: Pilot[int], condition: Callable[[], object]) -> None:
+    """Wait until a condition is true."""
+    for _ in range(1200):
+        await asyncio.sleep(0.05)
+        if condition():
+            return
+    raise AssertionError("timed out after 60 s:\n" + shown(pilot.app))  # type: ignore[arg-type]
+
+
+def run(
+    test: Callable[[Pilot[int], ConsoleApp], object], app: ConsoleApp, size: tuple[int, int] = (120, 40)
+) -> None:
+    """Run a test in a console that already shows measured values."""
+
+    async def steps() -> None:
+        async with app.run_test(size=size) as pilot:
+            await until(pilot, lambda: "peak" in shown(app) or "output" in shown(app))
+            await test(pilot, app)  # type: ignore[misc]
+
+    asyncio.run(steps())

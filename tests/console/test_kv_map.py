@@ -1,0 +1,84 @@
+"""Tests of the map of KV blocks as lines, without a terminal."""
+
+from __future__ import annotations
+
+import pytest
+
+from console.lines import plain
+from console.screens.kv import tenant_letters
+from console.session import ConsoleSession
+from tests.console.frames import SIZES, session, source
+
+
+def test_the_map_shows_the_shares_of_the_pool_if_a_cell_stands_for_several_blocks() -> None:
+    made = session(195, interval_s=1.0)
+    made.run("screen kv")
+    rows = made.lines(80, 24)
+    legend = next(number for number, row in enumerate(rows) if plain(row).startswith("1 cell = 2 blocks"))
+    letters = "".join(one.text for row in rows[5:legend] for one in row)
+    assert made.context.snapshot is not None
+    pool = made.context.snapshot.kv[0]
+    in_use = sum(letters.count(letter) for letter in "█▓") / (pool.blocks_total / 2)
+    assert in_use == pytest.approx(pool.blocks_used / pool.blocks_total, abs=0.05)
+
+
+@pytest.mark.parametrize("variant", ["state", "sharing"])
+def test_the_legend_of_the_map_has_the_colours_of_the_map(variant: str) -> None:
+    made = session(195, interval_s=1.0)
+    made.run("screen kv")
+    while made.view.variant != variant:
+        made.run("variant")
+    rows = made.lines(80, 24)
+    legend = next(number for number, row in enumerate(rows) if plain(row).startswith("1 cell ="))
+    colours = {one.text[0]: one.role for one in rows[legend] if one.text[:1] in tuple("·▒█▓")}
+    assert set(colours) == set("·▒█▓")
+    shown = {(one.text[0], one.role) for row in rows[5:legend] for one in row if one.text[:1] in colours}
+    assert shown - {("▒", "tab")} <= set(colours.items())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_legend_of_the_ages_fits(size: tuple[int, int]) -> None:
+    made = session(195, interval_s=1.0)
+    made.run("screen kv")
+    while made.view.variant != "age":
+        made.run("variant")
+    assert any("≥8 min since use" in plain(row) for row in made.lines(*size))
+
+
+def test_every_tenant_has_its_own_letter_on_the_map_of_kv_blocks() -> None:
+    assert tenant_letters(["support-bot", "search", "s", "", "123"]) == {
+        "123": "a",
+        "s": "s",
+        "search": "e",
+        "support-bot": "u",
+        "": "?",
+    }
+    many = tenant_letters(f"team-{number}" for number in range(60))
+    assert len(set(many.values()) - {"?"}) == 52
+
+
+@pytest.mark.parametrize("theme", ["dark", "mono"])
+def test_the_legend_names_more_than_eight_of_twenty_tenants(theme: str) -> None:
+    made = ConsoleSession(fake := source(tenants=20, requests=400))
+    made.accept(fake.step())
+    for command in (f"theme {theme}", "screen kv", "variant"):
+        made.run(command)
+    assert made.view.variant == "tenant"
+
+    def legend(width: int, height: int) -> str:
+        lines = [plain(row) for row in made.lines(width, height)]
+        assert len(lines) == height
+        at = next(number for number, text in enumerate(lines) if text.startswith("1 cell = "))
+        end = next(number for number, text in enumerate(lines) if text.startswith("▸ block"))
+        return " ".join(lines[at:end])
+
+    snapshot = made.context.snapshot
+    assert snapshot is not None and snapshot.kv[0].blocks is not None
+    names = set(snapshot.kv[0].blocks.tenants)
+    assert len(names) > 8
+    letters = tenant_letters(one.name for one in snapshot.tenants)
+    wide = legend(120, 40)
+    assert all(f"{letters[name]} {name}" in wide for name in names)
+    narrow = legend(80, 24)
+    shown = sum(f"{letters[name]} {name} " in narrow for name in names)
+    assert 0 < shown < len(names) and f"and {len(names) - shown} more" in narrow

@@ -1,0 +1,139 @@
+"""Tests of zooming a panel and of jump mode, without a terminal."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import pytest
+
+from console.lines import plain
+from console.screens.registry import all_views, alternate_views
+from console.screens.table import TableView
+from console.session import ConsoleSession
+from tests.console.frames import SIZES, session
+
+
+def _panels(made: ConsoleSession, size: tuple[int, int]) -> list[str]:
+    """Return the headings of the screen."""
+    rows = [plain(row) for row in made.lines(*size)[2:]]
+    return [row for row in rows if re.match(r"(─|▸|[a-z]) .* ─", row)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_replica_of_batches_is_zoomed_and_all_replicas_return(size: tuple[int, int]) -> None:
+    made = session(steps=60, interval_s=1.0)
+    snapshot = made.context.snapshot
+    assert snapshot is not None
+    names = [one.replica for one in snapshot.batches]
+    made.run("screen batches")
+    every = _panels(made, size)
+    assert len(every) > 1
+    made.run("zoom")
+    for name in names[:2]:
+        [panel] = _panels(made, size)
+        assert panel.startswith(f"▸ {name} ")
+        made.run("move down")
+    made.run("move first")
+    made.run("back")
+    assert _panels(made, size) == every
+
+
+def test_jump_mode_selects_a_replica_of_batches() -> None:
+    made = session(steps=60, interval_s=1.0)
+    made.run("screen batches")
+    before = _panels(made, (120, 60))
+    made.run("jump")
+    lettered = _panels(made, (120, 60))
+    assert [row[0] for row in lettered[:2]] == ["a", "s"]
+    made.jump("s")
+    after = _panels(made, (120, 60))
+    assert before[0].startswith("▸") and after[1] == f"▸{before[1][1:]}" and after[0] == f"─{before[0][1:]}"
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_map_of_blocks_is_zoomed_and_the_contexts_return(size: tuple[int, int], blocks: bool) -> None:
+    made = session(steps=60, interval_s=1.0)
+    snapshot = made.context.snapshot
+    assert snapshot is not None
+    if not blocks:
+        caches = [msgspec.structs.replace(one, blocks=None) for one in snapshot.kv]
+        made.context.snapshot = msgspec.structs.replace(snapshot, kv=caches)
+    made.run("screen kv")
+    made._received = None  # The frame does not show the age of the snapshot.
+    every = made.lines(*size)
+    made.run("zoom")
+    zoomed = made.lines(*size)
+    assert not any("Longest contexts" in plain(row) for row in zoomed)
+    if size == SIZES[0]:
+        assert any("Longest contexts" in plain(row) for row in every)
+    made.run("back")
+    assert made.lines(*size)[:-1] == every[:-1]
+    while made.view.variant != "replicas":
+        made.run("variant")
+    made.run("zoom")
+    assert "only one panel" in plain(made.lines(*size)[-1])
+
+
+def test_jump_mode_goes_to_the_blocks_of_a_long_context() -> None:
+    made = session(steps=60, interval_s=1.0)
+    made.run("screen kv")
+    made.lines(120, 40)
+    made.run("jump")
+    assert made.context.jumping
+    rows = [plain(row) for row in made.lines(120, 40)]
+    listed = rows[next(at for at, row in enumerate(rows) if "Longest contexts" in row) + 1 :]
+    [row] = [row for row in listed if row.startswith("s")]
+    made.jump("s")
+    request = made.view.request(made.context)
+    assert request and row[1:].startswith(request[1:])
+    made.run("zoom")
+    made.lines(120, 40)
+    made.run("jump")
+    assert made.state.message == "KV cache has no rows or panels to jump to"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_panel_of_the_overview_is_zoomed_and_all_panels_return(size: tuple[int, int]) -> None:
+    made = session()
+
+    def titles() -> list[str]:
+        text = "\n".join(plain(row) for row in made.lines(*size)[2:])
+        return [name for name in ("Tokens per second", "Latency", "KV cache", "GPUs", "Host") if name in text]
+
+    every = titles()
+    made.run("zoom")
+    assert titles() == every[:1]
+    made.run("zoom")
+    assert titles() == every
+    for command in ("move down", "move right", "open"):
+        made.run(command)
+        made.lines(*size)
+    alone = titles()
+    assert len(alone) == 1 and alone != every[:1]
+    made.run("move up")
+    made.run("move left")
+    assert titles() == every[:1]
+    made.run("back")
+    assert titles() == every
+    assert any(plain(row).startswith("▸ Tokens per second") for row in made.lines(*size))
+    made.run("back")
+    assert not any("▸" in plain(row) for row in made.lines(*size))
+
+
+@pytest.mark.parametrize(
+    "name", [view.name for view in (*all_views(), *alternate_views()) if isinstance(view, TableView)]
+)
+def test_the_details_of_a_row_are_zoomed_and_the_table_returns(name: str) -> None:
+    made = session()
+    made.run(f"screen {name}")
+
+    def body() -> list[str]:
+        return [plain(row) for row in made.lines(120, 40)[2:-1]]
+
+    before = body()
+    made.run("zoom")
+    assert body()[0].startswith(f"─ {made.view.title} ▸ ")
+    made.run("zoom")
+    assert body() == before
