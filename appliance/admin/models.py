@@ -1,4 +1,4 @@
-"""Lists, adds, loads, swaps and removes models for operators."""
+"""Adds, loads, swaps and removes models for operators."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from appliance.actions.parameters import (
     WakeModel,
 )
 from appliance.admin.effects import Effect, committed, done
+from appliance.admin.model_states import ModelStates
 from appliance.background import Background
 from appliance.models.manager import ModelManager
 from appliance.models.manifest import read_manifest
@@ -35,31 +36,21 @@ from appliance.models.preflight import problem_of
 from appliance.models.preflight_process import Check
 from appliance.models.routing import Routing, split_target, unit_name
 from appliance.protocol import Done
-from appliance.protocol.registry import (
-    AddedVersion,
-    PrunedVersion,
-    PrunedVersions,
-    RegisteredFile,
-    RegisteredModel,
-    RegisteredVersion,
-    VersionState,
-    VersionStatus,
-)
-from appliance.settings import ModelSettings, Place, Settings, SettingsError
+from appliance.protocol.registry import AddedVersion, PrunedVersion, PrunedVersions, VersionStatus
+from appliance.settings import Place, Settings, SettingsError
 from appliance.settings.convert import Converter
 from store.audit import Actor
 from store.errors import ConflictError, UnknownModelError
 from store.models import ModelRecord, VersionRecord
 
-_WAITS = "waiting for the load or unload of another model"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+-]{0,127}")
 
 
 @dataclass(kw_only=True)
 class ModelAdmin:
-    """Handles the actions on models. Models declared in the settings are listed, but can only be changed in
-    the settings."""
+    """Handles the actions on models. Models declared in the settings can only be changed in the settings."""
 
+    states: ModelStates
     operations: ModelOperations
     on_demand: OnDemand
     manager: ModelManager
@@ -73,116 +64,6 @@ class ModelAdmin:
     it."""
     _background: Background = field(default_factory=Background, init=False)
 
-    # ── lists ──
-
-    def models(self) -> list[RegisteredModel]:
-        """Return all models. The models from the settings come first."""
-        registry = self.operations.registry.current
-        declared = self.settings().models
-        shown = [self._declared(name, model) for name, model in declared.items()]
-        return shown + [self._registered(one) for one in registry.models.values() if one.name not in declared]
-
-    def _declared(self, name: str, model: ModelSettings) -> RegisteredModel:
-        version = self._version(name, 1, model.folder)
-        version.shares = self._shares(name)
-        return RegisteredModel(
-            name=name,
-            state=version.state,
-            default=1,
-            source=f"declared in {self.declared_in(name)}",
-            aliases=self._aliases(name),
-            versions=[version],
-        )
-
-    def _registered(self, model: ModelRecord) -> RegisteredModel:
-        registry = self.operations.registry.current
-        versions = []
-        for record in registry.versions_of(model.name):
-            version = self._version(unit_name(model.name, record.version), record.version, record.folder)
-            version.added_at, version.settings = record.created_at, record.settings
-            version.shares = self._shares(unit_name(model.name, record.version))
-            version.files = [
-                RegisteredFile(name=f.name, bytes=f.bytes, sha256=f.sha256) for f in record.files
-            ]
-            versions.append(version)
-        default = next(one for one in versions if one.version == model.default_version)
-        return RegisteredModel(
-            name=model.name,
-            state=default.state,
-            default=model.default_version,
-            previous=model.previous_version,
-            source="registry",
-            aliases=self._aliases(model.name),
-            split=split.weights if (split := registry.splits.get(model.name)) else {},
-            versions=versions,
-        )
-
-    def _version(self, unit: str, number: int, folder: str) -> RegisteredVersion:
-        state, detail = self._state(unit)
-        replicas = [replica.status() for replica in self.manager.of(unit)]
-        return RegisteredVersion(
-            version=number,
-            folder=folder,
-            state=state,
-            detail=detail,
-            replicas=len(replicas),
-            devices=[device for replica in replicas for device in replica.devices],
-            memory_bytes=sum(one.weight_bytes + one.kv_bytes - one.freed_bytes for one in replicas),
-            expires_at=self.on_demand.expires_at(unit),
-        )
-
-    def _state(self, unit: str) -> tuple[VersionState, str]:
-        """Return the state of a unit of loading, and an explanation of it."""
-        if unit in self.operations.draining or self.operations.is_falling_asleep(unit):
-            return "draining", "finishing its requests"
-        replicas = self.manager.of(unit)
-        asleep = unit in self.operations.asleep and not self.operations.is_waking(unit)
-        if asleep or self.manager.is_parked_asleep(unit):
-            return "sleeping", next((replica.detail for replica in replicas if replica.detail), "")
-        if self.manager.is_parked(unit):
-            if replicas:
-                return "draining", "leaving the memory; the next request loads it again"
-            if self.on_demand.is_loading(unit):
-                return "loading", _WAITS
-            failure = self.routing.failures.get(unit, "")
-            if failure:
-                return "failed", failure
-            return "available", self.manager.unreturned.get(unit, "")
-        usable = unit in self.routing.usable or self.manager.is_declared(unit)
-        if usable and any(replica.answers for replica in replicas):
-            return "ready", ""
-        if self.on_demand.is_loading(unit) and not replicas:
-            return "loading", "" if self.operations.is_loading(unit) else _WAITS
-        if failure := self.manager.failure(unit) or self.operations.failures.get(unit, ""):
-            remedy = self.manager.remedy(unit)
-            return "failed", f"{failure}: {remedy}" if remedy else failure
-        if replicas or self.operations.is_loading(unit) or usable:
-            return "loading", next((replica.detail for replica in replicas if replica.detail), "")
-        return "available", self.manager.unreturned.get(unit, "")
-
-    def _aliases(self, model: str) -> list[str]:
-        aliases = self.operations.registry.current.aliases.values()
-        return [
-            alias.name for alias in aliases if alias.target == model or split_target(alias.target)[0] == model
-        ]
-
-    def _shares(self, unit: str) -> dict[str, float]:
-        """For each split name, return the fraction of the name's requests that the unit gets."""
-        return {
-            route.name: sum(arm.weight for arm in route.arms if arm.unit == unit)
-            / sum(arm.weight for arm in route.arms)
-            for route in self.routing.routes()
-            if any(arm.unit == unit for arm in route.arms)
-        }
-
-    def _status(self, record: VersionRecord) -> VersionStatus:
-        state, detail = self._state(unit_name(record.model, record.version))
-        return VersionStatus(name=record.model, version=record.version, state=state, detail=detail)
-
-    def _declared_status(self, name: str) -> VersionStatus:
-        state, detail = self._state(name)
-        return VersionStatus(name=name, version=1, state=state, detail=detail)
-
     # ── add and remove ──
 
     async def add(self, actor: Actor, asked: AddModel) -> Effect:
@@ -193,7 +74,7 @@ class ModelAdmin:
             raise ConflictError(f"{asked.name!r} is an alias: choose another name, or delete the alias first")
         if not os.path.isabs(asked.folder):
             raise ValueError(f"folder = {asked.folder!r} is not an absolute path: write the whole path")
-        check_settings(asked.name, asked.folder, asked.settings)
+        _check_settings(asked.name, asked.folder, asked.settings)
         self._check_fallback(asked)
         warnings = await self._check(asked)
         files = await asyncio.to_thread(read_manifest, asked.folder)
@@ -229,7 +110,7 @@ class ModelAdmin:
         self.check_declared(name, "removed")
         for record in self.operations.registry.current.versions_of(name):
             unit = unit_name(name, record.version)
-            if version in (None, record.version) and self._state(unit)[0] not in ("available", "failed"):
+            if version in (None, record.version) and self.states.is_loaded(unit):
                 raise ConflictError(f"{unit} is loaded: unload it first with: appliance models unload {unit}")
         for record in self.operations.registry.current.versions_of(name):
             if version in (None, record.version):
@@ -259,7 +140,7 @@ class ModelAdmin:
 
     async def _withdraw(self, record: VersionRecord) -> None:
         """Make the front processes refuse requests for a version that is not loaded."""
-        unit = unit_name(record.model, record.version)
+        unit = _unit(record)
         self.manager.unreturned.pop(unit, None)
         if unit in self.routing.usable:
             await self.operations.unload(record, 0.0)
@@ -268,13 +149,13 @@ class ModelAdmin:
         """Return whether a version is in use, or can be reached by a name that does not contain its
         number."""
         registry = self.operations.registry.current
-        model, unit = registry.models[record.model], unit_name(record.model, record.version)
+        model, unit = registry.models[record.model], _unit(record)
         return (
             record.version in (model.default_version, model.previous_version)
             or any(alias.target == unit for alias in registry.aliases.values())
             or any(unit in split.weights for split in registry.splits.values())
             or any(unit == shadow.target for shadow in registry.shadows.values())
-            or self._state(unit)[0] not in ("available", "failed")
+            or self.states.is_loaded(unit)
             or bool(self.declared_in(record.model))
         )
 
@@ -285,66 +166,54 @@ class ModelAdmin:
         ConflictError for a required model of the settings, or LoadError if the model cannot be loaded."""
         declared = self.settings().models.get(asked.model)
         if declared is not None and not declared.required:
-            before = self._declared_status(asked.model).state
-            await self._perform(self.on_demand.load_declared(asked.model), wait=asked.wait)
-            status = self._declared_status(asked.model)
-            return Effect(status, {"state": before}, {"state": status.state})
+            load = self.on_demand.load_declared(asked.model)
+            return await self._perform(load, lambda: self.states.declared_status(asked.model), asked.wait)
         record = self._record(asked.model, "loaded")
-        before = self._status(record).state
-        await self._perform(self.on_demand.load(record), wait=asked.wait)
-        status = self._status(record)
-        return Effect(status, {"state": before}, {"state": status.state})
+        load = self.on_demand.load(record)
+        return await self._perform(load, lambda: self.states.status(record), asked.wait)
 
     async def unload(self, actor: Actor, asked: UnloadModel) -> Effect:
         """Unload a version."""
         record = self._record(asked.model, "unloaded")
-        before = self._status(record).state
-        await self._perform(self.on_demand.unload(record, asked.grace_s), wait=asked.wait)
-        status = self._status(record)
-        return Effect(status, {"state": before}, {"state": status.state})
+        unload = self.on_demand.unload(record, asked.grace_s)
+        return await self._perform(unload, lambda: self.states.status(record), asked.wait)
 
     async def sleep(self, actor: Actor, asked: SleepModel) -> Effect:
         """Put a version to sleep. Raises LoadError if it is not loaded, or cannot be put to sleep."""
         record = self._record(asked.model, "put to sleep")
-        before = self._status(record).state
-        await self._perform(self.operations.sleep(record, asked.grace_s), wait=asked.wait)
-        status = self._status(record)
-        return Effect(status, {"state": before}, {"state": status.state})
+        sleep = self.operations.sleep(record, asked.grace_s)
+        return await self._perform(sleep, lambda: self.states.status(record), asked.wait)
 
     async def wake(self, actor: Actor, asked: WakeModel) -> Effect:
         """Wake a version. Raises LoadError if it is not asleep, or cannot be woken."""
         record = self._record(asked.model, "woken")
-        before = self._status(record).state
-        parked = self.manager.is_parked_asleep(unit_name(record.model, record.version))
-        waking = self.on_demand.load(record) if parked else self.operations.wake(record)
-        await self._perform(waking, wait=asked.wait)
-        status = self._status(record)
-        return Effect(status, {"state": before}, {"state": status.state})
+        parked = self.manager.is_parked_asleep(_unit(record))
+        wake = self.on_demand.load(record) if parked else self.operations.wake(record)
+        return await self._perform(wake, lambda: self.states.status(record), asked.wait)
 
-    async def _perform(self, operation: Awaitable[None], *, wait: bool) -> None:
+    async def _perform(
+        self, operation: Awaitable[None], status: Callable[[], VersionStatus], wait: bool
+    ) -> Effect:
         """Run an operation to completion or, without `wait`, only start it. Raises LoadError if the operation
         is refused immediately. If an operation that was only started fails later, the list of models shows
         the failure."""
+        before = status()
         task = asyncio.ensure_future(operation)
         await asyncio.sleep(0)
         if wait or task.done():
             await asyncio.shield(task)
-            return
-
-        async def finish() -> None:
-            with contextlib.suppress(LoadError):  # `ModelOperations.failures` keeps the reason
-                await task
-
-        self._background.run(finish())
+        else:
+            self._background.run(_finish(task))
+        after = status()
+        return Effect(after, {"state": before.state}, {"state": after.state})
 
     async def retry(self, actor: Actor, asked: RetryModel) -> Effect:
         """Immediately restart a model's replicas that have failed or are waiting to be restarted. Raises
         UnknownModelError, or ConflictError if there are none."""
         unit = asked.model
         if not self.manager.is_declared(unit):
-            record = self._record(unit, "retried")
-            unit = unit_name(record.model, record.version)
-        before = self._state(unit)
+            unit = _unit(self._record(unit, "retried"))
+        before = self.states.state(unit)
         if not (replicas := self.manager.retry(unit)):
             if before[0] in ("available", "failed"):
                 raise ConflictError(
@@ -400,7 +269,7 @@ class ModelAdmin:
         former = self._record(unit_name(name, self._model(name).default_version), "")
         registry = self.operations.registry
         if former == wanted and name not in registry.current.splits:
-            return Effect(self._status(wanted))
+            return Effect(self.states.status(wanted))
 
         def commit() -> Awaitable[ModelRecord]:
             return committed(registry.set_default(actor=actor, action=action, model=name, version=version))
@@ -408,7 +277,7 @@ class ModelAdmin:
         await asyncio.shield(
             asyncio.ensure_future(self.operations.set_default(former, wanted, commit, grace_s))
         )
-        return Effect(self._status(wanted))
+        return Effect(self.states.status(wanted))
 
     async def alias(self, actor: Actor, asked: SetAlias) -> Effect:
         """Set or delete an alias. Raises ConflictError if the name is in use, or if the alias is in use but
@@ -422,7 +291,7 @@ class ModelAdmin:
         if asked.name in registry.current.models:
             raise ConflictError(f"{asked.name!r} is the name of a model: choose another name for the alias")
         if not self.declared_in(asked.target):
-            unit = self._target_unit(asked.target)
+            unit = _unit(self._record(asked.target, ""))
             if self.routing.unit_of(asked.name) and unit not in self.routing.usable:
                 raise ConflictError(
                     f"alias {asked.name!r} is in use, but {asked.target} is not loaded: load it first with: "
@@ -431,11 +300,6 @@ class ModelAdmin:
         await committed(registry.set_alias(actor=actor, name=asked.name, target=asked.target))
         await self.fronts.routed()
         return done(f"alias {asked.name} now names {asked.target}")
-
-    def _target_unit(self, target: str) -> str:
-        name, version = split_target(target)
-        record = self._record(target, "")
-        return unit_name(name, record.version if version is None else version)
 
     # ── checks ──
 
@@ -485,7 +349,17 @@ class ModelAdmin:
         return record
 
 
-def check_settings(name: str, folder: str, settings: Mapping[str, Any]) -> None:
+def _unit(record: VersionRecord) -> str:
+    return unit_name(record.model, record.version)
+
+
+async def _finish(operation: Awaitable[None]) -> None:
+    """Wait for an operation whose caller has already been answered."""
+    with contextlib.suppress(LoadError):  # `ModelOperations.failures` keeps the reason
+        await operation
+
+
+def _check_settings(name: str, folder: str, settings: Mapping[str, Any]) -> None:
     """Check the settings of a version. Raises SettingsError if a setting does not exist or cannot be used."""
     path = ("models", name)
     converter = Converter({path: Place("models add")}, "models add")

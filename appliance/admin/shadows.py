@@ -52,7 +52,7 @@ class ShadowAdmin:
 
     def shown(self) -> list[RegisteredModel]:
         """Return all models, with the results of their shadows."""
-        models = self.models.models()
+        models = self.models.states.all()
         for model in models:
             model.shadows = [shadow for name in (model.name, *model.aliases) for shadow in self._of(name)]
         return models

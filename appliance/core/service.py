@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 
 from appliance.admin.backend import admin_backend
 from appliance.admin.callers import Authenticator, keys_of
+from appliance.admin.model_states import ModelStates
 from appliance.admin.models import ModelAdmin
 from appliance.admin.server import AdminServer
 from appliance.admin.status import StatusReader, service_version
@@ -180,6 +181,14 @@ class Service:
             settings=self.settings,
             traffic=parts.requests.state,
             models=ModelAdmin(
+                states=ModelStates(
+                    operations=self.operations,
+                    on_demand=self.on_demand,
+                    manager=parts.models,
+                    routing=parts.routing,
+                    settings=self.settings,
+                    declared_in=reloader.declared_in,
+                ),
                 operations=self.operations,
                 on_demand=self.on_demand,
                 manager=parts.models,

@@ -1,0 +1,149 @@
+"""The states of models and versions, as `appliance models list` shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from appliance.models.manager import ModelManager
+from appliance.models.on_demand import OnDemand
+from appliance.models.operations import ModelOperations
+from appliance.models.routing import Routing, split_target, unit_name
+from appliance.protocol.registry import (
+    RegisteredFile,
+    RegisteredModel,
+    RegisteredVersion,
+    VersionState,
+    VersionStatus,
+)
+from appliance.settings import ModelSettings, Settings
+from store.models import ModelRecord, VersionRecord
+
+_WAITS = "waiting for the load or unload of another model"
+
+
+@dataclass(kw_only=True)
+class ModelStates:
+    """Reads the states of the models in the settings and in the registry."""
+
+    operations: ModelOperations
+    on_demand: OnDemand
+    manager: ModelManager
+    routing: Routing
+    settings: Callable[[], Settings]
+    declared_in: Callable[[str], str]
+    """Same as `ModelAdmin.declared_in`."""
+
+    def all(self) -> list[RegisteredModel]:
+        """Return all models. The models from the settings come first."""
+        registry = self.operations.registry.current
+        declared = self.settings().models
+        shown = [self._declared(name, model) for name, model in declared.items()]
+        return shown + [self._registered(one) for one in registry.models.values() if one.name not in declared]
+
+    def _declared(self, name: str, model: ModelSettings) -> RegisteredModel:
+        version = self._version(name, 1, model.folder)
+        version.shares = self._shares(name)
+        return RegisteredModel(
+            name=name,
+            state=version.state,
+            default=1,
+            source=f"declared in {self.declared_in(name)}",
+            aliases=self._aliases(name),
+            versions=[version],
+        )
+
+    def _registered(self, model: ModelRecord) -> RegisteredModel:
+        registry = self.operations.registry.current
+        versions = []
+        for record in registry.versions_of(model.name):
+            version = self._version(unit_name(model.name, record.version), record.version, record.folder)
+            version.added_at, version.settings = record.created_at, record.settings
+            version.shares = self._shares(unit_name(model.name, record.version))
+            version.files = [
+                RegisteredFile(name=f.name, bytes=f.bytes, sha256=f.sha256) for f in record.files
+            ]
+            versions.append(version)
+        default = next(one for one in versions if one.version == model.default_version)
+        return RegisteredModel(
+            name=model.name,
+            state=default.state,
+            default=model.default_version,
+            previous=model.previous_version,
+            source="registry",
+            aliases=self._aliases(model.name),
+            split=split.weights if (split := registry.splits.get(model.name)) else {},
+            versions=versions,
+        )
+
+    def _version(self, unit: str, number: int, folder: str) -> RegisteredVersion:
+        state, detail = self.state(unit)
+        replicas = [replica.status() for replica in self.manager.of(unit)]
+        return RegisteredVersion(
+            version=number,
+            folder=folder,
+            state=state,
+            detail=detail,
+            replicas=len(replicas),
+            devices=[device for replica in replicas for device in replica.devices],
+            memory_bytes=sum(one.weight_bytes + one.kv_bytes - one.freed_bytes for one in replicas),
+            expires_at=self.on_demand.expires_at(unit),
+        )
+
+    def state(self, unit: str) -> tuple[VersionState, str]:
+        """Return the state of a unit of loading, and an explanation of it."""
+        if unit in self.operations.draining or self.operations.is_falling_asleep(unit):
+            return "draining", "finishing its requests"
+        replicas = self.manager.of(unit)
+        asleep = unit in self.operations.asleep and not self.operations.is_waking(unit)
+        if asleep or self.manager.is_parked_asleep(unit):
+            return "sleeping", next((replica.detail for replica in replicas if replica.detail), "")
+        if self.manager.is_parked(unit):
+            if replicas:
+                return "draining", "leaving the memory; the next request loads it again"
+            if self.on_demand.is_loading(unit):
+                return "loading", _WAITS
+            failure = self.routing.failures.get(unit, "")
+            if failure:
+                return "failed", failure
+            return "available", self.manager.unreturned.get(unit, "")
+        usable = unit in self.routing.usable or self.manager.is_declared(unit)
+        if usable and any(replica.answers for replica in replicas):
+            return "ready", ""
+        if self.on_demand.is_loading(unit) and not replicas:
+            return "loading", "" if self.operations.is_loading(unit) else _WAITS
+        if failure := self.manager.failure(unit) or self.operations.failures.get(unit, ""):
+            remedy = self.manager.remedy(unit)
+            return "failed", f"{failure}: {remedy}" if remedy else failure
+        if replicas or self.operations.is_loading(unit) or usable:
+            return "loading", next((replica.detail for replica in replicas if replica.detail), "")
+        return "available", self.manager.unreturned.get(unit, "")
+
+    def is_loaded(self, unit: str) -> bool:
+        """Return whether a unit of loading is loaded, being loaded or being unloaded."""
+        return self.state(unit)[0] not in ("available", "failed")
+
+    def _aliases(self, model: str) -> list[str]:
+        aliases = self.operations.registry.current.aliases.values()
+        return [
+            alias.name for alias in aliases if alias.target == model or split_target(alias.target)[0] == model
+        ]
+
+    def _shares(self, unit: str) -> dict[str, float]:
+        """For each split name, return the fraction of the name's requests that the unit gets."""
+        return {
+            route.name: sum(arm.weight for arm in route.arms if arm.unit == unit)
+            / sum(arm.weight for arm in route.arms)
+            for route in self.routing.routes()
+            if any(arm.unit == unit for arm in route.arms)
+        }
+
+    def status(self, record: VersionRecord) -> VersionStatus:
+        """Return the status of a version in the registry."""
+        state, detail = self.state(unit_name(record.model, record.version))
+        return VersionStatus(name=record.model, version=record.version, state=state, detail=detail)
+
+    def declared_status(self, name: str) -> VersionStatus:
+        """Return the status of a model in the settings."""
+        state, detail = self.state(name)
+        return VersionStatus(name=name, version=1, state=state, detail=detail)
