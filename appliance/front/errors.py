@@ -7,7 +7,9 @@ from collections.abc import Mapping
 
 from starlette.responses import Response
 
+from appliance.channel.core_messages import Refused
 from appliance.http import error_document
+from engine.messages import Output
 
 INVALID_REQUEST = "invalid_request_error"
 
@@ -91,6 +93,29 @@ def model_not_found(name: str) -> ApiError:
         param="model",
         code="model_not_found",
     )
+
+
+def refusal_error(message: Refused) -> ApiError:
+    """Return the error for a request that the core has refused."""
+    return ApiError(
+        message.status,
+        message.message,
+        param="model" if message.status == 404 else None,
+        code=message.code,
+        retry_after_s=message.retry_after_s,
+        headers={"x-should-retry": "false"} if message.useless else None,
+        kind=message.kind,
+    )
+
+
+def engine_error(output: Output) -> ApiError:
+    """Return the error for a sample that the replica has ended without an answer."""
+    message = output.error or "the engine ended this request without giving a reason"
+    if output.finish_reason == "cancelled":
+        return ApiError(503, output.error or "this request was cancelled", code="aborted", retry_after_s=1.0)
+    if output.refused:
+        return ApiError(400, message, code="rejected_by_engine")
+    return ApiError(503, message, code="engine_error", retry_after_s=1.0)
 
 
 def _shown(name: str) -> str:

@@ -8,20 +8,18 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
-import msgspec
-
 from appliance.channel.core_messages import Admitted, Refused
-from appliance.channel.front_messages import Admit, RequestProgress, Settle, ShadowMeasure
-from appliance.channel.prefixes import prefix_hashes
+from appliance.channel.front_messages import RequestProgress, Settle, ShadowMeasure
 from appliance.front.app_state import AppState
-from appliance.front.errors import ApiError
+from appliance.front.errors import ApiError, engine_error, refusal_error
 from appliance.front.generation_task import GenerationTask
 from appliance.front.keeping import Transcript
 from appliance.front.limits import rate_limit_headers
 from appliance.front.request_context import RequestContext
+from appliance.front.request_messages import admit_message, submit_messages
 from appliance.front.sample import Sample, samples_of
 from engine.client import ReplicaClient
-from engine.messages import Output, Submit, pack_tokens
+from engine.messages import Output, Submit
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +33,6 @@ _MAX_BACKLOG_BYTES = 1 << 20
 _BACKLOG_CHECK_S = 0.005
 
 CLIENT_DISCONNECTED = 499
-
-Submission = tuple[Submit, Callable[[Output], None]]
-"""A submission, and the callback that receives its outputs."""
 
 
 class Generation:
@@ -152,7 +147,8 @@ class Generation:
         if message.most_tokens is not None:
             for prompt in self.task.prompts:
                 prompt.max_tokens = min(prompt.max_tokens, message.most_tokens)
-        submissions = self._submissions(link, message)
+        messages = submit_messages(self.context, self.task, self.samples, link, message)
+        submissions = ((submit, self._sink(submit.handle, group)) for submit, group in messages)
         if self._attempt:
             self.state.background.run(self._submit_in_turns(link, submissions))
             return
@@ -170,13 +166,13 @@ class Generation:
         if message.attempt != self._attempt or self._settled:
             return
         if message.falls_back:
-            self.state.background.run(self._fall_back(_refusal_error(message)))
+            self.state.background.run(self._fall_back(refusal_error(message)))
             return
         if not self._attempt:
             self._settled = True
             self.state.active.pop(self.context.request_id, None)
         self.headers = rate_limit_headers(message.rate_limits)
-        self._fail(_refusal_error(message))
+        self._fail(refusal_error(message))
 
     async def _fall_back(self, refusal: ApiError) -> None:
         """Prepare the request for its model's fallback, and request admission again. If the fallback cannot
@@ -233,7 +229,7 @@ class Generation:
         if sample.finish_reason or self.failure is not None or self.left:
             return
         if output.finish_reason in ("error", "cancelled"):
-            self._fail(_engine_error(output))
+            self._fail(engine_error(output))
             return
         delivered = sample.delivered
         try:
@@ -299,35 +295,13 @@ class Generation:
     # ── messages to the core and the replica ──
 
     def _ask(self) -> None:
-        task, context = self.task, self.context
-        again = self._attempt > 0
-        running = [sample for sample in self.samples if not sample.finish_reason]
-        emitted = sum(len(sample.token_ids) for sample in running)
-        prompt_tokens = (
-            sum(len(sample.prompt.token_ids) for sample in running) + emitted if again else task.prompt_tokens
-        )
         self._submitted = False
-        self.state.to_core(
-            Admit(
-                **context.logged_fields(),
-                unit=task.model.unit,
-                attempt=self._attempt,
-                submissions=len(running) if again else len(task.prompts),
-                num_seqs=len(running),
-                prompt_tokens=prompt_tokens,
-                max_tokens=sum(sample.prompt.max_tokens for sample in running) - emitted,
-                prefixes=prefix_hashes(task.prompts[0].token_ids) if len(self.state.replicas) > 1 else (),
-                may_fall_back=task.fall_back is not None and not again,
-                may_lower=task.may_lower,
-                asked_class=task.asked_class,
-                deadline_ms=context.deadline_ms,
-                retry_of=context.retry_of,
-                shadow_of=task.shadow_of,
-                keep_alive_s=task.keep_alive_s,
-            )
-        )
+        has_choice = len(self.state.replicas) > 1
+        self.state.to_core(admit_message(self.context, self.task, self.samples, self._attempt, has_choice))
 
-    async def _submit_in_turns(self, link: ReplicaClient, submissions: Iterator[Submission]) -> None:
+    async def _submit_in_turns(
+        self, link: ReplicaClient, submissions: Iterator[tuple[Submit, Callable[[Output], None]]]
+    ) -> None:
         """Send a resubmission no faster than the replica reads it, because it contains the whole prompt once
         per sample. The core has already counted every submission, so all of them are sent even if the request
         has finished; in that case, they are cancelled right afterwards."""
@@ -345,37 +319,6 @@ class Generation:
             await asyncio.sleep(0)
             while link.backlog_bytes > _MAX_BACKLOG_BYTES and not link.closed:
                 await asyncio.sleep(_BACKLOG_CHECK_S)
-
-    def _submissions(self, link: ReplicaClient, admitted: Admitted) -> Iterator[Submission]:
-        n = self.task.samples
-        if not self._attempt:
-            groups = [
-                (prompt, self.samples[prompt.index * n : prompt.index * n + n])
-                for prompt in self.task.prompts
-            ]
-        else:
-            groups = [(sample.prompt, [sample]) for sample in self.samples if not sample.finish_reason]
-        seen: set[int] = set()
-        for prompt, group in groups:
-            sampling = self.task.sampling_for(prompt)
-            if sampling.prompt_logprobs is not None and (prompt.logprobs is not None or prompt.index in seen):
-                sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
-            seen.add(prompt.index)
-            submit = Submit(
-                handle=link.next_handle(),
-                request_id=self.context.request_id,
-                index=prompt.index,
-                prompt=pack_tokens(prompt.token_ids),
-                output_token_ids=group[0].token_ids if self._attempt else [],
-                n=len(group),
-                first_sample=group[0].number,
-                sampling=sampling,
-                cache_salt=admitted.cache_salt,
-                priority=admitted.priority,
-                urgency=admitted.urgency,
-                reserved_slots=admitted.reserved_slots,
-            )
-            yield submit, self._sink(submit.handle, group)
 
     def _sink(self, handle: int, group: list[Sample]) -> Callable[[Output], None]:
         take = self._take
@@ -490,24 +433,3 @@ class Generation:
         if status == CLIENT_DISCONNECTED:
             rest = "cancelled"
         return ",".join(dict.fromkeys(sample.finish_reason or rest for sample in self.samples))
-
-
-def _refusal_error(message: Refused) -> ApiError:
-    return ApiError(
-        message.status,
-        message.message,
-        param="model" if message.status == 404 else None,
-        code=message.code,
-        retry_after_s=message.retry_after_s,
-        headers={"x-should-retry": "false"} if message.useless else None,
-        kind=message.kind,
-    )
-
-
-def _engine_error(output: Output) -> ApiError:
-    message = output.error or "the engine ended this request without giving a reason"
-    if output.finish_reason == "cancelled":
-        return ApiError(503, output.error or "this request was cancelled", code="aborted", retry_after_s=1.0)
-    if output.refused:
-        return ApiError(400, message, code="rejected_by_engine")
-    return ApiError(503, message, code="engine_error", retry_after_s=1.0)
