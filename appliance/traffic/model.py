@@ -3,22 +3,23 @@ times."""
 
 from __future__ import annotations
 
-import heapq
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 from appliance.channel.front_messages import Admit
 from appliance.traffic.credits import REAL_TIME, CreditAccount
-from appliance.traffic.fairness import QueuedTokens, Ticket
+from appliance.traffic.expected_ends import MIN_RUN_S, ExpectedEnds
+from appliance.traffic.fairness import Ticket
 from appliance.traffic.forecast import Forecast
 from appliance.traffic.load_shedder import LoadShedder
 from appliance.traffic.model_uses import ModelUses
 from appliance.traffic.queue import RequestQueue
-from appliance.traffic.rates import DecayingMean
 from appliance.traffic.recent_ttft import RecentTtft
 from appliance.traffic.remaining import Outstanding
 from appliance.traffic.request import OnReplica, Request
 from appliance.traffic.rules import QueueRules
+from appliance.traffic.service_load import ServiceLoad, StartedTokens
 from appliance.traffic.tenants import Tenants, TenantTraffic
 from engine.levels import level_of, split_level, urgency_of
 from engine.messages import BLOCK_TOKENS
@@ -30,26 +31,10 @@ divided by `_LIGHT_PART`. The number of samples of an urgent request is limited 
 _NEARLY_EQUAL_PART = 8
 """The free slots of two replicas count as nearly equal if they differ by at most a replica's number of slots
 divided by this."""
-_BUSY_HALF_LIFE_S = 4.0
-_MAX_TAKEN_S = 10.0
-"""Maximum amount of unfinished service, in seconds, that started requests carry over to later ticks. It is
-capped because predicted output lengths are often too high."""
-_OFFERED_HALF_LIFE_S = 0.5
-_LIGHT_LOAD, _FULL_LOAD = 0.2, 0.8
-"""Two levels of offered load, as fractions of the capacity. Up to `_LIGHT_LOAD`, the number of busy slots is
-expected to stay the same. From `_FULL_LOAD` on, all slots are expected to become busy."""
-_MIN_SHARE = 0.02
-"""Minimum share of the service for each class, no matter how busy higher-priority classes are."""
 _MAX_PROMISED = 0.8
 """Share of the service that may be promised to requests with deadlines. The rest is left for requests that
 arrive later."""
-_OF_THE_NEW = 0.02
-"""Weight of the newest request in running means."""
-_PROMISED_MARGIN = 1.25
-"""The mean prompt length expected after the start of all promised requests is divided by this factor.
-Promised requests thus affect the predicted steps only if they raise this mean by more than the factor.
-Smaller differences occur by chance, and longer predictions would then only reduce the number of promises."""
-_UNKNOWN_RUN_S, _MIN_RUN_S = 1.0, 0.1
+_UNKNOWN_RUN_S = 1.0
 
 
 def most_kv_tokens(admit: Admit) -> int:
@@ -102,23 +87,10 @@ class ModelTraffic:
         self.shedder = LoadShedder()
         self.ttft = RecentTtft()
         self._tenants = tenants
-        self._ends: list[tuple[float, int, Request]] = []
-        """A heap of the running requests' expected end times."""
-        self._ends_pushed = 0
         self._running: dict[str, Request] = {}
-        self._tokens_per_seq = 0.0
-        self._begun = QueuedTokens()
-        """Running means of the token counts of recently started requests."""
-        self._taken_s = [0.0] * CLASSES
-        """Service that started requests still need, by class, in seconds of work for all replicas together. A
-        long request is spread over several ticks, so that it never appears to use the whole service."""
-        self._busy = [0.0] * CLASSES
-        """Recent share of the service used by each class."""
-        self._offered_s = 0.0
-        """Service requested since the last tick, in seconds of work for all replicas together."""
-        self._offered = DecayingMean()
-        """Recent offered load, as a fraction of the capacity."""
-        self._ticked_at: float | None = None
+        self._ends = ExpectedEnds()
+        self._load = ServiceLoad()
+        self._started = StartedTokens()
         self._set_limits()
 
     @property
@@ -197,24 +169,21 @@ class ModelTraffic:
 
     def open_levels(self) -> int:
         """Return the levels that at least one replica currently accepts. Bit `l` is set for level `l`."""
-        share, levels = self._reserved_share(), 0
-        for account in self.accounts:
-            levels |= account.open_levels(share)
-        return levels
+        return self._levels(CreditAccount.open_levels)
 
     def _free_levels(self) -> int:
-        """Return the levels for which at least one replica has a free slot. Bit `l` is set for level `l`."""
-        share, levels = self._reserved_share(), 0
-        for account in self.accounts:
-            levels |= account.free_levels(share)
-        return levels
+        """Return the levels for which at least one replica has a free slot."""
+        return self._levels(CreditAccount.free_levels)
 
     def _slot_levels(self) -> int:
         """Return the levels for which at least one replica has a slot, or would have one after preempting
-        sequences. Bit `l` is set for level `l`."""
+        sequences."""
+        return self._levels(CreditAccount.slot_levels)
+
+    def _levels(self, of_account: Callable[[CreditAccount, float], int]) -> int:
         share, levels = self._reserved_share(), 0
         for account in self.accounts:
-            levels |= account.slot_levels(share)
+            levels |= of_account(account, share)
         return levels
 
     def next_turn(self, now: float) -> Turn | None:
@@ -247,12 +216,12 @@ class ModelTraffic:
     def _next_resumed(self, levels: int) -> Turn | None:
         """Return the next resumed request whose level is open on a replica, or None if there is none."""
         for request in self.resumed.values():
-            level = self.level_of(request, self._tenants.of(request.tenant))
+            level = self._level_of(request, self._tenants.of(request.tenant))
             if levels >> level & 1 and (account := self._account_for(level, request)) is not None:
                 return Turn(request, account, level)
         return None
 
-    def level_of(self, request: Request, tenant: TenantTraffic) -> int:
+    def _level_of(self, request: Request, tenant: TenantTraffic) -> int:
         """Return the level of a request, which depends on its class and its urgency.
 
         P0 requests and light tenants' P1 requests are urgent unless they have many samples. The shorter their
@@ -264,13 +233,12 @@ class ModelTraffic:
             return level_of(number, 0)
         return level_of(number, urgency_of(admit.prompt_tokens, self._max_step_prompt_tokens))
 
-    def is_light(self, tenant: TenantTraffic, resumed_seqs: int = 0) -> bool:
-        """Return whether the tenant has few sequences running, not counting those of a resumed request."""
-        return tenant.use.seqs.get(self.name, 0) - resumed_seqs < self._light_slots
-
     def _may_be_urgent(self, request_class: int, tenant: TenantTraffic, resumed_seqs: int = 0) -> bool:
-        light = request_class == INTERACTIVE and self.is_light(tenant, resumed_seqs)
-        return light or request_class == REAL_TIME
+        """Return whether the tenant's requests of the class may be urgent: always in P0, and in P1 if the
+        tenant has few sequences running, not counting those of a resumed request."""
+        if request_class != INTERACTIVE:
+            return request_class == REAL_TIME
+        return tenant.use.seqs.get(self.name, 0) - resumed_seqs < self._light_slots
 
     def _set_limits(self) -> None:
         """Set the limits for urgent requests. They depend on the slots and step sizes of the replicas."""
@@ -286,7 +254,7 @@ class ModelTraffic:
     def starts_at_once(self, request: Request, tenant: TenantTraffic, now: float) -> bool:
         """Return whether a new request would be dispatched immediately."""
         levels = self.open_levels()
-        if not levels >> self.level_of(request, tenant) & 1 or self._next_resumed(levels) is not None:
+        if not levels >> self._level_of(request, tenant) & 1 or self._next_resumed(levels) is not None:
             return False
         if not (self._may_run(tenant, request, key=False) and self._may_run(tenant, request, key=True)):
             return False
@@ -361,8 +329,10 @@ class ModelTraffic:
         request.latest = account
         request.cached_tokens = 0
         request.began_at = now
-        self._learn_start(admit, request)
-        self._expect_end(request, now + self._expected_run_s(request))
+        self._started.add(admit, request.expected_tokens)
+        if self.forecast.known:
+            self._load.start(request.request_class, self._serving_s(request))
+        self._ends.expect(request, now + self._expected_run_s(request))
         return account.reserved_slots(self._reserved_share())
 
     def stop(self, request: Request) -> None:
@@ -379,65 +349,26 @@ class ModelTraffic:
     def learned(self) -> None:
         """Update the forecast and the limits after a replica has reported, started or stopped."""
         self._set_limits()
+        queue, started = self.queue, self._started
         self.forecast.refresh(
-            self.accounts, self._tokens_per_seq, self._begun.prompt_tokens, self._prompts_per_output()
+            self.accounts,
+            started.tokens_per_seq,
+            started.prompt_tokens,
+            started.prompts_per_output(
+                (fair.backlog for fair in queue.classes),
+                queue.promised_requests,
+                queue.promised_prompt_tokens,
+            ),
         )
-        for fair in self.queue.classes:
+        for fair in queue.classes:
             fair.set_urgent(self._max_samples, self._max_step_prompt_tokens)
 
     def tick(self, now: float) -> None:
         """Update the load and everything derived from it. Call this a few times per second."""
-        if self._ticked_at is not None and now > self._ticked_at:
-            passed_s = now - self._ticked_at
-            keep = 0.5 ** (passed_s / _BUSY_HALF_LIFE_S)
-            for number in range(CLASSES):
-                served_s = min(self._taken_s[number], passed_s)
-                self._busy[number] = keep * self._busy[number] + (1 - keep) * served_s / passed_s
-                self._taken_s[number] = min(self._taken_s[number] - served_s, _MAX_TAKEN_S)
-            self._offered.add(self._offered_s, passed_s, 0.5 ** (passed_s / _OFFERED_HALF_LIFE_S))
-            self._offered_s = 0.0
-        self._ticked_at = now
+        self._load.tick(now)
         self._charge_output()
-        self._expect_longer(now)
+        self._ends.postpone(now)
         self.shedder.observe(self.rules, now, self.waits_s(now))
-
-    def _learn_start(self, admit: Admit, request: Request) -> None:
-        per_seq = (admit.prompt_tokens + request.expected_tokens) / max(1, admit.num_seqs)
-        known = self._tokens_per_seq or per_seq
-        self._tokens_per_seq = known + _OF_THE_NEW * (per_seq - known)
-        prompt, output = float(admit.prompt_tokens), max(1.0, request.expected_tokens)
-        begun = self._begun
-        if not begun.output_tokens:
-            begun.prompt_tokens, begun.output_tokens = prompt, output
-        begun.prompt_tokens += _OF_THE_NEW * (prompt - begun.prompt_tokens)
-        begun.output_tokens += _OF_THE_NEW * (output - begun.output_tokens)
-        if self.forecast.known:
-            served_s = self.forecast.serving_s(admit.prompt_tokens, request.expected_tokens)
-            self._taken_s[request.request_class] += served_s
-
-    def _prompts_per_output(self) -> float:
-        """Return the number of prompt tokens per output token, either for recent, waiting or promised
-        requests, whichever is highest."""
-        waits = QueuedTokens()
-        for fair in self.queue.classes:
-            waits.add(fair.backlog)
-        groups = (self._begun, waits, self._begun_after_promised())
-        return max(
-            (one.prompt_tokens / one.output_tokens for one in groups if one.output_tokens >= 1), default=0.0
-        )
-
-    def _begun_after_promised(self) -> QueuedTokens:
-        """Return the running means of the token counts (`_begun`) as they will be after all promised requests
-        have started. Promised requests start before other waiting requests, so the prompts of few promised
-        requests can make steps longer although most of the waiting requests have short prompts.
-
-        The output tokens stay the same: requests with short answers are promised more often, but requests
-        with longer answers run beside them."""
-        begun, promised = self._begun, self.queue.promised_requests
-        keep = (1.0 - _OF_THE_NEW) ** promised
-        each = self.queue.promised_prompt_tokens / max(1, promised)
-        prompt_tokens = keep * begun.prompt_tokens + (1.0 - keep) * each
-        return QueuedTokens(prompt_tokens=prompt_tokens / _PROMISED_MARGIN, output_tokens=begun.output_tokens)
 
     def _charge_output(self) -> None:
         """Charge the output that running requests are estimated to have generated since the last call. Exact
@@ -455,26 +386,6 @@ class ModelTraffic:
         for fair, by_tenant in zip(self.queue.classes, services, strict=True):
             for tenant, service in by_tenant.items():
                 fair.charge(tenant, service)
-
-    def _expect_longer(self, now: float) -> None:
-        """Postpone expected end times that have passed: the expected run time of a request that is still
-        running is doubled."""
-        while (end := self._next_end()) is not None and end <= now:
-            request = heapq.heappop(self._ends)[2]
-            self._expect_end(request, now + max(_MIN_RUN_S, now - (request.began_at or now)))
-
-    def _expect_end(self, request: Request, end: float) -> None:
-        request.ends_at = end
-        self._ends_pushed += 1
-        heapq.heappush(self._ends, (end, self._ends_pushed, request))
-
-    def _next_end(self) -> float | None:
-        while self._ends:
-            end, _, request = self._ends[0]
-            if request.dispatched and request.ends_at == end:
-                return end
-            heapq.heappop(self._ends)
-        return None
 
     def demand(self) -> float:
         """Return the demand of running and waiting requests as a multiple of one replica's slots. It is above
@@ -505,13 +416,12 @@ class ModelTraffic:
     def expect_load(self, request: Request) -> None:
         """Count a new request in the offered load, whether or not it is admitted."""
         if self.forecast.known:
-            served_s = self.forecast.serving_s(request.admit.prompt_tokens, request.expected_tokens)
-            self._offered_s += served_s
+            self._load.offer(self._serving_s(request))
 
     def wait_s(self, request: Request, tenant: TenantTraffic, now: float) -> float:
         """Return the predicted waiting time of a new request in seconds. Like all predictions, it is valid
         only while `predictable` is true."""
-        number, level = request.request_class, self.level_of(request, tenant)
+        number, level = request.request_class, self._level_of(request, tenant)
         urgency = split_level(level)[1]
         ahead = self.queue.classes[number].ahead(tenant.name, tenant.weight, request.due, urgency=urgency)
         return self.first_credit_s(level, now) + self._served_s(number, *ahead)
@@ -534,8 +444,8 @@ class ModelTraffic:
         waiting = sum(fair.backlog.tickets for fair in self.queue.classes)
         more_slots = waiting / max(1, self.forecast.replicas)
         # Near full load, slots that are currently free will soon be occupied.
-        filling = max(0.0, min(1.0, (self._offered.ratio - _LIGHT_LOAD) / (_FULL_LOAD - _LIGHT_LOAD)))
-        more_slots = max(more_slots, filling * self.forecast.slots_each - self.forecast.slots_busy)
+        filling_slots = self._load.filling * self.forecast.slots_each - self.forecast.slots_busy
+        more_slots = max(more_slots, filling_slots)
         return self.forecast.running_s(request.admit.prompt_tokens, output_tokens, more_slots)
 
     def promises_from(self, now: float) -> float:
@@ -549,7 +459,7 @@ class ModelTraffic:
     def promise_s(self, request: Request, output_tokens: float) -> float:
         """Return the delay, in seconds, that this request causes for other promised requests. Higher-priority
         classes and requests without deadlines keep their share of the service."""
-        share = max(_MIN_SHARE, _MAX_PROMISED - sum(self._busy[: request.request_class]))
+        share = self._load.share_left(request.request_class, _MAX_PROMISED)
         return self.forecast.serving_s(request.admit.prompt_tokens, output_tokens) / share
 
     def first_credit_s(self, level: int, now: float) -> float:
@@ -558,7 +468,7 @@ class ModelTraffic:
             return 0.0
         if self._slot_levels() >> level & 1:
             return self.forecast.step_s
-        end = self._next_end()
+        end = self._ends.first()
         return self.forecast.step_s if end is None else max(0.0, end - now)
 
     def oldest_wait_s(self, now: float) -> float:
@@ -574,10 +484,13 @@ class ModelTraffic:
         for fair in self.queue.classes[:request_class]:
             prompt_tokens += fair.backlog.prompt_tokens
             output_tokens += fair.backlog.output_tokens
-        share = max(_MIN_SHARE, 1.0 - sum(self._busy[:request_class]))
+        share = self._load.share_left(request_class)
         return self.forecast.serving_s(prompt_tokens, output_tokens) / share
+
+    def _serving_s(self, request: Request) -> float:
+        return self.forecast.serving_s(request.admit.prompt_tokens, request.expected_tokens)
 
     def _expected_run_s(self, request: Request) -> float:
         if not self.forecast.known:
             return _UNKNOWN_RUN_S
-        return max(_MIN_RUN_S, self.run_s(request, request.expected_tokens / max(1, request.admit.num_seqs)))
+        return max(MIN_RUN_S, self.run_s(request, request.expected_tokens / max(1, request.admit.num_seqs)))

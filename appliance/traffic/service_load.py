@@ -1,0 +1,120 @@
+"""Measures the recent load of one model: how much of its service each class uses, how much service new
+requests ask for, and how many tokens started requests have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from appliance.channel.front_messages import Admit
+from appliance.traffic.fairness import QueuedTokens
+from appliance.traffic.rates import DecayingMean
+from store.policies import CLASSES
+
+_BUSY_HALF_LIFE_S = 4.0
+_MAX_TAKEN_S = 10.0
+"""Maximum amount of unfinished service, in seconds, that started requests carry over to later ticks. It is
+capped because predicted output lengths are often too high."""
+_OFFERED_HALF_LIFE_S = 0.5
+_LIGHT_LOAD, _FULL_LOAD = 0.2, 0.8
+"""Two levels of offered load, as fractions of the capacity. Up to `_LIGHT_LOAD`, the number of busy slots is
+expected to stay the same. From `_FULL_LOAD` on, all slots are expected to become busy."""
+_MIN_SHARE = 0.02
+"""Minimum share of the service for each class, no matter how busy higher-priority classes are."""
+_OF_THE_NEW = 0.02
+"""Weight of the newest request in running means."""
+_PROMISED_MARGIN = 1.25
+"""The mean prompt length expected after the start of all promised requests is divided by this factor.
+Promised requests thus affect the predicted steps only if they raise this mean by more than the factor.
+Smaller differences occur by chance, and longer predictions would then only reduce the number of promises."""
+
+
+class ServiceLoad:
+    """The recent load of one model. Service is measured in seconds of work for all replicas together."""
+
+    def __init__(self) -> None:
+        self._taken_s = [0.0] * CLASSES
+        """Service that started requests still need, by class. A long request is spread over several ticks, so
+        that it never appears to use the whole service."""
+        self._busy = [0.0] * CLASSES
+        """Recent share of the service used by each class."""
+        self._offered_s = 0.0
+        """Service requested since the last tick."""
+        self._offered = DecayingMean()
+        """Recent offered load, as a fraction of the capacity."""
+        self._ticked_at: float | None = None
+
+    def start(self, request_class: int, service_s: float) -> None:
+        """Count the service that a started request needs."""
+        self._taken_s[request_class] += service_s
+
+    def offer(self, service_s: float) -> None:
+        """Count the service that a new request asks for."""
+        self._offered_s += service_s
+
+    def tick(self, now: float) -> None:
+        """Update the shares and the offered load."""
+        if self._ticked_at is not None and now > self._ticked_at:
+            passed_s = now - self._ticked_at
+            keep = 0.5 ** (passed_s / _BUSY_HALF_LIFE_S)
+            for number in range(CLASSES):
+                served_s = min(self._taken_s[number], passed_s)
+                self._busy[number] = keep * self._busy[number] + (1 - keep) * served_s / passed_s
+                self._taken_s[number] = min(self._taken_s[number] - served_s, _MAX_TAKEN_S)
+            self._offered.add(self._offered_s, passed_s, 0.5 ** (passed_s / _OFFERED_HALF_LIFE_S))
+            self._offered_s = 0.0
+        self._ticked_at = now
+
+    def share_left(self, request_class: int, total: float = 1.0) -> float:
+        """Return the part of `total` that higher-priority classes leave to the class."""
+        return max(_MIN_SHARE, total - sum(self._busy[:request_class]))
+
+    @property
+    def filling(self) -> float:
+        """Fraction of the slots that will soon be occupied at the offered load, from 0 to 1."""
+        return max(0.0, min(1.0, (self._offered.ratio - _LIGHT_LOAD) / (_FULL_LOAD - _LIGHT_LOAD)))
+
+
+class StartedTokens:
+    """Running means of the token counts of recently started requests."""
+
+    def __init__(self) -> None:
+        self.tokens_per_seq = 0.0
+        self.prompt_tokens = 0.0
+        self.output_tokens = 0.0
+
+    def add(self, admit: Admit, expected_tokens: float) -> None:
+        """Count a request that starts, with its expected number of output tokens."""
+        per_seq = (admit.prompt_tokens + expected_tokens) / max(1, admit.num_seqs)
+        known = self.tokens_per_seq or per_seq
+        self.tokens_per_seq = known + _OF_THE_NEW * (per_seq - known)
+        prompt, output = float(admit.prompt_tokens), max(1.0, expected_tokens)
+        if not self.output_tokens:
+            self.prompt_tokens, self.output_tokens = prompt, output
+        self.prompt_tokens += _OF_THE_NEW * (prompt - self.prompt_tokens)
+        self.output_tokens += _OF_THE_NEW * (output - self.output_tokens)
+
+    def prompts_per_output(
+        self, backlogs: Iterable[QueuedTokens], promised_requests: int, promised_prompt_tokens: int
+    ) -> float:
+        """Return the number of prompt tokens per output token, either for recent, waiting or promised
+        requests, whichever is highest. `backlogs` are the waiting requests of each class."""
+        waiting = QueuedTokens()
+        for backlog in backlogs:
+            waiting.add(backlog)
+        groups = (
+            (self.prompt_tokens, self.output_tokens),
+            (waiting.prompt_tokens, waiting.output_tokens),
+            (self._prompt_tokens_after(promised_requests, promised_prompt_tokens), self.output_tokens),
+        )
+        return max((prompt / output for prompt, output in groups if output >= 1), default=0.0)
+
+    def _prompt_tokens_after(self, promised_requests: int, promised_prompt_tokens: int) -> float:
+        """Return the mean prompt length as it will be after all promised requests have started. Promised
+        requests start before other waiting requests, so the prompts of few promised requests can make steps
+        longer although most of the waiting requests have short prompts.
+
+        The output tokens stay the same: requests with short answers are promised more often, but requests
+        with longer answers run beside them."""
+        keep = (1.0 - _OF_THE_NEW) ** promised_requests
+        each = promised_prompt_tokens / max(1, promised_requests)
+        return (keep * self.prompt_tokens + (1.0 - keep) * each) / _PROMISED_MARGIN
