@@ -84,6 +84,29 @@ def primary_code(error: sqlite3.Error) -> int:
     return (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
 
 
+# Errors that are caused by the operation itself and would occur at every attempt. All other errors are caused
+# by the disk or a lock.
+_OWN_FAULTS = frozenset(
+    {
+        sqlite3.SQLITE_ERROR,
+        sqlite3.SQLITE_CONSTRAINT,
+        sqlite3.SQLITE_MISMATCH,
+        sqlite3.SQLITE_MISUSE,
+        sqlite3.SQLITE_RANGE,
+        sqlite3.SQLITE_TOOBIG,
+    }
+)
+
+
+def is_own_fault(error: BaseException) -> bool:
+    """Return whether the error was caused by the database operation itself and would therefore occur at every
+    attempt."""
+    if not isinstance(error, sqlite3.Error):
+        return True
+    # Python's sqlite3 module raises ProgrammingError and InterfaceError without a SQLite error code.
+    return primary_code(error) in _OWN_FAULTS or primary_code(error) == 0
+
+
 # Errors that a retry may resolve. All other errors need an operator.
 _PASSING = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 

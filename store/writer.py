@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from store.database import Synchronous, WritableDatabase
-from store.errors import StorageFaultError, StoreError, WriterClosedError, explain, primary_code
+from store.errors import StorageFaultError, StoreError, WriterClosedError, explain, is_own_fault, primary_code
 from store.migrations import Schema
 from store.structs import WriterState
 
@@ -38,21 +38,11 @@ Operation = Callable[[sqlite3.Connection], T]
 
 _FIRST_RETRY_S = 0.2
 _LAST_RETRY_S = 2.0
+COMMIT_INTERVAL_S = 0.2
+_BATCH_ROWS = 500
 _LOOK_EVERY_S = 2.0
 """Interval at which an idle writer checks whether its file has been deleted or replaced on disk."""
 
-# SQLite errors that are caused by the operation itself and would occur at every attempt. All other errors are
-# caused by the disk or a lock.
-_OWN_FAULTS = frozenset(
-    {
-        sqlite3.SQLITE_ERROR,
-        sqlite3.SQLITE_CONSTRAINT,
-        sqlite3.SQLITE_MISMATCH,
-        sqlite3.SQLITE_MISUSE,
-        sqlite3.SQLITE_RANGE,
-        sqlite3.SQLITE_TOOBIG,
-    }
-)
 # Errors that leave the connection usable once their cause has been removed.
 _KEEP_CONNECTION = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 
@@ -86,24 +76,13 @@ class Writer:
         schema: Schema,
         *,
         synchronous: Synchronous,
-        commit_interval_ms: float = 200.0,
-        batch_rows: int = 500,
         spool_rows: int = 50_000,
     ) -> None:
         """Prepare the writer. `spool_rows` limits the number of operations that wait in memory. At about 1 KB
         per operation, the default allows 50 MB."""
-        for name, value in (
-            ("commit_interval_ms", commit_interval_ms),
-            ("batch_rows", batch_rows),
-            ("spool_rows", spool_rows),
-        ):
-            if value <= 0:
-                raise ValueError(f"{name} is {value}, but must be greater than 0")
         self.path = path
         self._schema = schema
         self._synchronous = synchronous
-        self._interval_s = commit_interval_ms / 1000
-        self._batch_rows = batch_rows
         self._spool_rows = spool_rows
         self._thread = threading.Thread(target=self._run, name=f"write {path.name}", daemon=True)
         self._opened: Future[None] = Future()
@@ -238,7 +217,7 @@ class Writer:
                     self._urgent += 1
                 # The thread sleeps until the first item's commit is due. Wake it only if this item makes the
                 # commit due earlier.
-                if item.future is not None or len(self._queue) in (1, self._batch_rows):
+                if item.future is not None or len(self._queue) in (1, _BATCH_ROWS):
                     self._condition.notify()
                 return True
             self._dropped_rows += 1
@@ -298,13 +277,13 @@ class Writer:
             return self._retry_at
         if not self._queue:
             return self._look_at
-        if self._urgent or self._close_by is not None or len(self._queue) >= self._batch_rows:
+        if self._urgent or self._close_by is not None or len(self._queue) >= _BATCH_ROWS:
             return 0.0
-        return self._queue[0].submitted_at + self._interval_s
+        return self._queue[0].submitted_at + COMMIT_INTERVAL_S
 
     def _next_batch(self) -> list[_Item]:
         batch: list[_Item] = []
-        for item in islice(self._queue, self._batch_rows):
+        for item in islice(self._queue, _BATCH_ROWS):
             if item.once:
                 return batch or [item]
             batch.append(item)
@@ -330,8 +309,8 @@ class Writer:
             self._commit(database, batch)
         except Exception as error:
             if batch[0].once:
-                self._fail(batch[0], error if _is_own_fault(error) else self._explained(error))
-            elif _is_own_fault(error):
+                self._fail(batch[0], error if is_own_fault(error) else self._explained(error))
+            elif is_own_fault(error):
                 self._write_one_by_one(database, batch)
             else:
                 self._note_failure(str(self._explained(error)))
@@ -343,7 +322,7 @@ class Writer:
             try:
                 self._commit(database, [item])
             except Exception as error:
-                if not _is_own_fault(error):
+                if not is_own_fault(error):
                     self._note_failure(str(self._explained(error)))
                     return
                 log.error("%s: a row was rejected and is lost: %r", self.path, error)
@@ -386,7 +365,7 @@ class Writer:
             _deliver(item, result)
 
     def _roll_back(self, database: WritableDatabase, error: BaseException) -> None:
-        keep = _is_own_fault(error) or (
+        keep = is_own_fault(error) or (
             isinstance(error, sqlite3.Error) and primary_code(error) in _KEEP_CONNECTION
         )
         try:
@@ -474,12 +453,3 @@ def _deliver(item: _Item, result: object) -> None:
         return
     if item.future is not None:
         item.future.set_result(result)
-
-
-def _is_own_fault(error: BaseException) -> bool:
-    """Return whether the error was caused by the operation itself and would therefore occur at every
-    attempt."""
-    if not isinstance(error, sqlite3.Error):
-        return True
-    # Python's sqlite3 module raises ProgrammingError and InterfaceError without a SQLite error code.
-    return primary_code(error) in _OWN_FAULTS or primary_code(error) == 0

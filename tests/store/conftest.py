@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 class History:
     """An open request log in its own folder, with its writer and reader."""
 
-    def __init__(self, folder: Path, **writer_options: float) -> None:
+    def __init__(self, folder: Path) -> None:
         self.path = folder / "history.db"
-        self.writer = Writer(self.path, HISTORY, synchronous="NORMAL", **writer_options)  # type: ignore[arg-type]
+        self.writer = Writer(self.path, HISTORY, synchronous="NORMAL")
         self.writer.start()
         self.log = RequestLog(self.writer)
         self.reader = RequestReader(self.path)
@@ -52,8 +52,8 @@ def history(tmp_path: Path) -> Iterator[History]:
 def open_history() -> Iterator[Callable[..., History]]:
     opened: list[History] = []
 
-    def make(folder: Path, **writer_options: float) -> History:
-        opened.append(History(folder, **writer_options))
+    def make(folder: Path) -> History:
+        opened.append(History(folder))
         return opened[-1]
 
     yield make

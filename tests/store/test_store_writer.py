@@ -18,7 +18,7 @@ from store.errors import (
     WriterClosedError,
 )
 from store.migrations import Migration, Schema
-from store.writer import Writer
+from store.writer import COMMIT_INTERVAL_S, Writer
 
 NOTES = Schema(
     "notes", (Migration("notes", ("CREATE TABLE notes (number INTEGER PRIMARY KEY, text TEXT)",)),)
@@ -51,7 +51,7 @@ def limit_pages(writer: Writer, pages: int) -> None:
 def test_a_row_is_committed_within_the_interval_without_being_asked(writer, eventually):
     writer.submit(insert(1))
     eventually(lambda: numbers(writer.path) == [1])
-    assert writer._interval_s == 0.2  # as documented, a crash loses at most this many seconds of writes
+    assert COMMIT_INTERVAL_S == 0.2  # as documented, a crash loses at most this many seconds of writes
 
 
 def test_rows_share_commits(writer):
