@@ -13,37 +13,25 @@ from store.policies import KeyFields, Quota, TenantRecord
 MAX_GRACE_S = 7 * 86400.0
 """Maximum grace period of a drain: one week."""
 
-
 MAX_ARMS = 16
 """Maximum number of models and versions over which the requests for a name are distributed."""
 
-
 Weight = Annotated[float, Meta(gt=0, le=1e6)]
-
 
 MAX_SILENCE_S = 30 * 86400.0
 """Maximum length of a silence: 30 days."""
 
-
 # Keys of `Meta.extra`: the placeholder for a parameter's value in the command line's help, and the
 # parameter's short option.
 NAME = {"metavar": "NAME"}
-
-
 ID = {"metavar": "ID"}
-
-
 VERSION = {"metavar": "NAME[@VERSION]"}
-
 
 TenantName = Annotated[str, Meta(description="The tenant's name, as shown by `tenants list`.", extra=NAME)]
 
-
 BilledTenant = Annotated[str, Meta(description="The tenant that is billed for the requests.", extra=NAME)]
 
-
 KeyId = Annotated[str, Meta(description="The key's id, as shown by `keys list`.", extra=ID)]
-
 
 PeerName = Annotated[
     str,
@@ -54,26 +42,21 @@ PeerName = Annotated[
     ),
 ]
 
-
 RequestId = Annotated[str, Meta(description="The request's id, as shown by `requests`.", extra=ID)]
-
 
 ModelVersion = Annotated[
     str, Meta(description="NAME@VERSION, or NAME for the default version.", extra=VERSION)
 ]
-
 
 ModelOrService = Annotated[
     str | None,
     Meta(description="Name of the model. Default: the whole service.", extra=NAME | {"short": "-m"}),
 ]
 
-
 Grace = Annotated[
     float,
     Meta(ge=0, le=MAX_GRACE_S, description="Time after which unfinished requests end with an error."),
 ]
-
 
 PreviousGrace = Annotated[
     float,
@@ -115,8 +98,6 @@ def _parameter(field: Declared) -> Any:
 
 
 _TenantChanges: Any = _changes(TenantRecord)
-
-
 _KeyChanges: Any = _changes(KeyFields)
 
 
