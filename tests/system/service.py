@@ -26,6 +26,22 @@ from appliance.client import AdminClient
 from store.requests import RequestFilter, RequestReader
 
 APPLIANCE = str(Path(sys.executable).with_name("appliance"))
+
+
+def run_appliance(*words: object, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a command without a terminal, and return its output and exit code. `environ` is added to the
+    environment."""
+    return subprocess.run(
+        [APPLIANCE, *map(str, words)],
+        stdin=subprocess.DEVNULL,
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+
+
 CALL_TIMEOUT_S = 60.0
 """Time limit for a call of the admin API. A busy machine may exceed the default limit of the client."""
 
@@ -85,15 +101,13 @@ class Service:
 
     def command(self, *words: str) -> Any:
         """Return the JSON that a client command prints."""
-        done = subprocess.run(
-            [APPLIANCE, *words, "--run-dir", str(self.run_dir), "--json"],
-            capture_output=True,
-            text=True,
-            timeout=180,
-            check=False,
-        )
+        done = self.run(*words, "--json")
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run a client command of this service, and return its output and exit code."""
+        return run_appliance(*words, "--run-dir", self.run_dir)
 
     def status(self) -> Any:
         """Return the status as `appliance status --json` prints it, without starting a process for each

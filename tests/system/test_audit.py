@@ -22,7 +22,7 @@ import pytest
 from store import audit
 from store.audit import AuditRow, Entry
 from store.heads import SigningKey, read_key
-from tests.system.service import APPLIANCE, Service, service
+from tests.system.service import Service, service
 from tests.system.traffic import Load, ended, verify
 
 pytestmark = pytest.mark.system
@@ -220,8 +220,7 @@ def fill(folder: Path) -> Path:
 
 def refused(running: Service, *words: str) -> str:
     """Return the error message of a failing command."""
-    command = [APPLIANCE, *words, "--run-dir", str(running.run_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = running.run(*words)
     assert done.returncode == 1, done
     return done.stderr
 
@@ -315,5 +314,6 @@ def well(running: Service) -> bool:
 
 
 def human_status(running: Service) -> str:
-    command = [APPLIANCE, "status", "--run-dir", str(running.run_dir)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    done = running.run("status")
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 
 from appliance.client import ServiceNotRunningError
 from appliance.settings import demo_model_folder
-from tests.system.service import APPLIANCE, Service, service
+from tests.system.service import Service, run_appliance, service
 
 pytestmark = pytest.mark.system
 SHARD = "model-00002-of-00002.safetensors"
@@ -32,18 +31,6 @@ def broken(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def run(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [APPLIANCE, *map(str, words)]
-    return subprocess.run(
-        command,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
 def answers(running: Service) -> bool:
     """Return whether the service answers on its admin socket."""
     try:
@@ -55,11 +42,11 @@ def answers(running: Service) -> bool:
 def test_config_check_names_the_missing_shard_and_its_line(broken: Path, tmp_path: Path) -> None:
     config = tmp_path / "appliance.toml"
     config.write_text(f'[models.chat]\nfolder = "{broken}"\n')
-    done = run("config", "check", config)
+    done = run_appliance("config", "check", config)
     assert done.returncode == 1
     assert done.stdout.startswith(f"{config}:2: model 'chat': {broken / SHARD} does not exist, but ")
     assert done.stdout.rstrip().endswith("copy or download the checkpoint again, with all of its files")
-    (fault,) = json.loads(run("config", "check", config, "--json").stdout)["faults"]
+    (fault,) = json.loads(run_appliance("config", "check", config, "--json").stdout)["faults"]
     assert fault["field"] == "models.chat.folder" and SHARD in fault["what"]
 
 
@@ -67,14 +54,14 @@ def test_config_check_names_a_fallback_that_does_not_exist(tmp_path: Path) -> No
     config, folder = tmp_path / "appliance.toml", demo_model_folder()
     text = f'state_dir = "{tmp_path}/state"\n[models.chat]\nfolder = "{folder}"\nfallback = "chta"\n'
     config.write_text(text)
-    done = run("config", "check", config)
+    done = run_appliance("config", "check", config)
     assert done.returncode == 1
     said = "models.chat.fallback = 'chta' does not name another model or alias: remove it"
     assert done.stdout.rstrip() == f"{config}:4: {said}"
     # If the registry cannot be read, it may contain a model with this name.
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "control.db").write_bytes(b"no database" * 400)
-    done = run("config", "check", config)
+    done = run_appliance("config", "check", config)
     assert done.returncode == 0
     assert f"warning: {config}:4: {said}, unless the registry has it (" in done.stdout
 
@@ -84,7 +71,7 @@ def test_config_check_warns_about_a_model_without_a_template(broken: Path, tmp_p
     (broken / "tokenizer_config.json").write_text("{}")
     config = tmp_path / "appliance.toml"
     config.write_text(f'[models.chat]\nfolder = "{broken}"\n')
-    done = run("config", "check", config)
+    done = run_appliance("config", "check", config)
     assert done.returncode == 0 and done.stdout.rstrip().endswith(f"ok: {config}")
     assert "warning: " in done.stdout and "chat requests will be refused" in done.stdout
 
@@ -96,7 +83,7 @@ def test_a_service_with_only_broken_models_ends_with_the_cause_as_its_last_statu
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         began = time.monotonic()
-        done = run("serve", *folders, "--model", broken, NOTIFY_SOCKET=str(tmp_path / "notify"))
+        done = run_appliance("serve", *folders, "--model", broken, NOTIFY_SOCKET=str(tmp_path / "notify"))
         assert time.monotonic() - began < 60
         manager.setblocking(False)
         told = []
@@ -117,7 +104,7 @@ def test_a_defect_that_only_the_engine_finds_also_ends_the_start(broken: Path, t
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 64}))
     folders = "--run-dir", tmp_path / "run", "--state-dir", tmp_path / "state"
-    done = run("serve", *folders, "--model", broken, "--kv-blocks", "50", OMP_NUM_THREADS="1")
+    done = run_appliance("serve", *folders, "--model", broken, "--kv-blocks", "50", OMP_NUM_THREADS="1")
     assert done.returncode == os.EX_CONFIG
     assert "no model can be served: " in done.stderr and "config.json needs" in done.stderr
 
@@ -180,7 +167,7 @@ def test_a_reload_refuses_a_broken_model_and_changes_nothing(broken: Path, tmp_p
     with service("--config", str(config)) as running:
         pids = running.replica()["pids"]
         config.write_text(f'{good}max_num_seqs = 7\n[models.chat]\nfolder = "{broken}"\n')
-        done = run("config", "reload", "--run-dir", running.run_dir)
+        done = run_appliance("config", "reload", "--run-dir", running.run_dir)
         assert done.returncode == 1
         assert f"{config}:6: model 'chat': {broken / SHARD} does not exist" in done.stderr
         assert [model["name"] for model in running.status()["models"]] == ["demo"]

@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from appliance.actions.parameters import ReloadConfig
 from appliance.models.gpus import find_gpus
 from appliance.settings import demo_model_folder
 from tests.system.model_swaps import is_rank
-from tests.system.service import APPLIANCE, Service, service
+from tests.system.service import Service, run_appliance, service
 
 pytestmark = pytest.mark.system
 SHARD = "model-00002-of-00002.safetensors"
@@ -48,11 +47,6 @@ def added(running: Service, tmp_path: Path) -> Iterator[Path]:
     yield folder
     running.command("models", "remove", "other", "--yes")
     shutil.rmtree(folder)
-
-
-def models(running: Service, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [APPLIANCE, "models", *words, "--run-dir", str(running.run_dir)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
 
 
 def ranks(running: Service) -> dict[int, psutil.Process]:
@@ -81,7 +75,7 @@ def test_a_file_that_changed_after_the_model_was_added_is_named(
             file.seek(1 << 20)
             file.write(b"other weights")
     began = time.monotonic()
-    done = models(running, "load", "other", "--wait")
+    done = running.run("models", "load", "other", "--wait")
     assert done.returncode == 1 and SHARD in done.stderr, done.stderr
     assert time.monotonic() - began < BOUND_S
     assert_only_the_demo_runs(running, before)
@@ -91,7 +85,7 @@ def test_a_replica_whose_files_have_changed_is_not_restarted_after_it_was_killed
     running: Service, added: Path
 ) -> None:
     before = set(ranks(running))
-    assert models(running, "load", "other", "--wait").returncode == 0
+    assert running.run("models", "load", "other", "--wait").returncode == 0
     original = (added / SHARD).read_bytes()
     (added / SHARD).write_bytes(bytes(len(original)))
     [rank] = set(ranks(running)) - before
@@ -103,12 +97,12 @@ def test_a_replica_whose_files_have_changed_is_not_restarted_after_it_was_killed
 
     detail = running.wait_until(failed, BOUND_S, "the failed model")
     assert f"{added / SHARD} has changed since this version was added: restore the file" in detail
-    done = models(running, "load", "other", "--wait")
+    done = running.run("models", "load", "other", "--wait")
     assert done.returncode == 1 and f"{SHARD} has changed" in done.stderr, done.stderr
     assert_only_the_demo_runs(running, before)
     (added / SHARD).write_bytes(original)
-    assert models(running, "load", "other", "--wait").returncode == 0
-    assert models(running, "unload", "other", "--wait", "--yes").returncode == 0
+    assert running.run("models", "load", "other", "--wait").returncode == 0
+    assert running.run("models", "unload", "other", "--wait", "--yes").returncode == 0
     assert_only_the_demo_runs(running, before)
 
 
@@ -121,7 +115,7 @@ def test_a_load_is_cancelled_by_unloading_the_model(running: Service, added: Pat
     if hangs:
         os.kill(pid, signal.SIGSTOP)
     began = time.monotonic()
-    done = models(running, "unload", "other", "--wait", "--yes")
+    done = running.run("models", "unload", "other", "--wait", "--yes")
     assert done.returncode == 0, done.stderr
     assert time.monotonic() - began < BOUND_S
     assert_only_the_demo_runs(running, before)
@@ -161,7 +155,7 @@ def test_a_load_whose_rank_hangs_ends_after_load_timeout_s(running: Service, add
     try:
         with EveryNewRank(running, lambda pid: os.kill(pid, signal.SIGSTOP)):
             began = time.monotonic()
-            done = models(running, "load", "other", "--wait")
+            done = running.run("models", "load", "other", "--wait")
     finally:
         config.write_text(settings)
         running.act(ReloadConfig())
@@ -186,7 +180,7 @@ def test_a_load_that_finds_the_hosts_memory_full_says_so_and_spares_the_rest(
     running.command("models", "remove", "other", "--yes")
     running.command("models", "add", str(added), "--set", "kv_blocks=5000", "--set", "threads=1")
     with EveryNewRank(running, leave_little_memory):
-        done = models(running, "load", "other", "--wait")
+        done = running.run("models", "load", "other", "--wait")
     assert done.returncode == 1, done.stdout
     assert "cannot map" in done.stderr and "lower kv_blocks" in done.stderr, done.stderr
     assert_only_the_demo_runs(running, before)
@@ -230,16 +224,11 @@ def test_a_model_without_its_gpu_runs_on_the_cpu_only_if_that_is_configured(tmp_
             60,
             "the only problem",
         )
-        assert models(running, "retry", "demo").returncode == 0
+        assert running.run("models", "retry", "demo").returncode == 0
         running.wait_until(
             lambda: running.replica()["restarts"] > replica["restarts"] and running.ready(), 120, "the return"
         )
         assert running.replica()["degraded"]
         config.write_text(model)
-        refused = subprocess.run(
-            [APPLIANCE, "config", "check", str(config)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        refused = run_appliance("config", "check", config)
         assert refused.returncode != 0 and "needs one GPU" in refused.stdout + refused.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from tests.checkpoints import write_constant_checkpoint
 from tests.cli.conftest import on_a_terminal
 from tests.system.model_swaps import STREAMS, Swaps
-from tests.system.service import APPLIANCE, Service, service
+from tests.system.service import Service, service
 
 pytestmark = pytest.mark.system
 
@@ -42,13 +41,7 @@ def models(running: Service, *words: str) -> Any:
 
 
 def refused(running: Service, *words: str) -> str:
-    done = subprocess.run(
-        [APPLIANCE, "models", *words, "--run-dir", str(running.run_dir), "--json"],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    done = running.run("models", *words, "--json")
     assert done.returncode != 0, done.stdout
     return done.stderr
 
@@ -348,13 +341,7 @@ def test_a_reload_changes_sampling_and_template_without_another_replica(
         running.wait_until(lambda: tokens() == ["A"], 60, "the template to be used")
         assert drawn().count(TOKENS[0]) < 20
         config.write_text(changed.replace("other.jinja", "gone.jinja"))
-        done = subprocess.run(
-            [APPLIANCE, "config", "reload", "--run-dir", str(running.run_dir)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = running.run("config", "reload")
         assert done.returncode != 0 and "gone.jinja" in done.stderr, done
         config.write_text(declared)
         running.command("config", "reload")

@@ -12,7 +12,7 @@ import pytest
 
 from tests.checkpoints import write_constant_checkpoint
 from tests.hub.server import HubServer
-from tests.system.service import APPLIANCE, Service, service
+from tests.system.service import APPLIANCE, Service, run_appliance, service
 
 pytestmark = pytest.mark.system
 
@@ -84,12 +84,7 @@ def test_a_name_that_is_in_use_is_refused_before_the_download(running: Service, 
 
 def test_without_a_service_nothing_is_downloaded(hub: HubServer, tmp_path: Path) -> None:
     hub.requests.clear()
-    done = subprocess.run(
-        [APPLIANCE, "models", "pull", "org/tiny", "--run-dir", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = run_appliance("models", "pull", "org/tiny", "--run-dir", tmp_path)
     assert done.returncode == 1 and "start a service" in done.stderr
     assert not hub.requests
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import httpx
 import pytest
 
 from tests.checkpoints import write_constant_checkpoint
-from tests.system.service import APPLIANCE, Service, service
+from tests.system.service import Service, service
 
 pytestmark = pytest.mark.system
 
@@ -88,13 +87,7 @@ def test_copies_are_compared_and_leave_no_trace_in_log_and_usage(
     ],
 )
 def test_a_shadow_that_cannot_be_set_says_why(running: Service, words: tuple[str, ...], why: str) -> None:
-    done = subprocess.run(
-        [APPLIANCE, "models", "shadow", *words, "--run-dir", str(running.run_dir), "--json"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = running.run("models", "shadow", *words, "--json")
     assert done.returncode != 0 and why in done.stderr, done
 
 

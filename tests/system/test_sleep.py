@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import threading
 from collections.abc import Iterator
 
@@ -13,7 +12,7 @@ import pytest
 from appliance.actions.parameters import LoadModel, SleepModel, UnloadModel, WakeModel
 from appliance.client import AdminClient
 from tests.system.model_sleeps import TOKEN, Sleeps
-from tests.system.service import APPLIANCE, service
+from tests.system.service import service
 
 pytestmark = pytest.mark.system
 
@@ -61,13 +60,7 @@ def test_a_version_that_is_not_loaded_can_neither_sleep_nor_wake(
     sleeps: Sleeps, words: tuple[str, ...]
 ) -> None:
     sleeps.act(UnloadModel(model="chat", wait=True))
-    done = subprocess.run(
-        [APPLIANCE, "models", *words, "--run-dir", str(sleeps.running.run_dir)],
-        capture_output=True,
-        text=True,
-        timeout=WITHIN_S,
-        check=False,
-    )
+    done = sleeps.running.run("models", *words)
     assert done.returncode != 0 and "appliance models load chat@1" in done.stderr
 
 

@@ -21,7 +21,7 @@ from appliance.cli.app import app
 from appliance.client import AdminClient
 from appliance.pages import AuditAction, AuditQuery
 from tests.console.tmux import Tmux, perform
-from tests.system.service import APPLIANCE, Service, service
+from tests.system.service import APPLIANCE, Service, run_appliance, service
 from tests.system.ssh_forward import SshServer
 
 pytestmark = pytest.mark.system
@@ -113,10 +113,7 @@ def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
 
 
 def run(run_dir: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [APPLIANCE, *words, "--run-dir", str(run_dir), "--json"]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environ}
-    )
+    return run_appliance(*words, "--run-dir", run_dir, "--json", **environ)
 
 
 def read(run_dir: Path, command: str, **environ: str) -> Any:

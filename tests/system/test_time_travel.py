@@ -8,7 +8,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +30,7 @@ from console.source import SnapshotSource
 from console.stored_recording import file_recording, service_recording
 from console.timeline import PastState
 from tests.console.test_schema import undelivered
-from tests.system.service import APPLIANCE, Service, service
+from tests.system.service import Service, run_appliance, service
 from tests.system.test_deaths import Stream
 
 pytestmark = pytest.mark.system
@@ -227,26 +226,14 @@ async def replay_lists(recording: RecordedPast, at: float) -> dict[str, list[str
 
 def export(running: Service, path: Path, since: float) -> str:
     age = f"{time.time() - since:.0f}s"
-    done = subprocess.run(
-        [APPLIANCE, "history", "export", str(path), "--since", age, "--run-dir", str(running.run_dir)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = running.run("history", "export", str(path), "--since", age)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def raised_alerts(path: Path) -> list[str]:
     """Return the rules whose alerts the built-in rules raise on a recording."""
-    done = subprocess.run(
-        [APPLIANCE, "alerts", "test", "built-in", "--on", str(path), "--json"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_appliance("alerts", "test", "built-in", "--on", path, "--json")
     assert done.returncode == 0, done.stderr
     return [one["rule"] for one in json.loads(done.stdout)["transitions"] if one["event"] == "raised"]
 
@@ -300,11 +287,5 @@ def test_the_screens_of_a_killed_replica_equal_those_that_were_live(tmp_path: Pa
     compare(live, recording)
     assert without_heading(asyncio.run(replay_lists(recording, idle_at))) == without_heading(idle)
     assert raised_alerts(path) == ["replica-down"]
-    top = subprocess.run(
-        [APPLIANCE, "top", "--replay", str(path), "--screen", "requests"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    top = run_appliance("top", "--replay", path, "--screen", "requests")
     assert top.returncode == 0 and "HISTORY" in top.stdout, top.stderr

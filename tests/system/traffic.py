@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import threading
 from pathlib import Path
 from typing import Any
 
 from store.requests import RequestFilter, RequestReader
-from tests.system.service import APPLIANCE, Service
+from tests.system.service import Service, run_appliance
 
 
 class Load(threading.Thread):
@@ -41,8 +40,7 @@ class Load(threading.Thread):
 
 def verify(state_dir: Path, *words: str) -> Any:
     """Return the report and exit code of `appliance audit verify`."""
-    command = [APPLIANCE, "audit", "verify", "--state-dir", str(state_dir), "--json", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_appliance("audit", "verify", "--state-dir", state_dir, "--json", *words)
     assert done.returncode in (0, 1), done.stderr
     return json.loads(done.stdout) | {"code": done.returncode}
 

@@ -350,17 +350,6 @@ def test_systemds_service_precedes_a_directory_in_tmp_and_is_not_replaced(attack
     assert stopped.stderr.endswith("start the service with: systemctl start appliance\n"), stopped.stderr
 
 
-def command(running: Service, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command without a terminal."""
-    return subprocess.run(
-        [APPLIANCE, *words, "--run-dir", str(running.run_dir)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def test_without_a_terminal_a_dangerous_action_needs_yes_and_else_changes_nothing(attacked: Target) -> None:
     running = attacked.running
     (key,) = (one for one in running.command("keys", "list") if one["tenant"] == "acme")
@@ -373,7 +362,7 @@ def test_without_a_terminal_a_dangerous_action_needs_yes_and_else_changes_nothin
         ("tenants", "delete", "acme"),
         ("requests", "cancel", request_id),
     ):
-        refused = command(running, *words)
+        refused = running.run(*words)
         assert refused.returncode == 2 and "--yes" in refused.stderr, (words, refused.stderr)
     assert running.status()["drains"] == []
     running.wait_until(lambda: running.status()["state"] == "ready", 60, "the service to be ready")
@@ -396,7 +385,7 @@ def test_without_a_terminal_a_dangerous_action_needs_yes_and_else_changes_nothin
     ids=" ".join,
 )
 def test_absurd_values_are_refused_with_the_range(attacked: Target, words: tuple[str, ...]) -> None:
-    refused = command(attacked.running, *words)
+    refused = attacked.running.run(*words)
     assert refused.returncode == 2 and refused.stdout == ""
     assert words[-2] in refused.stderr and "Traceback" not in refused.stderr
 
