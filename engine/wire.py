@@ -98,12 +98,12 @@ class Channel(Generic[Inbound]):
 
         File descriptors are duplicated, and the caller remains responsible for closing its own copies. If the
         channel is closed, the message is dropped without an error, because the reader detects the end of
-        file.
+        file. Raises OSError if too many files are open to duplicate the descriptors; nothing is then sent.
         """
         if self.closed:
             return
         frame = encode_frame(self._encoder, message)
-        self._out.append((memoryview(frame), [os.dup(fd) for fd in fds]))
+        self._out.append((memoryview(frame), _duplicate_all(fds)))
         self._out_bytes += len(frame)
         if not self._writing:
             self.flush()
@@ -284,6 +284,17 @@ class Channel(Generic[Inbound]):
         """Close all received file descriptors that `take_fd` has not returned."""
         _close_all(list(self._received_fds))
         self._received_fds.clear()
+
+
+def _duplicate_all(fds: tuple[int, ...]) -> list[int]:
+    duplicates: list[int] = []
+    try:
+        for fd in fds:
+            duplicates.append(os.dup(fd))
+    except OSError:
+        _close_all(duplicates)
+        raise
+    return duplicates
 
 
 def _close_all(fds: list[int]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import resource
 import select
@@ -201,6 +202,30 @@ def test_the_caller_keeps_its_own_descriptor() -> None:
     assert adopted.recv(20) == b"still here"
     for end in (ours, adopted):
         end.close()
+
+
+def test_a_message_whose_descriptors_cannot_all_be_duplicated_is_not_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left, right = make_pair()
+    with open("/dev/null") as kept:
+        before = os.listdir("/proc/self/fd")
+        free = iter([os.dup(kept.fileno())])
+
+        def duplicate(descriptor: int) -> int:
+            for copy in free:
+                return copy
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        with monkeypatch.context() as shortage:
+            shortage.setattr(os, "dup", duplicate)
+            with pytest.raises(OSError, match="Too many open files"):
+                left.send(Parcel(1), (kept.fileno(), kept.fileno()))
+        assert os.listdir("/proc/self/fd") == before
+    left.send(Note("next"))
+    assert right.read() == [Note("next")]
+    left.close()
+    right.close()
 
 
 def test_a_descriptor_dropped_by_the_kernel_is_missing_only_from_its_own_message() -> None:
