@@ -5,45 +5,38 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from appliance.channel.core_messages import ClientConnection
 from appliance.front_pool.front import Front, Untaken
+from appliance.front_pool.shortage import NoteProblem, ShortageReport
 
 
 class ConnectionBalancer:
     """Assigns connections to the fronts in turn, skipping fronts that are full."""
 
-    def __init__(self, fronts: Sequence[Front]) -> None:
-        """`fronts` may change at any time."""
+    def __init__(self, fronts: Sequence[Front], note: NoteProblem) -> None:
+        """`fronts` may change at any time. `note` reports a problem to the operator."""
         self._fronts = fronts
         self._next = 0
         self._waiting: deque[Untaken] = deque()
-        """Connections waiting for a front that accepts connections."""
+        """Connections that have not been given to a front yet."""
+        self._shortage = ShortageReport("fronts", note)
 
     @property
     def open(self) -> bool:
-        """Whether at least one front currently accepts connections."""
-        return any(front.takes_connections for front in self._fronts)
+        """Whether a new connection can be given to a front now."""
+        return not self._waiting and any(front.takes_connections for front in self._fronts)
 
-    def assign(self, connection: ClientConnection, *descriptors: int) -> None:
-        """Give the connection to a front. If no front accepts connections, the connection waits. The caller
-        closes its own descriptors. Raises OSError if too many files are open."""
-        if (front := self._next_front()) is not None:
-            front.give(connection, *descriptors)
-        else:
-            self._waiting.append(Untaken(connection, descriptors))
-
-    def assign_again(self, connections: Sequence[Untaken] = ()) -> None:
-        """Assign the waiting connections to fronts, followed by `connections`, which a front left unread when
-        it exited or could not receive. Their descriptors are closed here. Connections that cannot be assigned
-        now, because no front accepts connections or because too many files are open, keep waiting."""
+    def assign(self, *connections: Untaken) -> None:
+        """Give the waiting connections to fronts, followed by `connections`. Connections that cannot be given
+        now, because no front accepts connections or because too many files are open, wait until the next
+        call."""
         self._waiting.extend(connections)
         while self._waiting and (front := self._next_front()) is not None:
-            first = self._waiting[0]
             try:
-                front.give(first.connection, *first.descriptors)
-            except OSError:
-                return  # tried again after the next report of a front
-            self._waiting.popleft().close()
+                front.give(self._waiting[0])
+            except OSError as error:
+                self._shortage.report("accepted connections wait, because fronts cannot get them", error)
+                return
+            self._waiting.popleft()
 
     def _next_front(self) -> Front | None:
         """Return the next front that has a free place. If all fronts are full, return the next front, which

@@ -8,12 +8,11 @@ A `Front` does not depend on requests, models or other fronts. It passes its pro
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import msgspec
 
@@ -63,21 +62,14 @@ seconds per model to read the tokenizer."""
 
 
 class Untaken:
-    """A connection that a front has not taken yet, with duplicates of its descriptors."""
+    """A connection that no front has taken yet. Owns the connection's descriptors."""
 
-    def __init__(self, connection: ClientConnection, descriptors: tuple[int, ...]) -> None:
-        """Raises OSError if too many files are open."""
+    def __init__(self, connection: ClientConnection, descriptors: Iterable[int]) -> None:
         self.connection = connection
-        self.descriptors: list[int] = []
-        try:
-            for descriptor in descriptors:
-                self.descriptors.append(os.dup(descriptor))
-        except OSError:
-            self.close()
-            raise
+        self.descriptors = list(descriptors)
 
     def close(self) -> None:
-        """Close the duplicates."""
+        """Close the descriptors."""
         while self.descriptors:
             os.close(self.descriptors.pop())
 
@@ -228,23 +220,17 @@ class Front:
         finally:
             os.close(descriptor)
 
-    def give(self, connection: ClientConnection, *descriptors: int) -> None:
-        """Send the process a client connection, and the bytes that were already read from it. The caller
-        closes its own descriptors. Raises OSError if too many files are open; the process then does not get
-        the connection."""
-        if self._child is not None:
-            self._given += 1
-            connection = msgspec.structs.replace(connection, number=self._given)
-            untaken = Untaken(connection, descriptors)
-            try:
-                self._child.send(connection, descriptors)
-            except OSError:
-                untaken.close()
-                raise
-            self._untaken[self._given] = untaken
+    def give(self, untaken: Untaken) -> None:
+        """Send a client connection to the process, which must be running. Raises OSError if too many files
+        are open; the process then does not get the connection, and the caller keeps it."""
+        assert self._child is not None
+        connection = msgspec.structs.replace(untaken.connection, number=self._given + 1)
+        self._child.send(connection, tuple(untaken.descriptors))
+        self._given += 1
+        self._untaken[self._given] = untaken
 
     def take_back(self) -> list[Untaken]:
-        """Return the connections that the exited process had not begun to read. The caller closes them."""
+        """Return the connections that the exited process had not begun to read."""
         untaken, self._untaken = list(self._untaken.values()), {}
         return untaken
 
@@ -314,13 +300,15 @@ class Front:
             if (untaken := self._untaken.pop(message.number, None)) is not None:
                 self._events.front_returns(self, untaken)
         elif isinstance(message, HandOver):
-            with self._descriptors(2) as descriptors:
-                if descriptors:
-                    self._events.front_hands_over(self, message, (descriptors[0], descriptors[1]))
+            if descriptors := self._descriptors(2):
+                connection = ClientConnection(message.kind, message.peer, has_request=True)
+                self._events.front_hands_over(self, message.scope, Untaken(connection, descriptors))
         elif isinstance(message, Keep):
-            with self._descriptors(1) as descriptors:
-                if descriptors:
-                    self._events.front_keeps(self, message, descriptors[0])
+            for descriptor in self._descriptors(1):
+                try:
+                    self._events.front_keeps(self, message, descriptor)
+                finally:
+                    os.close(descriptor)
         elif isinstance(message, FrontProgress):
             self._events.front_progress(self, message)
         elif isinstance(message, Claim | Release):
@@ -328,28 +316,23 @@ class Front:
         else:
             self._events.request_message(self, message)
 
-    @contextlib.contextmanager
-    def _descriptors(self, count: int) -> Iterator[list[int]]:
-        """Yield the descriptors that a message contained, and close them afterwards. If the kernel has
-        dropped a descriptor because this process has too many open files, yield nothing."""
+    def _descriptors(self, count: int) -> list[int]:
+        """Return the descriptors that a message contained, which the caller must close. If the kernel has
+        dropped a descriptor because this process has too many open files, return none."""
         taken: list[int] = []
-        complete = True
         try:
             if self._child is not None:
                 for _ in range(count):
                     taken.append(self._child.take_fd())
         except LookupError:
-            complete = False
+            while taken:
+                os.close(taken.pop())
             self._events.front_problem(
                 self,
                 "a file descriptor could not be received because too many files are open: raise the "
                 "limit of open files (ulimit -n)",
             )
-        try:
-            yield taken if complete else []
-        finally:
-            for descriptor in taken:
-                os.close(descriptor)
+        return taken
 
     def _exited(self, reason: str) -> None:
         child, self._child, self._report = self._child, None, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from appliance.channel.front_messages import AboutRequest, Claim, FrontProgress, HandOver, Keep, Release
+from appliance.channel.front_messages import AboutRequest, Claim, FrontProgress, Keep, Release
 
 if TYPE_CHECKING:
     from appliance.front_pool.front import Front, Untaken
@@ -25,8 +25,8 @@ class FrontEvents(Protocol):
         connections again."""
 
     def front_returns(self, front: Front, connection: Untaken) -> None:
-        """Assign a connection that the front could not receive to a front again, and close its descriptors.
-        This front accepts no connections until its next report."""
+        """Assign a connection that the front could not receive to a front again. This front accepts no
+        connections until its next report."""
 
     def name_wanted(self, name: str) -> None:
         """Handle requests that are waiting in a front until the model for `name` is loaded or woken on
@@ -38,9 +38,9 @@ class FrontEvents(Protocol):
     def claim_message(self, front: Front, message: Claim | Release) -> None:
         """Handle a claim or a release for an `Idempotency-Key`."""
 
-    def front_hands_over(self, front: Front, message: HandOver, descriptors: tuple[int, int]) -> None:
-        """Pass a connection, with its request, to the front that must answer the request. The descriptors are
-        closed after this method returns."""
+    def front_hands_over(self, front: Front, scope: bytes, connection: Untaken) -> None:
+        """Pass a connection, with its request, to the front that must answer the requests of this `scope`
+        (see `HandOver`)."""
 
     def front_keeps(self, front: Front, message: Keep, descriptor: int) -> None:
         """Store prompts and answers that the front has sent. The descriptor is closed after this method

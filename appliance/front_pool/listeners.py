@@ -11,11 +11,13 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from appliance.channel.core_messages import ClientConnection
 from appliance.front_pool.balancer import ConnectionBalancer
+from appliance.front_pool.front import Untaken
+from appliance.front_pool.shortage import NoteProblem, ShortageReport
 from appliance.http.sockets import (
     ListenError,
     address_of,
@@ -36,12 +38,7 @@ _MAX_PER_PASS = 4
 not delay requests in progress."""
 _RETRY_S = 0.1
 """Length of the pause in accepting connections after descriptors or memory have run out."""
-_SAME_SHORTAGE_S = 60.0
-"""If descriptors or memory run out again within this time, the shortage is not reported again."""
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-
-NoteProblem = Callable[[str, str], None]
-"""Reports a problem to the operator. The arguments are the problem's location and description."""
 
 
 class Listener:
@@ -65,9 +62,7 @@ class Listener:
         self._is_unix = sock.family == socket.AF_UNIX
         self.address = address_of(sock)
         self._balancer = balancer
-        self._note = note
-        self._shortage_at: float | None = None
-        """Time when this process last ran out of descriptors or memory for a connection."""
+        self._shortage = ShortageReport(name, note)
         self._reading = False
         self._pause: asyncio.TimerHandle | None = None
         self._stopping = False
@@ -125,20 +120,12 @@ class Listener:
                 return
             self.accepted += 1
             message = ClientConnection("unix", "") if self._is_unix else _tcp_connection(peer)
-            with connection:
-                self._balancer.assign(message, connection.fileno())
+            self._balancer.assign(Untaken(message, [connection.detach()]))
 
     def _pause_accepting(self, shortage: OSError) -> None:
         """Accept no connections for a short time. Clients wait in the backlog."""
-        loop = asyncio.get_running_loop()
-        if self._shortage_at is None or loop.time() - self._shortage_at > _SAME_SHORTAGE_S:
-            self._note(
-                self.name,
-                f"no connections can be accepted at the moment ({shortage.strerror}): raise the limit "
-                "of open files (ulimit -n)",
-            )
-        self._shortage_at = loop.time()
-        self._pause = loop.call_later(_RETRY_S, self._resume)
+        self._shortage.report("no connections can be accepted at the moment", shortage)
+        self._pause = asyncio.get_running_loop().call_later(_RETRY_S, self._resume)
         self.update()
 
     def _resume(self) -> None:

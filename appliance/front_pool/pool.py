@@ -24,13 +24,12 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from appliance.background import Background
-from appliance.channel.core_messages import ClientConnection, Configure, CoreToFront, Identities
+from appliance.channel.core_messages import Configure, CoreToFront, Identities
 from appliance.channel.front_messages import (
     AboutRequest,
     Admit,
     Claim,
     FrontProgress,
-    HandOver,
     Keep,
     Rejected,
     Release,
@@ -106,7 +105,7 @@ class FrontPool:
         - `module` is the Python module to run as a front process.
         """
         self.fronts: list[Front] = []
-        self.balancer = ConnectionBalancer(self.fronts)
+        self.balancer = ConnectionBalancer(self.fronts, note)
         self.progress = ProgressReader(self.fronts)
         self._settings = settings
         self._requests = requests
@@ -306,15 +305,15 @@ class FrontPool:
             front.attach(name, replica.model, replica.open_channel(front.name))
 
     def front_ready(self, front: Front) -> None:
-        self.balancer.assign_again()
+        self.balancer.assign()
         self._on_availability()
 
     def front_reported(self, front: Front) -> None:
-        self.balancer.assign_again()
+        self.balancer.assign()
         self._on_availability()
 
     def front_returns(self, front: Front, connection: Untaken) -> None:
-        self.balancer.assign_again([connection])
+        self.balancer.assign(connection)
         self._on_availability()
 
     def name_wanted(self, name: str) -> None:
@@ -345,14 +344,17 @@ class FrontPool:
         else:
             self._claims.release(message)
 
-    def front_hands_over(self, front: Front, message: HandOver, descriptors: tuple[int, int]) -> None:
-        connection = ClientConnection(message.kind, message.peer, has_request=True)
-        owner = self._by_name.get(self._claims.owner(message.scope))
+    def front_hands_over(self, front: Front, scope: bytes, connection: Untaken) -> None:
+        owner = self._by_name.get(self._claims.owner(scope))
         if owner is not None:
-            owner.give(connection, *descriptors)
-        else:
-            # The answer has since been lost, so the front that receives the connection runs the request.
-            self.balancer.assign(connection, *descriptors)
+            try:
+                owner.give(connection)
+                return
+            except OSError:
+                pass  # Too many files are open. Any front may hand the connection over again later.
+        # If there is no owner, the answer has been lost since, and the front that receives the connection
+        # runs the request.
+        self.balancer.assign(connection)
 
     def front_keeps(self, front: Front, message: Keep, descriptor: int) -> None:
         # The front only identifies the caller. The core's own table determines which texts may be kept.
@@ -376,7 +378,7 @@ class FrontPool:
             log.warning(
                 "%s exited and lost %d stored answers: retries will run these requests again", name, lost
             )
-        self.balancer.assign_again(front.take_back())
+        self.balancer.assign(*front.take_back())
         self._on_availability()
         self.publish_configuration()
 

@@ -134,14 +134,13 @@ def test_a_front_that_takes_no_connections_is_given_a_bounded_number(
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
 
     async def scenario(front: Front, process: psutil.Process) -> None:
-        with socket.socket() as client:
-            given = 0
-            while front.takes_connections:
-                front.give(ClientConnection("unix", ""), client.fileno())
-                given += 1
-            assert given == min(front_module._MAX_UNTAKEN, limit // 8)
-            process.resume()
-            await wait_until(lambda: front.takes_connections)
+        given = 0
+        while front.takes_connections:
+            front.give(connection())
+            given += 1
+        assert given == min(front_module._MAX_UNTAKEN, limit // 8)
+        process.resume()
+        await wait_until(lambda: front.takes_connections)
 
     with_stopped_front(scenario, monkeypatch)
 
@@ -208,63 +207,69 @@ class Full(Front):
     def has_room(self) -> bool:
         return self.room
 
-    def give(self, connection: ClientConnection, *descriptors: int) -> None:
+    def give(self, untaken: Untaken) -> None:
         if self.fails:
             too_many()
+        untaken.close()
         self.got += 1
+
+
+def connection() -> Untaken:
+    """Return a connection with a descriptor."""
+    return Untaken(ClientConnection("unix", ""), [socket.socket().detach()])
+
+
+def note(location: str, problem: str) -> None:
+    """Ignore a problem."""
 
 
 def test_full_fronts_are_skipped_while_another_one_has_room() -> None:
     async def scenario() -> None:
         full, free = Full(0, room=False), Full(1, room=True)
-        balancer = ConnectionBalancer([full, free])
-        assign(balancer, 4)
+        balancer = ConnectionBalancer([full, free], note)
+        balancer.assign(*(connection() for _ in range(4)))
         assert (full.got, free.got) == (0, 4)
         free.room = False
-        assign(balancer, 4)
+        balancer.assign(*(connection() for _ in range(4)))
         assert (full.got, free.got) == (2, 6)
 
     asyncio.run(scenario())
 
 
-def assign(balancer: ConnectionBalancer, count: int) -> None:
-    for _ in range(count):
-        balancer.assign(ClientConnection("unix", ""))
-
-
 def test_connections_wait_while_no_front_takes_any(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         front = Full(0, room=True)
-        balancer = ConnectionBalancer([front])
+        balancer = ConnectionBalancer([front], note)
         before = held()
-        with monkeypatch.context() as closed, socket.socket() as client:
+        with monkeypatch.context() as closed:
             closed.setattr(Full, "takes_connections", False)
-            balancer.assign(ClientConnection("unix", ""), client.fileno())
-            balancer.assign_again()
+            balancer.assign(connection())
+            balancer.assign()
             assert front.got == 0
-        balancer.assign_again()
+        balancer.assign()
         assert front.got == 1
         assert held() <= before
 
     asyncio.run(scenario())
 
 
-def test_connections_keep_waiting_while_too_many_files_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_keep_waiting_while_too_many_files_are_open() -> None:
     async def scenario() -> None:
         front = Full(0, room=True)
-        balancer = ConnectionBalancer([front])
+        problems: list[str] = []
+        balancer = ConnectionBalancer([front], lambda where, what: problems.append(what))
         before = held()
-        with socket.socket() as client:
-            with monkeypatch.context() as closed:
-                closed.setattr(Full, "takes_connections", False)
-                for _ in range(2):
-                    balancer.assign(ClientConnection("unix", ""), client.fileno())
-            front.fails = True
-            balancer.assign_again([Untaken(ClientConnection("unix", ""), (client.fileno(),))])
-            assert front.got == 0
-            front.fails = False
-        balancer.assign_again()
+        front.fails = True
+        for _ in range(3):
+            balancer.assign(connection())
+        assert front.got == 0
+        assert not balancer.open
+        front.fails = False
+        balancer.assign()
         assert front.got == 3
+        assert balancer.open
+        (problem,) = problems
+        assert "raise the limit of open files" in problem
         assert held() <= before
 
     asyncio.run(scenario())

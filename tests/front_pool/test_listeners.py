@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.channel.core_messages import ClientConnection
+from appliance.front_pool.front import Untaken
 from appliance.front_pool.listeners import _MAX_PER_PASS, Listener
 from appliance.http.sockets import _BACKLOG, bind_unix
 
@@ -26,7 +26,8 @@ class Balancer:
     def __init__(self) -> None:
         self.given = [0]
 
-    def assign(self, connection: ClientConnection, descriptor: int) -> None:
+    def assign(self, connection: Untaken) -> None:
+        connection.close()
         if not self.given[-1]:
             asyncio.get_running_loop().call_soon(self.given.append, 0)
         self.given[-1] += 1

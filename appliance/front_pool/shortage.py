@@ -1,0 +1,30 @@
+"""Reports to the operator that descriptors or memory have run out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+_SAME_SHORTAGE_S = 60.0
+"""If descriptors or memory run out again within this time, the shortage is not reported again."""
+
+NoteProblem = Callable[[str, str], None]
+"""Reports a problem to the operator. The arguments are the problem's location and description."""
+
+
+class ShortageReport:
+    """Reports shortages at one location, without repeating a report while the shortage lasts."""
+
+    def __init__(self, location: str, note: NoteProblem) -> None:
+        self._location = location
+        self._note = note
+        self._latest_at: float | None = None
+
+    def report(self, what: str, shortage: OSError) -> None:
+        """Report that `what` is impossible because of a shortage."""
+        now = time.monotonic()
+        if self._latest_at is None or now - self._latest_at > _SAME_SHORTAGE_S:
+            self._note(
+                self._location, f"{what} ({shortage.strerror}): raise the limit of open files (ulimit -n)"
+            )
+        self._latest_at = now
