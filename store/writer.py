@@ -42,6 +42,8 @@ COMMIT_INTERVAL_S = 0.2
 _BATCH_ROWS = 500
 _LOOK_EVERY_S = 2.0
 """Interval at which an idle writer checks whether its file has been deleted or replaced on disk."""
+_PROGRESS_EVERY_S = 0.1
+"""Interval at which `close` checks whether the writer makes progress."""
 
 # Errors that leave the connection usable once their cause has been removed.
 _KEEP_CONNECTION = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
@@ -86,12 +88,15 @@ class Writer:
         self._spool_rows = spool_rows
         self._thread = threading.Thread(target=self._run, name=f"write {path.name}", daemon=True)
         self._opened: Future[None] = Future()
-        self._database: WritableDatabase | None = None  # used by the writer thread only
+        # These two are used by the writer thread only.
+        self._database: WritableDatabase | None = None
+        self._refused = False  # whether the disk refused the latest attempt to write
 
         # The condition's lock guards all attributes below.
         self._condition = threading.Condition()
         self._queue: deque[_Item] = deque()
         self._urgent = 0  # number of queued items with a future
+        self._close_within_s = 0.0
         self._close_by: float | None = None
         self._last_error: str | None = None
         self._failing_since: float | None = None
@@ -163,23 +168,29 @@ class Writer:
         """Commit the waiting operations, leave the file complete and readable without write permission, and
         stop the thread.
 
-        Operations that the disk still refuses after `timeout_s` are lost, counted and logged. A second call
-        does nothing.
+        Operations that the disk still refuses `timeout_s` after the latest commit are lost, counted and
+        logged. A second call does nothing.
         """
         with self._condition:
             if self._close_by is None:
-                self._close_by = time.monotonic() + timeout_s
+                self._close_within_s, self._close_by = timeout_s, time.monotonic() + timeout_s
             self._condition.notify_all()
-        if self._thread.ident is not None:
-            # In addition to the time for the last commits, allow time for a checkpoint and for readers to
-            # close the file.
-            self._thread.join(timeout_s + 10.0)
-            if self._thread.is_alive():
-                log.error(
-                    "%s was not closed cleanly, because the disk did not respond within %.0f s",
-                    self.path,
-                    timeout_s + 10.0,
-                )
+        if self._thread.ident is None:
+            return
+        # In addition to the time for the next commit, allow time for a checkpoint and for readers to close
+        # the file. Time in which this thread does not run does not count.
+        limit_s = left_s = timeout_s + 10.0
+        while self._thread.is_alive() and left_s > 0:
+            before = self._busy_since, self._committed_rows
+            self._thread.join(_PROGRESS_EVERY_S)
+            has_progressed = before != (self._busy_since, self._committed_rows)
+            left_s = limit_s if has_progressed else left_s - _PROGRESS_EVERY_S
+        if self._thread.is_alive():
+            log.error(
+                "%s was not closed cleanly, because the disk did not respond within %.0f s",
+                self.path,
+                limit_s,
+            )
 
     def count_dropped(self, rows: int) -> None:
         """Count rows that the caller, to limit memory use, dropped instead of submitting."""
@@ -262,15 +273,17 @@ class Writer:
         with self._condition:
             while True:
                 now = time.monotonic()
-                if self._close_by is not None and (not self._queue or now >= self._close_by):
+                # While the writer closes, it gives up only if the disk refuses to write.
+                give_up_at = self._close_by if self._refused else None
+                if give_up_at is not None and now >= give_up_at:
+                    return None
+                if self._close_by is not None and not self._queue:
                     return None
                 due = self._due()
                 if now >= due:
                     self._look_at = now + _LOOK_EVERY_S
                     return self._next_batch()
-                # While the writer closes, it retries refused operations only until the timeout.
-                ends = [moment for moment in (due, self._close_by) if moment is not None]
-                self._condition.wait(min(ends) - now)
+                self._condition.wait((due if give_up_at is None else min(due, give_up_at)) - now)
 
     def _due(self) -> float:
         if self._failing_since is not None:
@@ -358,6 +371,7 @@ class Writer:
             results = [item.operation(connection) for item in batch]
             connection.execute("COMMIT")
         except BaseException as error:
+            self._refused = not is_own_fault(error)
             self._roll_back(database, error)
             raise
         self._note_success(batch)
@@ -397,6 +411,9 @@ class Writer:
     def _note_success(self, batch: list[_Item]) -> None:
         with self._condition:
             self._pop(len(batch))
+            self._refused = False
+            if batch and self._close_by is not None:
+                self._close_by = time.monotonic() + self._close_within_s
             self._committed_rows += sum(item.operation is not _nothing for item in batch)
             failing_since, self._failing_since, self._last_error = self._failing_since, None, None
             self._retry_s = _FIRST_RETRY_S
@@ -410,7 +427,7 @@ class Writer:
     def _note_failure(self, message: str) -> None:
         with self._condition:
             news = message != self._last_error
-            self._last_error = message
+            self._last_error, self._refused = message, True
             now = time.monotonic()
             if self._failing_since is None:
                 self._failing_since = now

@@ -262,6 +262,21 @@ def test_close_writes_what_waits_and_refuses_what_comes_after(writer):
     writer.close()
 
 
+def test_close_writes_all_rows_if_the_writer_is_slow_but_the_disk_accepts_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("store.writer._BATCH_ROWS", 1)
+    writer = Writer(tmp_path / "notes.db", NOTES, synchronous="NORMAL")
+    writer.start()
+
+    def slow(number: int):
+        return lambda connection: (time.sleep(0.3), insert(number)(connection))
+
+    for number in range(4):
+        assert writer.submit(slow(number))
+    writer.close(timeout_s=0.01)
+    assert numbers(writer.path) == [0, 1, 2, 3]
+    assert writer.state().dropped_rows == 0
+
+
 def test_rows_from_many_threads_all_arrive(writer):
     def submit(first: int) -> None:
         for number in range(first, first + 500):
