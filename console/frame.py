@@ -14,6 +14,7 @@ from console.keys import key_of
 from console.lines import BLANK, Line, Span, clip, line, span, spread, width_of, wrap
 from console.screens.base import MIN_HEIGHT, MIN_WIDTH, View
 from console.screens.panels import STATE_ROLES
+from console.screens.table import TableView
 from console.timeline import PastState, badge_text, timeline_lines
 
 _RESTARTED_S = 60.0
@@ -44,26 +45,33 @@ class FrameState:
     message: str = ""
     message_role: str = "text"
     footer: bool = True
+    small: bool = False
+    """Whether the terminal was too small for panels when the frame was last drawn."""
     badges: list[str] = field(default_factory=list)
+
+    @property
+    def has_panels(self) -> bool:
+        """Whether the screen shows panels or a table. A list of facts has no cursor."""
+        return not self.small or isinstance(self.view, TableView)
 
 
 def frame(state: FrameState, width: int, height: int) -> list[Line]:
     """Return all lines of the terminal."""
-    small = width < MIN_WIDTH or height < MIN_HEIGHT
+    state.small = width < MIN_WIDTH or height < MIN_HEIGHT
     top = [_header(state, width)]
-    if not small:
+    if not state.small:
         top.append(_tabs(state, width))
         if state.past is not None and state.footer:
             top += timeline_lines(state.past, width, state.context.glyphs)
     top += _banners(state, width)
     bottom = [_footer(state, width)] if state.footer else []
     room = max(0, height - len(top) - len(bottom))
-    body = _body(state, width, room, small)[:room]
+    body = _body(state, width, room)[:room]
     lines = [*top, *body, *[BLANK] * (room - len(body)), *bottom]
     return [clip(one, width) for one in lines[:height]]
 
 
-def _body(state: FrameState, width: int, height: int, small: bool) -> list[Line]:
+def _body(state: FrameState, width: int, height: int) -> list[Line]:
     if height <= 0 or width < _MIN_SCREEN[0]:
         return []
     if state.help:
@@ -73,7 +81,7 @@ def _body(state: FrameState, width: int, height: int, small: bool) -> list[Line]
     if state.context.snapshot is None:
         reason = state.error or "waiting for data from the service"
         return [BLANK, *wrap(reason, width - 4, "bad" if state.error else "dim", "  ")]
-    if small:
+    if state.small:
         return state.view.small(state.context, width, height)
     return state.view.render(state.context, width, height)
 
@@ -216,8 +224,8 @@ def _footer(state: FrameState, width: int) -> Line:
     if state.help:
         hints = [("move down", "scroll"), ("back", "close help")]
     else:
-        hints = [*view.hints]
-        if view.alternate or view.variants:
+        hints = [*view.hints] if state.has_panels else []
+        if state.has_panels and (view.alternate or view.variants):
             hints.append(("variant", view.alternate or f"view: {view.variant}"))
         if state.context.write:
             hints.append(("actions", "actions"))

@@ -19,7 +19,7 @@ from console.frame import FrameState, frame
 from console.glyphs import GLYPH_SETS, GlyphSet
 from console.history import History
 from console.lines import Line
-from console.screens.base import FAR, JUMP_LETTERS, PAGE, View
+from console.screens.base import FAR, JUMP_LETTERS, MIN_HEIGHT, MIN_WIDTH, PAGE, View
 from console.screens.compare import CompareView
 from console.screens.registry import all_views, alternate_views
 from console.screens.table import TableView
@@ -37,6 +37,9 @@ _MOVES = {
     "first": -FAR,
     "last": FAR,
 }
+
+_PANEL_COMMANDS = ("zoom", "jump", "open", "variant", "move left", "move right")
+"""Commands that change panels or move a cursor. They have no visible effect on a list of facts."""
 
 
 class ConsoleSession:
@@ -183,7 +186,11 @@ class ConsoleSession:
         self.state.message = ""
         word, _, rest = command.partition(" ")
         view = self.view
-        if word == "move":
+        if command in _PANEL_COMMANDS and not self.state.has_panels and not self.state.help:
+            self.say(
+                f"{view.title} needs a terminal of at least {MIN_WIDTH}×{MIN_HEIGHT} for this key", "warn"
+            )
+        elif word == "move":
             self._move(rest)
         elif command in ("screen back", "screen forward"):
             self._travel(rest)
@@ -265,7 +272,7 @@ class ConsoleSession:
         """Return the marked rows, or the row under the cursor, for the clipboard. On a screen without rows,
         return the id of the request under the cursor."""
         if not isinstance(self.view, TableView):
-            return self.view.request(self.context)
+            return self.view.request(self.context) if self.state.has_panels else ""
         wanted = set(self.view.selected(self.context))
         names, rows = self.view.export(self.context)
         ordered = self.view.ordered(self.context)
@@ -278,8 +285,10 @@ class ConsoleSession:
             self.state.help_scroll = max(0, self.state.help_scroll + _MOVES.get(where, 0))
         elif where in ("left", "right"):
             self.view.sideways(-1 if where == "left" else 1)
-        else:
+        elif self.state.has_panels:
             self.view.move(_MOVES[where])
+        else:
+            self.view.scroll = max(0, self.view.scroll + _MOVES[where])
 
     def _screen(self, name: str) -> None:
         keys = [view.key for view in self.views]
@@ -337,6 +346,7 @@ class ConsoleSession:
         chosen = name or GLYPH_SETS[(at + 1) % len(GLYPH_SETS)]
         if chosen in get_args(GlyphSet):
             self.context.glyphs = chosen  # type: ignore[assignment]
+            self.say(f"chart characters: {chosen}", "dim")
         else:
             self.say(f"unknown glyphs {name!r}: use {', '.join(GLYPH_SETS)}", "bad")
 

@@ -241,11 +241,13 @@ class TableView(View, Generic[R]):
         if self.filter:
             lines.append(clip(self._filter_line(context), width))
         self._follow_cursor(height - len(lines))
-        for index in self._visible:
+        letters = JUMP_LETTERS if context.jumping else ""
+        for place, index in enumerate(self._visible):
             name, value, role = facts[len(above) + index]
             selected = index == self._index
             mark = "*" if self._order[index] in self.marks else "▸" if selected else " "
-            row = clip([Span(mark, "accent"), span(f"{name}  ", "dim"), span(value, role)], width)
+            first = Span(letters[place], "tab") if place < len(letters) else Span(mark, "accent")
+            row = clip([first, span(f"{name}  ", "dim"), span(value, role)], width)
             lines.append([one._replace(role=f"@{one.role}") for one in row] if selected else row)
         return lines
 

@@ -137,3 +137,50 @@ def test_the_details_of_a_row_are_zoomed_and_the_table_returns(name: str) -> Non
     assert body()[0].startswith(f"─ {made.view.title} ▸ ")
     made.run("zoom")
     assert body() == before
+
+
+@pytest.mark.parametrize("name", ["overview", "batches", "kv"])
+def test_a_list_of_facts_refuses_the_keys_that_would_change_nothing_visible(name: str) -> None:
+    made = session(steps=60, interval_s=1.0)
+    made.run(f"screen {name}")
+    made._received = None  # The frame does not show the age of the snapshot.
+    large = made.lines(120, 40)
+    small = made.lines(59, 30)
+    footer = plain(small[-1])
+    assert "zoom" not in footer and "view:" not in footer and "help" in footer
+    for command in ("zoom", "jump", "variant", "open", "move left", "move right"):
+        made.run(command)
+        title = made.view.title
+        assert (
+            plain(made.lines(59, 30)[-1]).strip()
+            == f"{title} needs a terminal of at least 60×18 for this key"
+        )
+        assert not made.context.jumping
+    made.run("move down")
+    assert made.copied() == ""
+    assert made.lines(120, 40) == large
+
+
+def test_facts_that_do_not_fit_are_scrolled_to() -> None:
+    made = session()
+    made.run("screen overview")
+    first = plain(made.lines(59, 6)[1])
+    made.run("move last")
+    rows = [plain(row) for row in made.lines(59, 6)[1:-1]]
+    assert first not in rows and rows[-1].strip()
+    made.run("move first")
+    assert plain(made.lines(59, 6)[1]) == first
+
+
+def test_jump_mode_labels_the_rows_of_a_table_in_a_small_terminal() -> None:
+    made = session()
+    made.run("screen tenants")
+    view = made.view
+    assert isinstance(view, TableView)
+    made.lines(59, 17)
+    made.run("jump")
+    rows = [plain(row) for row in made.lines(59, 17)[1:]]
+    assert [row[0] for row in rows[:3]] == ["a", "s", "d"]
+    made.jump("d")
+    assert rows[2][1:].startswith(view.cursor)
+    assert plain(made.lines(59, 17)[3]).startswith(f"▸{view.cursor}")
