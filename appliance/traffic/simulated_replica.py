@@ -142,7 +142,9 @@ class SimulatedReplica:
     def change(self) -> tuple[list[SimulatedSubmission], list[SimulatedSubmission]]:
         """Return the submissions whose prompts are complete at this time, and the submissions that end."""
         started, ended = [], []
-        if self._prompts and self._prompts[0].left < 1e-3:
+        # A change may be less than the resolution of the clock away, which is 0.24 µs for unix time.
+        steps = math.ulp(self._now) / self._step_s()
+        if self._prompts and self._prompts[0].left < max(1e-3, steps * self._chunk()):
             submission = self._prompts.popleft()
             self._prompt_tokens -= submission.work
             started.append(submission)
@@ -152,7 +154,7 @@ class SimulatedReplica:
             end = self._tokens + max(0, submission.output_each - 1)
             heapq.heappush(self._running, (end, self._serial, submission))
             self._sequences += submission.sequences
-        while self._running and self._running[0][0] <= self._tokens + 1e-6:
+        while self._running and self._running[0][0] <= self._tokens + max(1e-6, steps):
             _, _, submission = heapq.heappop(self._running)
             self._sequences -= submission.sequences
             self._returned_seqs[submission.level] += submission.sequences

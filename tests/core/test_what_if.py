@@ -3,6 +3,7 @@ the new limits, on a server with the real request manager and the real scheduler
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 
@@ -14,7 +15,12 @@ from appliance.actions.parameters import CreateKey, CreateTenant, SetTenant
 from appliance.calls import AdminError
 from appliance.client import AdminClient
 from appliance.traffic.recent import KEPT_S, MAX_RECENT, PastRequest
-from appliance.traffic.simulated_replica import speed_of
+from appliance.traffic.simulated_replica import (
+    ReplicaSpeed,
+    SimulatedReplica,
+    SimulatedSubmission,
+    speed_of,
+)
 from appliance.traffic.what_if import ReplayInput, replay, replay_apart
 from store.policies import Quota, TenantRecord
 from tests.core.conftest import Service, read_answer, wait_until
@@ -22,7 +28,8 @@ from tests.core.simulated_clients import percentile
 from tests.core.simulated_server import Asked, Shape, SimulatedServer
 
 SECONDS = 180.0
-_EPOCH = 1000.0
+_EPOCH = 1_790_000_000.0
+"""Start of the load, in unix seconds. The resolution of the clock is 0.24 µs at this time."""
 
 
 def tenants(limit: float | None) -> list[TenantRecord]:
@@ -108,6 +115,45 @@ def test_a_forecast_agrees_with_the_same_load_under_the_new_limit(before: float,
         assert predicted.ttft_p99_ms == pytest.approx(ttft, rel=0.15)
     limited = next(one for one in forecast.tenants if one.tenant == "limited")
     assert limited.predicted.over_quota != limited.recorded.over_quota
+
+
+@pytest.mark.parametrize("step_s", [0.0041, 0.0056, 0.013])
+@pytest.mark.parametrize("at", [0.0, _EPOCH])
+def test_a_simulated_replica_ends_every_request_whatever_the_resolution_of_the_clock(
+    at: float, step_s: float
+) -> None:
+    speed = ReplicaSpeed(
+        unit="m",
+        replica="m-0",
+        slots=64,
+        credit_tokens=4096,
+        kv_tokens=200_000,
+        step_s=step_s,
+        sequence_s=1e-4,
+        prompt_token_s=1e-5,
+    )
+    replica, draw = SimulatedReplica(speed), random.Random(1)
+    for number in range(100):
+        at += draw.uniform(0.5, 2.0)
+        prompt = draw.choice((12, 12, 3000))
+        replica.submit(
+            SimulatedSubmission(
+                request_id=str(number),
+                index=0,
+                level=0,
+                sequences=1,
+                prompt_tokens=prompt,
+                cached_tokens=0,
+                output_each=17,
+            ),
+            at,
+        )
+        changes = 0
+        while (change := replica.next_change()) < math.inf:
+            at, changes = change, changes + 1
+            assert changes < 100
+            replica.advance(at)
+            replica.change()
 
 
 def test_the_separate_process_gives_the_same_forecast() -> None:
