@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Literal, NamedTuple
@@ -28,11 +28,6 @@ from appliance.pages import ChainReport
 from appliance.protocol import (
     ClassStatus,
     Done,
-    DrainStatus,
-    FrontStatus,
-    LimitUsage,
-    ModelStatus,
-    ReplicaStatus,
     Silence,
     SocketStatus,
 )
@@ -40,32 +35,23 @@ from appliance.snapshot import (
     Alert,
     Batch,
     BlockMap,
-    Host,
     KvCache,
     Latency,
     LatencyPercentiles,
-    Process,
     Queue,
     Rates,
     ServiceTotals,
     Snapshot,
-    TenantUse,
     UnfinishedRequest,
 )
 from console.fake_alerts import FakeAlerts
-from console.fake_machine import gpus_of
+from console.fake_machine import fronts_of, gpus_of, host_of
+from console.fake_models import drain_of, models_of
 from console.fake_recording import FakeRecording
 from console.fake_rows import DEMO_OPERATOR, FakeRows
-from console.simulation import (
-    BLOCK_TOKENS,
-    SHARED,
-    WINDOW_S,
-    Ended,
-    SimReplica,
-    SimRequest,
-    SimTenant,
-    Simulation,
-)
+from console.fake_tenants import tenants_of
+from console.simulated import BLOCK_TOKENS, SHARED, WINDOW_S, Ended, SimReplica, SimRequest, SimTenant
+from console.simulation import Simulation
 from console.source import ListName, Row, SourceError
 
 FIXED_TIME = 1_790_000_000.0
@@ -180,7 +166,7 @@ class FakeSource:
             case DrainService(model=model):
                 sim.paused[model] = sim.now
                 self._rows.record(action.name, model or "service")
-                return self._drain(model, sim.now)
+                return drain_of(sim, model, sim.now)
             case ResumeService(model=model):
                 if sim.paused.pop(model, None) is None:
                     raise SourceError(f"{'the service' if model is None else model} is not drained")
@@ -263,17 +249,17 @@ class FakeSource:
             queue=self._queue(),
             batches=[self._batch(one) for one in sim.replicas],
             kv=[self._kv(one, blocks=blocks) for one in sim.replicas],
-            requests=[self._request(one) for one in self._unfinished()],
+            requests=[self._request(one) for one in sim.unfinished()],
             gpus=gpus_of(sim),
-            models=self._models(),
-            tenants=self._tenant_uses(),
+            models=models_of(sim),
+            tenants=tenants_of(sim, {name: self._tokens_per_s(name) for name in sim.tenants}),
             alerts=[],
             stalls=sorted(
                 (one for replica in sim.replicas for one in replica.stalls), key=lambda one: one.at
             ),
-            host=self._host(),
-            drains=[self._drain(model, since) for model, since in sim.paused.items()],
-            fronts=self._fronts(),
+            host=host_of(sim),
+            drains=[drain_of(sim, model, since) for model, since in sim.paused.items()],
+            fronts=fronts_of(sim),
             sockets=[
                 SocketStatus(
                     name="api", address="/run/appliance/api.sock", state="accepting", accepted=91_042
@@ -288,11 +274,6 @@ class FakeSource:
         )
         snapshot.alerts = self._alerts.observe(snapshot)
         return snapshot
-
-    def _unfinished(self) -> list[SimRequest]:
-        sim = self.simulation
-        running = [request for replica in sim.replicas for request in replica.running]
-        return sorted([*sim.queue, *running], key=lambda one: (one.arrived, one.id))
 
     def _rates(self, totals: ServiceTotals) -> Rates:
         earlier = self._past[0].totals
@@ -443,223 +424,4 @@ class FakeSource:
             generated_tokens=int(one.generated),
             blocks=None if queued else len(one.blocks),
             preemptions=None if queued else one.preemptions,
-        )
-
-    def _tenant_uses(self) -> list[TenantUse]:
-        # Unfinished requests count with their maximum number of tokens.
-        held: Counter[str] = Counter()
-        for request in self._unfinished():
-            held[request.tenant] += request.max_tokens
-        tenants = self.simulation.tenants.values()
-        service = {tenant.name: sum(cost for _, cost in tenant.recent) for tenant in tenants}
-        total = sum(service.values())
-        active = sum(tenant.weight for tenant in tenants if tenant.running + tenant.waiting)
-        return [self._tenant_use(one, held[one.name], service[one.name], total, active) for one in tenants]
-
-    def _tenant_use(
-        self, one: SimTenant, held: int, service: float, all_service: float, active: float
-    ) -> TenantUse:
-        """`service` is the number of weighted tokens of the tenant in the last minute, `all_service` that of
-        all tenants, and `active` the weight of the tenants that have requests."""
-        usage = []
-        left_s = []
-        for limit in one.limits:
-            used = int(min(limit.level + held, limit.capacity))
-            usage.append(
-                LimitUsage(
-                    limit=limit.name,
-                    capacity=int(limit.capacity),
-                    used=used,
-                    held=held,
-                    resets_in_s=used / limit.capacity * limit.period_s,
-                )
-            )
-            burn = service / WINDOW_S - limit.capacity / limit.period_s
-            if burn > 0:
-                left_s.append((limit.capacity - limit.level) / burn)
-        if one.concurrent is not None:
-            usage.append(
-                LimitUsage(
-                    limit="concurrent_requests",
-                    capacity=one.concurrent,
-                    used=one.running,
-                    held=one.running,
-                    resets_in_s=None,
-                )
-            )
-        return TenantUse(
-            name=one.name,
-            suspended_at=one.suspended_at,
-            weight=one.weight,
-            highest_class=one.highest_class,
-            keys=3,
-            peers=0,
-            running=one.running,
-            waiting=one.waiting,
-            tokens_per_s=self._tokens_per_s(one.name),
-            service_tokens=one.service,
-            share=service / all_service if all_service else None,
-            fair_share=one.weight / active if one.running + one.waiting else None,
-            requests=one.requests,
-            refused=one.refused,
-            prompt_tokens=one.prompt,
-            cached_tokens=one.cached,
-            billed_tokens=one.billed,
-            usage=usage,
-            exhausted_in_s=min(left_s, default=None),
-        )
-
-    def _models(self) -> list[ModelStatus]:
-        sim = self.simulation
-        found = []
-        for name in dict.fromkeys(one.model for one in sim.replicas):
-            paused = bool(sim.paused.keys() & {None, name})
-            replicas = [self._replica(one, paused) for one in sim.replicas if one.model == name]
-            left = sum(one.running for one in replicas)
-            found.append(
-                ModelStatus(
-                    name=name,
-                    folder=f"/srv/models/{name}",
-                    version=f"sha256:{abs(len(name) * 7_919_111):08x}",
-                    created=1_780_000_000,
-                    state=("draining" if left else "drained") if paused else "ready",
-                    max_model_len=131_072 if "70b" in name else 32_768,
-                    queued=sum(one.model == name for one in sim.queue),
-                    drain_eta_s=self._drain_eta_s(name),
-                    replicas=replicas,
-                )
-            )
-        return found
-
-    def _replica(self, one: SimReplica, paused: bool) -> ReplicaStatus:
-        ranks = len(one.gpus)
-        return ReplicaStatus(
-            name=one.name,
-            state="draining" if paused else "ready",
-            pids=[5000 + gpu for gpu in one.gpus],
-            devices=[f"cuda:{gpu}" for gpu in one.gpus],
-            backend="cuda",
-            dtype="bfloat16",
-            weights="fp8",
-            kv_cache_dtype="fp8",
-            tensor_parallel_size=ranks,
-            links="NVLink (18 links)" if ranks > 1 else "",
-            collectives="peer memory" if ranks > 1 else "",
-            parameters=70_600_000_000 if ranks > 1 else 8_200_000_000,
-            weight_bytes=one.weight_bytes,
-            kv_bytes=one.kv_bytes,
-            predicted_bytes=one.used_bytes - (311 << 20),
-            used_bytes=one.used_bytes,
-            load_seconds=one.load_seconds,
-            max_num_seqs=one.max_num_seqs,
-            max_num_batched_tokens=one.budget,
-            step=int(one.step),
-            credit_seqs=one.max_num_seqs - len(one.running),
-            credit_tokens=one.budget,
-            last_report_s=0.04,
-            running=len(one.running),
-            blocks_total=one.blocks,
-            blocks_used=one.used,
-            blocks_cached=len(one.cached),
-            preemptions=one.preemptions,
-            prompt_tokens=one.prompt_tokens,
-            cached_tokens=one.cached_tokens,
-            computed_tokens=one.computed_tokens,
-            generated_tokens=one.generated_tokens,
-            decode_steps=int(one.slice["decode_steps"]),
-            step_ms=one.slice["step_ms"],
-            idle_us=one.slice["idle_us"],
-            mixed_steps=int(one.slice["mixed_steps"]),
-            mixed_step_ms=one.slice["mixed_step_ms"],
-            mixed_idle_us=one.slice["mixed_idle_us"],
-        )
-
-    def _drain(self, model: str | None, since: float) -> DrainStatus:
-        sim = self.simulation
-        running = sum(len(one.running) for one in sim.replicas if model in (None, one.model))
-        elapsed = sim.now - since
-        return DrainStatus(
-            model=model,
-            state="draining" if running else "drained",
-            grace_s=120.0,
-            grace_left_s=max(0.0, 120.0 - elapsed),
-            queue=False,
-            started_at=since,
-            elapsed_s=elapsed,
-            running=running,
-            queued=0,
-            held=0,
-            tokens_left=running * 170,
-            eta_s=self._drain_eta_s(model),
-        )
-
-    def _drain_eta_s(self, model: str | None) -> float:
-        """Return the time until the longest running request has generated all its output tokens."""
-        replicas = [one for one in self.simulation.replicas if model in (None, one.model)]
-        left_ms = [
-            (request.output - request.generated) * one.decode_ms
-            for one in replicas
-            for request in one.running
-        ]
-        return max(left_ms, default=0.0) / 1000
-
-    def _fronts(self) -> list[FrontStatus]:
-        tokens = sum(one.generated_tokens for one in self.simulation.replicas)
-        running = sum(len(one.running) for one in self.simulation.replicas)
-        return [
-            FrontStatus(
-                name=f"front-{number}",
-                state="ready",
-                pid=4800 + number,
-                connections=running // 2 + 11 * number,
-                busy_connections=running // 2,
-                max_connections=4096,
-                streams=running // 2,
-                requests=self.simulation.counts["admitted"] // 2,
-                tokens=tokens // 2,
-                cpu_seconds=tokens / 2 * 14e-6,
-                cpu_us_per_token=14.1 + number,
-            )
-            for number in (1, 2)
-        ]
-
-    def _host(self) -> Host:
-        random = self.simulation.random
-        processes = [
-            Process(
-                name="core", role="core", pid=4711, cpu_percent=random.uniform(6, 9), memory_bytes=187 << 20
-            )
-        ]
-        for number in (1, 2):
-            processes.append(
-                Process(
-                    name=f"front-{number}",
-                    role="front",
-                    pid=4800 + number,
-                    cpu_percent=random.uniform(28, 41),
-                    memory_bytes=(240 + 9 * number) << 20,
-                    restarts=0,
-                )
-            )
-        for replica in self.simulation.replicas:
-            processes.append(
-                Process(
-                    name=replica.name,
-                    role="replica",
-                    pid=5000 + replica.gpus[0],
-                    cpu_percent=random.uniform(94, 100) * len(replica.gpus),
-                    memory_bytes=(3 + len(replica.gpus)) << 30,
-                    restarts=0,
-                )
-            )
-        return Host(
-            name="gpu-01",
-            cpus=96,
-            cpu_percent=random.uniform(9, 13),
-            load_1m=random.uniform(9, 12),
-            memory_bytes=1024 << 30,
-            memory_used_bytes=141 << 30,
-            disk_bytes=3500 << 30,
-            disk_free_bytes=2210 << 30,
-            processes=processes,
         )

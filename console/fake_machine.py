@@ -1,9 +1,11 @@
-"""The GPUs of the simulated service."""
+"""The GPUs, the host and the front processes of the simulated service."""
 
 from __future__ import annotations
 
-from appliance.snapshot import Gpu, GpuProcess
-from console.simulation import GPU_MEMORY_BYTES, STARTUP_S, SimReplica, Simulation
+from appliance.protocol import FrontStatus
+from appliance.snapshot import Gpu, GpuProcess, Host, Process
+from console.simulated import GPU_MEMORY_BYTES, STARTUP_S, SimReplica
+from console.simulation import Simulation
 
 _INCIDENT_EVERY_S, _INCIDENT_S = 180.0, 75.0
 
@@ -61,4 +63,67 @@ def _gpu(simulation: Simulation, number: int, replica: SimReplica) -> Gpu:
                 replica=replica.name,
             )
         ],
+    )
+
+
+def fronts_of(sim: Simulation) -> list[FrontStatus]:
+    """Return the state of the front processes."""
+    tokens = sum(one.generated_tokens for one in sim.replicas)
+    running = sum(len(one.running) for one in sim.replicas)
+    return [
+        FrontStatus(
+            name=f"front-{number}",
+            state="ready",
+            pid=4800 + number,
+            connections=running // 2 + 11 * number,
+            busy_connections=running // 2,
+            max_connections=4096,
+            streams=running // 2,
+            requests=sim.counts["admitted"] // 2,
+            tokens=tokens // 2,
+            cpu_seconds=tokens / 2 * 14e-6,
+            cpu_us_per_token=14.1 + number,
+        )
+        for number in (1, 2)
+    ]
+
+
+def host_of(sim: Simulation) -> Host:
+    """Return the statistics of the machine and its processes."""
+    random = sim.random
+    processes = [
+        Process(name="core", role="core", pid=4711, cpu_percent=random.uniform(6, 9), memory_bytes=187 << 20)
+    ]
+    for number in (1, 2):
+        processes.append(
+            Process(
+                name=f"front-{number}",
+                role="front",
+                pid=4800 + number,
+                cpu_percent=random.uniform(28, 41),
+                memory_bytes=(240 + 9 * number) << 20,
+                restarts=0,
+            )
+        )
+    for replica in sim.replicas:
+        processes.append(
+            Process(
+                name=replica.name,
+                role="replica",
+                pid=5000 + replica.gpus[0],
+                cpu_percent=random.uniform(94, 100) * len(replica.gpus),
+                memory_bytes=(3 + len(replica.gpus)) << 30,
+                restarts=0,
+            )
+        )
+    return Host(
+        name="gpu-01",
+        cpus=96,
+        cpu_percent=random.uniform(9, 13),
+        load_1m=random.uniform(9, 12),
+        memory_bytes=1024 << 30,
+        memory_used_bytes=141 << 30,
+        disk_bytes=3500 << 30,
+        disk_free_bytes=2210 << 30,
+        processes=processes,
     )

@@ -6,7 +6,8 @@ import random
 from datetime import UTC, datetime, timedelta
 
 from appliance.pages import NamedRequest, UsageRow
-from console.simulation import KEY_NAMES, SimRequest, SimTenant, Simulation, key_id
+from console.simulated import KEY_NAMES, SimRequest, SimTenant, key_id
+from console.simulation import Simulation
 from console.source import USAGE_DAYS
 
 _STATUS = {"cancelled": 499, "error": 429}

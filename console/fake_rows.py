@@ -10,7 +10,8 @@ from appliance.protocol import AuditHead, Key, PeerMapping
 from appliance.protocol.registry import RegisteredModel, RegisteredVersion
 from console.fake_log import FakeLog
 from console.fake_requests import finished_requests, usage_rows
-from console.simulation import KEY_NAMES, Simulation, key_id
+from console.simulated import KEY_NAMES, key_id
+from console.simulation import Simulation
 from console.source import ListName, ListRow, Row
 
 DEMO_OPERATOR = "uid:1000 (demo)"

@@ -1,0 +1,103 @@
+"""The models, replicas and drains of the simulated service."""
+
+from __future__ import annotations
+
+from appliance.protocol import DrainStatus, ModelStatus, ReplicaStatus
+from console.simulated import SimReplica
+from console.simulation import Simulation
+
+
+def models_of(sim: Simulation) -> list[ModelStatus]:
+    """Return the state of all models."""
+    found = []
+    for name in dict.fromkeys(one.model for one in sim.replicas):
+        paused = bool(sim.paused.keys() & {None, name})
+        replicas = [_replica(one, paused) for one in sim.replicas if one.model == name]
+        left = sum(one.running for one in replicas)
+        found.append(
+            ModelStatus(
+                name=name,
+                folder=f"/srv/models/{name}",
+                version=f"sha256:{abs(len(name) * 7_919_111):08x}",
+                created=1_780_000_000,
+                state=("draining" if left else "drained") if paused else "ready",
+                max_model_len=131_072 if "70b" in name else 32_768,
+                queued=sum(one.model == name for one in sim.queue),
+                drain_eta_s=_drain_eta_s(sim, name),
+                replicas=replicas,
+            )
+        )
+    return found
+
+
+def drain_of(sim: Simulation, model: str | None, since: float) -> DrainStatus:
+    """Return the state of the drain of a model, or of the service if `model` is None."""
+    running = sum(len(one.running) for one in sim.replicas if model in (None, one.model))
+    elapsed = sim.now - since
+    return DrainStatus(
+        model=model,
+        state="draining" if running else "drained",
+        grace_s=120.0,
+        grace_left_s=max(0.0, 120.0 - elapsed),
+        queue=False,
+        started_at=since,
+        elapsed_s=elapsed,
+        running=running,
+        queued=0,
+        held=0,
+        tokens_left=running * 170,
+        eta_s=_drain_eta_s(sim, model),
+    )
+
+
+def _replica(one: SimReplica, paused: bool) -> ReplicaStatus:
+    ranks = len(one.gpus)
+    return ReplicaStatus(
+        name=one.name,
+        state="draining" if paused else "ready",
+        pids=[5000 + gpu for gpu in one.gpus],
+        devices=[f"cuda:{gpu}" for gpu in one.gpus],
+        backend="cuda",
+        dtype="bfloat16",
+        weights="fp8",
+        kv_cache_dtype="fp8",
+        tensor_parallel_size=ranks,
+        links="NVLink (18 links)" if ranks > 1 else "",
+        collectives="peer memory" if ranks > 1 else "",
+        parameters=70_600_000_000 if ranks > 1 else 8_200_000_000,
+        weight_bytes=one.weight_bytes,
+        kv_bytes=one.kv_bytes,
+        predicted_bytes=one.used_bytes - (311 << 20),
+        used_bytes=one.used_bytes,
+        load_seconds=one.load_seconds,
+        max_num_seqs=one.max_num_seqs,
+        max_num_batched_tokens=one.budget,
+        step=int(one.step),
+        credit_seqs=one.max_num_seqs - len(one.running),
+        credit_tokens=one.budget,
+        last_report_s=0.04,
+        running=len(one.running),
+        blocks_total=one.blocks,
+        blocks_used=one.used,
+        blocks_cached=len(one.cached),
+        preemptions=one.preemptions,
+        prompt_tokens=one.prompt_tokens,
+        cached_tokens=one.cached_tokens,
+        computed_tokens=one.computed_tokens,
+        generated_tokens=one.generated_tokens,
+        decode_steps=int(one.slice["decode_steps"]),
+        step_ms=one.slice["step_ms"],
+        idle_us=one.slice["idle_us"],
+        mixed_steps=int(one.slice["mixed_steps"]),
+        mixed_step_ms=one.slice["mixed_step_ms"],
+        mixed_idle_us=one.slice["mixed_idle_us"],
+    )
+
+
+def _drain_eta_s(sim: Simulation, model: str | None) -> float:
+    """Return the time until the longest running request has generated all its output tokens."""
+    replicas = [one for one in sim.replicas if model in (None, one.model)]
+    left_ms = [
+        (request.output - request.generated) * one.decode_ms for one in replicas for request in one.running
+    ]
+    return max(left_ms, default=0.0) / 1000

@@ -1,0 +1,81 @@
+"""The tenants of the simulated service."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from appliance.protocol import LimitUsage
+from appliance.snapshot import TenantUse
+from console.simulated import WINDOW_S, SimTenant
+from console.simulation import Simulation
+
+
+def tenants_of(sim: Simulation, tokens_per_s: Mapping[str, float | None]) -> list[TenantUse]:
+    """Return the use of all tenants, whose current rates are given."""
+    # Unfinished requests count with their maximum number of tokens.
+    held: Counter[str] = Counter()
+    for request in sim.unfinished():
+        held[request.tenant] += request.max_tokens
+    tenants = sim.tenants.values()
+    service = {tenant.name: sum(cost for _, cost in tenant.recent) for tenant in tenants}
+    total = sum(service.values())
+    active = sum(tenant.weight for tenant in tenants if tenant.running + tenant.waiting)
+    return [
+        _tenant_use(one, held[one.name], service[one.name], total, active, tokens_per_s[one.name])
+        for one in tenants
+    ]
+
+
+def _tenant_use(
+    one: SimTenant, held: int, service: float, all_service: float, active: float, tokens_per_s: float | None
+) -> TenantUse:
+    """`service` is the number of weighted tokens of the tenant in the last minute, `all_service` that of
+    all tenants, and `active` the weight of the tenants that have requests."""
+    usage = []
+    left_s = []
+    for limit in one.limits:
+        used = int(min(limit.level + held, limit.capacity))
+        usage.append(
+            LimitUsage(
+                limit=limit.name,
+                capacity=int(limit.capacity),
+                used=used,
+                held=held,
+                resets_in_s=used / limit.capacity * limit.period_s,
+            )
+        )
+        burn = service / WINDOW_S - limit.capacity / limit.period_s
+        if burn > 0:
+            left_s.append((limit.capacity - limit.level) / burn)
+    if one.concurrent is not None:
+        usage.append(
+            LimitUsage(
+                limit="concurrent_requests",
+                capacity=one.concurrent,
+                used=one.running,
+                held=one.running,
+                resets_in_s=None,
+            )
+        )
+    return TenantUse(
+        name=one.name,
+        suspended_at=one.suspended_at,
+        weight=one.weight,
+        highest_class=one.highest_class,
+        keys=3,
+        peers=0,
+        running=one.running,
+        waiting=one.waiting,
+        tokens_per_s=tokens_per_s,
+        service_tokens=one.service,
+        share=service / all_service if all_service else None,
+        fair_share=one.weight / active if one.running + one.waiting else None,
+        requests=one.requests,
+        refused=one.refused,
+        prompt_tokens=one.prompt,
+        cached_tokens=one.cached,
+        billed_tokens=one.billed,
+        usage=usage,
+        exhausted_in_s=min(left_s, default=None),
+    )
