@@ -1,5 +1,4 @@
-"""The console as a Textual application: shows the frames of a session, feeds it snapshots, and performs
-actions."""
+"""The console as a Textual application: shows the frames of a session, and feeds it snapshots and lists."""
 
 from __future__ import annotations
 
@@ -11,29 +10,26 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import msgspec
 from textual import events, on, work
 from textual.app import App, ComposeResult
 from textual.widgets import Input
 from textual.worker import Worker, WorkerError
 
-from appliance.actions import Action, action_named
-from appliance.actions.parameters import SetTenant
-from appliance.protocol import Done, Key, PeerMapping, Silence
+from appliance.actions import action_named
+from appliance.protocol import Key, PeerMapping, Silence
 from console import units
+from console.action_runner import ActionRunner
 from console.commands import ALTERNATES, CommandError, Targets, listed, parse_action
 from console.context import Context
-from console.dialogs import ActionDialog, ChoiceDialog, TextDialog
-from console.fingerprints import peer_name, required_lists
+from console.dialogs import TextDialog
+from console.fingerprints import peer_name
 from console.history import History
-from console.impact import Impact, forecast_lines, result_lines
 from console.keymap import DEFAULT_KEYMAP, Keymap
-from console.keys import NO_KEY, SCREENS, offered
+from console.keys import NO_KEY, SCREENS
 from console.palette import ConsoleCommands, ConsolePalette
 from console.prompt import Closed, PromptLine
-from console.replay import PAST_IS_FIXED
 from console.screens.table import TableView
 from console.session import ConsoleSession
 from console.source import ListName, ListRow, SnapshotSource, SourceError
@@ -47,17 +43,9 @@ _RETRY_S = 0.5
 _ROWS_EVERY_S = 3.0
 _DIALOG_ROWS_EVERY_S = 0.5
 """Interval for a list on which the impact of an open dialog depends."""
-_CREATING = ("tenants.create", "keys.create", "peers.map", "models.add", "models.alias", "models.split")
-"""Actions that create a new object, so they do not apply to an existing row."""
-_WITH_FORECAST = ("tenants.set", "keys.set")
-"""Actions that change limits. Their dialogs can forecast the effect by replaying the last few minutes."""
-_ROW_TARGETS = ("request", "tenant", "key", "peer")
-"""Target kinds for which a target must be chosen before an action starts. Other actions apply to the whole
-service if no target is chosen."""
 _CHAIN_IS_PRESENT = "the audit chain can only be verified as it is now: return to live with the command :live"
 _END_KEYS = ("ctrl+c", "ctrl+q")
 """Keys that end the console in every mode."""
-_READ_ONLY = "this console is read-only: start it with --write to perform actions"
 
 
 class ConsoleApp(App[int]):
@@ -90,11 +78,10 @@ class ConsoleApp(App[int]):
         self.frame_widget = FrameWidget()
         self.prompt = PromptLine()
         self.travel = TimeTravel(self)
+        self.action_runner = ActionRunner(self)
         self._feeding: Worker[None] | None = None
         self._reading: set[ListName] = set()
         self._fed = 0
-        self._confirming: Action | None = None
-        """The action whose dialog is open or about to open."""
         self._verifying = False
 
     def compose(self) -> ComposeResult:
@@ -162,7 +149,8 @@ class ConsoleApp(App[int]):
         while True:
             try:
                 self.source.reads_blocks = self.session.view.reads_blocks or (
-                    self._confirming is not None and self._confirming.target == "request"
+                    self.action_runner.confirming is not None
+                    and self.action_runner.confirming.target == "request"
                 )
                 snapshot = await self.source.next()
             except SourceError as error:
@@ -171,7 +159,7 @@ class ConsoleApp(App[int]):
                 await asyncio.sleep(_RETRY_S)
                 continue
             self.session.accept(snapshot)
-            self._show_impact()
+            self.action_runner.show_impact()
             self._fed += 1
             self.redraw()
             if self._fed == 1:
@@ -191,7 +179,7 @@ class ConsoleApp(App[int]):
     def _read_lists(self) -> None:
         if self.session.past is not None:
             return
-        for name in {*self.session.view.lists(), *self._dialog_lists(), *self._completed_lists()}:
+        for name in {*self.session.view.lists(), *self.action_runner.lists(), *self._completed_lists()}:
             if name not in self._reading:
                 self._reading.add(name)
                 self.read_list(name)
@@ -199,28 +187,25 @@ class ConsoleApp(App[int]):
     @work(group="lists", exit_on_error=True)
     async def read_list(self, name: ListName) -> None:
         """Read one of the screen's lists, and reread it periodically while the screen is shown."""
-        await self._read_rows(name)
-        self._show_impact()
+        await self.read_rows(name)
+        self.action_runner.show_impact()
         self.redraw()
-        await asyncio.sleep(_DIALOG_ROWS_EVERY_S if name in self._dialog_lists() else _ROWS_EVERY_S)
+        await asyncio.sleep(_DIALOG_ROWS_EVERY_S if name in self.action_runner.lists() else _ROWS_EVERY_S)
         self._reading.discard(name)
 
     @work(group="lists", exit_on_error=True)
     async def read_again(self, names: Sequence[ListName]) -> None:
         """Read lists that an action may have changed."""
         for name in names:
-            await self._read_rows(name)
+            await self.read_rows(name)
         self.redraw()
 
-    async def _read_rows(self, name: ListName) -> None:
+    async def read_rows(self, name: ListName) -> None:
+        """Read a list, or take the reason why it cannot be read."""
         try:
             self.session.take_rows(name, await self.source.rows(name))
         except SourceError as error:
             self.session.take_rows(name, [], str(error))
-
-    def _dialog_lists(self) -> tuple[ListName, ...]:
-        """Return the lists on which the impact in the open dialog depends."""
-        return () if self._confirming is None else required_lists(self._confirming)
 
     def _completed_lists(self) -> tuple[ListName, ...]:
         """Return the lists with targets that the open command line can complete."""
@@ -262,9 +247,9 @@ class ConsoleApp(App[int]):
         elif word == "verify":
             self._begin_verifying()
         elif word == "actions":
-            self.choose_action()
+            self.action_runner.choose()
         elif word == "act":
-            self.begin(action_named(rest), {})
+            self.action_runner.begin(action_named(rest), {})
         self.redraw()
 
     def _jump(self, event: events.Key) -> bool:
@@ -285,7 +270,7 @@ class ConsoleApp(App[int]):
         try:
             found = parse_action(text)
             if found is not None:
-                self.begin(found[0], found[1], given=True)
+                self.action_runner.begin(found[0], found[1], given=True)
             elif text.split() == ["audit", "verify"]:
                 self.action_run("verify")
             elif word in names:
@@ -422,121 +407,6 @@ class ConsoleApp(App[int]):
         for _ in range(abs(event.rows)):
             self.session.run("move down" if event.rows > 0 else "move up")
         self.redraw()
-
-    # ── actions ──────────────────────────────────────────────────────────────────────────────
-
-    def choose_action(self) -> None:
-        """Offer the actions that apply to the objects on this screen."""
-        if self.session.past is not None:
-            self.session.say(PAST_IS_FIXED, "warn")
-            return
-        view = self.session.view
-        names = view.selected(self.session.context)
-        choices = [
-            one
-            for one in offered()
-            if view.accepts(one) or one.target == "service" or one.name in ("drain", "resume")
-        ]
-        choices.sort(key=lambda one: not view.accepts(one))
-
-        def chosen(name: str | None) -> None:
-            if name is not None:
-                self.begin(action_named(name), {})
-
-        title = f"Actions (selected: {', '.join(names[:3])})" if names else "Actions"
-        self.push_screen(
-            ChoiceDialog(title, [(one.name, f"{one.title:<36} {one.name}") for one in choices]), chosen
-        )
-
-    def begin(self, action: Action, values: dict[str, Any], *, given: bool = False) -> None:
-        """Open the dialog for an action. Unless the command line names a target, the action applies to the
-        marked rows, or to the row under the cursor if no rows are marked. `given` is true for a line that the
-        operator typed: if the action needs no target, the line then stands for the whole service."""
-        if not self.session.context.write:
-            self.session.say(_READ_ONLY if self.session.past is None else PAST_IS_FIXED, "warn")
-            return
-        named = given and (action.named_by in values or not action.is_target_required)
-        names = [] if named else self._targets_on_screen(action)
-        if not given and not names and action.target in _ROW_TARGETS and action.name not in _CREATING:
-            self.session.say(
-                f"{action.title}: select a {action.target} first, or name one on the command line (:)", "warn"
-            )
-            return
-        self.confirm(action, values, names)
-
-    def _targets_on_screen(self, action: Action) -> list[str]:
-        """Return the names of the marked objects, or of the object under the cursor, if the action applies to
-        objects of their kind."""
-        view = self.session.view
-        if not action.named_by or not view.accepts(action) or action.name in _CREATING:
-            return []
-        return view.targets(action, self.session.context)
-
-    @work(group="actions", exit_on_error=True)
-    async def confirm(self, action: Action, values: dict[str, Any], names: list[str]) -> None:
-        """Show the dialog for each target, and perform the confirmed actions."""
-        if self._confirming is not None:
-            return
-        targets: list[str | None] = [*names] or [None]
-        for name in targets:
-            parameters = await self._ask(
-                action, dict(values) if name is None else {**values, action.named_by: name}
-            )
-            if parameters is None:
-                self.session.say(f"{action.title}: cancelled; nothing was changed", "dim")
-                break
-            await self._perform(action, parameters)
-        self.redraw()
-
-    async def _ask(self, action: Action, values: dict[str, Any]) -> msgspec.Struct | None:
-        """Show the dialog for one target, and return the confirmed parameters."""
-        self._confirming = action
-        try:
-            for name in required_lists(action):
-                await self._read_rows(name)
-            return await self.push_screen_wait(
-                ActionDialog(
-                    action,
-                    values,
-                    impact=Impact(action, self.session.newest),
-                    what_if=self._forecast if action.name in _WITH_FORECAST else None,
-                )
-            )
-        finally:
-            self._confirming = None
-
-    def _show_impact(self) -> None:
-        """Update the impact in an open dialog."""
-        for screen in self.screen_stack:
-            if isinstance(screen, ActionDialog):
-                screen.show_impact()
-
-    async def _forecast(self, parameters: msgspec.Struct) -> list[str]:
-        """Return the forecast effect of new limits, or the reason why no forecast is available."""
-        try:
-            forecast = await self.source.what_if(parameters)
-        except SourceError as error:
-            return [str(error)]
-        return forecast_lines(forecast, parameters.name if isinstance(parameters, SetTenant) else None)
-
-    async def _perform(self, action: Action, parameters: msgspec.Struct) -> None:
-        """Perform an action, and show its result without waiting for the lists: only the result contains the
-        secret of a new key."""
-        try:
-            result = await self.source.act(parameters)
-        except SourceError as error:
-            self.session.say(f"{action.title}: {error}", "bad")
-            await self.push_screen_wait(TextDialog(f"{action.title} failed", [str(error)]))
-            return
-        self.read_again(self.session.view.lists())
-        if isinstance(result, Done):
-            self.session.say(result.message, "good")
-        elif action.name in ("drain", "tenants.set", "tenants.create", "keys.set", "alerts.ack"):
-            self.session.say(
-                f"{action.title} {action.target_name(parameters)}: done".replace("  ", " "), "good"
-            )
-        else:
-            await self.push_screen_wait(TextDialog(action.title, result_lines(result)))
 
     # ── exit paths ───────────────────────────────────────────────────────────────────────────
 

@@ -82,7 +82,7 @@ DIALOGS: dict[str, tuple[str, Callable[[ConsoleApp], object], Callable[[ConsoleA
     "unload": ("6", lambda app: app.run_line("models unload qwen3-8b"), opened),
     "delete": (
         "7",
-        lambda app: app.begin(action_named("tenants.delete"), {"name": "mobile"}, given=True),
+        lambda app: app.action_runner.begin(action_named("tenants.delete"), {"name": "mobile"}, given=True),
         opened,
     ),
     "limits": (
@@ -90,7 +90,11 @@ DIALOGS: dict[str, tuple[str, Callable[[ConsoleApp], object], Callable[[ConsoleA
         lambda app: app.run_line("tenants set mobile --tokens-per-minute 240000"),
         opened,
     ),
-    "actions": ("4", lambda app: app.choose_action(), lambda app: isinstance(app.screen, ChoiceDialog)),
+    "actions": (
+        "4",
+        lambda app: app.action_runner.choose(),
+        lambda app: isinstance(app.screen, ChoiceDialog),
+    ),
     "result": (
         "7",
         lambda app: app.push_screen(TextDialog("Create key", result_lines(NEW_KEY))),

@@ -225,6 +225,7 @@ def test_history_looks_like_its_picture(history: Path, name: str, size: tuple[in
                 return await settled(file, lambda: app.export_screenshot(title="appliance console"))
             width, height = size
             app.session.run("glyphs block")
+            app.session.say("")
             return await settled(file, lambda: picture(app.session.lines(width, height), "dark", width))
 
     compare(file, asyncio.run(drawn()))
