@@ -299,6 +299,7 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
         forecast = self.query_one("#forecast", Static)
         forecast.update(text("replaying recent requests…"))
         forecast.display = True
+        self.call_after_refresh(self._fit)
         self.run_worker(self._forecast(parameters), exclusive=True, group="forecast")
 
     async def _forecast(self, parameters: msgspec.Struct) -> None:

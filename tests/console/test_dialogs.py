@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from textual import events
 from textual.pilot import Pilot
@@ -11,6 +13,7 @@ from textual.widgets import Button, Input, Static
 
 from appliance.actions import action_named
 from appliance.actions.parameters import DeleteTenant
+from appliance.history.forecasts import QuotaForecast
 from appliance.protocol import Key
 from console.app import ConsoleApp
 from console.dialogs import ActionDialog
@@ -92,7 +95,9 @@ def test_the_key_and_the_mapping_under_the_cursor_are_filled_in() -> None:
 def test_a_typed_action_needs_the_name_of_its_target() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         await pilot.press("7")
-        app.call_later(app.begin, action_named("tenants.delete"), {"name": "mobile"}, given=True)
+        app.call_later(
+            app.action_runner.begin, action_named("tenants.delete"), {"name": "mobile"}, given=True
+        )
         await until(pilot, lambda: opened(app))
         dialog = app.screen
         dialog.query_one("#confirm", Button).press()
@@ -107,7 +112,9 @@ def test_a_typed_action_needs_the_name_of_its_target() -> None:
 def test_a_dialog_says_that_a_tenant_with_keys_cannot_be_deleted() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         await pilot.press("7")
-        app.call_later(app.begin, action_named("tenants.delete"), {"name": "mobile"}, given=True)
+        app.call_later(
+            app.action_runner.begin, action_named("tenants.delete"), {"name": "mobile"}, given=True
+        )
         await until(pilot, lambda: opened(app))
         assert "3 valid keys" in str(app.screen.query_one("#impact").render())
 
@@ -161,6 +168,24 @@ def test_a_form_stays_where_the_operator_has_scrolled_it() -> None:
     run(steps, console(write=True))
 
 
+def test_the_buttons_stay_visible_while_a_replay_runs() -> None:
+    async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
+        async def endless(parameters: msgspec.Struct) -> QuotaForecast:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        app.source.what_if = endless  # type: ignore[method-assign]
+        await pilot.resize_terminal(80, 24)
+        app.call_later(app.run_line, "tenants set mobile --tokens-per-minute 500")
+        await until(pilot, lambda: opened(app))
+        dialog, buttons = app.screen.query_one("#dialog"), app.screen.query(Button)
+        app.screen.query_one("#what-if", Button).press()
+        await until(pilot, lambda: app.screen.query_one("#forecast").display)
+        await until(pilot, lambda: all(dialog.region.contains_region(one.region) for one in buttons))
+
+    run(steps, console(write=True))
+
+
 def test_a_dialog_refuses_if_the_state_has_changed() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         await pilot.press("4", "X")
@@ -195,7 +220,7 @@ def test_the_impact_in_an_open_dialog_follows_the_service_also_while_updates_are
         await pilot.press("p")
         await until(pilot, lambda: "PAUSED" in shown(app))
         chosen = action_named(action)
-        app.call_later(app.begin, chosen, {chosen.named_by: target}, given=True)
+        app.call_later(app.action_runner.begin, chosen, {chosen.named_by: target}, given=True)
         await until(pilot, lambda: opened(app))
         await until(pilot, lambda: "running and" in impact_of(app))
         dialog, before = app.screen, impact_of(app)
@@ -226,7 +251,7 @@ def test_the_dialog_of_a_request_reads_its_blocks_from_every_screen() -> None:
 
 def test_the_impact_follows_the_target_in_the_form() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        app.call_later(app.begin, action_named("drain"), {}, given=True)
+        app.call_later(app.action_runner.begin, action_named("drain"), {}, given=True)
         await until(pilot, lambda: opened(app) and bool(impact_of(app)))
         before = impact_of(app)
         app.screen.query_one("#field-model", Input).value = "qwen3-8b"
@@ -278,7 +303,7 @@ def test_a_dialog_reads_the_keys_again_while_it_is_open() -> None:
 
 def test_a_wrong_value_in_a_form_is_named_and_nothing_is_performed() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
-        app.call_later(app.begin, action_named("drain"), {"grace_s": "soon"}, given=True)
+        app.call_later(app.action_runner.begin, action_named("drain"), {"grace_s": "soon"}, given=True)
         await until(pilot, lambda: opened(app))
         dialog = app.screen
         dialog.query_one("#confirm", Button).press()
