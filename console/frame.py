@@ -200,7 +200,7 @@ def _drains(snapshot: Snapshot, width: int, remedy: str) -> list[Line]:
         if one.state == "drained":
             facts = [f"took {units.seconds(one.elapsed_s)}"]
             if one.ended:
-                facts.append(f"{one.ended:,} requests cancelled after the grace period")
+                facts.append(f"{units.counted(one.ended, 'request')} cancelled after the grace period")
         else:
             facts = [
                 f"{one.running:,} running",
@@ -210,8 +210,10 @@ def _drains(snapshot: Snapshot, width: int, remedy: str) -> list[Line]:
             ]
         if one.queue:
             facts.append(f"{one.held:,} held")
-        facts.append("new requests wait" if one.queue else "new requests are refused")
-        text = f" {name} {one.state.upper()}: {', '.join(facts)}" + remedy
+        announced = one.state == "announced"
+        state = "DRAIN ANNOUNCED" if announced else one.state.upper()
+        effect = "are still accepted" if announced else "wait" if one.queue else "are refused"
+        text = f" {name} {state}: {', '.join([*facts, f'new requests {effect}'])}" + remedy
         lines.append([span(clip([span(text)], width)[0].text.ljust(width), "badge")])
     return lines
 

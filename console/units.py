@@ -14,6 +14,11 @@ def count(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:,.0f}"
 
 
+def counted(value: float | None, noun: str) -> str:
+    """Format a number of things, such as "1 request" or "2 requests"."""
+    return f"{count(value)} {noun}{'' if value == 1 else 's'}"
+
+
 def short(value: float | None) -> str:
     """Format a number with at most three digits and a decimal prefix, such as "12.3k"."""
     if value is None:

@@ -167,8 +167,8 @@ class TenantsView(TableView[TenantUse]):
         lines.append(heading("Usage", width, "totals since the service started"))
         facts = [
             ("state", "active" if row.suspended_at is None else "suspended: new requests are refused"),
-            ("running", f"{units.count(row.running)} requests"),
-            ("waiting", f"{units.count(row.waiting)} requests"),
+            ("running", units.counted(row.running, "request")),
+            ("waiting", units.counted(row.waiting, "request")),
             ("tokens/s", units.rate(row.tokens_per_s)),
             ("share of service", f"{units.percent(row.share)} (fair share {units.percent(row.fair_share)})"),
             ("weight", _number(row.weight)),
@@ -208,7 +208,7 @@ def limit_lines(usage: Sequence[LimitUsage], width: int, glyphs: GlyphSet) -> li
 
 def _callers(row: TenantUse, context: Context, width: int) -> list[Line]:
     """Return the keys of a tenant, and the local users and groups that belong to it."""
-    lines = [heading("Keys and local users", width, f"{units.count(row.keys)} valid keys")]
+    lines = [heading("Keys and local users", width, units.counted(row.keys, "valid key"))]
     if "callers" not in context.rows:
         return [*lines, *wrap(context.row_errors.get("callers", "loading…"), width, "dim")]
     now = context.snapshot.at if context.snapshot else 0.0

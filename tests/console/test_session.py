@@ -93,6 +93,18 @@ def test_a_drain_is_a_banner_on_every_screen() -> None:
         assert "grace left" in banner
 
 
+def test_the_banner_of_an_announced_drain_says_that_requests_are_still_accepted() -> None:
+    fake = source()
+    shown = ConsoleSession(fake)
+    fake.simulation.paused[None] = fake.simulation.now
+    snapshot = fake.step()
+    snapshot.drains = [msgspec.structs.replace(one, state="announced") for one in snapshot.drains]
+    shown.accept(snapshot)
+    banner = plain(shown.lines(160, 24)[2])
+    assert banner.startswith(" SERVICE DRAIN ANNOUNCED: ")
+    assert "new requests are still accepted" in banner and "refused" not in banner
+
+
 def test_tables_export_as_csv_and_json() -> None:
     shown = session(steps=2)
     shown.run("screen tenants")
