@@ -239,7 +239,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         prefix = f"{path}." if path else ""
         for name, item in value.items():
             yield from leaves(item, prefix + name)
-    elif type(value) is list:
+    elif type(value) is list or type(value) is tuple:
         for key, _, item in _keyed(value):
             yield from leaves(item, f"{path}[{key}]")
     else:

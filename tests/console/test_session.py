@@ -323,3 +323,18 @@ def test_the_equivalent_command_of_every_action_exists_in_the_cli() -> None:
         given = set(flags(action))
         missing += [f"{action.name} {flag}" for flag in sorted(given - known)]
     assert not missing
+
+
+def test_a_comparison_shows_every_value_of_both_times() -> None:
+    shown = session(steps=3)
+    instant = shown.shown_instant()
+    assert instant is not None
+    shown.pin(instant)
+    shown.accept(shown.source.step())  # type: ignore[attr-defined]
+    shown.run("screen compare")
+    shown.run("variant")
+    _, rows = shown.view.export(shown.context)
+    assert all(isinstance(one, str | int | float | None) for row in rows for one in row)
+    assert any(row[0].endswith(".returned_seqs[0]") for row in rows)
+    text = "\n".join(plain(row) for row in shown.lines(120, len(rows) + 20))
+    assert all(row[0][:30] in text for row in rows)
