@@ -196,6 +196,14 @@ class Site:
         self.traffic(unit).queued = 0
         self.traffic(unit).uses.end(tenant, self.now)
 
+    async def exchange(self, loaded: str, wanted: str) -> None:
+        """Wait until the first unit is loaded, exchange it for the second by a request, and answer the
+        request."""
+        await self.until(lambda: self.manager.loaded(loaded), f"the load of {loaded}")
+        self.ask(wanted)
+        await self.until(lambda: self.manager.loaded(wanted), f"the exchange for {wanted}")
+        self.answer(wanted)
+
     async def until(self, condition: Callable[[], bool], what: str) -> None:
         """Advance the clock until the condition is true, for at most 60 s of real time. The clock has no
         limit, because files are read and the database is written in real time."""

@@ -16,10 +16,7 @@ def test_a_sleeping_model_with_waiting_requests_is_not_unloaded_so_that_an_idle_
     site = Site(tmp_path, sleepy(1, a=optional(), b=optional()))
 
     async def scenario() -> None:
-        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
-        site.ask("b")
-        await site.until(lambda: site.manager.loaded("b"), "the exchange")
-        site.answer("b")
+        await site.exchange("a", "b")
         async with site.on_demand._changing:
             site.ask("a")
             await site.on_demand._evict(("b",), "idle", "its time to live has passed")
@@ -36,10 +33,7 @@ def test_a_model_does_not_leave_the_memory_if_a_command_changes_it_while_another
     manager = site.manager
 
     async def scenario() -> None:
-        await site.until(lambda: manager.loaded("a"), "the load at startup")
-        site.ask("b")
-        await site.until(lambda: manager.loaded("b"), "the exchange")
-        site.answer("b")
+        await site.exchange("a", "b")
         park = manager.park
 
         def park_slowly(unit: str, *, asleep: bool = False) -> None:

@@ -19,10 +19,7 @@ def test_a_model_whose_memory_is_needed_sleeps_and_its_next_request_wakes_it(
     site = Site(tmp_path, sleepy(a=optional(), b=optional()))
 
     async def scenario() -> None:
-        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
-        site.ask("b")
-        await site.until(lambda: site.manager.loaded("b"), "the exchange")
-        site.answer("b")
+        await site.exchange("a", "b")
         assert not site.on_demand.stats("a").in_memory and site.on_demand.expires_at("a") is None
         assert site.on_demand.stats("a").evictions["memory"] == 1
         site.ask("a")
@@ -87,9 +84,7 @@ def test_models_on_the_cpu_do_not_sleep(tmp_path: Path) -> None:
     site.manager.on_gpus = False
 
     async def scenario() -> None:
-        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
-        site.ask("b")
-        await site.until(lambda: site.manager.loaded("b"), "the exchange")
+        await site.exchange("a", "b")
         assert site.manager.history == ["load a", "park a", "load b"]
 
     play(site, scenario)
@@ -116,10 +111,7 @@ def test_a_sleeping_model_that_is_about_to_wake_is_not_unloaded_at_the_limit(tmp
     site = Site(tmp_path, sleepy(1, a=optional(), b=optional()))
 
     async def scenario() -> None:
-        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
-        site.ask("b")
-        await site.until(lambda: site.manager.loaded("b"), "the exchange")
-        site.answer("b")
+        await site.exchange("a", "b")
         site.ask("a")
         await site.until(lambda: site.manager.loaded("a"), "the return")
         assert site.manager.history == ["load a", "sleep a", "load b", "park b", "wake a"]
@@ -132,9 +124,7 @@ def test_sleeping_models_are_unloaded_if_the_memory_that_they_still_hold_is_need
     site.manager.held = True
 
     async def scenario() -> None:
-        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
-        site.ask("b")
-        await site.until(lambda: site.manager.loaded("b"), "the exchange")
+        await site.exchange("a", "b")
         assert site.manager.history == ["load a", "sleep a", "park a", "load b"]
         assert site.on_demand.stats("a").evictions["memory"] == 1
 
@@ -146,10 +136,7 @@ def test_a_sleeping_model_that_cannot_wake_is_loaded_again(tmp_path: Path) -> No
     site.manager.cannot_wake = True
 
     async def scenario() -> None:
-        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
-        site.ask("b")
-        await site.until(lambda: site.manager.loaded("b"), "the exchange")
-        site.answer("b")
+        await site.exchange("a", "b")
         site.ask("a")
         await site.until(lambda: site.manager.loaded("a"), "the return")
         assert site.manager.history[2:] == ["load b", "park a", "sleep b", "load a"]
@@ -163,11 +150,9 @@ def test_a_command_loads_a_sleeping_model_on_other_gpus_if_it_cannot_wake(tmp_pa
     site.manager.cannot_wake = True
 
     async def scenario() -> None:
-        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
-        site.ask("b")
-        await site.until(lambda: site.manager.loaded("b"), "the exchange")
-        if not busy:
-            site.answer("b")
+        await site.exchange("a", "b")
+        if busy:
+            site.ask("b")
         loading = asyncio.ensure_future(site.on_demand.load_declared("a"))
         await site.until(loading.done, "the load")
         if busy:  # there is no memory on other GPUs either
@@ -205,10 +190,7 @@ def test_only_models_on_the_same_gpus_leave_for_a_model_that_wakes(tmp_path: Pat
     site.manager.room = 2
 
     async def scenario() -> None:
-        await site.until(lambda: site.manager.loaded("b"), "the loads at startup")
-        site.ask("c")
-        await site.until(lambda: site.manager.loaded("c"), "the exchange")
-        site.answer("c")
+        await site.exchange("b", "c")
         site.ask("a")
         await site.until(lambda: site.manager.loaded("a"), "the return")
         assert site.manager.history[2:] == ["sleep a", "load c", "sleep c", "wake a"]
@@ -223,10 +205,7 @@ def test_a_model_that_must_not_wake_beside_a_pinned_model_stays_asleep(tmp_path:
     site.manager.room = 9
 
     async def scenario() -> None:
-        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
-        site.ask("b")
-        await site.until(lambda: site.manager.loaded("b"), "the exchange")
-        site.answer("b")
+        await site.exchange("a", "b")
         site.ask("a")
         await site.until(lambda: site.traffic("a").failure is not None, "the refusal")
         assert site.manager.history == ["load a", "sleep a", "load b"]
@@ -241,9 +220,7 @@ def test_a_sleeping_model_does_not_keep_another_model_of_its_group_from_loading(
     site.manager.room = 9
 
     async def scenario() -> None:
-        await site.until(lambda: site.manager.loaded("a"), "the load at startup")
-        site.ask("b")
-        await site.until(lambda: site.manager.loaded("b"), "the exchange")
+        await site.exchange("a", "b")
         assert site.manager.history == ["load a", "sleep a", "load b"]
 
     play(site, scenario)

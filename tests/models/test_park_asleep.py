@@ -117,10 +117,6 @@ class Site:
             broken={},
         )
 
-    async def start(self) -> None:
-        self.manager.start()
-        await self.until(lambda: self.manager.loaded("m"))
-
     def be_silent(self) -> None:
         """Let the replica's silence exceed the limit."""
         [replica] = self.manager.replicas
@@ -154,9 +150,13 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     return Site(tmp_path)
 
 
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
+def run(site: Site, scenario: Callable[[], Awaitable[None]]) -> None:
+    """Run the scenario with a model that is loaded."""
+
     async def bounded() -> None:
         async with asyncio.timeout(WITHIN_S):
+            site.manager.start()
+            await site.until(lambda: site.manager.loaded("m"))
             await scenario()
 
     asyncio.run(bounded())
@@ -166,7 +166,6 @@ def test_a_parked_model_sleeps_and_is_woken_in_the_same_processes(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
-        await site.start()
         await site.park()
         assert site.requests.accounts == [] and site.manager.parked_host_bytes() == {"m": 1}
         assert site.manager.load_failure("m") == "" and not site.manager.loaded("m")
@@ -176,7 +175,7 @@ def test_a_parked_model_sleeps_and_is_woken_in_the_same_processes(
         assert site.launches[0].asked == [True, False] and site.manager.parked_host_bytes() == {}
 
     with caplog.at_level("INFO"):
-        run(scenario)
+        run(site, scenario)
     assert "m is awake" in caplog.messages
 
 
@@ -186,31 +185,28 @@ def test_a_model_with_requests_that_take_too_long_is_unloaded_after_one_grace_pe
     monkeypatch.setattr(manager_module, "DRAIN_S", 0.1)
 
     async def scenario() -> None:
-        await site.start()
         site.requests.running = True
         site.manager.park("m", asleep=True)
         await site.until(lambda: not site.manager.replicas)
         assert site.requests.preempted == 1 and site.launches[0].stopped
         assert site.launches[0].asked == [] and not site.manager.is_parked_asleep("m")
 
-    run(scenario)
+    run(site, scenario)
 
 
 def test_a_model_that_cannot_sleep_is_unloaded(site: Site) -> None:
     async def scenario() -> None:
-        await site.start()
         site.launches[0].problem = "no host memory"
         site.manager.park("m", asleep=True)
         await site.until(lambda: not site.manager.replicas)
         assert site.launches[0].stopped and site.requests.accounts == []
         assert site.requests.added == 1  # at its start
 
-    run(scenario)
+    run(site, scenario)
 
 
 def test_a_silent_replica_that_reports_again_gets_no_requests_while_its_model_leaves(site: Site) -> None:
     async def scenario() -> None:
-        await site.start()
         [processes] = site.launches
         processes.slow = site.requests.running = True
         site.manager.park("m", asleep=True)
@@ -232,14 +228,13 @@ def test_a_silent_replica_that_reports_again_gets_no_requests_while_its_model_le
         await site.until(lambda: site.manager.loaded("m"))
         assert len(site.requests.accounts) == 1
 
-    run(scenario)
+    run(site, scenario)
 
 
 def test_a_silent_replica_that_reports_again_gets_no_requests_while_a_command_puts_it_to_sleep(
     site: Site,
 ) -> None:
     async def scenario() -> None:
-        await site.start()
         [processes] = site.launches
         processes.slow = True
         sleeping = asyncio.ensure_future(site.manager.sleeping.sleep("m"))
@@ -248,12 +243,11 @@ def test_a_silent_replica_that_reports_again_gets_no_requests_while_a_command_pu
         processes.finish()
         assert await sleeping == "" and site.requests.accounts == []
 
-    run(scenario)
+    run(site, scenario)
 
 
 def test_a_silent_replica_that_reports_again_gets_no_requests_while_it_is_stopped(site: Site) -> None:
     async def scenario() -> None:
-        await site.start()
         site.requests.running = True
         site.manager.park("m")
         await site.until(lambda: not site.requests.accounts)
@@ -261,13 +255,12 @@ def test_a_silent_replica_that_reports_again_gets_no_requests_while_it_is_stoppe
         site.launches[0].report()
         assert site.requests.accounts == []
 
-    run(scenario)
+    run(site, scenario)
 
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_model_that_cannot_wake_is_loaded_again(site: Site, ended: bool) -> None:
     async def scenario() -> None:
-        await site.start()
         await site.park()
         if ended:
             site.launches[0].kill("killed")
@@ -277,14 +270,13 @@ def test_a_model_that_cannot_wake_is_loaded_again(site: Site, ended: bool) -> No
         await site.until(lambda: site.manager.loaded("m"))
         assert len(site.launches) == 2 and len(site.requests.accounts) == 1
 
-    run(scenario)
+    run(site, scenario)
 
 
 def test_a_model_whose_processes_end_while_it_wakes_is_loaded_again(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
-        await site.start()
         await site.park()
         site.launches[0].slow = True
         site.manager.unpark("m")
@@ -294,13 +286,12 @@ def test_a_model_whose_processes_end_while_it_wakes_is_loaded_again(
         assert len(site.launches) == 2 and len(site.requests.accounts) == 1
 
     with caplog.at_level("INFO"):
-        run(scenario)
+        run(site, scenario)
     assert "m is awake" not in caplog.messages
 
 
 def test_a_model_that_is_unparked_while_its_requests_finish_is_awake_afterwards(site: Site) -> None:
     async def scenario() -> None:
-        await site.start()
         site.requests.running = True
         site.manager.park("m", asleep=True)
         await site.until(lambda: not site.requests.accounts)
@@ -310,7 +301,7 @@ def test_a_model_that_is_unparked_while_its_requests_finish_is_awake_afterwards(
         await site.until(lambda: site.manager.loaded("m") and bool(site.requests.accounts))
         assert len(site.launches) == 1
 
-    run(scenario)
+    run(site, scenario)
 
 
 def test_a_model_that_is_unparked_during_long_requests_stays_awake(
@@ -319,7 +310,6 @@ def test_a_model_that_is_unparked_during_long_requests_stays_awake(
     monkeypatch.setattr(manager_module, "DRAIN_S", 1.0)
 
     async def scenario() -> None:
-        await site.start()
         site.requests.running = True
         site.manager.park("m", asleep=True)
         await site.until(lambda: not site.requests.accounts)
@@ -327,12 +317,11 @@ def test_a_model_that_is_unparked_during_long_requests_stays_awake(
         await site.until(lambda: bool(site.requests.accounts))
         assert site.launches[0].asked == [] and site.manager.loaded("m")
 
-    run(scenario)
+    run(site, scenario)
 
 
 def test_a_model_that_is_unparked_while_its_engine_goes_to_sleep_is_woken_afterwards(site: Site) -> None:
     async def scenario() -> None:
-        await site.start()
         [processes] = site.launches
         await site.begin_sleep()
         site.manager.unpark("m")
@@ -345,12 +334,11 @@ def test_a_model_that_is_unparked_while_its_engine_goes_to_sleep_is_woken_afterw
         await site.until(lambda: site.manager.loaded("m"))
         assert len(site.requests.accounts) == len(site.launches) == 1 and not processes.stopped
 
-    run(scenario)
+    run(site, scenario)
 
 
 def test_a_model_that_is_parked_again_while_its_engine_wakes_sleeps_afterwards(site: Site) -> None:
     async def scenario() -> None:
-        await site.start()
         [processes] = site.launches
         await site.park()
         processes.slow = True
@@ -365,7 +353,7 @@ def test_a_model_that_is_parked_again_while_its_engine_wakes_sleeps_afterwards(s
         await site.until(lambda: site.manager.is_parked_asleep("m"))
         assert site.requests.accounts == [] and not processes.stopped
 
-    run(scenario)
+    run(site, scenario)
 
 
 @pytest.mark.parametrize("slow", [False, True])
@@ -373,7 +361,6 @@ def test_a_model_that_sleeps_without_a_command_can_stay_asleep_until_it_is_woken
     site: Site, slow: bool
 ) -> None:
     async def scenario() -> None:
-        await site.start()
         assert not await site.manager.stay_asleep("m")
         if slow:
             await site.begin_sleep()
@@ -391,7 +378,7 @@ def test_a_model_that_sleeps_without_a_command_can_stay_asleep_until_it_is_woken
         assert await site.manager.sleeping.wake("m") == ""
         assert site.manager.loaded("m") and len(site.requests.accounts) == 1
 
-    run(scenario)
+    run(site, scenario)
 
 
 @pytest.mark.parametrize("change", ["unload", "settings"])
@@ -399,7 +386,6 @@ def test_a_model_that_is_unloaded_or_changed_while_its_engine_goes_to_sleep_is_s
     site: Site, change: str
 ) -> None:
     async def scenario() -> None:
-        await site.start()
         await site.begin_sleep()
         if change == "unload":
             changing = asyncio.ensure_future(site.manager.unload("m", 0.0))
@@ -415,19 +401,18 @@ def test_a_model_that_is_unloaded_or_changed_while_its_engine_goes_to_sleep_is_s
         assert site.launches[0].stopped and site.launches[0].asked == [True]
         assert ("m" in site.manager.models) == (change == "settings")
 
-    run(scenario)
+    run(site, scenario)
 
 
 def test_a_sleeping_model_whose_settings_change_is_unloaded(site: Site) -> None:
     async def scenario() -> None:
-        await site.start()
         await site.park()
         changed = ModelSettings(folder=site.settings.models["m"].folder, kv_blocks=7, required=False)
         site.manager.change({"m": changed}, [])
         await site.until(lambda: not site.manager.replicas)
         assert site.launches[0].stopped and site.manager.is_parked("m")
 
-    run(scenario)
+    run(site, scenario)
 
 
 def test_waking_needs_the_released_memory_on_the_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
