@@ -562,13 +562,14 @@ class OnDemand:
         loaded = not any(map(self._manager.is_parked, units)) and set(units) <= self._manager.models.keys()
         if loaded:
             self._incomplete.discard(units)
+        in_memory = any(self._manager.of(unit) for unit in units)
         waiting = [since for unit in units if (since := self._waiting_since(unit)) is not None]
         if units in self._incomplete:
             waiting.append(max(one.load_began_at for one in times))
         return Bundle(
             units,
             loaded=loaded,
-            in_memory=(in_memory := any(self._manager.of(unit) for unit in units)),
+            in_memory=in_memory,
             asleep=in_memory and not any(map(self._occupies_memory, units)),
             busy=any(map(self._busy, units)),
             waiting_since=min(waiting, default=None),
