@@ -91,10 +91,7 @@ def _not_a_folder(path: Path) -> FolderFault:
             f"{str(path)!r} is not a folder that the service can see, because its unit hides /home and /root",
             "move the model to a directory such as /srv/models, or use the drop-in models-in-home.conf",
         )
-    return FolderFault(
-        f"{str(path)!r} is not a folder: it does not exist",
-        f"use the folder of a Hugging Face checkpoint: {_EXPECTED}",
-    )
+    return FolderFault(f"the folder {str(path)!r} does not exist", f"use {_EXPECTED}")
 
 
 def _gguf(path: Path) -> FolderFault:

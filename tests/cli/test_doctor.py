@@ -97,7 +97,7 @@ def test_a_sound_set_up_has_no_problem(doctor: Doctor, databases: Path) -> None:
 def test_a_missing_model_folder_is_a_problem(doctor: Doctor) -> None:
     code, findings = doctor(settings='[models.m]\nfolder = "/no/such/folder"\n')
     assert code == 1
-    assert "'/no/such/folder' is not a folder" in found(findings, "models", "problem")
+    assert "the folder '/no/such/folder' does not exist" in found(findings, "models", "problem")
 
 
 def test_a_settings_file_with_a_mistake_hides_nothing_else(doctor: Doctor, databases: Path) -> None:

@@ -72,7 +72,7 @@ def test_memory_that_other_processes_use_on_the_gpus_is_subtracted(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("/no/such",), "'/no/such' is not a folder: it does not exist"),
+        (("/no/such",), "the folder '/no/such' does not exist: use a folder with config.json"),
         ((demo_model_folder(), "--set", "kv_block=3"), "did you mean 'kv_blocks'"),
         ((demo_model_folder(), "--set", "kv_blocks=0"), "kv_blocks = 0 is not valid"),
         ((demo_model_folder(), "--set", "tensor_parallel_size=3"), "does not divide"),

@@ -21,7 +21,7 @@ from engine.client import ReplicaGroup
 
 def check_folders(models: Mapping[str, ModelSettings]) -> dict[str, list[ModelFinding]]:
     """Check only whether the folders exist, because fake replicas need no checkpoints."""
-    missing = ModelFinding(level="problem", text="the folder is not a folder", remedy="create it")
+    missing = ModelFinding(level="problem", text="the folder does not exist", remedy="create it")
     return {name: [] if os.path.isdir(model.folder) else [missing] for name, model in models.items()}
 
 

@@ -272,7 +272,7 @@ def test_unusable_settings_change_nothing_and_the_error_names_the_line(make_serv
         for broken, at, said in (
             ("fronts = 0", ":3: ", "fronts = 0 is not valid"),
             ("fronts = ", ":3: ", "the file is not valid TOML"),
-            ('[models.x]\nfolder = "nothing"', ":4: ", "is not a folder"),
+            ('[models.x]\nfolder = "nothing"', ":4: ", "the folder does not exist"),
             ('[models.x]\nfolder = "empty"', ":4: ", "config.json: No such file or directory"),
             ("[queue]\nlimt = 3", ":4: ", "did you mean 'limit'?"),
             (
