@@ -49,6 +49,11 @@ _BEST_FIRST: tuple[ReplicaState, ...] = (
     *("ready", "draining", "sleeping", "silent", "loading", "starting", "restarting", "failed", "stopped"),
 )
 
+_SETTLED = frozenset(("ready", "sleeping", "draining", "stopping", "stopped"))
+"""States of replicas and fronts that do not make the service "starting". Replicas and fronts that are being
+stopped, for example because a model is unloaded, do not: if a required model has no other replica, the
+service is not ready for another reason."""
+
 
 @functools.cache
 def service_version() -> str:
@@ -178,11 +183,7 @@ class StatusReader:
             *(replica.client_state for replica in self.models.replicas),
             *(front.state for front in self.fronts.fronts),
         ]
-        return (
-            "starting"
-            if reason or any(state not in ("ready", "sleeping") for state in processes)
-            else "ready"
-        )
+        return "ready" if not reason and _SETTLED.issuperset(processes) else "starting"
 
     def _drain_etas(self) -> dict[str, float | None]:
         """Return the predicted duration of a drain of each model, at most `_ETA_EVERY_S` old."""

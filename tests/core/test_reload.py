@@ -166,6 +166,21 @@ def test_replicas_are_added_and_removed_and_the_first_one_stays(make_service: Ma
     assert replicas(service)[0].pids == kept
 
 
+def test_a_replica_that_is_being_stopped_leaves_the_service_ready(make_service: Make) -> None:
+    service = running(make_service)
+    change(service, ('folder = "m"', 'folder = "m"\nreplicas = 2'))
+    wait_until(lambda: names(service) == [("m-0", "ready"), ("m-1", "ready")])
+    streams = [service.connect("m 100") for _ in range(2)]
+    wait_until(lambda: {one.running for one in replicas(service)} == {1})
+    change(service, ("replicas = 2", "replicas = 1"))
+    states = []
+    while len(shown := names(service)) == 2:
+        states.append((shown[1][1], service.state()))
+    assert {state for _, state in states} == {"ready"}
+    assert "draining" in {replica for replica, _ in states}
+    assert {read_answer(stream)[-1] for stream in streams} == {"front-0 length"}
+
+
 def test_of_two_overlapping_changes_the_last_one_holds(make_service: Make) -> None:
     service = running(make_service, "drain_grace_s = 60")
     stream = service.connect("m 100")
