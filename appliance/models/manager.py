@@ -340,7 +340,7 @@ class ModelManager:
         for replica in self.of(unit):
             if replica.sleeping.asleep:
                 continue
-            if replica.failure or replica.restarts >= _MAX_FAILED_LOADS:
+            if replica.failure or replica.failed_starts >= _MAX_FAILED_LOADS:
                 return replica.failure or replica.last_error
         return ""
 
@@ -507,7 +507,7 @@ class ModelManager:
             current = [*current, new]
         for new in current:
             while new.account is None:
-                if new.failure or new.restarts >= _MAX_FAILED_STARTS:
+                if new.failure or new.failed_starts >= _MAX_FAILED_STARTS:
                     self._given_up.add(old.model)
                     self._note(
                         new.name,

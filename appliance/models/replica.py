@@ -110,6 +110,8 @@ class Replica:
         self.spec = settings.spec(name)
         self.state: ReplicaState = "stopped"
         self.restarts = 0
+        self.failed_starts = 0
+        """Number of failed starts since the replica was last ready."""
         self.last_error = ""
         self.failure = ""
         """Reason why requests are refused instead of waiting for this replica. It is set in the state
@@ -409,6 +411,7 @@ class Replica:
         self.state, self.info = "ready", info
         self._ready_at = time.monotonic()
         self._restarts.ready()
+        self.failed_starts = 0
         self.failure, self.bad_checkpoint = "", False
         self.account = CreditAccount(self.name, self.model, ", ".join(info.devices))
         self.account.rates.predict(info.least_step_s, info.least_prompt_token_s)
@@ -453,6 +456,7 @@ class Replica:
         self._events.replica_problem(self, again.failure or self.last_error)
         self.failure, self.bad_checkpoint = again.failure, again.bad_checkpoint
         self.restarts += 1
+        self.failed_starts += not was_ready
         if self.failure:
             self.state = "failed"
             watch = Watch(self.spec.model_path, self._restarts.reset)

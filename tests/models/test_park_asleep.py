@@ -290,6 +290,22 @@ def test_a_model_whose_processes_end_while_it_wakes_is_loaded_again(
     assert "m is awake" not in caplog.messages
 
 
+def test_earlier_restarts_do_not_count_as_failed_loads(site: Site) -> None:
+    async def scenario() -> None:
+        [replica] = site.manager.replicas
+        for number in range(1, 4):
+            site.launches[-1].kill("killed")
+            replica.retry()
+            await site.until(lambda number=number: site.manager.loaded("m") and replica.restarts == number)
+        assert await site.manager.sleeping.sleep("m") == ""
+        site.launches[-1].kill("killed")
+        assert await site.manager.sleeping.wake("m") == ""
+        assert site.manager.load_failure("m") == ""
+        await site.until(lambda: site.manager.loaded("m"))
+
+    run(site, scenario)
+
+
 def test_a_model_that_is_unparked_while_its_requests_finish_is_awake_afterwards(site: Site) -> None:
     async def scenario() -> None:
         site.requests.running = True
