@@ -460,7 +460,7 @@ class ModelOperations:
         unit = unit_name(record.model, record.version)
         if (sleeping := self._sleeps.get(unit)) is not None:
             await self._stay_awake(unit, sleeping)
-        if unit in self._routing.usable:
+        if unit in self._routing.usable and not self._manager.is_parked(unit):
             return
         if unit not in self.asleep:
             raise LoadError(f"{unit} is not asleep: load it with: appliance models load {unit}")

@@ -52,6 +52,21 @@ def test_a_command_keeps_a_version_asleep_that_sleeps_without_one(tmp_path: Path
     play(site, scenario)
 
 
+def test_a_version_that_was_unloaded_without_a_command_cannot_be_woken(tmp_path: Path) -> None:
+    site = Site(tmp_path, Settings())
+    version = site.world.version(1)
+
+    async def scenario() -> None:
+        await site.operations.load(version)
+        await site.operations.wake(version)  # it is awake
+        site.manager.park("chat@1")
+        with pytest.raises(LoadError, match="chat@1 is not asleep: load it with: appliance models load"):
+            await site.operations.wake(version)
+        assert site.manager.history == ["load chat@1", "park chat@1"]
+
+    play(site, scenario)
+
+
 def test_a_version_that_sleeps_because_of_a_command_is_not_in_memory(tmp_path: Path) -> None:
     site = Site(tmp_path, Settings())
 
