@@ -20,6 +20,7 @@ from console.timeline import PastState, badge_text, timeline_lines
 _RESTARTED_S = 60.0
 """How long the RESTARTED badge is shown, in seconds."""
 _MIN_SCREEN = (20, 5)
+_MAX_MESSAGE_ROWS = 4
 
 
 @dataclass
@@ -64,7 +65,7 @@ def frame(state: FrameState, width: int, height: int) -> list[Line]:
         if state.past is not None and state.footer:
             top += timeline_lines(state.past, width, state.context.glyphs)
     top += _banners(state, width)
-    bottom = [_footer(state, width)] if state.footer else []
+    bottom = _footer(state, width) if state.footer else []
     room = max(0, height - len(top) - len(bottom))
     body = _body(state, width, room)[:room]
     lines = [*top, *body, *[BLANK] * (room - len(body)), *bottom]
@@ -218,9 +219,12 @@ def _drains(snapshot: Snapshot, width: int, remedy: str) -> list[Line]:
     return lines
 
 
-def _footer(state: FrameState, width: int) -> Line:
+def _footer(state: FrameState, width: int) -> list[Line]:
+    """Return the message, on several lines if it is long, or the line with the keys."""
     if state.message:
-        return [span(f" {state.message}", state.message_role)]
+        one = [span(f" {state.message}", state.message_role)]
+        fits = width_of(one) <= width
+        return [one] if fits else wrap(state.message, width, state.message_role, " ")[:_MAX_MESSAGE_ROWS]
     spans: Line = [Span(" ")]
     table, view = state.context.keys, state.view
     if state.help:
@@ -248,4 +252,4 @@ def _footer(state: FrameState, width: int) -> Line:
         if not name or width_of(spans) + width_of(part) > width:
             continue
         spans += part
-    return spans
+    return [spans]

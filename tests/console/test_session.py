@@ -38,7 +38,7 @@ from console.screens.overview import OverviewView
 from console.screens.registry import all_views, alternate_views
 from console.session import ConsoleSession
 from console.travel import COMMANDS
-from tests.console.frames import session, source
+from tests.console.frames import SIZES, session, source
 
 
 def header(shown: ConsoleSession) -> str:
@@ -338,3 +338,15 @@ def test_a_comparison_shows_every_value_of_both_times() -> None:
     assert any(row[0].endswith(".returned_seqs[0]") for row in rows)
     text = "\n".join(plain(row) for row in shown.lines(120, len(rows) + 20))
     assert all(row[0][:30] in text for row in rows)
+
+
+@pytest.mark.parametrize("size", [*SIZES, (59, 17)])
+def test_a_long_message_is_shown_in_full(size: tuple[int, int]) -> None:
+    shown = session(steps=3)
+    message = "nothing was recorded at 14:03, because the service was not running then, or it was removed"
+    shown.say(message, "warn")
+    rows = [plain(row).strip() for row in shown.lines(*size)]
+    assert len(rows) == size[1]
+    assert " ".join(rows).endswith(message)
+    shown.say("short")
+    assert plain(shown.lines(*size)[-1]).rstrip() == " short"
