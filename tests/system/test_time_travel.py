@@ -115,6 +115,7 @@ def keep_only(history: History, times: list[float]) -> None:
         kept = [one for one in points if min(abs(one.at - at) for at in times) < 0.1]
         points.clear()
         points.extend(kept)
+    history.batches = {replica: slices for replica, slices in history.batches.items() if slices}
 
 
 async def replay(recording: RecordedPast, times: list[float]) -> tuple[Frames, dict[float, Maps]]:
