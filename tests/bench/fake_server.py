@@ -71,12 +71,6 @@ class FakeServer:
         per completion."""
         return self._done * (self.behaviour.at_once or 1) / self.busy_s
 
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, f"timed out after {timeout_s} s"
-            time.sleep(0.01)
-
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(60)

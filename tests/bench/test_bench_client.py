@@ -13,6 +13,7 @@ from appliance.bench.processes import RawRun, run_load
 from appliance.bench.results import Run, Slo, summarize
 from appliance.bench.server import parse_url, socket_target
 from tests.bench.fake_server import FakeServer
+from tests.waiting import wait_until
 
 
 def load_of(target: Target, requests: int, **fields: object) -> Load:
@@ -220,7 +221,7 @@ def test_a_run_that_reaches_its_time_limit_closes_its_requests(fake: FakeServer,
     raw = drive(target, 50, concurrency=3, stop_after_s=2.0)
     assert [record.failure for record in raw.records] == [STOPPED] * 3
     assert (statistics(raw).unfinished, statistics(raw).failures) == (3, {})
-    fake.wait_until(lambda: fake.left == 3)
+    wait_until(lambda: fake.left == 3)
 
 
 def test_progress_shows_what_runs_and_what_was_received(fake: FakeServer, target: Target) -> None:

@@ -15,9 +15,10 @@ import pytest
 from store.schemas import HISTORY
 from store.telemetry import TelemetryLog
 from store.writer import Writer
-from tests.core.conftest import ROOT, Service, make_service, wait_until
+from tests.core.conftest import ROOT, Service, make_service
 from tests.core.test_alerting import kill_replica, wait_until_sampled
 from tests.monitoring.histories import history
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
 Make = Callable[..., Service]

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,15 +17,9 @@ from appliance.protocol import Status
 from store.audit import AuditRow
 from store.requests import LoggedRequest, RequestReader
 from tests.audit_trail import read_audit
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def wait_until(true: Callable[[], bool], timeout_s: float = 60.0, what: str = "the condition") -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, f"timed out after {timeout_s} s waiting for {what}"
-        time.sleep(0.02)
 
 
 def alive(pid: int) -> bool:

@@ -19,7 +19,8 @@ from appliance.calls import ALERTS, SILENCES, AdminError
 from appliance.snapshot import Alert, Snapshot
 from store.alerts import AlertReader
 from store.telemetry_reader import TelemetryReader
-from tests.core.conftest import Service, wait_until
+from tests.core.conftest import Service
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
 Make = Callable[..., Service]

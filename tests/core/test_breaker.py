@@ -14,7 +14,8 @@ from appliance.client import AdminError
 from appliance.monitoring.doctor import examine
 from appliance.protocol import ReplicaStatus
 from appliance.settings import SettingsError
-from tests.core.conftest import Service, read_answer, wait_until
+from tests.core.conftest import Service, read_answer
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
 Make = Callable[..., Service]

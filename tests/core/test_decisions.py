@@ -52,7 +52,8 @@ from appliance.client import AdminClient, AdminError
 from appliance.protocol import Done, NewKey, Tenant
 from store.control import ControlStore
 from store.errors import OutcomeUnknownError
-from tests.core.conftest import Service, read_answer, wait_until
+from tests.core.conftest import Service, read_answer
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
 Make = Callable[..., Service]

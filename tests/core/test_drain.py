@@ -4,13 +4,13 @@ waits, and finally the remaining requests are cancelled."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from appliance.core.drains import Drain, DrainError, Drains, DrainTools
+from tests.waiting import until
 
 
 class FakeRequestManager:
@@ -159,9 +159,3 @@ def test_a_drain_that_replaces_another_one_continues_it() -> None:
             drains.begin("n", grace_s=0.0, hold=False)
 
     asyncio.run(check())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)

@@ -18,8 +18,9 @@ from appliance.client import AdminClient
 from appliance.events.async_client import AsyncAdminClient
 from appliance.events.frames import Frame, FrameLostError, SnapshotAssembler
 from appliance.snapshot import Snapshot, UnfinishedRequest
-from tests.core.conftest import Service, read_answer, running_core, wait_until
+from tests.core.conftest import Service, read_answer, running_core
 from tests.core.test_snapshot import snapshot
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
 

@@ -13,7 +13,7 @@ import pytest
 
 from appliance.host import logs
 from engine.logs import MAX_LINE_CHARS, MAX_QUEUED_LINES, LineQueue, UtcFormatter
-from tests.core.conftest import wait_until
+from tests.waiting import wait_until
 
 
 @pytest.fixture

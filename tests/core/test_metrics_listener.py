@@ -14,8 +14,9 @@ from appliance.actions.parameters import CreateTenant, DeleteTenant, ReloadConfi
 from appliance.client import AdminError
 from appliance.monitoring.metrics.server import SHARED_S, SharedScrape
 from appliance.settings import Flags, SettingsError, load_settings
-from tests.core.conftest import Service, read_answer, wait_until
+from tests.core.conftest import Service, read_answer
 from tests.ports import free_port
+from tests.waiting import wait_until
 
 Make = Callable[..., Service]
 

@@ -24,7 +24,8 @@ from appliance.core.systemd import Manager
 from appliance.settings import Settings
 from store.migrations import Migration, Schema
 from store.writer import Writer
-from tests.core.conftest import Service, wait_until
+from tests.core.conftest import Service
+from tests.waiting import until, wait_until
 
 NOTES = Schema("notes", (Migration("notes", ("CREATE TABLE notes (x)",)),))
 WATCHDOG_S = 0.4
@@ -202,15 +203,10 @@ class Watched:
         environ = {"NOTIFY_SOCKET": str(heard.path), "WATCHDOG_USEC": str(int(WATCHDOG_S * 1e6))}
         self.notifier = Notifier(Manager(environ), self.board, lambda: self.writer.stalled_s)
 
-    async def until(self, true: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
-            while not true():
-                await asyncio.sleep(0.01)
-
     async def signs(self, more: int) -> None:
         """Wait for `more` additional keep-alives."""
         so_far = self.heard.count("WATCHDOG")
-        await self.until(lambda: self.heard.count("WATCHDOG") >= so_far + more)
+        await until(lambda: self.heard.count("WATCHDOG") >= so_far + more)
 
 
 @pytest.fixture
@@ -232,9 +228,9 @@ def test_no_keep_alive_is_sent_while_a_writer_hangs(
         await watched.signs(3)
         hangs = threading.Event()
         done = watched.writer.call(lambda connection: hangs.wait(60))
-        await watched.until(lambda: complaints() == 1)
+        await until(lambda: complaints() == 1)
         so_far = watched.heard.count("WATCHDOG")
-        await watched.until(lambda: complaints() == 4)
+        await until(lambda: complaints() == 4)
         assert watched.heard.count("WATCHDOG") == so_far
         hangs.set()
         assert await asyncio.wrap_future(done)
@@ -253,7 +249,7 @@ def test_keep_alives_continue_with_a_full_disk(watched: Watched) -> None:
     async def scenario() -> None:
         watched.notifier.start()
         watched.writer.submit(fill)
-        await watched.until(lambda: watched.writer.state().last_error is not None)
+        await until(lambda: watched.writer.state().last_error is not None)
         await watched.signs(8)
         assert "full" in (watched.writer.state().last_error or "")
         watched.notifier.close()
@@ -272,7 +268,7 @@ def test_a_start_is_extended_only_while_something_is_loading(watched: Watched) -
         asked = heard.count("EXTEND_TIMEOUT_USEC")
         assert asked >= 2
         watched.board.is_started = True
-        await watched.until(lambda: heard.says(READY="1"))
+        await until(lambda: heard.says(READY="1"))
         asked = heard.count("EXTEND_TIMEOUT_USEC")
         await watched.signs(3)
         assert heard.count("EXTEND_TIMEOUT_USEC") == asked

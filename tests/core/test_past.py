@@ -26,7 +26,8 @@ from appliance.snapshot import Snapshot, with_blocks
 from store.alerts import AlertRow
 from store.requests import LoggedRequest
 from store.telemetry import RESOLUTIONS
-from tests.core.conftest import Service, read_answer, running_core, wait_until
+from tests.core.conftest import Service, read_answer, running_core
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
 

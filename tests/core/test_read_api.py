@@ -23,7 +23,8 @@ from appliance.calls import AdminError
 from appliance.client import AdminClient, ServiceNotRunningError
 from appliance.events.async_client import AsyncAdminClient
 from appliance.pages import AuditQuery, LogQuery, NamedRequest, RequestLogQuery, UsageQuery
-from tests.core.conftest import Service, read_answer, running_core, wait_until
+from tests.core.conftest import Service, read_answer, running_core
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
 

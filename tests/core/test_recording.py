@@ -12,7 +12,8 @@ import pytest
 
 from appliance.snapshot import Snapshot
 from store.telemetry_reader import TelemetryReader
-from tests.core.conftest import Service, read_answer, wait_until
+from tests.core.conftest import Service, read_answer
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
 Make = Callable[..., Service]

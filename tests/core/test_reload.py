@@ -22,8 +22,9 @@ from appliance.core.reload_hooks import reload_hooks
 from appliance.protocol import Reloaded, ReplicaStatus
 from appliance.settings import Loaded, Settings, SettingsError
 from store.models import Registry
-from tests.core.conftest import Service, read_answer, wait_until
+from tests.core.conftest import Service, read_answer
 from tests.ports import free_port
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
 Make = Callable[..., Service]

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from appliance.actions.parameters import CancelRequest
-from tests.core.conftest import Service, wait_until
+from tests.core.conftest import Service
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
 STREAMS = 50

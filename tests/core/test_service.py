@@ -25,8 +25,9 @@ from appliance.protocol import ModelStatus, ReplicaStatus, Status
 from appliance.rundir import last_holder
 from appliance.settings import SettingsError, demo_model_folder
 from store.evidence import verify_audit
-from tests.core.conftest import ROOT, Service, alive, read_answer, wait_until
+from tests.core.conftest import ROOT, Service, alive, read_answer
 from tests.ports import free_port
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
 Make = Callable[..., Service]

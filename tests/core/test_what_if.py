@@ -23,9 +23,10 @@ from appliance.traffic.simulated_replica import (
 )
 from appliance.traffic.what_if import ReplayInput, replay, replay_apart
 from store.policies import Quota, TenantRecord
-from tests.core.conftest import Service, read_answer, wait_until
+from tests.core.conftest import Service, read_answer
 from tests.core.simulated_clients import percentile
 from tests.core.simulated_server import Asked, Shape, SimulatedServer
+from tests.waiting import wait_until
 
 SECONDS = 180.0
 _EPOCH = 1_790_000_000.0

@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 import appliance.http.request_memory
 from appliance.http import HttpServer
+from tests.waiting import until
 
 LIMIT = 2 << 20
 HEAD_BYTES = 60_000
@@ -79,11 +80,6 @@ def serve(
         await server.stop(0.1)
 
     asyncio.run(run())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 def test_the_total_memory_of_unfinished_heads_is_bounded(

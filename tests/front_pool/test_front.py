@@ -27,6 +27,7 @@ from appliance.front_pool import front_child
 from appliance.front_pool.balancer import ConnectionBalancer
 from appliance.front_pool.front import Front, Untaken
 from appliance.front_pool.refusals import RefusalWatch
+from tests.waiting import until
 
 pytestmark = pytest.mark.system
 
@@ -140,7 +141,7 @@ def test_a_front_that_takes_no_connections_is_given_a_bounded_number(
             given += 1
         assert given == min(front_module._MAX_UNTAKEN, limit // 8)
         process.resume()
-        await wait_until(lambda: front.takes_connections)
+        await until(lambda: front.takes_connections)
 
     with_stopped_front(scenario, monkeypatch)
 
@@ -159,7 +160,7 @@ def test_a_front_that_reads_nothing_is_given_no_connection(monkeypatch: pytest.M
             assert sent < 10_000
         assert sent * 1000 > front_module._MAX_UNREAD_BYTES
         process.resume()
-        await wait_until(lambda: front.takes_connections)
+        await until(lambda: front.takes_connections)
 
     with_stopped_front(scenario, monkeypatch)
 
@@ -187,11 +188,6 @@ def with_stopped_front(
             await front.ended()
 
     asyncio.run(main())
-
-
-async def wait_until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.01)
 
 
 class Full(Front):

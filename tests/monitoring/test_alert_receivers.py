@@ -16,7 +16,7 @@ from appliance.alert_rules import AlertSink, faults_of_sink
 from appliance.monitoring.alerts import receivers
 from appliance.monitoring.alerts.receivers import AlertReceivers, DeliveryError, deliver
 from appliance.snapshot import Alert
-from tests.core.conftest import wait_until
+from tests.waiting import wait_until
 
 ALERT = Alert(id="a1", rule="hot", severity="warning", state="firing", where="GPU 1", what="GPU 1 has 90 °C")
 WRITE = "import sys, pathlib; pathlib.Path(sys.argv[1]).open('ab').write(sys.stdin.buffer.read() + b'\\n')"

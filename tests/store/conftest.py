@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from store.control import ControlStore
 from store.requests import RequestLog, RequestReader, RequestRow
 from store.schemas import HISTORY
 from store.writer import Writer
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,13 +72,7 @@ def request_row() -> Callable[..., RequestRow]:
 
 @pytest.fixture
 def eventually() -> Callable[..., None]:
-    def wait(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, f"timed out after {timeout_s} s"
-            time.sleep(0.01)
-
-    return wait
+    return wait_until
 
 
 @pytest.fixture

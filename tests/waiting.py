@@ -1,0 +1,21 @@
+"""Functions that wait until a condition is true, for tests of threads, processes and coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+
+def wait_until(true: Callable[[], bool], timeout_s: float = 60.0, what: str = "the condition") -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, f"timed out after {timeout_s} s waiting for {what}"
+        time.sleep(0.01)
+
+
+async def until(true: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Wait on the event loop."""
+    async with asyncio.timeout(timeout_s):
+        while not true():
+            await asyncio.sleep(0.01)
