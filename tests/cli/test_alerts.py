@@ -91,9 +91,7 @@ def test_a_wrong_rule_is_reported_with_its_line_and_remedy(recorded: Path, tmp_p
 
 
 def test_alerts_are_listed_acknowledged_and_silenced(make_service: Make) -> None:
-    service = make_service()
-    service.start()
-    service.wait_ready()
+    service = make_service().start_and_wait()
     at = ("--run-dir", service.run_dir)
     assert run("alerts", "list", *at) == "no alerts within the last hour\n"
     wait_until_sampled(service)

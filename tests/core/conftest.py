@@ -62,6 +62,12 @@ class Service:
         wait_until(lambda: self.state() == "ready", what=f"ready ({self.log})")
         return self.admin.status()
 
+    def start_and_wait(self) -> Service:
+        """Start the core, and wait until it is ready."""
+        self.start()
+        self.wait_ready()
+        return self
+
     def state(self) -> str:
         with contextlib.suppress(ServiceNotRunningError):
             return self.admin.status().state

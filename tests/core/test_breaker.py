@@ -38,9 +38,7 @@ def test_the_breaker_opens_after_repeated_deaths_says_why_and_spares_other_model
 ) -> None:
     service = make_service(
         "[restarts]\nmax_deaths = 3\nwindow_s = 3600\nretry_s = 3600", models=("m", "other")
-    )
-    service.start()
-    service.wait_ready()
+    ).start_and_wait()
     for _ in range(3):
         kill(service)
     status = service.admin.status()
@@ -67,9 +65,7 @@ def test_the_breaker_opens_after_repeated_deaths_says_why_and_spares_other_model
 
 
 def test_an_open_breaker_tries_one_start_after_a_while(make_service: Make) -> None:
-    service = make_service("[restarts]\nmax_deaths = 1\nwindow_s = 3600\nretry_s = 1")
-    service.start()
-    service.wait_ready()
+    service = make_service("[restarts]\nmax_deaths = 1\nwindow_s = 3600\nretry_s = 1").start_and_wait()
     kill(service)
     wait_until(lambda: replica(service).state == "ready", what="the start of the half-open breaker")
     assert replica(service).breaker == "half-open"
@@ -78,9 +74,7 @@ def test_an_open_breaker_tries_one_start_after_a_while(make_service: Make) -> No
 
 
 def test_a_replica_is_tried_again_when_its_files_change(make_service: Make) -> None:
-    service = make_service("[restarts]\nmax_deaths = 1\nwindow_s = 3600\nretry_s = 3600")
-    service.start()
-    service.wait_ready()
+    service = make_service("[restarts]\nmax_deaths = 1\nwindow_s = 3600\nretry_s = 3600").start_and_wait()
     kill(service)
     assert replica(service).breaker == "open"
     fixed = service.folder / "m" / "fixed"
@@ -96,9 +90,7 @@ def test_a_replica_is_tried_again_when_its_files_change(make_service: Make) -> N
 
 
 def test_kills_spaced_outside_the_window_never_open_the_breaker(make_service: Make) -> None:
-    service = make_service("[restarts]\nmax_deaths = 2\nwindow_s = 0.2\nretry_s = 3600")
-    service.start()
-    service.wait_ready()
+    service = make_service("[restarts]\nmax_deaths = 2\nwindow_s = 0.2\nretry_s = 3600").start_and_wait()
     for _ in range(6):
         wait_until(
             lambda: replica(service).state == "ready" and replica(service).deaths == 0,

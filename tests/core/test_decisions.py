@@ -61,9 +61,7 @@ Make = Callable[..., Service]
 
 @pytest.fixture
 def service(make_service: Make) -> Iterator[Service]:
-    running = make_service()
-    running.start()
-    running.wait_ready()
+    running = make_service().start_and_wait()
     yield running
 
 
@@ -113,8 +111,7 @@ def test_changes_by_operators_are_shown_and_survive_a_restart(service: Service) 
 
     check()
     assert service.stop() == 0
-    service.start()
-    service.wait_ready()
+    service.start_and_wait()
     check()
     admin.act(UnmapPeer(peer="uid:4242"))
     for known in (key, rotated):
@@ -220,8 +217,7 @@ def test_errors_have_distinct_status_codes(
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     running = Service(tmp_path_factory.mktemp("core"))
-    running.start()
-    running.wait_ready()
+    running.start_and_wait()
     yield running
     running.stop()
 
@@ -288,8 +284,7 @@ def test_operators_are_identified_by_uid_and_group(open_folder: Path, make_servi
         folder=open_folder,
     )
     service.run_dir.mkdir(mode=0o755)
-    service.start()
-    service.wait_ready()
+    service.start_and_wait()
     key = new_key(service, scopes=["read"])
     sock = service.run_dir / "admin.sock"
     assert (sock.stat().st_gid, sock.stat().st_mode & 0o777) == (4100, 0o666)
@@ -348,9 +343,7 @@ def test_an_action_continues_while_the_disk_does_not_store_its_audit_entry(
     make_service: Make,
 ) -> None:
     """Another process locks the database, which delays the entry by more than `_MAX_AUDIT_WAIT_S`."""
-    service = make_service()
-    service.start()
-    service.wait_ready()
+    service = make_service().start_and_wait()
     before = time.monotonic()
     database = service.state_dir / "control.db"
     with closing(sqlite3.connect(database, timeout=60, isolation_level=None)) as lock:
@@ -401,9 +394,7 @@ def test_every_action_of_the_registry_has_a_handler_for_its_parameters() -> None
 
 
 def test_every_action_of_the_registry_is_audited_before_and_after(make_service: Make) -> None:
-    service = make_service()
-    service.start()
-    service.wait_ready()
+    service = make_service().start_and_wait()
     tried = []
     for action in ACTIONS:
         # Only these actions succeed: creating a key, reloading unchanged settings, starting a backup, and

@@ -25,8 +25,7 @@ def test_a_process_that_survives_an_unload_is_named_until_the_model_is_loaded_ag
     for file in (tmp_path / "m").iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     (folder / "fake.json").write_text(json.dumps({"child": True}))
-    service.start()
-    service.wait_ready()
+    service.start_and_wait()
     service.admin.act(AddModel(name="late", folder=str(folder)))
     service.admin.act(LoadModel(model="late", wait=True))
     # The fake replica writes into the folder, so a later comparison with the manifest would fail.

@@ -43,8 +43,7 @@ def test_a_reload_opens_moves_and_closes_the_address_and_a_taken_one_changes_not
     make_service: Make,
 ) -> None:
     service, (first, second, taken) = make_service(), [free_port() for _ in range(3)]
-    service.start()
-    service.wait_ready()
+    service.start_and_wait()
     assert addresses(service) == []
     listen_on(service, f"127.0.0.1:{first}")
     wait_until(lambda: "appliance_ready 1" in scrape(first))
@@ -68,9 +67,7 @@ def test_a_deleted_tenant_leaves_the_metrics_and_its_last_requests_count_for_the
     make_service: Make,
 ) -> None:
     port = free_port()
-    service = make_service()
-    service.start()
-    service.wait_ready()
+    service = make_service().start_and_wait()
     listen_on(service, f"127.0.0.1:{port}")
     service.admin.act(CreateTenant(name="t"))  # This is the tenant of the fake front's requests.
     read_answer(service.connect("m 3"))

@@ -123,8 +123,7 @@ def test_a_load_beside_models_that_serve_is_part_of_the_status_text(
     for file in (tmp_path / "m").iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     (folder / "fake.json").write_text(json.dumps({"hang": True}))
-    service.start()
-    service.wait_ready()
+    service.start_and_wait()
     service.admin.act(AddModel(name="late", folder=str(folder)))
     service.admin.act(LoadModel(model="late"))
     expected = "ready: 1 model, 0 running, 0 waiting; loading: late@1-0 read 50% of 2.0 MiB"

@@ -223,9 +223,7 @@ def test_the_asynchronous_client_says_that_no_service_runs(tmp_path: Path) -> No
 def test_streams_leave_room_for_calls_and_end_when_the_service_stops(
     make_service: Callable[..., Service],
 ) -> None:
-    service = make_service()
-    service.start()
-    service.wait_ready()
+    service = make_service().start_and_wait()
     call = calls.follow_log(LogQuery(after=0))
     streams = [collected(service.admin, call) for _ in range(MAX_STREAMS)]
     wait_until(lambda: all(values for values, _ in streams), what="every stream to begin")
@@ -242,9 +240,7 @@ def test_streams_leave_room_for_calls_and_end_when_the_service_stops(
 def test_an_unfinished_request_shows_its_age_class_phase_and_tokens_so_far(
     make_service: Callable[..., Service],
 ) -> None:
-    service = make_service()
-    service.start()
-    service.wait_ready()
+    service = make_service().start_and_wait()
     assert service.admin.in_flight() == []
     asked = service.connect("m 100000")
     lines = asked.makefile()
@@ -291,9 +287,7 @@ def test_usage_sums_the_tokens_of_ended_requests_and_prices_them(
     make_service: Callable[..., Service],
 ) -> None:
     prices = "[prices.m]\nprompt = 2.0\noutput = 10.0\n[prices.gone]\nprompt = 1.0\n"
-    service = make_service(prices)
-    service.start()
-    service.wait_ready()
+    service = make_service(prices).start_and_wait()
     assert service.admin.call(calls.usage(UsageQuery())).rows == []
     for tokens in (3, 5):
         read_answer(service.connect(f"m {tokens}"))

@@ -20,9 +20,7 @@ Make = Callable[..., Service]
 
 
 def test_every_second_of_a_replicas_death_can_be_read_back(make_service: Make) -> None:
-    service = make_service()
-    service.start()
-    service.wait_ready()
+    service = make_service().start_and_wait()
     read_answer(service.connect("m 3"))
     reader = TelemetryReader(service.state_dir / "history.db")
     [pid] = service.admin.status().models[0].replicas[0].pids

@@ -30,13 +30,6 @@ pytestmark = pytest.mark.system
 Make = Callable[..., Service]
 
 
-def running(make_service: Make, settings: str = "", models: tuple[str, ...] = ("m",)) -> Service:
-    service = make_service(settings, models)
-    service.start()
-    service.wait_ready()
-    return service
-
-
 def change(service: Service, *changes: tuple[str, str]) -> Reloaded:
     """Replace the given parts of the settings file, and reload it."""
     text = service.config.read_text()
@@ -69,14 +62,14 @@ def test_every_setting_has_a_reload_hook() -> None:
 
 
 def test_an_unchanged_file_changes_nothing(make_service: Make) -> None:
-    service = running(make_service)
+    service = make_service().start_and_wait()
     pids = service.pids()
     assert reload(service) == Reloaded(changed=[], models=[], at_restart=[])
     assert service.pids() == pids
 
 
 def test_settings_of_the_service_are_applied_without_restarting_a_process(make_service: Make) -> None:
-    service = running(make_service, models=("m", "n"))
+    service = make_service(models=("m", "n")).start_and_wait()
     pids = service.pids()
     service.config.write_text(
         f'run_dir = "{service.run_dir}"\nstate_dir = "/elsewhere"\ndrain_grace_s = 3\nlog_level = "debug"\n'
@@ -114,7 +107,7 @@ def test_settings_of_the_service_are_applied_without_restarting_a_process(make_s
 def test_only_a_changed_model_is_replaced_and_it_serves_until_then(
     make_service: Make,
 ) -> None:
-    service = running(make_service, models=("m", "n"))
+    service = make_service(models=("m", "n")).start_and_wait()
     before = {model: replicas(service, model)[0].pids for model in ("m", "n")}
     stream = service.connect("m 150")
     reloaded = change(service, ('folder = "m"', 'folder = "m"\nmax_num_seqs = 5'))
@@ -130,7 +123,7 @@ def test_only_a_changed_model_is_replaced_and_it_serves_until_then(
 
 
 def test_models_are_added_and_removed_and_requests_of_removed_ones_finish(make_service: Make) -> None:
-    service = running(make_service, "drain_grace_s = 60", models=("m", "n"))
+    service = make_service("drain_grace_s = 60", models=("m", "n")).start_and_wait()
     kept = replicas(service)[0].pids
     stream = service.connect("n 100")
     wait_until(lambda: len(service.rows()) == 1)
@@ -156,7 +149,7 @@ def test_models_are_added_and_removed_and_requests_of_removed_ones_finish(make_s
 
 
 def test_replicas_are_added_and_removed_and_the_first_one_stays(make_service: Make) -> None:
-    service = running(make_service)
+    service = make_service().start_and_wait()
     kept = replicas(service)[0].pids
     assert change(service, ('folder = "m"', 'folder = "m"\nreplicas = 3')).models == [
         "model m: 1 → 3 replicas"
@@ -183,7 +176,7 @@ def test_a_replica_that_is_being_stopped_leaves_the_service_ready(make_service: 
 
 
 def test_of_two_overlapping_changes_the_last_one_holds(make_service: Make) -> None:
-    service = running(make_service, "drain_grace_s = 60")
+    service = make_service("drain_grace_s = 60").start_and_wait()
     stream = service.connect("m 100")
     wait_until(lambda: len(service.rows()) == 1)
     for rows in (5, 6, 7):
@@ -202,7 +195,7 @@ def test_of_two_overlapping_changes_the_last_one_holds(make_service: Make) -> No
 def test_a_model_with_settings_that_cannot_be_loaded_keeps_the_former_ones(
     make_service: Make,
 ) -> None:
-    service = running(make_service)
+    service = make_service().start_and_wait()
     kept = replicas(service)[0].pids
     bad = service.folder / "bad"
     bad.mkdir()
@@ -223,7 +216,7 @@ def test_a_model_with_settings_that_cannot_be_loaded_keeps_the_former_ones(
 
 def test_the_address_can_change_and_connections_continue(make_service: Make) -> None:
     port, other = free_port(), free_port()
-    service = running(make_service, f'listen = "127.0.0.1:{port}"')
+    service = make_service(f'listen = "127.0.0.1:{port}"').start_and_wait()
     stream = service.connect("m 80", ("127.0.0.1", port))
     wait_until(lambda: len(service.rows()) == 1)
     change(service, (f"127.0.0.1:{port}", f"127.0.0.1:{other}"))
@@ -243,7 +236,7 @@ def test_the_address_can_change_and_connections_continue(make_service: Make) -> 
 
 
 def test_fronts_are_added_and_surplus_fronts_finish_their_requests(make_service: Make) -> None:
-    service = running(make_service, "fronts = 1")
+    service = make_service("fronts = 1").start_and_wait()
     first = service.admin.status().fronts[0].pid
     change(service, ("fronts = 1", "fronts = 3"))
     wait_until(lambda: [front.state for front in service.admin.status().fronts] == ["ready"] * 3)
@@ -263,7 +256,7 @@ def test_fronts_are_added_and_surplus_fronts_finish_their_requests(make_service:
 
 
 def test_a_surplus_front_that_hangs_is_killed(make_service: Make) -> None:
-    service = running(make_service, "fronts = 2\nhang_timeout_s = 2")
+    service = make_service("fronts = 2\nhang_timeout_s = 2").start_and_wait()
     streams = [service.connect("m 100000") for _ in range(2)]
     wait_until(lambda: len(service.rows()) == 2)
     change(service, ("fronts = 2", "fronts = 1"))
@@ -279,7 +272,7 @@ def test_a_surplus_front_that_hangs_is_killed(make_service: Make) -> None:
 
 
 def test_unusable_settings_change_nothing_and_the_error_names_the_line(make_service: Make) -> None:
-    service = running(make_service, "# here")
+    service = make_service("# here").start_and_wait()
     good, pids, settings = service.config.read_text(), service.pids(), service.admin.configuration().settings
     (service.folder / "empty").mkdir()
     with socket.socket() as taken:
@@ -315,8 +308,7 @@ def test_a_fallback_that_does_not_exist_is_shown_as_a_problem_at_the_start(make_
     service.config.write_text(
         service.config.read_text().replace('folder = "m"', 'folder = "m"\nfallback = "y"')
     )
-    service.start()
-    service.wait_ready()
+    service.start_and_wait()
     [problem] = [one for one in service.admin.status().problems if "fallback" in one.what]
     assert problem.where.startswith(f"{service.config}:")
     assert problem.what == "models.m.fallback = 'y' does not name another model or alias: remove it"
@@ -386,7 +378,7 @@ def test_a_missing_main_settings_file_is_refused(former: Loaded, now: Loaded, re
 
 
 def test_sighup_reloads_and_is_audited(make_service: Make) -> None:
-    service = running(make_service)
+    service = make_service().start_and_wait()
     assert service.process is not None
     service.config.write_text(f"drain_grace_s = 4\n{service.config.read_text()}")
     os.kill(service.process.pid, signal.SIGHUP)
@@ -404,7 +396,7 @@ def test_sighup_reloads_and_is_audited(make_service: Make) -> None:
 
 
 def test_a_reload_during_a_drain_does_not_change_the_drain(make_service: Make) -> None:
-    service = running(make_service, models=("m", "n"))
+    service = make_service(models=("m", "n")).start_and_wait()
     service.admin.drain(DrainService(model="m"))
     service.admin.drain(DrainService(model="n"))
     wait_until(lambda: {drain.state for drain in service.admin.status().drains} == {"drained"})
@@ -423,7 +415,7 @@ def test_a_reload_during_a_drain_does_not_change_the_drain(make_service: Make) -
 
 
 def test_conf_d_files_can_be_added_and_removed(make_service: Make) -> None:
-    service = running(make_service)
+    service = make_service().start_and_wait()
     extra = Path(service.config.parent / "conf.d" / "20-more.toml")
     extra.parent.mkdir()
     extra.write_text("drain_grace_s = 4")

@@ -22,8 +22,7 @@ def test_a_replica_is_added_while_another_one_finishes_its_requests(
     service = make_service("[autoscaling]\ncooldown_s = 0\nidle_s = 1")
     with service.config.open("a") as file:
         file.write("max_replicas = 2\n")
-    service.start()
-    service.wait_ready()
+    service.start_and_wait()
 
     streams: list[socket.socket] = []
 

@@ -35,9 +35,7 @@ Make = Callable[..., Service]
 
 def test_connections_go_to_the_fronts_in_turn_and_each_request_has_one_row(make_service: Make) -> None:
     port = free_port()
-    service = make_service(f'fronts = 2\nlisten = "127.0.0.1:{port}"')
-    service.start()
-    service.wait_ready()
+    service = make_service(f'fronts = 2\nlisten = "127.0.0.1:{port}"').start_and_wait()
     answers = [read_answer(service.connect("m 3")) for _ in range(4)]
     answers += [read_answer(service.connect("m 3", ("127.0.0.1", port))) for _ in range(2)]
     assert [answer[:3] for answer in answers] == [["1", "2", "3"]] * 6
@@ -231,9 +229,7 @@ def test_a_bad_checkpoint_fails_its_model_and_no_other(make_service: Make) -> No
 
 
 def test_a_model_that_a_front_cannot_serve_is_listed_as_a_problem(make_service: Make) -> None:
-    service = make_service("fronts = 2", models=("good", "m"))
-    service.start()
-    service.wait_ready()
+    service = make_service("fronts = 2", models=("good", "m")).start_and_wait()
     (service.folder / "m" / "untold").touch()
     wait_until(lambda: service.state() == "degraded")
     wait_until(lambda: len(service.admin.status().problems) == 2)
@@ -344,9 +340,7 @@ def test_a_replica_that_always_ends_at_once_is_restarted_with_growing_delays(mak
 
 
 def test_a_run_directory_has_one_service_and_the_message_names_it(make_service: Make) -> None:
-    service = make_service()
-    service.start()
-    service.wait_ready()
+    service = make_service().start_and_wait()
     second = subprocess.run(
         [
             *(sys.executable, "-m", "appliance.cli", "serve"),
@@ -366,9 +360,7 @@ def test_a_run_directory_has_one_service_and_the_message_names_it(make_service: 
 
 
 def test_operator_actions_are_audited_with_the_peers_uid(make_service: Make) -> None:
-    service = make_service()
-    service.start()
-    service.wait_ready()
+    service = make_service().start_and_wait()
     made = service.admin.create_key("laptop")
     assert made.key.startswith("ak-")
     service.admin.revoke_key(made.id)

@@ -167,9 +167,7 @@ def test_the_separate_process_gives_the_same_forecast() -> None:
 def test_the_service_forecasts_from_its_own_traffic_and_changes_nothing(
     make_service: Callable[..., Service],
 ) -> None:
-    service = make_service()
-    service.start()
-    service.wait_ready()
+    service = make_service().start_and_wait()
     service.admin.act(CreateTenant(name="t", tokens_per_minute=60000.0))
     for _ in range(6):
         read_answer(service.connect("m 100"))
