@@ -275,7 +275,7 @@ class Front:
             problems = before.problems if before is not None else {}
             if message.problems != problems:
                 self._events.front_changed(self, problems)
-            self._events.front_reported(self)
+            self._events.front_available(self)
             for name in message.wanted:
                 self._events.name_wanted(name)
             for problem in self._refusals.problems(message):
@@ -288,13 +288,13 @@ class Front:
             if self.state == "starting":
                 self.state, self._ready_at = "ready", time.monotonic()
                 log.info("%s is ready", self.name)
-                self._events.front_ready(self)
+                self._events.front_available(self)
         elif isinstance(message, Taken):
             took_connections = self.takes_connections
             if (taken := self._untaken.pop(message.number, None)) is not None:
                 taken.close()
             if not took_connections:
-                self._events.front_reported(self)
+                self._events.front_available(self)
         elif isinstance(message, NotTaken):
             self._receives_connections = False
             if (untaken := self._untaken.pop(message.number, None)) is not None:

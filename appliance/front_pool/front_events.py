@@ -17,12 +17,9 @@ class FrontEvents(Protocol):
         """Handle the start of a process, which has no configuration yet. If this method raises OSError, the
         process is killed and started again."""
 
-    def front_ready(self, front: Front) -> None:
-        """Handle a front that is ready for connections."""
-
-    def front_reported(self, front: Front) -> None:
-        """Handle a message that shows that the front responds or has free places. The front may now accept
-        connections again."""
+    def front_available(self, front: Front) -> None:
+        """Handle a message that shows that the front is ready, responds or has free places. The front may now
+        accept connections."""
 
     def front_returns(self, front: Front, connection: Untaken) -> None:
         """Assign a connection that the front could not receive to a front again. This front accepts no

@@ -304,11 +304,7 @@ class FrontPool:
         for name, replica in self._replicas.items():
             front.attach(name, replica.model, replica.open_channel(front.name))
 
-    def front_ready(self, front: Front) -> None:
-        self.balancer.assign()
-        self._on_availability()
-
-    def front_reported(self, front: Front) -> None:
+    def front_available(self, front: Front) -> None:
         self.balancer.assign()
         self._on_availability()
 

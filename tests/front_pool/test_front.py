@@ -46,8 +46,9 @@ class Events:
     def front_started(self, front: Front) -> None:
         front.configure(Configure(front=front.name, models=[], limits=Limits(), ready=False, reason=""))
 
-    def front_ready(self, front: Front) -> None:
-        self.ready.set()
+    def front_available(self, front: Front) -> None:
+        if front.state == "ready":
+            self.ready.set()
 
     def front_problem(self, front: Front, what: str) -> None:
         self.problems.append(what)
