@@ -116,7 +116,8 @@ def measure(screens: dict[str, str], theme: str, seconds: float, presses: int) -
         span = time.monotonic() - start
         cpu = (terminal.cpu_s() - cpu) / span
         keys = _ROW_KEYS if name in _TABLES else _PAUSE_KEYS
-        echoes = [terminal.press(keys[number % 2]) for number in range(presses)]
+        # After an even number of presses, updates are not paused.
+        echoes = [terminal.press(keys[number % 2]) for number in range(presses + presses % 2)]
         results.append(ScreenCosts(name, cpu, count / span, statistics.quantiles(echoes, n=20)[-1]))
     terminal.close()
     return results
