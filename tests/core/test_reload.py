@@ -161,7 +161,7 @@ def test_replicas_are_added_and_removed_and_the_first_one_stays(make_service: Ma
 
 
 def test_a_replica_that_is_being_stopped_leaves_the_service_ready(make_service: Make) -> None:
-    service = running(make_service)
+    service = make_service().start_and_wait()
     change(service, ('folder = "m"', 'folder = "m"\nreplicas = 2'))
     wait_until(lambda: names(service) == [("m-0", "ready"), ("m-1", "ready")])
     streams = [service.connect("m 100") for _ in range(2)]
