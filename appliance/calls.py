@@ -10,8 +10,9 @@ import msgspec
 
 from appliance.actions import action_of
 from appliance.history.forecasts import QuotaForecast
-from appliance.protocol import Configuration, ErrorBody, Key, PeerMapping, Status, StreamEnd, Tenant
+from appliance.protocol import Configuration, ErrorBody, Key, PeerMapping, StreamEnd, Tenant
 from appliance.protocol.registry import RegisteredModel
+from appliance.protocol.status import Status
 from appliance.snapshot import Alert, ReplicaBlocks, UnfinishedRequest
 from store.structs import Silence
 

@@ -18,8 +18,9 @@ from appliance import calls
 from appliance.actions.parameters import CancelRequest, CreateKey, DrainService, ResumeService, RevokeKey
 from appliance.calls import AdminError, Call
 from appliance.ownership import check_peer, trusted_directory
-from appliance.protocol import Configuration, Done, DrainStatus, Key, NewKey, PeerMapping, Status, Tenant
+from appliance.protocol import Configuration, Done, DrainStatus, Key, NewKey, PeerMapping, Tenant
 from appliance.protocol.registry import RegisteredModel
+from appliance.protocol.status import Status
 from appliance.rundir import start_remedy
 from appliance.snapshot import Snapshot, UnfinishedRequest
 

@@ -12,14 +12,11 @@ from typing import Literal
 
 import msgspec
 
-from appliance.protocol import (
+from appliance.protocol import DrainStatus, InFlight, LimitUsage, ModelStatus
+from appliance.protocol.status import (
     ClassStatus,
     CurrentProblem,
-    DrainStatus,
     FrontStatus,
-    InFlight,
-    LimitUsage,
-    ModelStatus,
     Problem,
     ServiceState,
     SocketStatus,

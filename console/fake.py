@@ -25,12 +25,8 @@ from appliance.actions.parameters import (
 )
 from appliance.history.forecasts import QuotaForecast
 from appliance.pages import ChainReport
-from appliance.protocol import (
-    ClassStatus,
-    Done,
-    Silence,
-    SocketStatus,
-)
+from appliance.protocol import Done, Silence
+from appliance.protocol.status import ClassStatus, SocketStatus
 from appliance.snapshot import (
     Alert,
     Batch,

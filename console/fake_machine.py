@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from appliance.protocol import FrontStatus
+from appliance.protocol.status import FrontStatus
 from appliance.snapshot import Gpu, GpuProcess, Host, Process
 from console.simulated import GPU_MEMORY_BYTES, STARTUP_S, SimReplica
 from console.simulation import Simulation

@@ -22,8 +22,9 @@ from appliance.calls import READ_ONLY_HEADER
 from appliance.http import Connection, CountedLog
 from appliance.http.openapi import Operation, openapi_document
 from appliance.monitoring.metrics.exposition import CONTENT_TYPE
-from appliance.protocol import Configuration, ErrorBody, Key, PeerMapping, Status, Tenant
+from appliance.protocol import Configuration, ErrorBody, Key, PeerMapping, Tenant
 from appliance.protocol.registry import RegisteredModel
+from appliance.protocol.status import Status
 from appliance.scopes import InsufficientScopeError, ScopedRoute, check_routes
 from appliance.snapshot import UnfinishedRequest
 from store.audit import Actor

@@ -8,14 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 
-from appliance.protocol import (
-    AuditStatus,
-    CurrentProblem,
-    DatabaseStatus,
-    FrontStatus,
-    ModelStatus,
-    ReplicaStatus,
-)
+from appliance.protocol import ModelStatus, ReplicaStatus
+from appliance.protocol.status import AuditStatus, CurrentProblem, DatabaseStatus, FrontStatus
 from engine.logs import LogState
 
 _STALLED_S = 3.0

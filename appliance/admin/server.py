@@ -10,7 +10,7 @@ from appliance.admin.callers import Authenticator
 from appliance.channel.front_settings import Limits
 from appliance.http import HttpServer
 from appliance.http.sockets import bind_unix, change_access
-from appliance.protocol import SocketStatus
+from appliance.protocol.status import SocketStatus
 from appliance.rundir import remove_socket
 
 _LIMITS = Limits(max_body_bytes=64 << 10, max_connections=64, max_unauthenticated_connections=16)

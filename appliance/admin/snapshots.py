@@ -19,7 +19,8 @@ from appliance.monitoring.ended import EndedRequests, TenantCounts
 from appliance.monitoring.host import ServiceProcess
 from appliance.monitoring.machine_reader import MachineReader
 from appliance.monitoring.samples import CounterSample, CounterSampler
-from appliance.protocol import ReplicaStatus, Status
+from appliance.protocol import ReplicaStatus
+from appliance.protocol.status import Status
 from appliance.snapshot import (
     Alert,
     Batch,

@@ -22,15 +22,11 @@ from appliance.core.problems import Problems
 from appliance.core.readiness import Readiness
 from appliance.front_pool.pool import FrontPool
 from appliance.models.manager import ModelManager
-from appliance.protocol import (
+from appliance.protocol import DrainStatus, ModelState, ModelStatus, ReplicaState, ReplicaStatus
+from appliance.protocol.status import (
     AuditStatus,
     DatabaseStatus,
-    DrainStatus,
-    ModelState,
-    ModelStatus,
     QueueStatus,
-    ReplicaState,
-    ReplicaStatus,
     ServiceState,
     SocketStatus,
     Status,

@@ -19,16 +19,8 @@ from appliance.cli.output import (
 )
 from appliance.cli.service import admin_client
 from appliance.cli.times import local_short
-from appliance.protocol import (
-    AuditStatus,
-    CurrentProblem,
-    FrontStatus,
-    ModelStatus,
-    ReplicaStatus,
-    ScalingStatus,
-    Status,
-    precision,
-)
+from appliance.protocol import ModelStatus, ReplicaStatus, ScalingStatus, precision
+from appliance.protocol.status import AuditStatus, CurrentProblem, FrontStatus, Status
 from appliance.quantities import of_bytes
 
 _COLOURS = {

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import OrderedDict
 
-from appliance.protocol import Problem
+from appliance.protocol.status import Problem
 
 log = logging.getLogger(__name__)
 

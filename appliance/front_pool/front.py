@@ -34,7 +34,7 @@ from appliance.channel.front_stats import FrontStats
 from appliance.front_pool.front_child import FrontChild
 from appliance.front_pool.front_events import FrontEvents
 from appliance.front_pool.refusals import RefusalWatch
-from appliance.protocol import FrontState, FrontStatus
+from appliance.protocol.status import FrontState, FrontStatus
 
 log = logging.getLogger(__name__)
 

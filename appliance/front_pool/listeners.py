@@ -27,7 +27,7 @@ from appliance.http.sockets import (
     format_address,
     listens_on,
 )
-from appliance.protocol import SocketName, SocketState, SocketStatus
+from appliance.protocol.status import SocketName, SocketState, SocketStatus
 from appliance.rundir import remove_socket
 from appliance.settings import Settings
 

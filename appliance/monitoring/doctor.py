@@ -20,7 +20,7 @@ from appliance.monitoring import machine, models, places, processes
 from appliance.monitoring.databases import databases
 from appliance.monitoring.findings import Area, Examination, Finding, Level
 from appliance.ownership import UntrustedError
-from appliance.protocol import Status
+from appliance.protocol.status import Status
 from appliance.rundir import start_remedy
 from appliance.settings import Settings, SettingsError
 

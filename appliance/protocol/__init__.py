@@ -1,4 +1,5 @@
-"""The types of the admin API, which the CLI and the console use. They are sent as JSON."""
+"""The types of the admin API, which the CLI and the console use. They are sent as JSON. The modules `status`
+and `registry` contain the types of the service's status and of the model registry."""
 
 from __future__ import annotations
 
@@ -6,10 +7,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from appliance.channel.front_stats import FrontStats
 from engine.messages import ReplicaStats
 from store.policies import KeyFields, TenantRecord
-from store.structs import KeptText, WriterState
+from store.structs import KeptText
 from store.structs import Silence as Silence
 
 
@@ -21,21 +21,6 @@ def precision(dtype: str, weights: str, kv_cache_dtype: str) -> str:
 
 
 LogLevel = Literal["debug", "info", "warning", "error"]
-FrontState = Literal["starting", "ready", "silent", "restarting", "stopping", "stopped"]
-"""A "silent" front process has not reported for 3 seconds and gets no new connections."""
-
-
-class FrontStatus(FrontStats, frozen=True, kw_only=True):
-    """One front process."""
-
-    name: str
-    state: FrontState
-    detail: str = ""
-    """Explanation of the state, such as "restarting in 2 s"."""
-    pid: int | None = None
-    cpu_us_per_token: float | None = None
-    restarts: int = 0
-    last_error: str = ""
 
 
 ReplicaState = Literal[
@@ -264,158 +249,6 @@ class DrainStatus(msgspec.Struct, kw_only=True):
     there are no measurements."""
     ended: int = 0
     """Number of requests that were stopped after the grace period."""
-
-
-class ClassStatus(msgspec.Struct, kw_only=True):
-    """The status of a service class across all models."""
-
-    name: str
-    """Name of the class, from "P0" to "P3"."""
-    waiting: int
-    oldest_wait_s: float
-    expected_wait_s: float | None
-    """Predicted waiting time, in seconds, of a request that arrives now, based on measured rates. Null if no
-    model has measurements."""
-    target_s: float | None
-    """Target for the waiting time in seconds, or None for P3."""
-
-
-class QueueStats(msgspec.Struct, kw_only=True):
-    """Counters and measurements of the request queue. Totals are counted from the start of the service."""
-
-    waiting: int
-    """Number of requests waiting for dispatch."""
-    running: int
-    """Number of requests that replicas are running."""
-    oldest_wait_s: float
-    admitted: int
-    refused: int
-    """Number of requests that the core refused."""
-    ended: int
-    """Number of requests that have ended and have a closed row in the request log."""
-    waiting_tokens: int = 0
-    """Number of prompt tokens in waiting requests."""
-    preemptions: int = 0
-    """Total number of preemptions of all finished requests."""
-    overload: str = ""
-    """Description of the overloaded models and of the requests that are refused because of the overload.
-    Empty if no model is overloaded."""
-    overload_step: int = 0
-    """Step of the load shedder; 0 if there is no overload."""
-    classes: list[ClassStatus] = []
-    """One entry per class, beginning with P0."""
-
-
-class QueueStatus(QueueStats, kw_only=True):
-    """The request queue."""
-
-    limit: int
-    timeout_s: float
-
-
-class DatabaseStatus(WriterState, frozen=True, kw_only=True):
-    """One of the databases and its writer."""
-
-    path: str
-    stalled_s: float = 0.0
-    """Time that the writer has spent on its current operation, in seconds. A high value means that the disk
-    does not respond."""
-
-
-class AuditStatus(msgspec.Struct, kw_only=True):
-    """The audit trail of operators' actions."""
-
-    rows: int = 0
-    """Number of rows in the chain, which is also the newest row's sequence number."""
-    head: str = ""
-    """Hash of the newest row."""
-    recorded_rows: int = 0
-    """Number of rows that are proven unchanged by chain heads recorded outside the database."""
-    spooled: int = 0
-    """Number of rows that the database has not accepted yet. They are added to the chain when the database
-    accepts them."""
-    spooled_since: float | None = None
-    """Time at which the oldest row that the database has not accepted yet was spooled, in unix seconds."""
-    places: list[str] = []
-    """Files that contain the rows that the database has not accepted yet."""
-    in_memory: int = 0
-    """Number of waiting rows that could not be written to any file. If the service exits, only its log still
-    contains them."""
-    lost: int = 0
-    """Number of rows that could not be stored anywhere. They are only in the service's log."""
-    last_error: str | None = None
-    """The current error, or None if there is none."""
-
-
-SocketName = Literal["api", "tcp", "admin", "metrics"]
-SocketState = Literal["accepting", "waiting", "closed"]
-"""While a socket is "waiting", no front process is ready, and connections wait in the socket's backlog."""
-
-
-class SocketStatus(msgspec.Struct, kw_only=True):
-    """A listening socket."""
-
-    name: SocketName
-    address: str
-    state: SocketState
-    accepted: int = 0
-
-
-class Problem(msgspec.Struct, kw_only=True):
-    """A past problem."""
-
-    at: float
-    """When the problem last occurred, in unix seconds."""
-    where: str
-    """Location of the problem: a front process, replica, database or socket."""
-    what: str
-    count: int = 1
-
-
-class CurrentProblem(msgspec.Struct, kw_only=True):
-    """A current problem and its remedy."""
-
-    where: str
-    """Location of the problem: a model, replica, front process, database, "audit" or "log"."""
-    what: str
-    remedy: str
-
-
-ServiceState = Literal["starting", "ready", "degraded", "draining", "drained"]
-"""A "degraded" service has current problems."""
-
-
-class Status(msgspec.Struct, kw_only=True):
-    """The state of the service."""
-
-    version: str
-    pid: int
-    uid: int
-    python: str
-    sqlite: str
-    started_at: float
-    """When the service started, in unix seconds."""
-    uptime_s: float
-    state: ServiceState
-    reason: str = ""
-    """Reason why the service is not ready."""
-    config_file: str
-    run_dir: str
-    state_dir: str
-    sockets: list[SocketStatus]
-    fronts: list[FrontStatus]
-    models: list[ModelStatus]
-    queue: QueueStatus
-    databases: list[DatabaseStatus]
-    audit: AuditStatus = msgspec.field(default_factory=AuditStatus)
-    log_dropped_lines: int = 0
-    """Number of the core's log lines that were dropped since startup because standard error was not being
-    read."""
-    current_problems: list[CurrentProblem] = []
-    """The current problems. `doctor` reports them too."""
-    problems: list[Problem]
-    """Recent problems, most recent first."""
-    drains: list[DrainStatus] = []
 
 
 RequestState = Literal["queued", "running", "lost", "ending"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from appliance.protocol import LimitUsage, QueueStats
+from appliance.protocol import LimitUsage
+from appliance.protocol.status import QueueStats
 from appliance.traffic import stats
 from appliance.traffic.admission_pauses import AdmissionPauses
 from appliance.traffic.credits import CreditAccount

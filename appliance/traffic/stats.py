@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from appliance.channel.classes import CLASS_NAMES
-from appliance.protocol import ClassStatus, LimitUsage
+from appliance.protocol import LimitUsage
+from appliance.protocol.status import ClassStatus
 from appliance.traffic.model import ModelTraffic
 from appliance.traffic.tenants import Tenants, TenantTraffic
 from store.policies import CLASSES

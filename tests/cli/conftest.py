@@ -14,16 +14,8 @@ import msgspec
 import pytest
 
 from appliance.cli import main
-from appliance.protocol import (
-    DatabaseStatus,
-    FrontStatus,
-    ModelStatus,
-    Problem,
-    QueueStatus,
-    ReplicaStatus,
-    SocketStatus,
-    Status,
-)
+from appliance.protocol import ModelStatus, ReplicaStatus
+from appliance.protocol.status import DatabaseStatus, FrontStatus, Problem, QueueStatus, SocketStatus, Status
 from store.control import ControlStore
 from store.requests import RequestLog, RequestRow
 from store.schemas import HISTORY

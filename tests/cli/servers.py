@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from appliance.protocol import AuditHead, Contents, Done, ErrorBody, Key, NewKey, PeerMapping, Status, Tenant
+from appliance.protocol import AuditHead, Contents, Done, ErrorBody, Key, NewKey, PeerMapping, Tenant
+from appliance.protocol.status import Status
 from store.policies import Quota
 
 

@@ -23,7 +23,7 @@ from appliance.http.sockets import bind_unix
 from appliance.models.gpus import DetectedGpu, GpuReport
 from appliance.monitoring.findings import Examination, Finding
 from appliance.monitoring.models import running_models
-from appliance.protocol import CurrentProblem, Problem
+from appliance.protocol.status import CurrentProblem, Problem
 from appliance.rundir import RunDirLock
 from appliance.settings import SettingsError, demo_model_folder
 from store.requests import RequestReader

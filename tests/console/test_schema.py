@@ -15,8 +15,9 @@ import pytest
 from appliance.actions.parameters import CreateTenant, DrainService, SuspendTenant
 from appliance.monitoring.metrics.families import Families
 from appliance.pages import AuditAction, ChainReport, LogLine, NamedRequest, UsageRow
-from appliance.protocol import Configuration, Key, PeerMapping, Silence, Status
+from appliance.protocol import Configuration, Key, PeerMapping, Silence
 from appliance.protocol.registry import RegisteredModel
+from appliance.protocol.status import Status
 from appliance.snapshot import Alert, Batch, Gpu, KvCache, Snapshot, Stall, TenantUse, UnfinishedRequest
 from console.fake import FIXED_TIME, FakeSource
 from console.figures import FIGURES

@@ -13,7 +13,7 @@ import pytest
 
 from appliance.actions.parameters import ReloadConfig
 from appliance.client import AdminClient, ServiceNotRunningError
-from appliance.protocol import Status
+from appliance.protocol.status import Status
 from store.audit import AuditRow
 from store.requests import LoggedRequest, RequestReader
 from tests.audit_trail import read_audit

@@ -21,7 +21,8 @@ import pytest
 from appliance.client import AdminError
 from appliance.front_pool.front import _MAX_UNTAKEN
 from appliance.monitoring.doctor import examine
-from appliance.protocol import ModelStatus, ReplicaStatus, Status
+from appliance.protocol import ModelStatus, ReplicaStatus
+from appliance.protocol.status import Status
 from appliance.rundir import last_holder
 from appliance.settings import SettingsError, demo_model_folder
 from store.evidence import verify_audit

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from appliance.protocol import ClassStatus, FrontStatus, LimitUsage, ModelStatus, ReplicaStatus
+from appliance.protocol import LimitUsage, ModelStatus, ReplicaStatus
+from appliance.protocol.status import ClassStatus, FrontStatus
 from appliance.snapshot import (
     NO_OWNER,
     Batch,

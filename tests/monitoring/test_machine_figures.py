@@ -14,7 +14,8 @@ from appliance.admin.snapshots import TenantChoice, with_replicas
 from appliance.monitoring.burn_rates import BurnRates
 from appliance.monitoring.ended import MAX_KEPT, EndedRequests
 from appliance.monitoring.gpu_figures import GpuReader
-from appliance.protocol import LimitUsage, ModelStatus, ReplicaStatus, Status
+from appliance.protocol import LimitUsage, ModelStatus, ReplicaStatus
+from appliance.protocol.status import Status
 from appliance.snapshot import Gpu, GpuProcess
 from store.requests import RequestRow
 

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from appliance.client import AdminClient
-from appliance.protocol import Status
+from appliance.protocol.status import Status
 from appliance.settings import demo_model_folder
 from tests.system.service import APPLIANCE, CALL_TIMEOUT_S, Service, service
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from appliance.client import AdminClient
-from appliance.protocol import Status
+from appliance.protocol.status import Status
 from appliance.settings import demo_model_folder
 from tests.ports import free_port
 from tests.system.service import Service, service

@@ -21,7 +21,7 @@ from appliance.channel.front_settings import Limits
 from appliance.http import HttpServer
 from appliance.http.sockets import address_of, bind_tcp, listens_on
 from appliance.monitoring.metrics.exposition import CONTENT_TYPE
-from appliance.protocol import SocketStatus
+from appliance.protocol.status import SocketStatus
 from appliance.scopes import OPEN, ScopedRoute, check_routes
 from appliance.settings import Settings
 

@@ -19,7 +19,7 @@ from appliance.monitoring.metrics.families.service import LOGS, PROCESS, SERVICE
 from appliance.monitoring.metrics.families.store import AUDIT, DATABASES
 from appliance.monitoring.metrics.families.tenants import LIMITS, TENANT_ROWS, TENANTS
 from appliance.monitoring.metrics.metric import Group
-from appliance.protocol import FrontStatus
+from appliance.protocol.status import FrontStatus
 from appliance.traffic.buckets import Bucket
 from appliance.traffic.shadows import ShadowSums
 from appliance.traffic.stats import ModelStats, TenantStats
