@@ -21,8 +21,8 @@ from appliance.background import Background
 from appliance.core.drains import DrainError
 from appliance.core.reload import ReloadError
 from appliance.http.sockets import ListenError
+from appliance.models.load_errors import LoadError
 from appliance.models.manifest import ManifestError
-from appliance.models.operations import LoadError
 from appliance.settings import SettingsError
 from store.audit import Actor
 from store.control import ControlStore

@@ -28,13 +28,16 @@ from appliance.actions.parameters import (
 from appliance.admin.effects import Effect, committed, done
 from appliance.admin.model_states import ModelStates
 from appliance.background import Background
+from appliance.models.front_routes import FrontRoutes
+from appliance.models.load_errors import LoadError
 from appliance.models.manager import ModelManager
 from appliance.models.manifest import read_manifest
 from appliance.models.on_demand import OnDemand
-from appliance.models.operations import FrontRoutes, LoadError, ModelOperations
+from appliance.models.operations import ModelOperations
 from appliance.models.preflight import problem_of
 from appliance.models.preflight_process import Check
 from appliance.models.routing import Routing, split_target, unit_name
+from appliance.models.version_swaps import VersionSwaps
 from appliance.protocol import Done
 from appliance.protocol.registry import AddedVersion, PrunedVersion, PrunedVersions, VersionStatus
 from appliance.settings import Place, Settings, SettingsError
@@ -52,6 +55,7 @@ class ModelAdmin:
 
     states: ModelStates
     operations: ModelOperations
+    swaps: VersionSwaps
     on_demand: OnDemand
     manager: ModelManager
     routing: Routing
@@ -274,9 +278,7 @@ class ModelAdmin:
         def commit() -> Awaitable[ModelRecord]:
             return committed(registry.set_default(actor=actor, action=action, model=name, version=version))
 
-        await asyncio.shield(
-            asyncio.ensure_future(self.operations.set_default(former, wanted, commit, grace_s))
-        )
+        await asyncio.shield(asyncio.ensure_future(self.swaps.set_default(former, wanted, commit, grace_s)))
         return Effect(self.states.status(wanted))
 
     async def alias(self, actor: Actor, asked: SetAlias) -> Effect:

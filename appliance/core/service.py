@@ -38,6 +38,7 @@ from appliance.models.preflight_process import ModelChecks
 from appliance.models.references import fallback_faults, unknown_targets
 from appliance.models.registry import describe_models
 from appliance.models.replica import Launch
+from appliance.models.version_swaps import VersionSwaps
 from appliance.monitoring.ended import EndedRequests
 from appliance.monitoring.metrics.counting import CountedRows
 from appliance.monitoring.metrics.families.service import ServiceSource
@@ -190,6 +191,7 @@ class Service:
                     declared_in=reloader.declared_in,
                 ),
                 operations=self.operations,
+                swaps=VersionSwaps(self.operations, parts.models, parts.routing, parts.fronts, problems.note),
                 on_demand=self.on_demand,
                 manager=parts.models,
                 routing=parts.routing,

@@ -25,8 +25,10 @@ from dataclasses import dataclass
 
 from appliance.background import Background
 from appliance.models.fit import MemoryShortage, host_bytes, read_memory
+from appliance.models.front_routes import FrontRoutes
+from appliance.models.load_errors import LoadError, NoRoomError, outcome
 from appliance.models.manager import ModelManager
-from appliance.models.operations import FrontRoutes, LoadError, ModelOperations, NoRoomError, outcome
+from appliance.models.operations import ModelOperations
 from appliance.models.residency import (
     REASONS,
     Bundle,

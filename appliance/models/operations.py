@@ -1,13 +1,8 @@
-"""Loads, unloads and swaps the versions of registered models while the service is running.
+"""Loads and unloads the versions of registered models, puts them to sleep and wakes them.
 
 A version is loaded in four steps: its files are compared with the manifest, its replicas are started, every
 front reads its tokenizer, and only then are names routed to it (`Routing.usable`). If a step fails,
 everything that was running before is left unchanged.
-
-A swap makes another version the default of its name. The new version is loaded while the old one is still
-loaded. Then the names are switched in all fronts. From that moment, every new request is answered by the new
-version. The old version finishes its requests and is unloaded. If there is not enough memory for both
-versions, requests wait in the fronts while the old version is unloaded and the new one is loaded.
 """
 
 from __future__ import annotations
@@ -16,12 +11,14 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from appliance.background import Background, in_own_thread
 from appliance.channel.served_models import ServedModel
+from appliance.models.front_routes import FrontRoutes
+from appliance.models.load_errors import LoadError, NoRoomError, not_loaded, outcome
 from appliance.models.manager import ModelManager
 from appliance.models.manifest import difference, find_problem, not_checked
 from appliance.models.registry import describe
@@ -36,25 +33,6 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.02
 _FRONTS_WITHIN_S = 120.0
 """Time limit for fronts to read the tokenizer of a model that has been loaded."""
-
-
-class LoadError(Exception):
-    """Raised if a version cannot be loaded, unloaded or swapped. The message gives the reason and the
-    remedy."""
-
-
-class FrontRoutes(Protocol):
-    """Publishes models and routes to the fronts."""
-
-    def publish_configuration(self) -> None: ...
-    async def applied(self, timeout_s: float) -> bool: ...
-    async def routed(self) -> None: ...
-    def prepares(self, unit: str) -> bool: ...
-    def problem_with(self, unit: str) -> str: ...
-
-
-Commit = Callable[[], Any]
-"""Stores the change of a default version. Returns an awaitable."""
 
 
 class ModelOperations:
@@ -93,7 +71,6 @@ class ModelOperations:
         self._wakes: dict[str, asyncio.Task[None]] = {}
         self._ending: set[str] = set()
         """Units without requests whose replicas are being stopped."""
-        self._swapping: set[str] = set()
         self._one_at_a_time = asyncio.Lock()
         """Held while a unit is being loaded, so that two loads do not both count on the same free memory."""
         self._background = Background()
@@ -362,12 +339,13 @@ class ModelOperations:
             finally:
                 self.draining.discard(unit)
         if unit in self._routing.usable:
-            self._begin_unload(unit, record, grace_s)
+            self.begin_unload(unit, record, grace_s)
         if (unloading := self._unloads.get(unit)) is not None:
             await asyncio.wait([unloading])
         await self._store_loaded(record, False)
 
-    def _begin_unload(self, unit: str, record: VersionRecord, grace_s: float) -> None:
+    def begin_unload(self, unit: str, record: VersionRecord, grace_s: float) -> asyncio.Task[None]:
+        """Stop routing requests to a version that is usable, and begin to unload it. Return the task."""
         self._routing.usable.discard(unit)
         self.draining.add(unit)
         task = asyncio.get_running_loop().create_task(self._drain(unit, record, grace_s))
@@ -379,6 +357,7 @@ class ModelOperations:
             self._unloads.pop(unit, None)
 
         task.add_done_callback(ended)
+        return task
 
     async def _drain(self, unit: str, record: VersionRecord, grace_s: float) -> None:
         """Wait until no request uses the unit, and then unload it."""
@@ -421,7 +400,7 @@ class ModelOperations:
             return
         parked = self._manager.is_parked(unit) and unit not in self._manager.parked_host_bytes()
         if unit not in self._sleeps and (parked or unit not in self._routing.usable):
-            raise _not_loaded(unit)
+            raise not_loaded(unit)
         task = self._shared(self._sleeps, unit, lambda: self._sleep(unit, record, grace_s))
         await outcome(task, unit)
 
@@ -439,7 +418,7 @@ class ModelOperations:
                 raise LoadError(f"{unit} stays awake: its requests did not finish within {grace_s:g} s")
             if not await self._manager.stay_asleep(unit):
                 if self._manager.is_parked(unit):
-                    raise _not_loaded(unit)
+                    raise not_loaded(unit)
                 if problem := await self._manager.sleeping.sleep(unit):
                     await self._manager.sleeping.wake(unit)
                     raise LoadError(f"{unit} stays awake: {problem}")
@@ -501,87 +480,6 @@ class ModelOperations:
                 raise LoadError(f"{unit} was unloaded while it was being loaded")
             await asyncio.sleep(_POLL_S)
 
-    # ── swap ──
-
-    async def set_default(
-        self, former: VersionRecord, wanted: VersionRecord, commit: Commit, grace_s: float
-    ) -> None:
-        """Make `wanted` the default version of its model. When this method returns, every new request gets
-        the new version. If the model is not loaded, nothing is loaded. `commit` stores the change. The
-        previous version gets `grace_s` to finish its requests. Raises LoadError, or any error
-        that `commit` raises. In either case, the previous version stays the default."""
-        name = wanted.model
-        if name in self._swapping:
-            raise LoadError(
-                f"the default version of model {name!r} is already being changed: try again later"
-            )
-        self._swapping.add(name)
-        try:
-            await self._set_default(former, wanted, commit, grace_s)
-        finally:
-            self._swapping.discard(name)
-
-    async def _set_default(
-        self, former: VersionRecord, wanted: VersionRecord, commit: Commit, grace_s: float
-    ) -> None:
-        old, new = (unit_name(one.model, one.version) for one in (former, wanted))
-        was_loaded = new in self._routing.usable
-        if old in self._loads:
-            raise LoadError(f"{old} is being loaded: wait until it is ready, or unload it first")
-        served = (old, self._routing.unit_of(wanted.model))
-        if any(unit in self._routing.usable and not self._manager.is_parked(unit) for unit in served):
-            try:
-                await self.load(wanted)
-            except NoRoomError:
-                await self._swap_in_place(former, wanted, commit, grace_s)
-                return
-        try:
-            await commit()
-        except BaseException:
-            if not was_loaded and new in self._routing.usable:
-                self._begin_unload(new, wanted, 0.0)
-            raise
-        await self._fronts.routed()
-        log.info("%s is the default of model %s", new, wanted.model)
-        if old in self._routing.usable and not self._routing.names_of(old):
-            self._begin_unload(old, former, grace_s)
-
-    async def _swap_in_place(
-        self, former: VersionRecord, wanted: VersionRecord, commit: Commit, grace_s: float
-    ) -> None:
-        """Swap two versions when only one of them fits into memory. Requests for the model wait in the fronts
-        until a version is loaded."""
-        name, old = wanted.model, unit_name(former.model, former.version)
-        aliases = self.registry.current.aliases.values()
-        if names := [alias.name for alias in aliases if alias.target == old]:
-            raise LoadError(
-                f"there is not enough memory for two versions, and alias {names[0]!r} refers to {old}: "
-                "change the alias first"
-            )
-        log.info("unloading %s before another version of %s is loaded", old, name)
-        self._routing.held.add(name)
-        try:
-            self._begin_unload(old, former, grace_s)
-            await asyncio.wait([self._unloads[old]])
-            try:
-                await self.load(wanted)
-                await commit()
-            except BaseException:
-                await self._return_to(former, wanted)
-                raise
-        finally:
-            self._routing.held.discard(name)
-            await self._fronts.routed()
-
-    async def _return_to(self, former: VersionRecord, wanted: VersionRecord) -> None:
-        """Load the previous version again after a swap has failed."""
-        if unit_name(wanted.model, wanted.version) in self._routing.usable:
-            await self.unload(wanted, 0.0)
-        try:
-            await self.load(former)
-        except LoadError as error:
-            self._note(unit_name(former.model, former.version), f"not loaded again: {error}")
-
     async def _store_loaded(self, record: VersionRecord, loaded: bool) -> None:
         stored = self.registry.set_loaded(record.model, record.version, loaded)
         try:
@@ -592,26 +490,9 @@ class ModelOperations:
             self._note(f"{record.model}@{record.version}", f"its state could not be stored: {error}")
 
 
-def _not_loaded(unit: str) -> LoadError:
-    return LoadError(f"{unit} is not loaded: load it first with: appliance models load {unit}")
-
-
 def changed_files(registry: Registry, unit: str) -> str:
     """Return how the files of a unit differ from the manifest of its version. Return an empty string if they
     match, or if the unit is not a registered version. Called in a thread."""
     model, version = split_target(unit)
     record = registry.versions.get((model, version or 0))
     return "" if record is None else difference(record.folder, record.files)
-
-
-class NoRoomError(LoadError):
-    """Raised if a version does not fit into memory together with the models that are loaded."""
-
-
-async def outcome(task: asyncio.Task[None], unit: str) -> None:
-    """Wait for a task. Raise its exception, or LoadError if it is cancelled."""
-    await asyncio.wait([task])
-    if task.cancelled():
-        raise LoadError(f"the operation on {unit} was cancelled")
-    if (error := task.exception()) is not None:
-        raise error

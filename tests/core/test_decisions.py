@@ -371,6 +371,7 @@ def test_every_action_of_the_registry_has_a_handler_for_its_parameters() -> None
         models=ModelAdmin(
             states=nothing,
             operations=nothing,
+            swaps=nothing,
             on_demand=nothing,
             manager=nothing,
             routing=nothing,

@@ -15,8 +15,9 @@ import pytest
 from appliance.channel.served_models import ServedModel
 from appliance.models import on_demand, restarts
 from appliance.models.fit import MemoryShortage
+from appliance.models.load_errors import LoadError
 from appliance.models.on_demand import OnDemand
-from appliance.models.operations import LoadError, ModelOperations
+from appliance.models.operations import ModelOperations
 from appliance.models.routing import Routing
 from appliance.settings import GroupSettings, ModelSettings, Settings
 from appliance.settings.fields import OnDemandSettings
@@ -171,6 +172,9 @@ class Site:
         self.operations = ModelOperations(
             self.world.registry, manager, self.routing, self.fronts, lambda *_: None, {"device": "cpu"}
         )
+        world: Any = self.world
+        world.operations, world.manager = self.operations, self.manager
+        world.routing, world.fronts = self.routing, self.fronts
         self.now, self.settings = 10_000.0, settings
         self.on_demand = OnDemand(
             lambda: self.settings,
@@ -541,7 +545,6 @@ def test_an_eviction_ends_if_new_settings_keep_the_model_loaded(tmp_path: Path) 
 
 def test_a_parked_version_becomes_the_default_after_the_other_has_left_the_memory(tmp_path: Path) -> None:
     site = Site(tmp_path, Settings())
-    site.world.operations = site.operations
 
     async def scenario() -> None:
         await site.operations.load(site.world.version(1))

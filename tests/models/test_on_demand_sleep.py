@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from appliance.models.operations import LoadError
+from appliance.models.load_errors import LoadError
 from appliance.settings import GroupSettings, Settings
 from tests.models.test_on_demand import Site, optional, play, quick, sleepy  # noqa: F401
 
@@ -185,7 +185,6 @@ def test_a_sleeping_version_that_can_only_be_loaded_on_other_gpus_becomes_the_de
     tmp_path: Path,
 ) -> None:
     site = Site(tmp_path, Settings())
-    site.world.operations = site.operations
     site.manager.cannot_wake, site.manager.room = True, 2
 
     async def scenario() -> None:

@@ -12,9 +12,11 @@ import pytest
 
 from appliance.channel.served_models import ServedModel
 from appliance.models.fit import MemoryShortage
+from appliance.models.load_errors import LoadError
 from appliance.models.manifest import read_manifest
-from appliance.models.operations import LoadError, ModelOperations
+from appliance.models.operations import ModelOperations
 from appliance.models.routing import Routing
+from appliance.models.version_swaps import VersionSwaps
 from appliance.settings import ModelSettings
 from store.control import ControlStore
 from store.models import VersionRecord
@@ -148,9 +150,12 @@ class World:
             manager,
             self.routing,
             self.fronts,
-            lambda where, what: self.notes.append(f"{where}: {what}"),
+            self.note,
             {},
         )
+
+    def note(self, where: str, what: str) -> None:
+        self.notes.append(f"{where}: {what}")
 
     def version(self, number: int) -> VersionRecord:
         return self.registry.current.versions[("chat", number)]
@@ -171,7 +176,9 @@ class World:
             )
             await asyncio.wrap_future(changed)
 
-        await self.operations.set_default(former, self.version(number), commit, WITHIN_S)
+        manager: Any = self.manager
+        swaps = VersionSwaps(self.operations, manager, self.routing, self.fronts, self.note)
+        await swaps.set_default(former, self.version(number), commit, WITHIN_S)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(WITHIN_S):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.models.operations import LoadError, NoRoomError
+from appliance.models.load_errors import LoadError, NoRoomError
 from tests.models.test_operations import WITHIN_S, World, run
 
 
