@@ -69,7 +69,7 @@ class Call(NamedTuple, Generic[Answer]):
     """Whether the service may take minutes to respond, such as to a long action (`Action.is_long`)."""
 
     def decode(self, status: int, content: bytes, place: str) -> Answer:
-        """Decode a response. Error messages name the sender as `place`. Raises AdminError."""
+        """Decode a response. `place` identifies the sender in error messages. Raises AdminError."""
         if 200 <= status < 300:
             try:
                 answer: Answer = msgspec.json.decode(content, type=self.answer)

@@ -172,8 +172,8 @@ class HeadKeeper:
         return self._key.id
 
     def start(self) -> None:
-        """Create the file if it does not exist. Since this happens before the chain has rows, a chain with
-        rows but without the file shows that the file was removed."""
+        """Create the file if it does not exist. The file is created before the chain has any
+        rows, so if the chain has rows but the file is missing, the file must have been removed."""
         try:
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640))
         except OSError as error:

@@ -209,7 +209,7 @@ class Request:
 
     @property
     def is_shadow(self) -> bool:
-        """Whether the request is a copy, whose answer is discarded and which is not logged."""
+        """Whether the request is a copy. A copy is not logged, and its answer is discarded."""
         return bool(self.first.shadow_of)
 
     @property
