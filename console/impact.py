@@ -71,8 +71,9 @@ def impact(action: Action, target: str | None, context: Context) -> list[str]:
         return _model(action, target or "", context, snapshot)
     tenant = next((one for one in snapshot.tenants if one.name == target), None)
     if action.name == "tenants.delete" and tenant is not None and (tenant.keys or tenant.peers):
+        keys = units.counted(tenant.keys, "valid key")
         return [
-            f"{units.count(tenant.keys)} valid keys and {units.count(tenant.peers)} mapped users or groups",
+            f"{keys} and {units.count(tenant.peers)} mapped users or groups",
             "the service will refuse: revoke the keys and remove the mappings first",
         ]
     match action.target:
@@ -252,12 +253,13 @@ def forecast_lines(forecast: QuotaForecast, concerned: str | None) -> list[str]:
     """Describe what the new limits would have changed: the rejections avoided or added, and the latency of
     other tenants. `concerned` is the tenant whose limits change, if known."""
     minutes = max(1, round((forecast.until - forecast.since) / 60))
-    lines = [f"replay of {forecast.requests:,} requests (last {minutes} min), recorded → new limits:"]
+    requests = units.counted(forecast.requests, "request")
+    lines = [f"replay of {requests} (last {minutes} min), recorded → new limits:"]
     changed = [one for one in forecast.tenants if one.tenant == concerned or one.predicted != one.recorded]
     for one in sorted(changed, key=lambda one: one.tenant != concerned)[:_SHOWN_TENANTS]:
         before, after = one.recorded, one.predicted
         added = after.over_quota + after.refused - before.over_quota - before.refused
-        rejections = f"{abs(added):,} {'more' if added > 0 else 'fewer'} rejections"
+        rejections = units.counted(abs(added), f"{'more' if added > 0 else 'fewer'} rejection")
         rejections = rejections if added else "rejections unchanged"
         lines.append(
             f"{one.tenant}: {rejections}, "
