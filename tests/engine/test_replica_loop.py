@@ -572,10 +572,18 @@ def step_plan(number: int) -> StepPlan:
     return StepPlan(number, [], [], [], [], [])
 
 
-def test_the_blocks_are_sent_on_request_while_steps_run_and_while_the_replica_is_idle() -> None:
+def test_the_blocks_are_sent_on_request_while_steps_run_and_while_the_replica_is_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wait(step: SimulatedStep) -> StepTokens:
+        time.sleep(0.01)
+        return step.tokens
+
+    # The request must still run when its blocks are asked for, also on a slow machine.
+    monkeypatch.setattr(SimulatedStep, "wait", wait)
     served = Served()
     front = Channel[Any](served.attach("front-0"), StepFrame)
-    front.send(submit(1, most=400))
+    front.send(submit(1, most=1900))
     front.flush()
     served.wait_for(lambda report: report.running)
     served.core.send(AskBlocks())
@@ -584,7 +592,8 @@ def test_the_blocks_are_sent_on_request_while_steps_run_and_while_the_replica_is
     use = served.blocks.pop(0)
     assert [one.request_id for one in use.requests] == ["request-1"]
     assert 2 in use.states and len(use.states) == 80
-    receive(front, lambda outputs: any(output.finish_reason for output in outputs))
+    front.send(Cancel(1))
+    front.flush()
     served.wait_for(lambda report: report.finished)
     served.blocks.clear()
     served.core.send(AskBlocks())
