@@ -54,7 +54,7 @@ class Action(NamedTuple):
 
     @property
     def declared_fields(self) -> dict[str, Declared]:
-        """The parameters that are declared fields of a tenant or key, by name."""
+        """The parameters that set declared fields of a tenant or key, keyed by name."""
         return getattr(self.parameters, "DECLARED", {})
 
     @property

@@ -14,7 +14,7 @@ MAX_GRACE_S = 7 * 86400.0
 """Maximum grace period of a drain: one week."""
 
 MAX_ARMS = 16
-"""Maximum number of models and versions over which the requests for a name are distributed."""
+"""Maximum number of models and versions over which the requests for a name can be distributed."""
 
 Weight = Annotated[float, Meta(gt=0, le=1e6)]
 
@@ -69,7 +69,7 @@ PreviousGrace = Annotated[
 
 
 def _changes(record: type[msgspec.Struct]) -> Any:
-    """Return a struct with the declared fields of `record` and of `Quota`, all of them optional."""
+    """Return a struct type whose fields are the declared fields of `record` and of `Quota`, all optional."""
     fields = {**declared(record), **declared(Quota)}
     return msgspec.defstruct(
         f"{record.__name__}Changes",
@@ -301,8 +301,8 @@ class AddModel(_Parameters):
 
 
 class LoadModel(_Parameters):
-    """Load a version of a model, or a model of the settings that is not required. If it does not fit into
-    memory, idle models that are not pinned are removed from memory first."""
+    """Load a version of a model, or a model that the settings declare but do not require. If it does not fit
+    into memory, idle models that are not pinned are removed from memory first."""
 
     model: ModelVersion
     wait: Annotated[

@@ -57,7 +57,7 @@ class Backend(NamedTuple):
     """Adds an audit row for an action that was denied because the caller lacked the required scope. The row
     contains the reason."""
     note: Callable[[str, str], None]
-    """Reports a problem, given its location and description, to operators."""
+    """Reports a problem to operators. The arguments are its location and its description."""
 
 
 def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette, App]:
@@ -68,7 +68,7 @@ def admin_app(backend: Backend, authenticator: Authenticator) -> tuple[Starlette
 
     @functools.cache
     def description() -> bytes:
-        # Building the document would block the event loop for 15 to 40 ms.
+        # Cached, because building the OpenAPI document blocks the event loop for 15 to 40 ms.
         return msgspec.json.encode(openapi_document("Appliance admin API", check_routes(app)))
 
     async def openapi(request: Request) -> Response:

@@ -41,10 +41,10 @@ async def read_parameters(request: Request, action: str, kind: type[Parameters])
 
 
 def json_answer(value: Any, status: int = 200) -> Response:
-    """Return an answer with this JSON value."""
+    """Return a response whose body is this value as JSON."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 def error_answer(status: int, message: str) -> Response:
-    """Return an answer with an error message."""
+    """Return a response with an error message."""
     return json_answer(ErrorBody(message=message), status)

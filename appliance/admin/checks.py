@@ -1,4 +1,4 @@
-"""The admin API's routes for the checks that take seconds: verifying the audit chain, and the findings of
+"""The admin API's routes for checks that take seconds: verifying the audit chain, and running
 `appliance doctor`. Both require the scope `read`."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from engine.client import module_command, module_environment
 MAX_CHECK_S = 120.0
 """Time limit for a check, in seconds."""
 FINDINGS_KEPT_S = 30.0
-"""Time in seconds for which the findings of a finished check are returned again."""
+"""Time in seconds for which the findings of a finished check are reused."""
 _ERRORS = dict.fromkeys((401, 403, 503), ErrorBody)
 _COMMANDS: dict[Check, str] = {"audit": "appliance audit verify", "findings": "appliance doctor"}
 """The command that runs each check without the service."""
@@ -38,8 +38,8 @@ class CheckError(Exception):
 
 
 class CheckRunner:
-    """Runs checks in separate processes, one at a time. Callers that ask for a check while it runs, or waits
-    for another check, get the result of the same run. Must be used on the event loop's thread."""
+    """Runs checks in separate processes, one at a time. A caller that asks for a check that is already
+    running or waiting gets the result of that run. Must be used on the event loop's thread."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class CheckRunner:
         self._closed = False
 
     def close(self) -> None:
-        """Kill the running check, because the service cannot end before it."""
+        """Kill the running check, because the service cannot exit while a check is running."""
         with self._starting:
             self._closed = True
             if self._process is not None:
@@ -156,7 +156,7 @@ def examination_routes(checks: CheckRunner) -> list[ScopedRoute]:
             checks.findings,
             Examination,
             "Return the findings of appliance doctor on the service's machine",
-            f"The checks run in a separate process, which may take seconds. Findings may be "
+            f"The checks run in a separate process, which may take seconds. Findings may be up to "
             f"{FINDINGS_KEPT_S:g} s old.",
         ),
     ]

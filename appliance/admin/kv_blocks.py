@@ -1,7 +1,7 @@
-"""The admin API's route for the KV blocks of all replicas, and the blocks for the recorded history.
+"""Reads the KV blocks of all replicas, for a route of the admin API and for the recorded history.
 
-Replicas determine the state of their blocks only on request. Operators that read the route get a new state
-every second. Otherwise, the history requests one every few seconds.
+Replicas determine the state of their blocks only on request. While an operator reads the route, replicas are
+queried up to once per second; otherwise, the history queries them every few seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BlockMaps:
         self._replicas = replicas
         self._traffic = traffic
         self._maps: dict[str, tuple[BlockUse, BlockMap]] = {}
-        """For each replica: its newest state, and the map of it."""
+        """For each replica: the newest state of its blocks, and the map made from that state."""
 
     async def read(self) -> list[ReplicaBlocks]:
         """Return the blocks of the replicas that answer."""
@@ -47,7 +47,7 @@ class BlockMaps:
 
     def recent(self) -> dict[str, BlockMap]:
         """Return the last known blocks of each replica, without waiting. Request new ones if they are older
-        than `RECORDED_EVERY_S`. As long as a replica's blocks are the same, so is the map."""
+        than `RECORDED_EVERY_S`. A replica's map is the same object until newer blocks have arrived."""
         replicas = list(self._replicas())
         found = {
             replica.name: self._map(replica, use)

@@ -122,8 +122,8 @@ class LogReading:
     # ── following ──
 
     def follow_requests(self, query: RequestLogQuery) -> AsyncIterator[bytes]:
-        """Return a stream that yields each request when it ends or, if the query selects open requests, when
-        it is admitted."""
+        """Return a stream that yields each request when it ends. If the query selects open requests, each
+        request is instead yielded when it is admitted."""
         wanted = msgspec.structs.replace(query.filter, state=query.state or "ended")
         after = query.after
 

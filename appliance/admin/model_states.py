@@ -19,7 +19,7 @@ from appliance.protocol.registry import (
 from appliance.settings import ModelSettings, Settings
 from store.models import ModelRecord, VersionRecord
 
-_WAITS = "waiting for the load or unload of another model"
+_WAITS = "waiting for another model to be loaded or unloaded"
 
 
 @dataclass(kw_only=True)
@@ -91,7 +91,7 @@ class ModelStates:
         )
 
     def state(self, unit: str) -> tuple[VersionState, str]:
-        """Return the state of a unit of loading, and an explanation of it."""
+        """Return the state of a model or version, and an explanation of the state."""
         if unit in self.operations.draining or self.operations.is_falling_asleep(unit):
             return "draining", "finishing its requests"
         replicas = self.manager.of(unit)
@@ -100,7 +100,7 @@ class ModelStates:
             return "sleeping", next((replica.detail for replica in replicas if replica.detail), "")
         if self.manager.is_parked(unit):
             if replicas:
-                return "draining", "leaving the memory; the next request loads it again"
+                return "draining", "being unloaded; the next request loads it again"
             if self.on_demand.is_loading(unit):
                 return "loading", _WAITS
             failure = self.routing.failures.get(unit, "")
@@ -120,7 +120,7 @@ class ModelStates:
         return "available", self.manager.unreturned.get(unit, "")
 
     def is_loaded(self, unit: str) -> bool:
-        """Return whether a unit of loading is loaded, being loaded or being unloaded."""
+        """Return whether a model or version is loaded, being loaded or being unloaded."""
         return self.state(unit)[0] not in ("available", "failed")
 
     def _aliases(self, model: str) -> list[str]:

@@ -166,8 +166,8 @@ class ModelAdmin:
     # ── load and unload ──
 
     async def load(self, actor: Actor, asked: LoadModel) -> Effect:
-        """Load a version, or a model of the settings that is not required. Raises UnknownModelError,
-        ConflictError for a required model of the settings, or LoadError if the model cannot be loaded."""
+        """Load a version, or a model that the settings declare but do not require. Raises
+        UnknownModelError, ConflictError for a required model, or LoadError if the model cannot be loaded."""
         declared = self.settings().models.get(asked.model)
         if declared is not None and not declared.required:
             load = self.on_demand.load_declared(asked.model)
@@ -356,7 +356,7 @@ def _unit(record: VersionRecord) -> str:
 
 
 async def _finish(operation: Awaitable[None]) -> None:
-    """Wait for an operation whose caller has already been answered."""
+    """Wait for an operation whose caller has already received a response."""
     with contextlib.suppress(LoadError):  # `ModelOperations.failures` keeps the reason
         await operation
 

@@ -33,7 +33,7 @@ class RunningRequests:
         return await self._progress.read() if self._traffic.running else {}
 
     def known(self, progress: Mapping[str, RequestProgress], unix: float) -> list[UnfinishedRequest]:
-        """Return the unfinished requests at the time `unix`, oldest first, with this progress."""
+        """Return the unfinished requests at the time `unix`, oldest first, with the given progress."""
         now, policies = self._traffic.clock(), self._policies()
         return [
             _request(one, progress.get(one.request_id), policies, unix, now)

@@ -316,16 +316,18 @@ def _processes(status: Status) -> list[ServiceProcess]:
 
 
 def with_replicas(gpu: Gpu, status: Status) -> Gpu:
-    """Return a copy of the GPU that also lists the replicas that use it, their memory, and the replica that
-    owns each process. A replica uses the GPU if one of its processes does or, if the process ids are not
-    known, if one of its device numbers is the GPU's. A replica's memory, which is the sum over its ranks, is
-    divided equally among them."""
+    """Return a copy of the GPU's record that also contains the names of the replicas that use the GPU, the
+    memory that they use on it, and the replica that owns each process.
+
+    A replica uses the GPU if one of its processes does. If the process ids are not known, a replica uses the
+    GPU if the GPU is one of its devices. A replica's memory, which is the sum over its ranks, is divided
+    equally among the ranks."""
     replicas = [replica for model in status.models for replica in model.replicas]
     owners = {pid: replica for replica in replicas for pid in replica.pids}
     processes = gpu.processes or []
     ranks = [owners[one.pid] for one in processes if one.pid in owners]
     if not ranks:
-        # In a container, the driver reports no processes, or process ids of another PID namespace.
+        # In a container, the driver reports no processes, or reports their ids in another PID namespace.
         ranks = [one for one in replicas for device in one.devices if device == f"cuda:{gpu.number}"]
     named = [
         msgspec.structs.replace(one, replica=owners[one.pid].name if one.pid in owners else "")

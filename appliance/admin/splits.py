@@ -41,8 +41,8 @@ class SplitAdmin:
         return done(f"requests for {name} are split: {shown}")
 
     def _targets(self, name: str, weights: dict[str, float]) -> dict[str, float]:
-        """Return the weights keyed by complete target. In `weights`, a bare number means that version of
-        `name`."""
+        """Return the weights keyed by target, with each target as NAME or NAME@VERSION. In `weights`, a bare
+        number means that version of `name`."""
         found: dict[str, float] = {}
         for given, weight in weights.items():
             target = complete_target(self.models, name, given)

@@ -40,15 +40,15 @@ from store.writer import Writer
 
 _ETA_EVERY_S = 1.0
 """Interval in seconds at which the durations of drains are predicted again. A prediction examines every
-running request, and several snapshots per second may be read for consoles."""
+running request, so it is not repeated for each of the several snapshots per second that consoles may read."""
 _BEST_FIRST: tuple[ReplicaState, ...] = (
     *("ready", "draining", "sleeping", "silent", "loading", "starting", "restarting", "failed", "stopped"),
 )
 
 _SETTLED = frozenset(("ready", "sleeping", "draining", "stopping", "stopped"))
-"""States of replicas and fronts that do not make the service "starting". Replicas and fronts that are being
-stopped, for example because a model is unloaded, do not: if a required model has no other replica, the
-service is not ready for another reason."""
+"""States of replicas and fronts that do not make the service "starting". They include the states of processes
+that are being stopped, for example because a model is unloaded. If a required model has no other replica, the
+service does not count as ready anyway."""
 
 
 @functools.cache
@@ -182,7 +182,7 @@ class StatusReader:
         return "ready" if not reason and _SETTLED.issuperset(processes) else "starting"
 
     def _drain_etas(self) -> dict[str, float | None]:
-        """Return the predicted duration of a drain of each model, at most `_ETA_EVERY_S` old."""
+        """For each model, return how long a drain would take. Predictions are reused for `_ETA_EVERY_S`."""
         now = time.monotonic()
         if now - self._etas_at >= _ETA_EVERY_S or self._etas.keys() != self.models.models.keys():
             self._etas = {name: self.traffic.remaining(name).seconds for name in self.models.models}

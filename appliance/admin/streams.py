@@ -18,7 +18,8 @@ from appliance.protocol import StreamEnd
 from store.errors import StoreError
 
 MAX_STREAMS = 32
-"""Maximum number of open streams. The limit keeps some of the admin socket's connections free for calls."""
+"""Maximum number of open streams. The limit keeps some of the admin socket's connections free for
+other calls."""
 HEARTBEAT_S = 5.0
 HEARTBEAT = b"\n"
 CONTENT_TYPE = "application/x-ndjson"

@@ -31,7 +31,7 @@ _ERRORS = dict.fromkeys((400, 401, 403, 404, 409, 503), ErrorBody)
 
 
 class WhatIfError(AdminRequestError):
-    """Raised if no forecast can be given."""
+    """Raised if no forecast can be made."""
 
 
 class WhatIf:
