@@ -68,7 +68,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     ),
     BuiltInRule(
         name="front-down",
-        reason="The clients of a front process that ended lost their connections. Its requests were "
+        reason="When a front process exits, its clients lose their connections and its requests are "
         "cancelled.",
         figure="fronts[*].state",
         severity="warning",
@@ -91,8 +91,8 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     # ── GPUs ──
     BuiltInRule(
         name="gpu-xid",
-        reason="The driver reports Xid errors for faults of the GPU, its memory or its links, or of a "
-        "program that uses it.",
+        reason="The driver reports Xid errors for faults in the GPU, its memory or its links, and for faults "
+        "in programs that use the GPU.",
         figure="gpus[*].last_xid",
         severity="critical",
         measure="change",
@@ -103,7 +103,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     ),
     BuiltInRule(
         name="gpu-memory-errors",
-        reason="Uncorrected errors damage data. The driver ends the affected program.",
+        reason="Uncorrected errors corrupt data. The driver ends the affected program.",
         figure="gpus[*].ecc_uncorrected",
         severity="critical",
         measure="change",
@@ -335,7 +335,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
     BuiltInRule(
         name="disk-filling",
         reason="Four hours leave time to act. A trend over an hour is not affected by short-term changes "
-        "of the write-ahead log's size.",
+        "in the size of the write-ahead log.",
         figure="host.disk_free_bytes",
         measure="time_to",
         window_s=3600.0,

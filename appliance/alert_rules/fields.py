@@ -96,7 +96,7 @@ SEVERITIES: tuple[Severity, ...] = ("info", "warning", "critical")
 
 
 class RuleFault(NamedTuple):
-    """A fault in a rule or receiver that type checks of its fields do not detect."""
+    """A fault in a rule or receiver that the type checks of its fields do not detect."""
 
     field: str
     what: str
