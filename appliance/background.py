@@ -18,17 +18,17 @@ _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 5.0
 _HEALTHY_S = 30.0
 _JITTER = 0.2
-"""Maximum random deviation of a delay, as a fraction of it. Without it, processes that exited together would
-repeatedly restart at the same moment."""
+"""Maximum random deviation of a delay, as a fraction of the delay. Without random deviations, processes that
+exited together would repeatedly restart at the same moment."""
 
 
 Result = TypeVar("Result")
 
 
 async def in_own_thread(work: Callable[[], Result], timeout_s: float) -> Result:
-    """Run a function that may hang in a thread of its own, and return its result. Raises TimeoutError after
-    `timeout_s`. The thread then continues, but it neither occupies one of the few threads of
-    `asyncio.to_thread`, nor delays the exit of the process."""
+    """Run a function in a separate thread, because it may hang, and return its result. Raises TimeoutError
+    after `timeout_s`. The thread then continues, but it neither occupies one of the few threads of
+    `asyncio.to_thread` nor delays the exit of the process."""
     future: concurrent.futures.Future[Result] = concurrent.futures.Future()
     future.set_running_or_notify_cancel()
 

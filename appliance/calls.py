@@ -59,14 +59,14 @@ class AdminError(Exception):
 
 
 class Call(NamedTuple, Generic[Answer]):
-    """A call to the admin API. `answer` is the type of the response or, for a stream, of each line."""
+    """A call to the admin API. `answer` is the type of the response, or of each line of a stream."""
 
     method: str
     path: str
     answer: Any
     body: bytes | None = None
     is_long: bool = False
-    """Whether the service may take minutes to respond, such as to a long action (`Action.is_long`)."""
+    """Whether the service may take minutes to respond, as it may to a long action (`Action.is_long`)."""
 
     def decode(self, status: int, content: bytes, place: str) -> Answer:
         """Decode a response. `place` identifies the sender in error messages. Raises AdminError."""
@@ -77,8 +77,8 @@ class Call(NamedTuple, Generic[Answer]):
             except msgspec.DecodeError as error:
                 raise AdminError(
                     status,
-                    f"{place} responded to {self.method} {self.path} with a response that this version of "
-                    f"the command cannot parse ({error}): after an update, restart the service",
+                    f"{place} sent a response to {self.method} {self.path} that this version of the "
+                    f"command cannot parse ({error}): after an update, restart the service",
                 ) from error
         try:
             message = msgspec.json.decode(content, type=ErrorBody).message

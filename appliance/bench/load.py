@@ -77,7 +77,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.concurrency, self.requests) or self.requests
 
     def numbers(self, worker: int, workers: int) -> list[int]:
-        """Return the numbers of the requests that this worker sends. Streams are assigned round-robin, so a
+        """Return the indices of the requests that this worker sends. Streams are assigned round-robin, so a
         worker gets every `workers`-th stream."""
         return [number for number in range(self.requests) if number % self.streams % workers == worker]
 
@@ -104,7 +104,8 @@ class Record(msgspec.Struct):
     """The measurements of one request, whether it succeeded or failed."""
 
     began_at: float
-    """Time when the request was sent or, in an open-loop run, was due, even if it was sent later."""
+    """Time when the request was sent. In an open-loop run, the time when it was due, even if it was sent
+    later."""
     late_s: float
     """Delay between the time when the request was due and the time when it was sent."""
     ended_at: float
@@ -113,7 +114,7 @@ class Record(msgspec.Struct):
     gaps_s: list[float] = []
     """Times between consecutive chunks."""
     tokens: int | None = None
-    """Number of output tokens according to the server's usage; None if the server sent no usage."""
+    """Number of output tokens that the server reported as usage; None if it reported no usage."""
     prompt_tokens: int | None = None
     failure: str = ""
     """Kind of failure: connect, closed, timeout, protocol, error event, stopped, http 503, …; empty for

@@ -164,8 +164,8 @@ async def _vocab_size(client: Client, document: dict[str, Any], model: str) -> t
 
 
 async def _try(client: Client, server: Server) -> None:
-    """Send one request with the same shape as the run's requests. A problem is then reported once, before the
-    run starts."""
+    """Send one request with the same shape as the run's requests, so that a problem is reported once, before
+    the run starts."""
     load = Load(
         target=server.target,
         model=server.model,

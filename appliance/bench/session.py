@@ -1,4 +1,4 @@
-"""Benchmarks one server: workloads, open-loop runs and the search for a rate."""
+"""Benchmarks one server: runs workloads and open-loop loads, and searches for the highest sustained rate."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REQUEST_TIMEOUT_S = 600.0
 _MAX_WARM_UP = 8
 _SETTLE_S = 60.0
 """After a failed trial, the server must answer a test request within this many seconds, or within a trial's
-duration if that is longer. Otherwise, the search is given up."""
+duration if that is longer. Otherwise, the search is abandoned."""
 
 
 class Show(Protocol):
@@ -116,9 +116,9 @@ class Session:
         return _open_result("open loop", shape, rate, duration_s, measured)
 
     def search(self, shape: Shape, first_rate: float, duration_s: float) -> tuple[Search, Result | None]:
-        """Search for the highest rate that the server sustains within the limits, in trials of `duration_s`.
-        Returns the search, and the result of its best trial (None if no rate was sustained). Raises
-        BenchError."""
+        """Run trials of `duration_s` to find the highest rate that the server sustains within the limits.
+        Returns a record of the search, and the result of its best trial (None if no rate was sustained).
+        Raises BenchError."""
         self._warm_up(shape, _MAX_WARM_UP)
         is_settled = True
 
@@ -155,7 +155,8 @@ class Session:
             )
 
     def _warm_up(self, shape: Shape, streams: int) -> None:
-        """Send a few requests that are not measured. Otherwise, the first run might include compilation."""
+        """Send a few requests that are not measured. Otherwise, the first run might include
+        compilation time."""
         if self._warms_up:
             few = min(streams, _MAX_WARM_UP)
             self._run("warm-up", shape, few, concurrency=few)

@@ -1,6 +1,6 @@
 """The named workloads. Workloads that also exist in `engine.bench` have the same names, numbers and metrics
-here. They are repeated because this package must not import the engine's benchmark; a test compares them.
-Workloads with `http` in their name exist only here."""
+here. The definitions are duplicated because this package must not import the engine's benchmark; a test
+compares them. Workloads with `http` in their name exist only here."""
 
 from __future__ import annotations
 
