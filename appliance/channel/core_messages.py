@@ -29,7 +29,7 @@ class Identities(msgspec.Struct, tag="identities", frozen=True, kw_only=True):
     gids: dict[int, Identity] = {}
     """Identities by the peer's groups, for peers whose uid is not in `uids`."""
     any_uid: Identity | None = None
-    """Identity of all other uids that the socket's file mode admits. None means that other uids are
+    """Identity for all other uids that the socket's file mode admits. None means that other uids are
     refused."""
     whole: bool = True
 
@@ -47,9 +47,9 @@ class Configure(msgspec.Struct, tag="configure", frozen=True, kw_only=True):
     """The names that applications can use. They take effect when the message arrives, before new models are
     loaded. If None, each model can be used by its own name only."""
     max_held: int = 1000
-    """Maximum number of requests per front process that may wait for names that have no model."""
+    """Maximum number of requests per front process that may wait until models are loaded for their names."""
     hold_timeout_s: float = 60.0
-    """Maximum time in seconds for which a request waits for a name that has no model."""
+    """Maximum time in seconds for which a request waits until a model is loaded for its name."""
     limits: Limits
     ready: bool
     """Whether every model that is not drained can answer requests. `/health/ready` returns this value."""

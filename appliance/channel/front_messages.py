@@ -34,9 +34,9 @@ class LoggedFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Admit(LoggedFields, tag="admit", frozen=True, kw_only=True):
-    """Asks for permission to run a request. The reply has the same attempt number. It is one `Admitted`, sent
-    when it is the request's turn, or one `Refused`. There is no reply if the front process first withdraws
-    the request with `Settle`."""
+    """Asks for permission to run a request. The reply, which has the same attempt number, is either one
+    `Admitted`, sent when it is the request's turn, or one `Refused`. There is no reply if the front process
+    first withdraws the request with `Settle`."""
 
     unit: str = ""
     """`ServedModel.name` of the model that the front process has chosen for the requested name. Empty if both
@@ -157,7 +157,7 @@ class Rejected(LoggedFields, tag="rejected", frozen=True, kw_only=True):
 
 
 class Worked(msgspec.Struct, tag="worked", frozen=True):
-    """Tokens that a front process encoded or decoded but that are in no request, such as tokens removed by
+    """Tokens that a front process encoded or decoded but that belong to no request, such as tokens removed by
     `truncate_prompt_tokens`. They are charged against the caller's token limits."""
 
     identity: Identity
@@ -179,11 +179,11 @@ class ShadowDone(msgspec.Struct, tag="shadow_done", frozen=True, kw_only=True):
     name: str
     """Name that the original request used."""
     unit: str
-    """Unit to which the request was copied."""
+    """Model or version to which the request was copied."""
     outcome: Literal["compared", "dropped", "failed"]
     """"dropped": the copy could not start at once. "failed": the copy was refused, or ended with an error."""
     original: ShadowMeasure | None = None
-    """Measurements of the original answer. Set only if the answers were compared, like `copy`."""
+    """Measurements of the original answer. Like `copy`, set only if the answers were compared."""
     copy: ShadowMeasure | None = None
     equal_tokens: int | None = None
     """Number of tokens before the first difference between the answers, over all samples. None unless the
@@ -235,17 +235,18 @@ class Keep(msgspec.Struct, tag="keep", frozen=True, kw_only=True):
 
 class FrontReport(FrontStats, tag="front_report", frozen=True, kw_only=True):
     """The state of a front process. It is sent every half second, and also before `FrontReady`, when routes
-    have taken effect, and when requests begin to wait for a name without a unit."""
+    have taken effect, and when requests begin to wait for a name that no loaded model answers."""
 
     template_problems: dict[str, tuple[int, str]] = msgspec.field(default_factory=dict)
-    """Models with chat templates that have exceeded a limit since startup, each with the number of times and
-    the limit that was exceeded last. These models are still served."""
+    """Models whose chat templates have exceeded a limit since startup. Each has the number of times that this
+    happened, and the limit that was exceeded last. These models are still served."""
     configured: int = 0
     """`serial` of the last `Configure` message that was applied."""
     routed: int = 0
     """`serial` of the `Configure` message that set the routes in effect."""
     preparing: tuple[str, ...] = ()
-    """Units for which the front process is preparing requests that it has not yet sent to the core."""
+    """Models and versions for which the front process is preparing requests that it has not yet sent to the
+    core."""
     wanted: tuple[str, ...] = ()
     """Names for which requests wait in the front process until their models are loaded or woken
     (`Route.on_demand`). Every report repeats them, so the core may ignore a name while an operation on its

@@ -1,5 +1,5 @@
-"""Hashes of a prompt's prefixes. With them, the core finds a replica that has probably cached a prefix of the
-prompt."""
+"""Hashes of a prompt's prefixes. The core uses them to find a replica that has probably cached a prefix of
+the prompt."""
 
 from __future__ import annotations
 

@@ -31,18 +31,18 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Arm(msgspec.Struct, frozen=True, array_like=True):
-    """One of the units over which the requests for a split name are distributed."""
+    """A model or version that gets a share of the requests for a split name."""
 
     unit: str
     weight: float
-    """Share of the requests, relative to the weights of the other arms."""
+    """Weight of this arm. Its share of the requests is its weight divided by the sum of all arms' weights."""
     target: str
     """The target in the operator's notation. Callers are assigned to targets by this name, so they stay with
     a target even if its default version changes."""
 
 
 class Shadow(msgspec.Struct, frozen=True, array_like=True):
-    """A unit to which a share of a name's requests is copied."""
+    """A model or version to which a share of a name's requests is copied."""
 
     unit: str
     share: float
@@ -65,7 +65,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the model that answers requests if this one cannot, provided that the key allows it."""
     shadow: Shadow | None = None
     arms: tuple[Arm, ...] = ()
-    """If the name is split, the units that can answer. `unit` is then the arm with the largest weight."""
+    """If the name is split, the arms that can answer. `unit` is then the unit of the arm with the largest
+    weight."""
     on_demand: bool = False
     """Whether a request loads or wakes the model (`FrontReport.wanted`). Set only if `unit` is empty."""
     problem: str = ""

@@ -41,7 +41,7 @@ class Frame(msgspec.Struct, kw_only=True, omit_defaults=True):
     ended: list[str] = []
     """Ids of the requests that have ended."""
     generated_tokens: dict[str, int] = {}
-    """Number of output tokens so far, by request id, of other requests that have generated tokens."""
+    """Number of output tokens so far, by request id, for all other requests that have generated tokens."""
 
 
 class FrameLostError(Exception):

@@ -19,8 +19,8 @@ class BodyBudget:
         self._by_tenant: dict[str, int] = {}
 
     def reserve(self, tenant: str, size: int) -> None:
-        """Reserve `size` more bytes. Raises a 503 if the tenant's total, or the total of all tenants, would
-        exceed its limit."""
+        """Reserve `size` more bytes. Raises `ApiError` (503) if the tenant's total, or the total of all
+        tenants, would exceed its limit."""
         held = self._by_tenant.get(tenant, 0)
         # One body of the maximum size is always allowed, regardless of the settings.
         tenant_limit = max(self.limits.max_tenant_body_bytes, self.limits.max_body_bytes)
@@ -67,7 +67,7 @@ class BodyReservation:
         self._bytes = 0
 
     def grow_to(self, size: int) -> None:
-        """Increase the reservation to `size` bytes in total. Raises a 503."""
+        """Increase the reservation to `size` bytes in total. Raises `ApiError` (503)."""
         if size > self._bytes:
             self._budget.reserve(self._tenant, size - self._bytes)
             self._bytes = size
