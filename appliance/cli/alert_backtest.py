@@ -38,7 +38,9 @@ def back_test_rules(
     with as_failure(StoreError):
         result = back_test(path, effective_rules(settings.rules, settings.disabled), begin, time.time())
     if not result.samples:
-        raise Failure(f"{path} has no samples since {local(begin)}: the service records while it runs")
+        raise Failure(
+            f"{path} has no samples since {local(begin)}: the service records samples only while it runs"
+        )
     tested = {rule.name for rule in settings.rules}
     shown = [one for one in result.transitions if every or rules == BUILT_IN_WORD or one.alert.rule in tested]
     if as_json:

@@ -1,6 +1,6 @@
 """Implements `appliance audit verify` and `export`, which read the files directly: an auditor can check the
-files without trusting the service that wrote them. Only if the files are on another machine, the service
-verifies its own chain. `appliance.cli.audit_list` lists the actions."""
+files without trusting the service that wrote them. The service verifies its own chain only if the files are
+on another machine. `appliance.cli.audit_list` lists the actions."""
 
 from __future__ import annotations
 
@@ -162,8 +162,8 @@ def chain_location(run_dir: str | None, state_dir: str | None, file: str | None)
     run = find_run_dir(run_dir)
     if state_dir is None and is_forwarded(run):
         raise Failure(
-            f"{run} contains only a forwarded socket, so its service's files are on another machine: run "
-            "this command there, or name a folder of files with --state-dir"
+            f"{run} contains only a forwarded socket, so the service's files are on another machine: run "
+            "this command there, or use --state-dir to name a folder that contains the files"
         )
     folder = find_state_dir(state_dir, run)
     check_databases(folder, None if state_dir else run, *AUDIT_FILES)

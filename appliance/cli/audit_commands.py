@@ -94,7 +94,7 @@ def audit_verify(
         typer.Option(
             "--journal/--no-journal",
             help="Also verify the audit trail against all recorded heads in the journal. By default, only "
-            "the journal's heads of this state directory are used.",
+            "the heads that were recorded for this state directory are used.",
             show_default=False,
         ),
     ] = None,

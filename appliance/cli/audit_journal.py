@@ -30,9 +30,9 @@ class JournalHeads(NamedTuple):
 
 
 def heads_in_journal(folder: Path | None) -> JournalHeads:
-    """Return the heads of the service with the state directory `folder` or, if `folder` is None, of every
-    service that ran as `UNIT`. If systemd is missing or the caller is not permitted to read the journal, the
-    result says so."""
+    """Return the heads of the service whose state directory is `folder`. If `folder` is None, return the
+    heads of every service that ran as `UNIT`. If systemd is missing or the caller is not permitted to read
+    the journal, the result says so."""
     command = ["journalctl", "--quiet", "--no-pager", "--reverse", "--output=cat", f"--unit={UNIT}"]
     with tempfile.TemporaryFile() as said:
         try:

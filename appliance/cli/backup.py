@@ -80,7 +80,7 @@ def _begun(run: Path, begin: BeginBackup) -> Head | None:
 
 def _ended(run: Path, end: EndBackup) -> None:
     """Let the service record the result of the backup. The copy is valid even if the service has stopped in
-    between."""
+    the meantime."""
     with AdminClient(run, key=admin_key()) as client:
         try:
             client.act(end)

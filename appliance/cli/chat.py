@@ -87,8 +87,8 @@ def chat(
 def _choose(models: list[str], wanted: str | None) -> str:
     if not models:
         raise Failure(
-            "no model is loaded: load one of 'appliance models list' with 'appliance models load NAME "
-            "--wait', or download one with 'appliance models pull ORG/NAME'"
+            "no model is loaded: choose one from 'appliance models list' and load it with 'appliance models "
+            "load NAME --wait', or download one with 'appliance models pull ORG/NAME'"
         )
     if wanted is None:
         return models[0]

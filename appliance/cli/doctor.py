@@ -29,8 +29,7 @@ _INDENT = 12
 
 def show_findings(config: str | None, run_dir: str | None, state_dir: str | None, *, as_json: bool) -> int:
     """Examine the service and print the findings. A service on another machine, whose socket was forwarded,
-    examines itself. Returns exit code 1 if there is a problem. Warnings do not
-    affect the exit code."""
+    examines itself. Returns exit code 1 if there is a problem. Warnings do not affect the exit code."""
     run, state, settings = _find(config, run_dir, state_dir)
     if config is None and state_dir is None and _is_remote(run):
         with admin_client(str(run)) as client:

@@ -187,7 +187,7 @@ def _registered(run_dir: str | None, target: str) -> tuple[str, dict[str, Any]]:
                 names.append(model.name)
             if target in names and model.source != REGISTRY:
                 raise Failure(
-                    f"model {model.name!r} is {model.source}, with its settings: check the settings with: "
+                    f"model {model.name!r} and its settings are {model.source}: check the settings with: "
                     f"appliance config check; or give the folder: appliance models fit {version.folder}"
                 )
             if target in names:

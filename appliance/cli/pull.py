@@ -99,7 +99,7 @@ def _add(run_dir: str | None, name: str, folder: str) -> AddedVersion:
 
 def cache_folder(flag: str | None, run_dir: str | None) -> Path:
     """Return the hub cache, and create it if necessary. It is the folder given by the flag, $HF_HUB_CACHE or
-    $HF_HOME, otherwise the folder in the service's state directory."""
+    $HF_HOME. If none of these is set, it is the folder in the service's state directory."""
     if flag:
         folder = Path(flag).absolute()
     elif os.environ.get("HF_HUB_CACHE") or os.environ.get("HF_HOME"):

@@ -40,8 +40,8 @@ class RequestSource(Protocol):
         """Return the newest `limit` requests that match."""
 
     def follow(self, query: RequestLogQuery, after: int) -> Iterator[NamedRequest]:
-        """Yield each matching request when it ends or, if the query selects open requests, when it is
-        admitted. Never returns."""
+        """Yield each matching request when it ends. If the query selects open requests, yield each when it is
+        admitted instead. Never returns."""
 
 
 class ServiceLog:

@@ -1,4 +1,4 @@
-"""Finds the service that a command addresses and its state directory, and connects to it."""
+"""Finds the service that a command addresses, finds its state directory, and connects to the service."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def service_or_files(run_dir: Path) -> AdminClient | None:
         if is_forwarded(run_dir):
             raise Failure(
                 f"{error}. No service on this machine uses {run_dir}, so its files are on another machine: "
-                "check the forwarded socket, or name a folder of files with --state-dir"
+                "check the forwarded socket, or use --state-dir to name a folder that contains the files"
             ) from error
         return None
     return client

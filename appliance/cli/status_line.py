@@ -69,7 +69,7 @@ def loads_shown(replicas: Callable[[], list[ReplicaStatus]], stream: TextIO | No
     def draw_until_error() -> None:
         try:
             draw()
-        except Exception:  # the command itself reports if the service does not respond
+        except Exception:  # the command itself reports an unresponsive service
             line.clear()
 
     if not line.is_visible:
