@@ -11,8 +11,8 @@ from appliance.models.manager import ModelManager
 from appliance.traffic.request_manager import RequestManager
 
 _ENGINE_CANCEL_S = 2.0
-"""Time after which a front that has not cancelled a request is considered hung. The core then cancels the
-request in the engine itself."""
+"""Time after which a front that has not cancelled a request is considered hung. The core itself then
+cancels the request in the engine."""
 
 
 @dataclass

@@ -1,5 +1,5 @@
-"""Detects jumps of the system clock. After a jump to a wrong time, log entries must not be removed for being
-too old."""
+"""Detects jumps of the system clock. After a jump to a wrong time, log entries must not be removed because of
+their age."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class ContentKeeper:
         self._waiting = 0
 
     def close(self) -> None:
-        """Pass all texts that have arrived to the writer."""
+        """Pass all texts received so far to the writer."""
         self._thread.shutdown()
 
     # ── storing ──

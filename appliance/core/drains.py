@@ -32,7 +32,7 @@ STOPPING = "the service is stopping"
 
 
 class FrontConfiguration(Protocol):
-    """Sends the fronts the models' readiness."""
+    """Sends the models' readiness to the fronts."""
 
     def publish_configuration(self) -> None:
         """Send configuration changes to the fronts."""
@@ -93,7 +93,7 @@ class Drain:
 
     @property
     def name(self) -> str:
-        """What is being drained, for messages, such as "model 'demo'"."""
+        """What is being drained, as named in messages, such as "model 'demo'"."""
         return _name(self.model)
 
     @property
@@ -104,7 +104,7 @@ class Drain:
 
     @property
     def elapsed_s(self) -> float:
-        """How long the drain has taken so far or, if it is complete, in total."""
+        """How long the drain has taken so far, or how long it took if it is complete."""
         return (time.monotonic() if self._drained_at is None else self._drained_at) - self._began_at
 
     @property

@@ -122,8 +122,8 @@ async def _until_stopped(stop: asyncio.Event, readiness: Readiness) -> None:
 
 
 def _tell_end(manager: Manager, why: str) -> None:
-    """Report the reason why the service was not ready as its final status. The service manager still shows
-    that status after the process has ended."""
+    """Report to the service manager why the service was not ready. The service manager still shows this final
+    status after the process has ended."""
     if why:
         manager.tell(STATUS=f"stopped: {why}")
 

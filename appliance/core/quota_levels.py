@@ -29,7 +29,7 @@ class LevelKeeper:
 
     def restore(self, path: Path) -> None:
         """Load the levels that the previous run saved, from the database at `path`. Call this once, after the
-        quotas have their policies and before the first request."""
+        quotas' policies have been set and before the first request."""
         try:
             state = read_quotas(path)
         except StoreError as error:

@@ -1,5 +1,5 @@
-"""Determines whether the service and its models can answer requests and, if not, the reason. The result is
-for gateways, operators and the service manager.
+"""Determines whether the service and its models can answer requests, and the reason if they cannot. Gateways,
+operators and the service manager get the result.
 
 Each call reads `Drains`, `ModelManager`, `FrontPool` and the request manager's counters. This module stores
 nothing and changes nothing.

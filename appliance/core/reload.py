@@ -133,8 +133,8 @@ class Reloader:
             )
 
     async def _check_changed_models(self, former: Loaded, loaded: Loaded) -> None:
-        """Check the models that are new, whose replicas would be replaced, or whose chat template changes.
-        Raises SettingsError if one of them cannot be served."""
+        """Check all new models, all models whose replicas would be replaced, and all models whose chat
+        template changes. Raises SettingsError if one of them cannot be served."""
         known = former.settings.models
         changed = {
             name: model
@@ -203,7 +203,8 @@ def check_names(former: Loaded, loaded: Loaded, registry: Registry) -> None:
                     place=loaded.places.get(("models", name), Place("default")),
                     field=dotted(("models", name)),
                     what=f"the registry already has {kind} named {name!r}",
-                    remedy="choose another name, or unload and remove the other one with: appliance models",
+                    remedy="choose another name, or unload and remove the entry in the registry with: "
+                    "appliance models",
                 )
             )
     if faults:

@@ -26,8 +26,8 @@ class Manager:
     """The service manager that started this process, if any."""
 
     def __init__(self, environ: MutableMapping[str, str] = os.environ) -> None:
-        """Read the service manager's variables, and remove them from `environ` so that child processes do not
-        use them."""
+        """Read the service manager's environment variables, and remove them from `environ` so that child
+        processes do not use them."""
         self.sockets = _take_sockets(environ)
         """Listening sockets that the service manager opened. The code that takes one over must close it."""
         self.watchdog_s = _watchdog_s(environ)
