@@ -61,7 +61,7 @@ class ApiError(Exception):
 
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
-    """Return a 400 about one field."""
+    """Return a 400 error for one field."""
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
 
 

@@ -16,7 +16,7 @@ MAX_ALLOWED_TOKEN_IDS = 1 << 18
 longer."""
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
-"""Maximum length of one bad word. Each word is tokenized twice, with and without a leading space."""
+"""Maximum number of characters in a bad word. Each word is tokenized with and without a leading space."""
 MAX_TEMPLATE_VARIABLES = 32
 MAX_TEMPLATE_VARIABLE_DEPTH = 200
 """Maximum nesting depth of lists and objects. It is limited because the code that renders templates is

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 MAX_RESUBMISSIONS = 3
 _RESUBMIT_DELAY_S = 0.02
-"""Delay before the first resubmission. Each later delay is twice as long, to give the core time to detect
-that the replica is lost."""
+"""Delay before the first resubmission. Each later delay is twice as long as the one before, to give the core
+time to detect that the replica is lost."""
 
 _MAX_BACKLOG_BYTES = 1 << 20
 """No resubmission is sent to a replica that has more than this many unread bytes in its channel."""
@@ -64,8 +64,8 @@ class Generation:
         """Called when the client disconnects. If it is None, the request is ended instead."""
         self.on_end: Callable[[], None] | None = None
         self.on_fallback: Callable[[], None] | None = None
-        """Called when the fallback model has taken over, before the first output. `task` and `samples` have
-        been replaced."""
+        """Called when the fallback model has taken over, before the first output. By then, `task` and
+        `samples` have been replaced."""
         self.headers: dict[str, str] = {}
         """Response headers that report the caller's rate limits."""
         self.prompt_tokens = task.prompt_tokens
@@ -302,9 +302,9 @@ class Generation:
     async def _submit_in_turns(
         self, link: ReplicaClient, submissions: Iterator[tuple[Submit, Callable[[Output], None]]]
     ) -> None:
-        """Send a resubmission no faster than the replica reads it, because it contains the whole prompt once
-        per sample. The core has already counted every submission, so all of them are sent even if the request
-        has finished; in that case, they are cancelled right afterwards."""
+        """Send the submissions no faster than the replica reads them, because each of them contains a whole
+        prompt. The core has already counted every submission, so all of them are sent even if the request has
+        finished; in that case, they are cancelled right afterwards."""
         attempt = self._attempt
         for submit, sink in submissions:
             if link.closed:
@@ -387,7 +387,7 @@ class Generation:
         )
 
     def another(self, context: RequestContext, task: GenerationTask) -> Generation:
-        """Return a new generation, with the same front state, for another request."""
+        """Return a generation for another request in the same front."""
         return Generation(self.state, context, task)
 
     def measure(self) -> ShadowMeasure | None:

@@ -32,11 +32,11 @@ class Prompt:
 
 @dataclass(slots=True)
 class RequestCopy:
-    """A unit to which a request is copied, and the function that prepares the request for it."""
+    """The unit of loading to which a request is copied, and the function that prepares the copy."""
 
     unit: str
     prepare: Callable[[LoadedModel, RequestContext], Awaitable[GenerationTask]]
-    """Raises `ApiError` if the unit cannot take the request."""
+    """Prepares the request for the unit. Raises `ApiError` if the unit cannot take it."""
 
 
 @dataclass(slots=True)
@@ -80,8 +80,8 @@ class GenerationTask:
     fall_back: Callable[[], Awaitable[GenerationTask]] | None = None
     """Prepares the request for the fallback model if `model` cannot take it. Raises `ApiError`."""
     copy: RequestCopy | None = None
-    """How to copy the request to another unit after it has finished, if it was selected for shadow
-    traffic."""
+    """How to copy the request to another unit of loading after it has finished. None unless the request was
+    selected for shadow traffic."""
     shadow_of: str = ""
     """Same as `Admit.shadow_of`."""
     asked: list[Text] = field(default_factory=list)

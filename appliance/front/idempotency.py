@@ -91,7 +91,7 @@ async def answer(
 
 
 class _FirstResponse(GenerationResponse):
-    """The response to the first request with a key. It is also recorded in the run."""
+    """The response to the first request with a key. It is also stored in the `KeyedRun`, for retries."""
 
     def __init__(self, state: AppState, context: RequestContext, task: GenerationTask, run: KeyedRun) -> None:
         super().__init__(state, context, task)
@@ -139,7 +139,7 @@ async def _hand_over(state: AppState, request: Request, key_scope: bytes, body: 
     finally:
         os.close(memory)
     connection.abort()
-    # Wait until this process has closed its descriptor of the connection.
+    # Wait until this process has closed its file descriptor for the connection.
     await request.receive()
 
 

@@ -56,11 +56,11 @@ class Transcript(NamedTuple):
     prompts: list[Text]
     answers: list[str]
     decode: Callable[[list[int]], str]
-    """Returns the text of token ids. It may be called from any thread."""
+    """Converts token ids to text. May be called from any thread."""
 
     @property
     def chars(self) -> int:
-        """Number of characters and token ids."""
+        """Total number of characters and token ids."""
         return sum(map(len, self.answers)) + sum(map(_length, self.prompts))
 
 
@@ -69,7 +69,7 @@ class Keeper:
     methods must be called on the event loop's thread."""
 
     def __init__(self, hand_over: Callable[[Keep, tuple[int, ...]], None]) -> None:
-        """`hand_over` sends a descriptor. The caller must still close it."""
+        """`hand_over` sends a message with descriptors to the core, and leaves the descriptors open."""
         self.rules = KeepRules()
         self.dropped = 0
         """Number of requests whose texts were dropped because too many characters were waiting."""

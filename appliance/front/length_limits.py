@@ -24,8 +24,8 @@ class LengthLimit(NamedTuple):
     owner: str
     """Owner of the limit, for messages: "this model's", or a tenant's name in the possessive."""
     tokens: int
-    """The limit, or 0 if it is not known. In that case, the core refuses the request with the cause if the
-    model cannot be loaded; otherwise, the engine applies the limit when the request runs."""
+    """The limit, or 0 if it is not known. If it is not known and the model cannot be loaded, the core refuses
+    the request and gives the cause; otherwise, the engine applies the limit when the request runs."""
     answer_tokens: int = 1
     """Minimum number of tokens that must be left for the answer."""
 

@@ -83,7 +83,7 @@ class Catalog:
         self._routes: dict[str, Route] | None = None
         self._served: list[ServedModel] = []
         self._changed = asyncio.Event()
-        """Set, and replaced by a new event, when the names change."""
+        """When the names change, this event is set and replaced by a new event."""
         self._preparing: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
         """Number of requests that are waiting for each name whose model is not loaded."""

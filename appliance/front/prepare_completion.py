@@ -51,7 +51,8 @@ async def completion_task(
                 prompt.echo_text = texts[index]
             else:
                 skips = body.skip_special_tokens is not False
-                # The answer's stream emits a character that begins in the prompt.
+                # Leave out an incomplete character at the end of the prompt, because the answer emits the
+                # whole character. If there is no answer, keep it.
                 complete = body.max_tokens == 0
                 prompt.echo_text = await decode(state, model, context, token_ids, skips, complete)
         prompts.append(prompt)

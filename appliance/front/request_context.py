@@ -54,10 +54,10 @@ class RequestContext:
     """Whether `Admit` has been sent. If so, the request is closed with `Settle` or `Refused`, never with
     `Rejected`."""
     prepared: Callable[[], None] = lambda: None
-    """Must be called once `Admit` has been sent, or when the request ends without being sent to the core
-    (`Catalog.prepare`)."""
+    """The function that `Catalog.prepare` returned. Must be called after `Admit` has been sent, or when the
+    request ends without being sent to the core."""
     retry_of: str = ""
-    """Request id of an earlier run with the same `Idempotency-Key` whose answer is no longer kept."""
+    """Id of the earlier request with the same `Idempotency-Key`, if its answer is no longer kept."""
     arrived_at: float = field(default_factory=time.time)
     """Time when the request arrived, in unix seconds."""
     started: float = field(default_factory=time.monotonic)

@@ -1,4 +1,4 @@
-"""The messages that ask the core to admit a request, and that submit it to a replica."""
+"""Builds the messages that ask the core to admit a request, and those that submit it to a replica."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from engine.messages import Submit, pack_tokens
 def admit_message(
     context: RequestContext, task: GenerationTask, samples: list[Sample], attempt: int, send_prefixes: bool
 ) -> Admit:
-    """Return the message that asks for admission. After the first attempt, it counts only the unfinished
-    samples, each with its tokens so far as part of the prompt. `send_prefixes`: whether the core has a choice
-    of replicas."""
+    """Return the message that asks for admission. After the first attempt, the message counts only the
+    unfinished samples, and each sample's tokens so far count as part of its prompt. Pass True for
+    `send_prefixes` if the core can choose between replicas."""
     again = attempt > 0
     running = [sample for sample in samples if not sample.finish_reason]
     emitted = sum(len(sample.token_ids) for sample in running)
@@ -54,8 +54,9 @@ def submit_messages(
     link: ReplicaClient,
     admitted: Admitted,
 ) -> Iterator[tuple[Submit, list[Sample]]]:
-    """Yield each submission with the samples that it generates: one submission for each prompt or, after the
-    first attempt, one for each unfinished sample, with its tokens so far."""
+    """Yield each submission with the samples that it generates. In the first attempt, there is one submission
+    for each prompt. In later attempts, there is one for each unfinished sample, which contains the sample's
+    tokens so far."""
     n = task.samples
     if admitted.attempt:
         groups = [(sample.prompt, [sample]) for sample in samples if not sample.finish_reason]

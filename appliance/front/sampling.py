@@ -88,7 +88,7 @@ async def sampling_params(
 
 
 def _first(requested: float | None, default: float | None, otherwise: float) -> float:
-    """Return the request's value, the model's default, or the value that applies if neither is set."""
+    """Return the request's value if it is set, otherwise the model's default, otherwise `otherwise`."""
     if requested is not None:
         return requested
     return otherwise if default is None else default

@@ -178,8 +178,8 @@ class GenerationRequest(RequestStruct, kw_only=True):
         PositiveOrMinusOne | None,
         _about(
             "Keep at most this many tokens from the end of each prompt. With -1, keep as many as "
-            "leave space for `max_tokens`. A beginning-of-text token that the tokenizer has added is "
-            "always kept."
+            "possible while leaving space for `max_tokens`. A beginning-of-text token that the tokenizer has "
+            "added is always kept."
         ),
     ] = None
     prompt_logprobs: Annotated[

@@ -1,8 +1,8 @@
-"""Shadow traffic: copies finished requests to another unit, discards the answers, and reports how they
-compare with the original answers.
+"""Shadow traffic: copies finished requests to another unit of loading, discards the answers, and reports how
+they compare with the original answers.
 
-A copy begins after the original has ended, so that the two never compete. It has the lowest class and is
-dropped if it cannot start at once.
+A copy begins after the original request has ended, so that the two never compete. A copy has the lowest
+service class and is dropped if it cannot start immediately.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class ShadowTraffic:
 
     @staticmethod
     def selects(route: Route | None) -> str:
-        """Return the unit to which a request is copied, or an empty string if the request is not selected for
-        copying."""
+        """Return the unit of loading to which a request is copied, or an empty string if the request is not
+        selected for copying."""
         shadow = None if route is None else route.shadow
         return shadow.unit if shadow is not None and random.random() < shadow.share else ""
 
