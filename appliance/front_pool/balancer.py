@@ -34,7 +34,7 @@ class ConnectionBalancer:
             try:
                 front.give(self._waiting[0])
             except OSError as error:
-                self._shortage.report("accepted connections wait, because fronts cannot get them", error)
+                self._shortage.report("accepted connections cannot be sent to a front, so they wait", error)
                 return
             self._waiting.popleft()
 

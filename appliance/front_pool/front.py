@@ -42,15 +42,15 @@ _MAX_UNREAD_BYTES = 64 << 10
 """The core sends a front no more connections while the front's control channel has more unread bytes than
 this."""
 _MAX_UNTAKEN = 12
-"""The core sends a front no more connections while the front has not yet taken this many of them.
+"""Maximum number of connections that the core has sent to a front and that the front has not taken yet.
 
 The number is less than half of the number of descriptors that a front keeps free (`RESERVED_DESCRIPTORS`):
 while the front takes this many connections, the descriptors of as many closed connections may still be open.
 A connection that another front has handed over carries a second descriptor, which is closed as soon as the
-request has been read from it. If many of these connections exceed the reserve, the front returns those that
-it cannot receive (`NotTaken`).
+request has been read from it. If many such connections use up the reserve, the front returns the connections
+that it cannot receive (`NotTaken`).
 
-The number is also at most an eighth of this process's descriptor limit: this process keeps duplicates of each
+The number is also at most an eighth of the core's descriptor limit: the core keeps duplicates of each
 connection's descriptors, and the kernel counts descriptors in a channel against the same limit.
 """
 _QUIET_S = 3.0
@@ -373,7 +373,7 @@ class Front:
         )
 
     def _explained(self, report: FrontReport | None) -> str:
-        """Return the explanation of the front's state."""
+        """Return an explanation of the front's state, for operators."""
         if self._starting_s > _SLOW_START_S:
             return (
                 f"starting for {self._starting_s:.0f} s: the models' tokenizers and chat "

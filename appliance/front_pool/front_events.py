@@ -22,8 +22,8 @@ class FrontEvents(Protocol):
         accept connections."""
 
     def front_returns(self, front: Front, connection: Untaken) -> None:
-        """Assign a connection that the front could not receive to a front again. This front accepts no
-        connections until its next report."""
+        """Reassign a connection that the front could not receive. The front accepts no connections until its
+        next report."""
 
     def name_wanted(self, name: str) -> None:
         """Handle requests that are waiting in a front until the model for `name` is loaded or woken on

@@ -181,7 +181,7 @@ class FrontPool:
         self._leaving.discard(front)
 
     def set_timeouts(self) -> None:
-        """Apply the settings that determine after how long a process is killed."""
+        """Apply the time limits in the settings after which a process is killed."""
         for front in self.fronts:
             front.hang_timeout_s = self._settings().hang_timeout_s
             front.load_timeout_s = self._settings().load_timeout_s
@@ -348,8 +348,8 @@ class FrontPool:
                 return
             except OSError:
                 pass  # Too many files are open. Any front may hand the connection over again later.
-        # If there is no owner, the answer has been lost since, and the front that receives the connection
-        # runs the request.
+        # If there is no owner, the answer has been lost in the meantime, and the front that gets the
+        # connection runs the request again.
         self.balancer.assign(connection)
 
     def front_keeps(self, front: Front, message: Keep, descriptor: int) -> None:
