@@ -1,1 +1,2 @@
-"""Reads the recorded history: the service at one time, measurements over time, and incident files."""
+"""Reads the recorded history: the state of the service at a given time, measurements over time, and incident
+files."""

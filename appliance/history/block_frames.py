@@ -1,4 +1,5 @@
-"""Recorded maps of the KV blocks, as part of the details of a second (`appliance.history.details`).
+"""Recorded maps of the KV blocks, which are part of the details recorded each second
+(`appliance.history.details`).
 
 A recorded map is coarse: it has a limited number of cells. A partial frame contains the differences from the
 preceding map. Most blocks do not change within a second, so the differences are mostly zeros, which compress
@@ -15,8 +16,8 @@ import msgspec
 from appliance.snapshot import NO_OWNER, BlockMap
 
 MAX_RECORDED_CELLS = 1024
-"""Maximum number of blocks of a replica that a recorded map describes. Of a larger pool, every n-th block is
-described."""
+"""Maximum number of blocks of a replica that a recorded map describes. If the replica has more blocks, only
+every n-th block is described."""
 
 
 class RecordedBlocks(msgspec.Struct, array_like=True, frozen=True):
@@ -30,7 +31,7 @@ class RecordedBlocks(msgspec.Struct, array_like=True, frozen=True):
     ages: bytes | None
     owners: bytes
     requests: list[str]
-    """All requests, or the requests that follow those of the preceding map."""
+    """All requests in a whole map; in a partial frame, only those that are new since the preceding map."""
     tenants: list[str]
     ended: list[int]
     """Positions in the preceding map of the requests that have ended."""
@@ -55,7 +56,7 @@ def coarse(blocks: BlockMap) -> BlockMap:
 
 
 def encode_blocks(blocks: BlockMap, before: BlockMap | None) -> RecordedBlocks:
-    """Return the frame of a map. `before` is the preceding map, or None if the frame must be whole."""
+    """Encode a map as a frame. `before` is the preceding map, or None if the frame must be whole."""
     frame = None if before is None else _changes(blocks, before)
     return frame or RecordedBlocks(
         True,
@@ -148,5 +149,5 @@ def _xor(one: bytes, other: bytes) -> bytes:
 
 
 def _plus(values: Sequence[int], others: Sequence[int]) -> list[int]:
-    """Return the sums. `others` may be shorter; its missing values count as 0."""
+    """Return the element-wise sums. `others` may be shorter than `values`; its missing values count as 0."""
     return [value + (others[number] if number < len(others) else 0) for number, value in enumerate(values)]

@@ -1,7 +1,7 @@
-"""The details of snapshots, which are not recorded as numbers: the unfinished requests, the alerts, the
-stalls and the maps of the KV blocks.
+"""The details of snapshots: the parts that are not recorded as numbers. These parts are the unfinished
+requests, the alerts, the stalls and the maps of the KV blocks.
 
-They are recorded every second as frames. A full frame lists everything. A partial frame is a delta: it
+Details are recorded every second as frames. A full frame lists everything. A partial frame is a delta: it
 contains the changes since the preceding frame, in a few bytes per request. An hour of frames takes megabytes.
 """
 

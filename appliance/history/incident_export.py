@@ -83,8 +83,8 @@ def export_incident(past: PastSource, since: float, until: float, path: Path) ->
 def _samples(past: PastSource, writer: IncidentWriter, since: float, until: float) -> int:
     count = 0
     for resolution_s in _RESOLUTIONS:
-        # Start before the slice. This includes the interval that covers its beginning, and the full frame
-        # that the slice's first changes build on.
+        # Start before the slice, to include the interval that covers its beginning, and the full frame on
+        # which the slice's first changes are based.
         query = StoredQuery(
             since=since - max(_EARLIER_S, resolution_s), until=until, resolution_s=resolution_s
         )

@@ -1,5 +1,5 @@
-"""Parameters and answers of the admin API's routes for the recorded history: the service at one time,
-measurements over time, stored samples and alerts."""
+"""Parameters and answers of the admin API's routes for the recorded history: the state of the service at a
+given time, measurements over time, stored samples and alerts."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class StoredRow(msgspec.Struct, kw_only=True):
 
 
 class StoredDetailsRow(msgspec.Struct, kw_only=True):
-    """The unfinished requests and the alerts at one second, as stored in `history.db`."""
+    """The unfinished requests and the alerts in one second, as stored in `history.db`."""
 
     at: int
     whole: bool
