@@ -67,8 +67,8 @@ class WriteLimit:
         """Number of unsent bytes when the timer was started."""
 
     def start(self) -> bool:
-        """Start the time limit if any bytes are unsent and it is not running. Return whether bytes are
-        unsent."""
+        """If any bytes are unsent, start the time limit, unless it is already running. Return whether any
+        bytes are unsent."""
         unsent = self._transport.get_write_buffer_size()
         if unsent and not self._is_running:
             self._is_running, self._unsent_bytes = True, unsent

@@ -58,8 +58,8 @@ def bind_tcp(
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # Set the option only while this socket is being bound, so that no other process can bind the
-            # service's address.
+            # Set SO_REUSEPORT only while this socket is being bound, so that no other process can bind the
+            # service's address later.
             with _reusing_port(sock, *beside):
                 sock.bind(address)
                 sock.listen(_BACKLOG)

@@ -30,7 +30,7 @@ _MIN_REST_S = 0.001
 
 
 class Source(NamedTuple):
-    """The tenant, the address or the local user for whom work is done."""
+    """The origin of work: a tenant, an address or a local user."""
 
     name: str
     """The tenant's name, the address or the local user. Sources take turns."""
