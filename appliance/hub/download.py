@@ -35,7 +35,7 @@ _MAX_FAILURES = 5
 _MAX_WAIT_S = 8.0
 _SHOW_EVERY_S = 0.2
 _STOP_S = 2.0
-"""Time in seconds that threads have to end after the download has been stopped. A thread that is still
+"""Time limit, in seconds, for threads to end after the download has been stopped. A thread that is still
 waiting for the network after this time does not keep the process from ending."""
 _RETRIED_STATUS = (408, 416, 429, 500, 502, 503, 504)
 _RETRIED = (httpx2.TimeoutException, httpx2.NetworkError, httpx2.RemoteProtocolError)
@@ -119,7 +119,7 @@ class Download:
                 found = partial.digest()
         except OSError as error:
             raise HubError(
-                f"{path} cannot be written ({error.strerror or error}): the received part is kept: run "
+                f"{path} cannot be written ({error.strerror or error}): the received part is kept; run "
                 "the same command again to resume"
             ) from error
         if found != file.digest:

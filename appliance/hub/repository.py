@@ -183,7 +183,7 @@ def _checked(listing: Listing, file: RemoteFile) -> RemoteFile:
 
 @contextmanager
 def hub_errors(hub: Hub, reference: Reference) -> Iterator[None]:
-    """Convert errors of huggingface_hub and HTTP errors into HubErrors."""
+    """Convert huggingface_hub errors and HTTP errors into HubErrors."""
     name, revision = reference
     page = f"{hub.endpoint}/{name}"
     try:
