@@ -23,7 +23,7 @@ _LATE_USE = 0.3
 """A late first token counts only if the demand uses at least this share of each replica. Below that, the
 cause is long prompts rather than too few replicas, and an additional replica would not help."""
 _AHEAD_S = 30.0
-"""How far the prediction of the load looks beyond the time at which a replica started now would be ready."""
+"""The load is predicted until this long after the time at which a replica started now would be ready."""
 REFUSED_S = 60.0
 """No replica is added for this long after an attempt has failed for lack of memory."""
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 _RECENT_S, _TREND_S = 10.0, 300.0
 """Period over which the current demand is averaged, and period over which its trend is computed."""
 _MIN_TREND_S = 30.0
-"""A trend is used only if the demand is known for at least this long."""
+"""A trend is used only if the demand has been known for at least this long."""
 _MAX_GROWTH = 2.0
 """A trend predicts at most this multiple of the current demand."""
 _DAY_S, _MINUTE_S = 86_400.0, 60.0

@@ -1,4 +1,4 @@
-"""Predicts with `engine.sizing` whether a replica of a model fits into memory, without loading the model."""
+"""Predicts whether a replica of a model fits into memory, without loading the model. Uses `engine.sizing`."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def shortage_to_wake(needs: Iterable[tuple[Sequence[int], int]]) -> MemoryShorta
     worst = max(short, key=lambda number: short[number])
     return MemoryShortage(
         sum(short.values()),
-        f"waking it needs {of_bytes(needed[worst])} of GPU {worst}, but only {of_bytes(free[worst])} are "
+        f"waking it needs {of_bytes(needed[worst])} on GPU {worst}, but only {of_bytes(free[worst])} are "
         "free",
     )
 

@@ -1,5 +1,5 @@
 """Verifies that the memory of a replica was returned when the replica ended: its processes no longer exist,
-and no GPU has memory of theirs."""
+and no GPU memory is assigned to them."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ log = logging.getLogger(__name__)
 _RETURNED_WITHIN_S = 10.0
 """Time limit for the memory to be returned after the processes have exited or were killed."""
 _CHECKED_WITHIN_S = 15.0
-"""Time limit for the check itself, which is longer because a call of NVML may hang."""
+"""Time limit for the check itself, which is longer because an NVML call may hang."""
 _POLL_S = 0.1
 
 GpuProcesses = Callable[[], Mapping[int, Collection[int]]]
-"""Returns the ids of the processes that have memory on each GPU, by the GPU's number."""
+"""Returns the ids of the processes that use memory on each GPU, by the GPU's number."""
 
 
 async def find_held(pids: Collection[int], processes_on_gpus: GpuProcesses = gpu_processes) -> str:
-    """Do the same as `why_held`, in a thread. If the check fails or hangs, return this as the reason."""
+    """Do the same as `why_held`, in a thread. If the check itself fails or hangs, the result says so."""
     try:
         return await in_own_thread(
             lambda: why_held(pids, processes_on_gpus=processes_on_gpus), _CHECKED_WITHIN_S
         )
     except TimeoutError:
         return (
-            f"its processes were stopped, but the GPU driver did not answer within {_CHECKED_WITHIN_S:g} s "
-            "whether their memory was returned: check the GPUs with nvidia-smi"
+            f"its processes were stopped, but the GPU driver did not answer within {_CHECKED_WITHIN_S:g} s, "
+            "so it is not known whether their memory was returned: check the GPUs with nvidia-smi"
         )
     except Exception as error:
         log.exception("the check for returned memory failed")
-        return f"its processes were stopped, but whether their memory was returned is not known: {error}"
+        return f"its processes were stopped, but it is not known whether their memory was returned: {error}"
 
 
 def why_held(
@@ -44,7 +44,7 @@ def why_held(
     within_s: float = _RETURNED_WITHIN_S,
     processes_on_gpus: GpuProcesses = gpu_processes,
 ) -> str:
-    """Wait until the memory of a replica that has ended was returned, for at most `within_s`. Return what is
+    """Wait, for at most `within_s`, until the memory of a replica that has ended is returned. Return what is
     still held, with a remedy, or an empty string if everything was returned. This function reads from the
     kernel and calls NVML, so it must not run on the event loop.
 
@@ -65,8 +65,8 @@ def _held(pids: Collection[int], processes_on_gpus: GpuProcesses) -> str:
         processes = ", ".join(f"{pid} (state {state})" for pid, state in remaining.items())
         return (
             f"its memory is not free, because these processes still exist although they were killed: "
-            f"{processes}: a process in state D waits for a device or a disk, so check those in the kernel's "
-            "log (dmesg); if it never ends, restart the machine"
+            f"{processes}: a process in state D waits for a device or a disk, so check the kernel's log "
+            "(dmesg) for device and disk errors; if the process never ends, restart the machine"
         )
     for number, listed in processes_on_gpus().items() if pids else ():
         if held := sorted(set(pids) & set(listed)):
@@ -80,7 +80,7 @@ def _held(pids: Collection[int], processes_on_gpus: GpuProcesses) -> str:
 
 def _members(sessions: Collection[int]) -> dict[int, str]:
     """Return the state of each process in these sessions, by process id. Zombies are not included, because
-    they hold no memory, unless threads of theirs still run."""
+    they hold no memory, unless some of their threads are still running."""
     found = {}
     for entry in Path("/proc").iterdir() if sessions else ():
         if not entry.name.isdecimal():

@@ -1,4 +1,4 @@
-"""The methods of the front pool that changes of models need."""
+"""The front pool's methods that are needed to change the served models."""
 
 from __future__ import annotations
 

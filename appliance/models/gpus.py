@@ -56,8 +56,8 @@ def find_gpus() -> GpuReport:
 
 
 def gpu_processes() -> dict[int, set[int]]:
-    """Return the ids of the processes that have memory on each GPU or MIG instance, by its number. The result
-    is empty if NVML does not list them."""
+    """Return the ids of the processes that use memory on each GPU or MIG instance, by the GPU's or instance's
+    number. The result is empty if NVML does not list any processes."""
     import pynvml
 
     try:

@@ -1,4 +1,4 @@
-"""Errors of loading, unloading and swapping versions of models."""
+"""Errors that occur when a version of a model is loaded, unloaded or swapped."""
 
 from __future__ import annotations
 

@@ -49,10 +49,10 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.05
 _STOP_S = 2.0
 _RETURNED_AGAIN_S = 30.0
-"""Pause between checks whether memory that an unload did not return was returned later."""
+"""Interval between checks of whether memory that an unload did not return has since been returned."""
 _MAX_FAILED_LOADS = 2
-"""Number of failed starts after which a registered version counts as impossible to load. A second start is
-attempted, because the first one also fails if another process has not freed its memory yet."""
+"""Number of failed starts after which a registered version is considered impossible to load. A second start
+is attempted, because the first one also fails if another process has not freed its memory yet."""
 _MAX_FAILED_STARTS = 3
 """If a successor fails to start this many times, the previous replica is kept."""
 
@@ -88,7 +88,7 @@ class ModelManager:
         the names of models in the settings, and NAME@VERSION for versions in the registry."""
         self.replicas: list[Replica] = []
         self.unreturned: dict[str, str] = {}
-        """For each unit whose latest unload did not return its memory: what is still held."""
+        """Description of the memory that is still held after a unit was unloaded, by unit."""
         self._settings = settings
         self._declared = dict(settings().models)
         """The models in the settings."""
@@ -108,10 +108,10 @@ class ModelManager:
         self._changes: dict[str, asyncio.Task[None]] = {}
         self._retirements: dict[Replica, asyncio.Task[None]] = {}
         self._grace_s: dict[str, float] = {}
-        """Grace period for a unit's requests when the unit is unloaded, if not the one in the settings."""
+        """Grace period for the requests of a unit that is being unloaded, if it differs from the settings."""
         self._parked: dict[str, float] = {}
         """Units without replicas, or with sleeping replicas, whose requests wait until the unit is loaded or
-        woken. The value is the time of the event loop until which running requests may finish."""
+        woken. The value is the event loop's time until which running requests may finish."""
         self._keep_asleep: set[str] = set()
         """Parked units whose replicas sleep instead of being stopped."""
         self._sleep_changes: dict[str, asyncio.Task[None]] = {}
@@ -128,7 +128,7 @@ class ModelManager:
             requests.add_model(model.name, model.version)
         for name, wanted in self._wanted.items():
             if not wanted.required and name not in broken:
-                self._parked[name] = 0.0  # `OnDemand` loads it if it fits
+                self._parked[name] = 0.0  # `OnDemand` loads the model if it fits.
                 continue
             for _ in range(self._scaling.count(name, wanted)):
                 self._new(name, wanted)
@@ -190,11 +190,11 @@ class ModelManager:
         return next((replica.remedy for replica in self.of(unit) if replica.remedy), "")
 
     def retry(self, unit: str) -> list[str]:
-        """Start the replicas of the unit that are waiting for their next start. Return their names."""
+        """Start those replicas of the unit that are waiting for their next start, and return their names."""
         return [replica.name for replica in self.of(unit) if replica.retry()]
 
     def set_timeouts(self) -> None:
-        """Apply the settings that determine after how long a replica is killed."""
+        """Apply the time limits in the settings after which a replica is killed."""
         for replica in self.replicas:
             replica.hang_timeout_s = self._settings().hang_timeout_s
             replica.load_timeout_s = self._settings().load_timeout_s
@@ -453,7 +453,7 @@ class ModelManager:
             return False
         if name in self._parked:
             if any(replica.spec != wanted.spec(replica.name) for replica in self.of(name)):
-                self._keep_asleep.discard(name)  # they would sleep with outdated settings
+                self._keep_asleep.discard(name)  # The replicas would sleep with outdated settings.
             if name in self._keep_asleep and not self.is_parked_asleep(name):
                 await self._uninterrupted(name, self._put_to_sleep(name))
             if not self.is_parked_asleep(name):
@@ -472,7 +472,8 @@ class ModelManager:
             await self._retire(outdated[-1])
         elif len(current) > self._scaling.count(name, wanted):
             retirement = self._begin_retirement(current[-1])
-            if not by_load:  # If the load grows again meanwhile, a new replica can start.
+            # With autoscaling, do not wait, so that a new replica can start if the load grows again.
+            if not by_load:
                 await asyncio.shield(retirement)
         elif outdated:
             return await self._replace(outdated[0], current, wanted)
@@ -520,8 +521,8 @@ class ModelManager:
         return True
 
     async def _uninterrupted(self, name: str, change: Coroutine[Any, Any, None]) -> None:
-        """Put the replicas of a unit to sleep, or wake them. A later change of the unit does not interrupt
-        this, but waits for its end."""
+        """Put the replicas of a unit to sleep, or wake them. A later change to the unit does not interrupt
+        this method, but waits until it has finished."""
         task = self._sleep_changes[name] = asyncio.get_running_loop().create_task(change)
         task.add_done_callback(lambda _: self._sleep_changes.pop(name, None))
         await asyncio.shield(task)
@@ -554,7 +555,7 @@ class ModelManager:
             log.info("%s is awake", name)
 
     def _drain_left_s(self, name: str) -> float:
-        """Return how long running requests of a parked unit may still take to finish."""
+        """Return how much time, in seconds, the running requests of a parked unit have left to finish."""
         return max(0.0, self._parked.get(name, 0.0) - asyncio.get_running_loop().time())
 
     async def _retire(self, replica: Replica) -> None:
@@ -598,7 +599,7 @@ class ModelManager:
         log.info("%s ended", replica.name)
 
     async def _until_returned(self, unit: str, why: str, pids: list[int]) -> None:
-        """Forget that the memory of a unit was not returned as soon as it is returned."""
+        """Wait until the unit's memory has been returned, then remove the unit from `unreturned`."""
         while self.unreturned.get(unit) == why:
             await asyncio.sleep(_RETURNED_AGAIN_S)
             if not await find_held(pids):

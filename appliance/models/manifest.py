@@ -2,10 +2,11 @@
 as reading the files. Checking a manifest reads at most `_WHOLE_BYTES` of each file, except for a larger file
 whose modification time has changed. Neither may be done on the event loop.
 
-The contents of a large file are compared by samples. They detect a file that was replaced by another file of
-the same size, because training changes every part of the weights. They do not detect a change of a few bytes
-outside the samples, but such a change also alters the modification time. If only the modification time has
-changed, the whole file is therefore read: a copy or `touch` leaves its contents as they were.
+For a large file, only samples of the contents are compared. The samples reveal that a file was replaced by
+another file of the same size, because training changes every part of the weights. They do not reveal a change
+of a few bytes outside the samples, but such a change also alters the modification time. If only the
+modification time has changed, the whole file is therefore read, because a copy or `touch` also changes that
+time but leaves the contents as they were.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _READERS = 4
 """Number of files that are hashed at the same time. Hashing releases the GIL."""
 _WHOLE_BYTES = 32 << 20
 """Maximum size of a file whose contents are compared completely with the manifest before each start of a
-replica. Of larger files, the size and the samples are compared."""
+replica. For larger files, the size and the samples are compared."""
 _SAMPLES, _SAMPLE_BYTES = 32, 64 << 10
 """Number and size of the samples of a large file: 2 MiB in total, however large the file is. The first sample
 is the beginning of the file, the last one is its end, and the others lie evenly between them."""
@@ -46,9 +47,9 @@ def read_manifest(folder: str) -> tuple[ModelFile, ...]:
 
 
 def check_manifest(folder: str, files: tuple[ModelFile, ...]) -> None:
-    """Check that the files in a folder still match the manifest. Of a large file, the size and the samples
-    are compared, and the SHA-256 if its modification time differs. If the manifest was created before samples
-    or modification times were stored, they are not compared. Raises ManifestError."""
+    """Check that the files in a folder still match the manifest. For a large file, the size and the samples
+    are compared, and also the SHA-256 if the modification time differs. If the manifest was created before
+    samples or modification times were stored, they are not compared. Raises ManifestError."""
     known = {file.name: file for file in files}
     try:
         paths = {_name(path): path for path in _files(Path(folder))}
@@ -110,7 +111,8 @@ def _name(path: Path) -> str:
 
 
 def _describe(path: Path) -> ModelFile:
-    status = path.stat()  # read first, so that a change during the reads is found later
+    # Get the modification time first, so that a later check detects a change made while the file is read.
+    status = path.stat()
     samples = _samples(path, status.st_size) if status.st_size > _WHOLE_BYTES else ""
     return ModelFile(_name(path), status.st_size, _sha256(path), samples, status.st_mtime_ns)
 

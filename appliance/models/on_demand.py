@@ -6,7 +6,7 @@ A unit of loading that requests can use is in one of three states:
 
 - unknown to the fronts, which is possible only for a registered version. At its first request, the fronts
   read its tokenizer (`ModelOperations.introduce`), and the request is queued.
-- parked: its requests wait in the queue until the unit is loaded. Its replicas may sleep; it is then woken.
+- parked: its requests wait in the queue until the unit is loaded or, if its replicas sleep, woken.
 - in memory.
 
 Only one load or swap is in progress at a time.
@@ -51,8 +51,8 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _RETRY_S = 30.0
-"""How long a model's requests are refused after loading it on demand has failed. The next request after that
-tries the load again."""
+"""How long a model's requests are refused after an on-demand load of the model has failed. The next request
+after that repeats the load."""
 _FORGET_S = 600.0
 """If a registered version was loaded on demand, has been unloaded, and has had no requests for this long, it
 is removed from the fronts so that its tokenizer does not occupy memory."""
@@ -101,7 +101,7 @@ class OnDemand:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.loads: Counter[str] = Counter()
-        """Number of loads on demand since the service started, by unit."""
+        """Number of on-demand loads since the service started, by unit."""
         self.evictions: Counter[tuple[str, str]] = Counter()
         """Number of times that units were unloaded or put to sleep without a command, by unit and reason
         (`REASONS`)."""
@@ -146,7 +146,7 @@ class OnDemand:
         await self._shared_load(unit_name(record.model, record.version), record)
 
     async def load_declared(self, unit: str) -> None:
-        """Load a model of the settings that is not required. If it does not fit, idle models that may be
+        """Load a model that is in the settings but not required. If it does not fit, idle models that may be
         unloaded are unloaded first. If the model is already being loaded, wait for that load. Raises
         LoadError."""
         await self._shared_load(unit, None)
@@ -198,7 +198,8 @@ class OnDemand:
         return time.time() + max(0.0, leaves_at - self._clock())
 
     def stats(self, unit: str) -> Residency:
-        """Return whether the unit is in memory, and how often it has entered and left the memory."""
+        """Return whether the unit is in memory, how often it was loaded or woken on demand, and how often it
+        was evicted."""
         return Residency(
             in_memory=self._occupies_memory(unit) and unit not in self._operations.asleep,
             loads=self.loads[unit],
@@ -298,7 +299,7 @@ class OnDemand:
             now, bundles = self._clock(), list(self._bundles())
             for bundle in bundles:
                 if expired(now, bundle, max(map(self._leaves_at, bundle.units))):
-                    await self._evict(bundle.units, "idle", "its time to live has passed")
+                    await self._evict(bundle.units, "idle", "its time to live has expired")
                     return
             wanted = first_waiting(bundles)
             if wanted is None:
@@ -315,7 +316,7 @@ class OnDemand:
             await self._introduce_member(wanted, unknown[0])
             return
         if not unit:
-            return  # the units that are not loaded are still leaving the memory
+            return  # The units that are not loaded are still being removed from memory.
         step = next_step(
             self._clock(),
             wanted,
@@ -380,7 +381,7 @@ class OnDemand:
         for unit in leaving:
             asleep = await self._may_sleep(unit, wanted)
             if self._stays(unit):
-                continue  # because of a command or new settings, which came in the meantime
+                continue  # A command or new settings have changed the unit in the meantime.
             log.info("%s is %s: %s", unit, "put to sleep" if asleep else "unloaded", why)
             if self._occupies_memory(unit):
                 self.evictions[unit, reason] += 1
@@ -392,12 +393,13 @@ class OnDemand:
         self._fronts.publish_configuration()
 
     async def _may_sleep(self, unit: str, wanted: tuple[str, ...]) -> bool:
-        """Return whether a unit that leaves the memory sleeps instead of being unloaded. Unload other units
-        that sleep without a command, as far as the limit requires it (`_limit_sleep`). This happens before it
-        is known whether the replicas can sleep, because the limit must not be exceeded meanwhile."""
+        """Return whether a unit that must release its memory is to sleep instead of being unloaded. To stay
+        within the limit, unload other units that sleep without a command if necessary (`_limit_sleep`). They
+        are unloaded even before it is known whether the replicas can sleep, because the limit must never be
+        exceeded."""
         replicas = self._manager.of(unit)
         if not self._occupies_memory(unit) or not all(replica.on_gpus for replica in replicas):
-            return False  # on a CPU, the weights of a sleeping model would stay in memory
+            return False  # On a CPU, the weights of a sleeping model would stay in memory.
         room = self._sleep_bytes() - sum(replica.status().weight_bytes for replica in replicas)
         parked = self._manager.parked_host_bytes()
         if sum(parked.values()) - sum(parked[one] for one in self._unused_sleepers(wanted)) > room:
@@ -427,16 +429,16 @@ class OnDemand:
         ]
 
     def _sleep_bytes(self) -> int:
-        """Return the host memory for the weights of units that sleep without a command. Units that sleep
-        because of a command reduce it."""
+        """Return how much host memory the weights of units that sleep without a command may use. This is
+        `on_demand.sleeping_memory_gb` minus the memory of units that sleep because of a command."""
         parked = self._manager.parked_host_bytes()
         others = [replica for replica in self._manager.replicas if replica.model not in parked]
         limit_bytes = int(self._settings().on_demand.sleeping_memory_gb * 1e9)
         return max(0, limit_bytes - sum(replica.sleeping.host_bytes for replica in others))
 
     def _occupies_memory(self, unit: str) -> bool:
-        """Return whether the unit is in memory: its replicas are loading, loaded or leaving, and it is not
-        parked asleep."""
+        """Return whether the unit is in memory: its replicas are loading, loaded or being stopped, and it is
+        not parked asleep."""
         return bool(self._manager.of(unit)) and not self._manager.is_parked_asleep(unit)
 
     def _stays(self, unit: str) -> bool:
@@ -445,8 +447,8 @@ class OnDemand:
         return self._manager.settings_of(unit) is None or bool(self._kept(unit))
 
     def _leaves(self, unit: str) -> bool:
-        """Return whether the unit is still leaving the memory. New settings may require it in the
-        meantime."""
+        """Return whether the unit is still to be removed from memory. New settings may have required the unit
+        again in the meantime."""
         return self._manager.is_parked(unit) or unit not in self._manager.models
 
     async def _load_at_start(self, bundles: list[Bundle]) -> None:
@@ -463,7 +465,8 @@ class OnDemand:
             log.info("%s is not loaded at startup, because it does not fit; its first request loads it", unit)
             return
         self._note_load(unit)
-        with contextlib.suppress(LoadError):  # shown as failed; retried at the next request
+        # If the load fails, the model is shown as failed, and its next request repeats the load.
+        with contextlib.suppress(LoadError):
             await self._operations.bring_back(unit)
             self._incomplete.add(bundle.units)
         self._of(unit).ready_at = self._clock()
@@ -523,8 +526,8 @@ class OnDemand:
         self._fronts.publish_configuration()
 
     def _repaired(self, unit: str) -> None:
-        """Handle changed files of a version whose latest load failed. If it was loaded on demand, accept its
-        requests again; otherwise repeat the load."""
+        """Handle a change to the files of a version whose latest load failed. If the version is loaded on
+        demand, accept its requests again; otherwise repeat the load."""
         record = self._operations.registry.current.versions.get(_key(unit))
         if record is None:
             return
@@ -591,7 +594,7 @@ class OnDemand:
         return (unit,)
 
     def _excluded(self, wanted: Bundle, other: Bundle) -> bool:
-        """Return whether a group forbids loading the two bundles together."""
+        """Return whether a model group with `load = "one"` forbids loading the two bundles together."""
         names, others = ({self._name(unit) for unit in one.units} for one in (wanted, other))
         return any(
             one != two and {one, two} <= set(group.models)
@@ -659,8 +662,9 @@ class OnDemand:
 
     def _memory_bytes(self, unit: str, wanted: str) -> int:
         """Return the memory, in bytes, that becomes free for the unit `wanted` if this unit is unloaded. If
-        `wanted` sleeps, only the memory of its GPUs counts, because it wakes on them. If this unit sleeps, it
-        is its host memory, for a unit on the CPU, or the GPU memory that its processes still hold."""
+        `wanted` sleeps, only the memory of its GPUs counts, because it wakes on them. If this unit sleeps,
+        its host memory becomes free if `wanted` runs on the CPU, or the GPU memory that its processes still
+        hold if `wanted` runs on GPUs."""
         asleep = self._manager.is_parked_asleep(wanted)
         gpus = {gpu for one in self._manager.of(wanted) for gpu in one.gpus} if asleep else set()
         replicas = [one for one in self._manager.of(unit) if not gpus or gpus & set(one.gpus)]

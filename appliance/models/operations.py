@@ -242,8 +242,8 @@ class ModelOperations:
             raise LoadError(problem)
 
     async def _check_room(self, unit: str, settings: ModelSettings) -> None:
-        """Raise NoRoomError if the unit does not fit into memory. If it is parked asleep, and only other GPUs
-        than its own have enough memory for it, stop its replicas, so that it is loaded there."""
+        """Raise NoRoomError if the unit does not fit into memory. If it is parked asleep, and only
+        GPUs other than its own have enough memory for it, stop its replicas, so that it is loaded there."""
         manager = self._manager
         why_not = (await manager.shortage_of(unit, settings)).why
         if why_not and manager.is_parked_asleep(unit) and not (await manager.shortage(settings)).why:
@@ -289,7 +289,7 @@ class ModelOperations:
         await self._fronts.routed()
 
     async def load_declared(self, unit: str) -> None:
-        """Load a model of the settings that is not required, and return when it is ready. Raises
+        """Load a model that is in the settings but not required, and return when it is ready. Raises
         LoadError."""
         settings = self._manager.settings_of(unit)
         if settings is not None and self._manager.is_parked(unit):

@@ -47,7 +47,7 @@ def fallback_faults(loaded: Loaded, registry: Registry) -> list[Fault]:
 def unknown_targets(registry: Registry, declared: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield a description of each registry record that names an unknown model, for example a model that was
     removed from the settings, together with the problem and its remedy. A model is unknown if it is neither
-    in the registry nor in `declared`, the models of the settings."""
+    in the registry nor in `declared`, the models in the settings."""
 
     def is_known(target: str) -> bool:
         model, version = split_target(target)

@@ -67,7 +67,7 @@ Preflight = Callable[[str, ModelSettings], str]
 none. Called in a thread."""
 FilesCheck = Callable[[str], str]
 """Compares the files of a unit with the manifest of its version, and returns the difference; empty if there
-is none, or if the unit is a model of the settings. Called in a thread."""
+is none, or if the unit is a model in the settings. Called in a thread."""
 Launch = Callable[
     [ReplicaSpec, Callable[[int, RankOutbound], None], Callable[[str], None]],
     ReplicaGroup,
@@ -289,8 +289,8 @@ class Replica:
         return None if group is None else await self._blocks.read(group)
 
     def recent_blocks(self, every_s: float) -> BlockUse | None:
-        """Return the last known state of the KV blocks without waiting. Unless it is known from the last
-        `every_s` seconds, the replica is asked for a new one."""
+        """Return the last known state of the KV blocks without waiting. If that state is older than `every_s`
+        seconds, ask the replica for the current one."""
         group = self._group_with_blocks()
         return None if group is None else self._blocks.recent(group, every_s)
 
@@ -328,7 +328,7 @@ class Replica:
         that runs on the CPU instead of a GPU is restarted on a GPU. Return whether anything was done."""
         if self.fallback and self.state == "ready" and not self.retiring:
             self.fallback = ""
-            self.kill("it is restarted to run on a GPU")
+            self.kill("it is being moved from the CPU to a GPU")
             return True
         if self.state not in ("restarting", "failed") or self._stopping or self.retiring:
             return False

@@ -51,7 +51,7 @@ class BlockUseReader:
         self._end(None)
 
     def _ask(self, group: ReplicaGroup) -> asyncio.Future[BlockUse | None]:
-        """Ask the replica, unless its answer is already awaited."""
+        """Ask the replica, unless an earlier question is still unanswered."""
         if self._pending is None:
             self._pending = asyncio.get_running_loop().create_future()
             group.ask_blocks()

@@ -117,7 +117,7 @@ class ReplicaConnections:
         Must be called when `Replica.answers` may have changed."""
         if (account := replica.account) is None:
             return
-        self._requests.retire_replica(account)  # it must not be added twice
+        self._requests.retire_replica(account)  # The replica must not be added twice.
         if replica.answers:
             self._requests.add_replica(account)
 

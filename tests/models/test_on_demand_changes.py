@@ -19,7 +19,7 @@ def test_a_sleeping_model_with_waiting_requests_is_not_unloaded_so_that_an_idle_
         await site.exchange("a", "b")
         async with site.on_demand._changing:
             site.ask("a")
-            await site.on_demand._evict(("b",), "idle", "its time to live has passed")
+            await site.on_demand._evict(("b",), "idle", "its time to live has expired")
             assert site.manager.history == ["load a", "sleep a", "load b", "park b"]
 
     play(site, scenario)
@@ -46,7 +46,7 @@ def test_a_model_does_not_leave_the_memory_if_a_command_changes_it_while_another
 
         async with site.on_demand._changing:
             manager.park = park_slowly  # type: ignore[method-assign]
-            await site.on_demand._evict(("b",), "idle", "its time to live has passed")
+            await site.on_demand._evict(("b",), "idle", "its time to live has expired")
             assert manager.history == ["load a", "sleep a", "load b", "park a"]
 
     play(site, scenario)

@@ -167,7 +167,7 @@ def test_groups_a_time_to_live_and_optional_models_of_the_settings(tmp_path: Pat
     with service("--config", str(config)) as running:
         # While a is loading, c is also shown as available.
         running.wait_until(
-            lambda: "c is unloaded: its time to live has passed" in running.log_path.read_text(),
+            lambda: "c is unloaded: its time to live has expired" in running.log_path.read_text(),
             WITHIN_S,
             "c to be loaded and to expire",
         )
