@@ -125,7 +125,7 @@ def _shape(blocks: BlockMap) -> tuple[int, int, bool]:
 
 
 def _without(blocks: BlockMap, ended: Sequence[int]) -> BlockMap:
-    """Return the map without some requests. Their blocks have no owner."""
+    """Return the map without the requests at the positions in `ended`. Their blocks have no owner."""
     if not ended:
         return blocks
     removed = set(ended)

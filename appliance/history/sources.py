@@ -197,8 +197,8 @@ class FilePast:
         """Return the most recent matching log lines, in chronological order."""
         if self.facts is None:
             raise PastError(
-                "history.db contains no log lines: read the journal, or open an incident file, which "
-                "appliance history export writes"
+                "history.db contains no log lines: read the journal, or open an incident file written by "
+                "'appliance history export'"
             )
         until = _END if query.until is None else query.until
         with _explained():
@@ -217,7 +217,7 @@ class FilePast:
             if not self._control.exists():
                 raise PastError(
                     f"{self._control} does not exist, and history.db contains no actions: open an incident "
-                    "file, which appliance history export writes"
+                    "file written by 'appliance history export'"
                 )
             found = read_actions(self._control, query.filter, query.limit + 1, before=query.before)
             return [audit_action(record) for record in reversed(found)]
