@@ -84,8 +84,8 @@ class Generation:
         self._open = len(self.samples)
         self._attempt = 0
         self._preempted: set[int] = set()
-        """Attempts that ended because the replica was stopped to make room for another model. They do not
-        count as losses."""
+        """Numbers of the attempts that ended because the replica was stopped to make room for another model.
+        These attempts do not count as losses."""
         self._submitted = False
         self._settled = False
         self._link: ReplicaClient | None = None

@@ -142,8 +142,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def authenticate(self, tenant: str = "") -> bool:
         """Move the connection to the pool of known clients and assign it to `tenant`, because its request has
-        a valid identity. Return False if no place can be freed for it: all eligible places belong to
-        connections whose requests are being answered."""
+        a valid identity. Return False if no place can be freed for the connection, because all
+        eligible places belong to connections whose requests are being answered."""
         if not self.authenticated or self._tenant != tenant:
             if not self.server.promote(self, tenant):
                 return False

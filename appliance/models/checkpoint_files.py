@@ -162,7 +162,7 @@ def _check_weights(folder: Path) -> None:
 
 def _shards(index: Path) -> list[str]:
     """Return the names of all files that the index lists. The list is empty if the index is not valid;
-    `read_entries` reports that."""
+    `read_entries` reports that problem."""
     try:
         names = json.loads(index.read_bytes())["weight_map"].values()
         return sorted({name for name in names if isinstance(name, str) and Path(name).name == name})

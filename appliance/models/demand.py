@@ -17,8 +17,8 @@ _MAX_GROWTH = 2.0
 """A trend predicts at most this multiple of the current demand."""
 _DAY_S, _MINUTE_S = 86_400.0, 60.0
 _AROUND_S = 300.0
-"""The prediction from the previous day's data uses the highest demand between the current time of day and
-this long after the predicted time of day."""
+"""The prediction from the previous day's data is the highest demand on that day from the current time of day
+until this long after the time of day for which the demand is predicted."""
 
 
 class Demand(NamedTuple):
@@ -60,7 +60,7 @@ class DemandForecast:
 
     def expected(self, now: float, ahead_s: float) -> Demand:
         """Return the highest demand expected within `ahead_s`: the maximum of the current demand, the demand
-        predicted by the trend of the last few minutes, and the demand at this time on the previous day."""
+        predicted by the trend of the last few minutes, and the demand around the same time a day ago."""
         present = self.present(now)
         best = Demand(present, f"the load needs {present:.1f} replicas")
         slope = self._slope()

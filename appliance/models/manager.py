@@ -312,8 +312,8 @@ class ModelManager:
         return bool(replicas) and all(replica.sleeping.asleep for replica in replicas)
 
     def parked_host_bytes(self) -> dict[str, int]:
-        """Return the host memory that holds the weights of each unit that sleeps, or goes to sleep, because
-        it is parked."""
+        """Return the amount of host memory that holds the weights of each unit that sleeps, or is going to
+        sleep, because it is parked."""
         return {
             unit: sum(replica.status().weight_bytes for replica in self.of(unit))
             for unit in self._keep_asleep & self._parked.keys()

@@ -374,8 +374,8 @@ class OnDemand:
         self, units: tuple[str, ...], reason: str, why: str, wanted: tuple[str, ...] = ()
     ) -> None:
         """Unload units or put them to sleep, and wait until their memory is free. This takes at most
-        `DRAIN_S`, the time limit for replicas to go to sleep, and the time to stop them. `wanted` contains
-        the units that need the memory."""
+        `DRAIN_S` plus the time limit for replicas to go to sleep plus the time to stop them. `wanted`
+        contains the units that need the memory."""
         leaving = [unit for unit in units if self._manager.of(unit)]
         self._incomplete.discard(units)
         for unit in leaving:
@@ -442,7 +442,7 @@ class OnDemand:
         return bool(self._manager.of(unit)) and not self._manager.is_parked_asleep(unit)
 
     def _stays(self, unit: str) -> bool:
-        """Return whether a unit must not be put to sleep or unloaded: it has already been unloaded, or it
+        """Return whether a unit must not be put to sleep or unloaded, because it has already been unloaded or
         always stays loaded."""
         return self._manager.settings_of(unit) is None or bool(self._kept(unit))
 
@@ -679,8 +679,8 @@ class OnDemand:
         return occupied - sum(one.freed_bytes for one in statuses)
 
     async def _measure(self, bundles: list[Bundle], wanted: str) -> list[Bundle]:
-        """Predict how much memory the units on the CPU need. Return the bundles with the memory that becomes
-        free for the unit `wanted` if they are unloaded."""
+        """Predict how much memory the units on the CPU need. Return the bundles, each with the memory that
+        becomes free for the unit `wanted` if the bundle is unloaded."""
         settings = {
             unit: one
             for bundle in bundles

@@ -303,9 +303,9 @@ class ModelOperations:
         self._fronts.publish_configuration()
 
     async def bring_back(self, unit: str) -> None:
-        """Load or wake a unit that was introduced or parked. If this raises LoadError, the unit is parked
-        again without sleeping replicas, unless its replicas are themselves waiting for its files to be
-        corrected."""
+        """Load or wake a unit that was introduced or parked. If that fails, raise LoadError and park the unit
+        again, without sleeping replicas. A unit whose replicas are waiting for corrected files is not parked
+        again."""
         model, version = split_target(unit)
         record = self.registry.current.versions.get((model, version or 0))
         async with self._one_at_a_time:
@@ -390,9 +390,9 @@ class ModelOperations:
 
     async def sleep(self, record: VersionRecord, grace_s: float) -> None:
         """Stop routing requests to a loaded version, let its requests finish within `grace_s`, and release
-        its memory. A version that is waking sleeps afterwards. A version that sleeps, or is going to sleep,
-        without a command then sleeps because of this command. Raises LoadError if it is not loaded or if it
-        stays awake."""
+        its memory. A version that is being woken is put to sleep afterwards. A version that already sleeps,
+        or is going to sleep, without a command counts as put to sleep by this command. Raises LoadError if
+        the version is not loaded or stays awake."""
         unit = unit_name(record.model, record.version)
         if (waking := self._wakes.get(unit)) is not None:
             await asyncio.wait([waking])
