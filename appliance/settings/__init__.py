@@ -1,4 +1,4 @@
-"""Settings from typed TOML files. Flags override the files, and the files override the defaults. Every fault
+"""Typed settings from TOML files. Flags override the files, and the files override the defaults. Every fault
 is reported with its file, line, setting, value and remedy.
 
     listen = "127.0.0.1:8000"

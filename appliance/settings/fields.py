@@ -118,8 +118,7 @@ class ModelSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     resolved in the same way as `folder`. The file is read when the model is loaded or its settings change."""
     fallback: str | None = None
     """Name of another model that answers requests while this one is overloaded or has failed, for keys with
-    `--fallback allowed`. The field `model` of the answer then contains the other model's name. Default:
-    none."""
+    `--fallback allowed`. The answer's `model` field then contains the other model's name. Default: none."""
     sampling: SamplingDefaults = SamplingDefaults()
     """Default sampling parameters, in a separate table."""
 
@@ -163,14 +162,14 @@ class OnDemandSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True,
     """Total host memory in GB (10^9 bytes) that models on the CPU may use, according to the prediction of
     `appliance models fit`. Default: the available memory. On GPUs, `gpu_memory_utilization` is the limit."""
     sleeping_memory_gb: NonNegativeGigabytes = 0.0
-    """Host memory in GB (10^9 bytes) for the weights of sleeping models. If a model on GPUs leaves the memory
-    without a command, and its weights fit into this limit, it sleeps, and its next request wakes it. Other
-    models are unloaded. If the limit is reached, the least recently used of these sleeping models are
-    unloaded first. The memory is page-locked. 0: models are always unloaded."""
+    """Host memory in GB (10^9 bytes) for the weights of sleeping models. Instead of being unloaded
+    automatically, a model on GPUs is put to sleep if its weights fit into this limit; its next request wakes
+    it. Other models are unloaded. If the limit is reached, the least recently used of these sleeping models
+    are unloaded first. The memory is page-locked. 0: models are always unloaded."""
     min_residence_s: Seconds = 10.0
     """Minimum time in seconds for which a model keeps its memory, counted from when it begins to load. A
     model that has requests also keeps its memory until requests for another model have waited this long. A
-    model leaves earlier if requests for another model have already waited 5 s longer than this."""
+    model may be evicted earlier once requests for another model have waited 5 s longer than this."""
 
 
 class UnixSettings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -224,9 +223,9 @@ class LogSettings(KeepRules, forbid_unknown_fields=True, frozen=True, kw_only=Tr
 
 
 class ModelPrices(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """Prices of the model NAME, from which `appliance usage` computes costs. All prices are per million
-    tokens, in any currency. A change of a price applies to the costs of all days, including past ones. Models
-    that are no longer served can still have prices."""
+    """Prices of model NAME, from which `appliance usage` computes costs. All prices are per million tokens,
+    in any currency. A changed price applies to the costs of all days, including past ones. Models that are no
+    longer served can still have prices."""
 
     prompt: Price = 0.0
     """Price of a million prompt tokens that were not found in the prefix cache."""
@@ -268,15 +267,15 @@ class RestartSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, k
     repeated exits, a replica is not restarted for a while: see [models.md](models.md#replicas)."""
 
     max_deaths: Positive = 5
-    """Number of exits within `window_s` after which a replica is not restarted until `retry_s` have passed,
-    its files have changed, or an operator has run `appliance models retry`."""
+    """Number of exits within `window_s` after which a replica is not restarted until `retry_s` seconds have
+    passed, its files have changed, or an operator has run `appliance models retry`."""
     window_s: PositiveSeconds = 60.0
     """Number of seconds for which an exit counts towards `max_deaths`. Only time that the replica spends
     serving is counted, so the limit also applies to a replica that repeatedly exits during loading, however
     long loading takes."""
     retry_s: PositiveSeconds = 300.0
-    """Delay in seconds before a replica that is no longer restarted is started once more. If it exits again
-    before it has served for `window_s`, the delay begins again."""
+    """Delay in seconds before a replica that has exited `max_deaths` times is started once more. If it exits
+    again before it has served for `window_s` seconds, the delay begins again."""
 
 
 class AutoscalingSettings(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -331,8 +330,8 @@ class Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     checks."""
     hang_timeout_s: PositiveSeconds = 20.0
     """Time in seconds after which a ready replica or front process that does not report is killed. Unless it
-    was already stopping, it is then restarted. If a replica has announced a long step, it gets ten times the
-    step's predicted duration if that is longer."""
+    was already stopping, it is then restarted. A replica that has announced a long step is given ten times
+    the step's predicted duration, if that is longer."""
     load_timeout_s: PositiveSeconds = 600.0
     """Time in seconds after which a starting replica or front process that reports no progress is killed and
     restarted."""

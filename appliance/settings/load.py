@@ -149,8 +149,8 @@ def _lay_flags_over(tables: Tables, flags: Flags) -> None:
 
 
 def named_folder(text: str) -> tuple[str, str]:
-    """Split the value of --model into a model's name and its folder. Without a name, the model has the name
-    of its folder."""
+    """Split the value of --model into a model's name and its folder. If no name is given, the model is named
+    after its folder."""
     name, equals, folder = text.partition("=")
     if equals and not os.path.isdir(os.path.expanduser(text)):
         return name, folder

@@ -34,10 +34,10 @@ def _check_groups(settings: Settings, converter: Converter) -> None:
             if required:
                 converter.add(
                     path,
-                    f"groups.{group} lets only one of its models be loaded, but {required[0]!r} always stays "
-                    "loaded",
-                    f"set models.{required[0]}.required = false and pinned = false, or remove it from the "
-                    "group",
+                    f"groups.{group} allows only one of its models to be loaded at a time, but "
+                    f"{required[0]!r} always stays loaded",
+                    f"set models.{required[0]}.required = false and pinned = false, or remove the model from "
+                    "the group",
                 )
             continue
         for name in one.models:
@@ -52,7 +52,8 @@ def _check_groups(settings: Settings, converter: Converter) -> None:
         if len({together[name] for name in named}) < len(named):
             converter.add(
                 ("groups", group, "models"),
-                f"groups.{group} lets only one of {named} be loaded, but another group loads them together",
+                f"groups.{group} allows only one of {named} to be loaded at a time, but another group loads "
+                "them together",
                 "remove the models from one of the groups",
             )
 
