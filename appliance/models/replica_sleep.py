@@ -11,15 +11,15 @@ from engine.messages import MemoryChanged
 
 
 class ReplicaSleep:
-    """Puts the processes of a replica to sleep, and wakes them. All methods must be called on the event
-    loop's thread."""
+    """Puts a replica's processes to sleep, and wakes them. All methods must be called on the event loop's
+    thread."""
 
     def __init__(self) -> None:
         self.begun = False
-        """Whether the replica sleeps, is about to sleep, or is waking. It is set by
-        `appliance.models.unit_sleep`."""
+        """Whether the replica is asleep, about to go to sleep, or waking up. `appliance.models.unit_sleep`
+        sets this field."""
         self.asleep = False
-        """Whether the replica has released its memory. It is true until the memory is restored."""
+        """Whether the replica has released its memory. This stays true until the memory is restored."""
         self.sleeps = self.wakes = 0
         """Number of times that the replica has gone to sleep, and number of times that it has woken up."""
         self.wake_s = 0.0
@@ -48,8 +48,8 @@ class ReplicaSleep:
         return f"asleep for {minutes:.0f} min, {of_bytes(self.freed_bytes)} released{held}"
 
     async def change(self, group: ReplicaGroup, asleep: bool, timeout_s: float) -> str:
-        """Put the replica to sleep (`asleep`), or wake it. Return the reason if that failed. A replica that
-        does not answer within `timeout_s` is killed."""
+        """Put the replica to sleep if `asleep` is true; otherwise, wake it. Return the reason if this fails,
+        otherwise an empty string. A replica that does not answer within `timeout_s` is killed."""
         self._pending = asyncio.get_running_loop().create_future()
         try:
             group.change_memory(asleep)

@@ -3,16 +3,16 @@ models' state and the time.
 
 Models that wait for memory are served in the order in which their oldest requests began to wait for a load.
 To make room for the first of them, other models are evicted: models without requests first, starting with the
-least recently used, then models that sleep, then models with requests. An evicted model sleeps or is
-unloaded; if it already sleeps, it is unloaded. A model stays in memory for at least `min_residence_s` after
-its load or its return from sleep began, unless the first waiting model has already waited `DRAIN_S` longer
-than that, and for at least `MIN_SERVICE_S` after it became ready. A model with requests also stays until the
+least recently used, then sleeping models, then models with requests. An evicted model is put to sleep or
+unloaded; a model that is already asleep is unloaded. A model stays in memory for at least `min_residence_s`
+after it began to load or wake up, unless the first waiting model has already waited `DRAIN_S` longer than
+that. It also stays for at least `MIN_SERVICE_S` after it became ready. A model with requests stays until the
 first waiting model has waited for `min_residence_s`. During an eviction, running requests have `DRAIN_S` to
 finish; any requests not finished by then continue when their model is loaded again.
 
 If two models compete for memory and only one of them fits, they are swapped at most once every
-`min_residence_s`. A request waits at most `min_residence_s` (or the time of a load and `MIN_SERVICE_S`, if
-that is longer), one swap, and 2 × `DRAIN_S`. The second drain is for a request that arrives while its own
+`min_residence_s`. A request waits for at most `min_residence_s` (or the load time plus `MIN_SERVICE_S`, if
+that is longer), plus one swap and 2 × `DRAIN_S`. The second drain is for a request that arrives while its own
 model is being drained. With N competing models, a request may have to wait for N - 2 more swaps, but not for
 another `min_residence_s`: each of the other models then leaves `MIN_SERVICE_S` after it became ready.
 """
@@ -41,13 +41,13 @@ class Bundle(NamedTuple):
     in_memory: bool = False
     """Whether at least one unit occupies memory."""
     asleep: bool = False
-    """Whether all units in memory sleep. They still occupy some memory of their GPUs."""
+    """Whether all units in memory are asleep. Sleeping units still occupy some GPU memory."""
     busy: bool = False
     """Whether requests are running or waiting."""
     waiting_since: float | None = None
     """When the oldest waiting request began to wait, or when the bundle was unloaded, whichever is later;
-    None if no request is waiting. If only the time of the request counted, a model with a long queue
-    would get its memory back immediately."""
+    None if no request is waiting. If only the request's waiting time counted, a model with a long
+    queue would get its memory back immediately."""
     load_began_at: float = 0.0
     ready_at: float = 0.0
     used_at: float = 0.0
@@ -58,12 +58,13 @@ class Bundle(NamedTuple):
     """Reason why the bundle always stays loaded, such as "'chat' is pinned"; empty if it may be unloaded."""
 
     def evictable_at(self, waiting_since: float, min_residence_s: float) -> float:
-        """Return the time from which this bundle may be unloaded in favour of a bundle whose oldest request
-        has waited since `waiting_since`."""
+        """Return the earliest time at which this bundle may be unloaded in favour of a bundle whose oldest
+        request has waited since `waiting_since`."""
         if self.asleep:
             return 0.0
         residence_ends_at = self.load_began_at + min_residence_s
-        # With three models, the third one would otherwise wait for the residence of both others.
+        # Without this limit, the last of three competing models would wait until each of the other two has
+        # been in memory for `min_residence_s`.
         residence_ends_at = min(residence_ends_at, waiting_since + min_residence_s + DRAIN_S)
         earliest = max(residence_ends_at, self.ready_at + MIN_SERVICE_S)
         return max(earliest, waiting_since + min_residence_s) if self.busy else earliest
@@ -87,7 +88,8 @@ class Refuse(NamedTuple):
     units: tuple[str, ...]
     why: str
     excluded: bool = False
-    """Whether a group forbids loading the units together with a model that stays loaded."""
+    """Whether the reason is that a group forbids loading the units together with a model that stays
+    loaded."""
 
 
 class Wait(NamedTuple):
@@ -97,20 +99,20 @@ class Wait(NamedTuple):
 
 
 class Residency(NamedTuple):
-    """Whether a unit is in memory and awake, and how many times it has been loaded or woken on demand, and
-    unloaded or put to sleep without a command, since the service started."""
+    """Whether a unit is in memory and awake. Also counts, since the service started, how often the unit was
+    loaded or woken on demand, and how often it was unloaded or put to sleep automatically."""
 
     in_memory: bool
     loads: int
     """Number of loads on demand."""
     evictions: Mapping[str, int]
-    """Number of times that the unit was unloaded or put to sleep without a command, by reason. A sleeping
-    unit that is then unloaded is not counted again."""
+    """Number of times that the unit was unloaded or put to sleep automatically, by reason. Unloading a unit
+    that is already asleep is not counted again."""
 
 
 REASONS = ("memory", "group", "idle")
-"""Why a unit leaves the memory: another model needs the memory, a group does not allow both models to be
-loaded, or the unit has been idle for its time to live."""
+"""Why a unit leaves the memory: another model needs the memory, a group forbids loading the unit together
+with another model, or the unit has been idle for its time to live."""
 
 
 Step = LoadUnits | Evict | Refuse | Wait
@@ -163,7 +165,7 @@ def next_step(
             + (f" ({kept})" if kept else ""),
         )
     for one in reversed(list(chosen)):
-        # A model chosen earlier may be unnecessary if one chosen later frees enough memory on its own.
+        # A model chosen earlier need not be evicted if one chosen later frees enough memory on its own.
         if freed - one.memory_bytes >= missing_bytes:
             chosen.remove(one)
             freed -= one.memory_bytes

@@ -1,4 +1,4 @@
-"""Decides when and whether a replica is started again after its processes have exited.
+"""Decides whether and when a replica is started again after its processes have exited.
 
 After most exits, the replica is restarted after a short delay, which grows with repeated exits. There are two
 exceptions. A load that failed for a reason that only an operator can correct, such as a damaged file, is
@@ -68,7 +68,8 @@ class Restarts:
         self._open = False
 
     def reset(self) -> None:
-        """Forget all exits, because an operator has requested a start or the model's files have changed."""
+        """Forget all exits. Call this when an operator has requested a start or the model's files have
+        changed."""
         self._deaths.clear()
         self._open, self._expected_failures = False, 0
         self._backoff.reset()
@@ -96,8 +97,8 @@ class Restarts:
         count = "again" if again else f"{len(self._deaths)} times"
         return Restart(
             rules.retry_s,
-            f"the replica exited {count} within {rules.window_s:g} s of service and is not restarted for "
-            f"now; the latest reason: {exit.reason}",
+            f"the replica exited {count} within {rules.window_s:g} s of service and will not be restarted "
+            f"for now; the latest reason: {exit.reason}",
         )
 
     def _after_expected(self, exit: Exit) -> Restart:

@@ -23,7 +23,7 @@ def unit_name(model: str, version: int) -> str:
 
 
 def split_target(target: str) -> tuple[str, int | None]:
-    """Split NAME or NAME@VERSION. The version is None if there is none."""
+    """Split NAME@VERSION into its two parts. For a NAME without a version, the version is None."""
     name, at, version = target.rpartition("@")
     if at and name and version.isascii() and version.isdecimal() and len(version) < 10:
         return name, int(version)
@@ -118,8 +118,8 @@ class Routing:
         return self._of_version(registry, name, name, registry.models[name].default_version)
 
     def _of_version(self, registry: Registry, name: str, model: str, version: int) -> Route | None:
-        """Return the route from `name` to a version. Its requests wait if the name is held; otherwise, the
-        version is loaded or woken at its first request if necessary."""
+        """Return the route from `name` to a version. If the name is held, its requests wait. Otherwise, the
+        first request loads or wakes the version if necessary."""
         unit, held = unit_name(model, version), name in self.held
         if unit in self.usable and not held:
             return self._to_unit(name, unit)
@@ -134,8 +134,8 @@ class Routing:
         )
 
     def _of_split(self, split: SplitRecord) -> Route | None:
-        """Return the route of a split name. Arms that are not loaded or have failed are left out, and the
-        remaining arms share the requests."""
+        """Return the route of a split name. Targets of the split that are not loaded or have failed are left
+        out, and the remaining targets share the requests."""
         arms = [
             Arm(unit, weight, target)
             for target, weight in split.weights.items()

@@ -39,7 +39,7 @@ class ScaledModels(Protocol):
         """Start and stop replicas until the unit has its target number of replicas."""
 
     async def why_not_beside(self, settings: ModelSettings, count: int = 1) -> str:
-        """Return the reason why `count` more replicas do not fit into memory, or an empty string if they
+        """Return the reason why `count` more replicas do not fit in memory, or an empty string if they
         do."""
 
 
@@ -163,8 +163,8 @@ class ModelScaling:
     async def _that_fit(
         self, unit: str, settings: ModelSettings, former: int, wanted: int
     ) -> tuple[int, str]:
-        """Return the number of replicas that there is enough memory for, at most `wanted`, and the reason if
-        it is less than `wanted`."""
+        """Return how many replicas fit in memory, up to `wanted`. If fewer than `wanted` fit, also return the
+        reason."""
         why_not = ""
         # Replicas that are starting have not taken all of their memory yet.
         ready = sum(replica.answers for replica in self._models.of(unit))

@@ -32,8 +32,8 @@ class UnitSleep:
             self._update(replica)
 
     async def sleep(self, unit: str) -> str:
-        """Release the memory of the unit's replicas, which must have no requests. Return the reason if not
-        all of them sleep. The caller must then wake or stop them."""
+        """Release the memory of the unit's replicas, which must have no requests. Return the reason if
+        any of them could not go to sleep. The caller must then wake or stop all of the unit's replicas."""
         self.begin(unit)
         problems = await asyncio.gather(*(replica.sleep() for replica in self._replicas_of(unit)))
         self._publish()

@@ -48,7 +48,7 @@ class VersionSwaps:
     async def set_default(
         self, former: VersionRecord, wanted: VersionRecord, commit: Commit, grace_s: float
     ) -> None:
-        """Make `wanted` the default version of its model. When this method returns, every new request gets
+        """Make `wanted` the default version of its model. When this method returns, every new request goes to
         the new version. If the model is not loaded, nothing is loaded. `commit` stores the change. The
         previous version gets `grace_s` to finish its requests. Raises LoadError, or any error
         that `commit` raises. In either case, the previous version stays the default."""

@@ -66,7 +66,7 @@ def test_the_breaker_opens_after_repeated_kills_says_why_and_closes_on_command(t
 
         failed = model()
         assert (failed["state"], failed["replicas"][0]["breaker"]) == ("failed", "open")
-        why = f"the replica exited {DEATHS} times within 3600 s of service and is not restarted for now"
+        why = f"the replica exited {DEATHS} times within 3600 s of service and will not be restarted for now"
         assert why in failed["detail"] and "was killed by SIGKILL" in failed["detail"]
         status = running.status()
         [problem] = [one for one in status["current_problems"] if one["where"] == "model chat@1"]
