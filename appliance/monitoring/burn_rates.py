@@ -1,4 +1,4 @@
-"""Predicts when limits will be exhausted, from how their usage has developed over the last minute."""
+"""Predicts when limits will be exhausted, based on how their usage has changed over the last minute."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class _Use(NamedTuple):
 
 
 class BurnRates:
-    """Records how the usage of limits has developed over the last minute."""
+    """Records how the usage of limits has changed over the last minute."""
 
     def __init__(self) -> None:
         self._uses: dict[tuple[str, str], deque[_Use]] = {}
-        """The usage of each tenant's limits, oldest first."""
+        """The recorded usage of each limit, oldest first, by tenant and name of the limit."""
 
     def record(self, at: float, usage: Mapping[str, Iterable[LimitUsage]]) -> None:
         """Record the usage of all tenants' limits. `at` is a time on a monotonic clock."""

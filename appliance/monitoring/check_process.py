@@ -1,5 +1,5 @@
-"""Runs the long checks of a running service, `python -m appliance.monitoring.check_process`: verifying the
-audit chain, and the checks of `appliance doctor`.
+"""`python -m appliance.monitoring.check_process`: runs a running service's long checks, which are the
+verification of the audit chain and the checks of `appliance doctor`.
 
 The core runs them in this separate process, because hashing the rows of a long chain would block its event
 loop, and because a damaged database must not be able to crash the core.
@@ -23,12 +23,13 @@ from store.evidence import examine_folder
 Check = Literal["audit", "findings"]
 
 MAX_PROBLEMS = 100
-"""Maximum number of faults of the audit chain that are reported, in addition to their number."""
+"""Maximum number of faults in the audit chain that are reported individually. Additional faults are only
+counted."""
 _NICENESS = 10
-"""The priority of the process is lower than that of the service."""
+"""Nice value of this process, which gives the service a higher priority."""
 _NO_JOURNAL = (
     "the service cannot read the journal: to verify the chain against it, run appliance audit verify on the "
-    "machine of the service"
+    "service's machine"
 )
 
 

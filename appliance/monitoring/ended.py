@@ -1,4 +1,5 @@
-"""Counts requests that have ended, and keeps the latencies of the last ones, for the service's snapshots."""
+"""Counts requests that have ended, and keeps the latencies of the most recent ones, for the service's
+snapshots."""
 
 from __future__ import annotations
 

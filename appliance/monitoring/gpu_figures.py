@@ -1,6 +1,6 @@
-"""Reads measurements of GPUs through NVML, which creates no CUDA context. A value that a GPU or its driver
-does not report is None. If NVML says that the GPU does not support it, `Gpu.unsupported` contains its
-name."""
+"""Reads GPU measurements through NVML, which creates no CUDA context. A value that a GPU or its driver does
+not report is None. If NVML says that the GPU does not support the value, `Gpu.unsupported` contains the name
+of the value's field."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _THROTTLE_REASONS = (
 
 
 _ALL_LINKS = 0xFFFFFFFF
-"""Scope of a field that covers all NVLink links of a GPU."""
+"""Scope of a field that covers all of a GPU's NVLinks."""
 _MAX_EVENTS = 100
 """Maximum number of events per read. Without a limit, a continuous stream of events could keep the reader
 from returning."""
@@ -57,7 +57,7 @@ class GpuReader:
         self._xids: dict[int, int] = {}
         """The newest Xid error of each GPU that reports Xid errors; 0 if there was none."""
         self._without_xids: set[int] = set()
-        """The GPUs that do not support reports of Xid errors."""
+        """The GPUs that cannot report Xid errors."""
         self._links: dict[int, _LinkBytes] = {}
         self.error = ""
         """Reason why the GPUs could not be read. Empty on a machine without an NVIDIA driver."""
@@ -99,7 +99,7 @@ class GpuReader:
         unsupported: list[str] = []
 
         def known(names: str, read: Callable[..., Figure], *arguments: Any) -> Figure | None:
-            """Return the value on which the named fields are based, or None if NVML does not report it."""
+            """Return the value that determines the named fields, or None if NVML does not report it."""
             try:
                 return read(*arguments)
             except nvml.NVMLError as error:

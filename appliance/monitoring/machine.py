@@ -52,7 +52,7 @@ def versions() -> Iterator[Finding]:
 
 
 def devices(report: GpuReport) -> Iterator[Finding]:
-    """Check GPUs, processors, memory and the limit of open files."""
+    """Check GPUs, processors, memory and the open-file limit."""
     yield from _gpus(report)
     yield from gpu_links(read_topology())
     yield _processors()

@@ -36,7 +36,7 @@ class MachineReader:
         self._gpus: GpuReader | None = None
 
     def figures(self, state_dir: str, processes: list[ServiceProcess]) -> MachineFigures:
-        """Return the newest measurements. If they are old, start to read new ones."""
+        """Return the newest measurements. If they are old, start reading new ones."""
         if self._reading is not None and self._reading.done():
             if self._reading.exception() is None:
                 self._figures = self._reading.result()

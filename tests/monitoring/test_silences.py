@@ -32,5 +32,5 @@ def test_silences_are_limited_and_an_ended_one_makes_room() -> None:
 def test_a_silence_of_no_rule_is_refused_with_the_names_of_the_rules() -> None:
     nothing: Any = Nothing()
     manager = AlertManager(effective_rules([], []), nothing, nothing)
-    with pytest.raises(LookupError, match=r"'replca-\*', which matches no rule: use one of .*replica-"):
+    with pytest.raises(LookupError, match=r"no rule matches 'replca-\*': use one of .*replica-"):
         manager.silence("replca-*", "*", 60.0, "", "uid:0")

@@ -42,8 +42,8 @@ class _Change(NamedTuple):
     text: str
     scope: Scope
     is_clock_reduction: bool = False
-    """Whether a GPU reduced its clocks. Conditions for which a GPU has alerts, such as its temperature, cause
-    this, not the other way round."""
+    """Whether the change is a GPU reducing its clocks. Such a change is never reported as the cause of a GPU
+    alert: the alert's condition, such as a high temperature, causes the reduction, not vice versa."""
 
 
 class CauseFinder:
@@ -52,7 +52,7 @@ class CauseFinder:
     def __init__(self) -> None:
         self._changes: deque[_Change] = deque()
         self._samples: deque[TelemetrySample] = deque()
-        """Samples of the window, about `_KEEP_EVERY_S` seconds apart."""
+        """Samples from the last `WINDOW_S` seconds, about `_KEEP_EVERY_S` seconds apart."""
         self._latest: TelemetrySample | None = None
 
     def observe(self, sample: TelemetrySample) -> None:
@@ -112,7 +112,7 @@ def _changes(before: TelemetrySample, after: TelemetrySample) -> Iterator[_Chang
 
 
 def _watched(layout: TelemetryLayout) -> dict[str, int]:
-    """Return the positions of the numbers that count as events when they change."""
+    """Return the name and position of each number for which a change counts as an event."""
     names = ["audit_rows", *(f"gpus[{number}].last_xid" for number in range(16))]
     return {name: layout.figures[name] for name in names if name in layout.figures}
 
@@ -137,7 +137,8 @@ def _text_changes(at: float, before: TelemetryLayout, after: TelemetryLayout) ->
 
 
 def _largest_tenant(sample: TelemetrySample) -> str:
-    """Return the tenant with the majority of the requests, or an empty string if there is none."""
+    """Return the tenant with more than `_TENANT_SHARE` of the requests. Empty if there is no such tenant, or
+    if there is only one tenant."""
     requests: dict[str, float] = {}
     for name in sample.layout.figures:
         if name.startswith("tenants[") and name.endswith(("].running", "].waiting")):

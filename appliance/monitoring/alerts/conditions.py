@@ -1,5 +1,4 @@
-"""The state of a rule for one figure (a measured value). It decides when the rule's alert is raised and when
-it ends."""
+"""Decides when a rule's alert for one figure (a measured value) is raised and when it ends."""
 
 from __future__ import annotations
 

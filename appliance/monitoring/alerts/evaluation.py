@@ -49,7 +49,7 @@ class Raised(msgspec.Struct, kw_only=True):
     announced: bool = False
     """Whether the alert is shown."""
     known: bool = False
-    """Whether a transition of the alert has been returned."""
+    """Whether a transition of this alert has already been reported."""
 
 
 class Transition(msgspec.Struct, frozen=True):
@@ -211,7 +211,7 @@ class Evaluator:
                     alert.announced = False
                     yield Transition(at, "suppressed", alert)
             elif not alert.announced and self._conditions[alert.rule, alert.where].clear_since is None:
-                # Alerts that are no longer suppressed but are about to end do not reach this point.
+                # An alert that is about to end is not raised, even if it is no longer suppressed.
                 alert.announced = alert.known = True
                 yield Transition(at, "raised", alert)
 

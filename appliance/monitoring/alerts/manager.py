@@ -117,7 +117,7 @@ class AlertManager:
         matches, and ValueError if too many silences are active."""
         if not any(fnmatchcase(name, rule) for name in self._evaluator.rules):
             known = ", ".join(sorted(self._evaluator.rules))
-            raise LookupError(f"rule is {rule!r}, which matches no rule: use one of {known}")
+            raise LookupError(f"no rule matches {rule!r}: use one of {known}")
         now = self._clock()
         self._silences = {one.id: one for one in self._silences.values() if one.until > now}
         if len(self._silences) >= MAX_SILENCES:

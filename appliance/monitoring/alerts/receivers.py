@@ -70,7 +70,7 @@ class AlertReceivers:
             self._queue.put_nowait(None)
 
     def send(self, event: str, alert: Alert) -> None:
-        """Pass an alert to the receivers of its severity. Never blocks."""
+        """Pass an alert to the receivers that accept its severity. Never blocks."""
         urgency = SEVERITIES.index(alert.severity)
         wanted = [sink for sink in self.sinks if urgency >= SEVERITIES.index(sink.severity)]
         if not wanted:

@@ -53,7 +53,7 @@ FRONTS = (
            "Output tokens sent by a front.",
            lambda f: f.tokens),
     Metric("counter", "appliance_front_unauthenticated_total", "requests",
-           "Requests that had neither a valid key nor a permitted local user.",
+           "Requests that neither contained a valid key nor came from a permitted local user.",
            lambda f: f.unauthenticated),
     Metric("gauge", "appliance_front_kept_answers", "",
            "Number of answers that a front stores for retries.",

@@ -55,9 +55,9 @@ RESIDENCY = (
            "Number of times that the model was loaded or woken because a request was waiting for it.",
            lambda r: r.loads),
     Metric("counter", "appliance_model_evictions_total", "",
-           "Number of times that the model was unloaded or put to sleep without a command: another model "
-           "needed the memory, a group does not allow both models to be loaded, or the model was idle. "
-           "A sleeping model that is then unloaded is not counted again.",
+           "Number of times that the model was unloaded or put to sleep automatically: another model needed "
+           "the memory, a group forbids loading the model together with another one, or the model was idle. "
+           "Unloading a model that is already asleep is not counted again.",
            lambda r: r.evictions, ("reason",)),
 )
 SHADOWS = (

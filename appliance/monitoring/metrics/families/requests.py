@@ -1,4 +1,4 @@
-"""Metrics of finished requests, counted when their rows in the request log end."""
+"""Metrics of finished requests, counted when their rows in the request log are closed."""
 
 from __future__ import annotations
 

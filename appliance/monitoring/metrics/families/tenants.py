@@ -40,7 +40,8 @@ LIMITS = (
            "Capacity of a tenant's rate limit, which is the largest burst that it allows.",
            lambda bucket: bucket.rate.capacity),
     Metric("gauge", "appliance_tenant_limit_left", "",
-           "Remaining capacity of a tenant's rate limit. Unfinished requests count with their maximum usage.",
+           "Remaining capacity of a tenant's rate limit. Unfinished requests are counted at their maximum "
+           "usage.",
            lambda bucket: bucket.level),
 )
 # fmt: on
