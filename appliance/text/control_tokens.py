@@ -70,7 +70,8 @@ class ControlTokens:
 
     def occurs_in(self, text: str) -> Generator[None, None, bool]:
         """Return whether a special token's text occurs in `text`. Yields between steps."""
-        # Searching for two characters is fast, and nearly all texts contain neither.
+        # Search for the first two characters of each special token: this is fast, and nearly all texts
+        # contain none of these pairs.
         if not any(beginning in text for beginning in self._beginnings):
             return False
         for begin in range(0, len(text), _WINDOW_CHARACTERS):
@@ -144,7 +145,7 @@ class Shield:
         return bool(self._placeholders)
 
     def hide(self, value: Any) -> Generator[None, None, Any]:
-        """Return a JSON value in which the special tokens in all strings are replaced with placeholders.
+        """Return a copy of a JSON value in which placeholders replace the special tokens in all strings.
         Yields between steps."""
         if isinstance(value, str):
             return (yield from self._hide(value))

@@ -13,7 +13,7 @@ from appliance.text.token_table import TokenTable
 
 REPLACEMENT = "\ufffd"
 
-# Maximum number of tokens held back while a stream ends in U+FFFD. No character has more than a few tokens,
+# Maximum number of tokens held back while a stream ends in U+FFFD. No character takes more than a few tokens,
 # so after this many tokens, the character is invalid rather than incomplete. It is then emitted, which keeps
 # the memory and the time per token bounded.
 _MAX_HELD_TOKENS = 32

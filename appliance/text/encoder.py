@@ -95,8 +95,8 @@ class Encoder:
         longest_token_bytes: int | None = None,
     ) -> Steps:
         """Encode `texts`. Raises `LoneSurrogateError` and `UncuttableTextError`. Raises `TooManyTokensError`
-        as soon as a text has more than `max_tokens` tokens. A text that must have too many tokens according
-        to its size in bytes is not encoded at all."""
+        as soon as a text has more than `max_tokens` tokens. A text whose size in bytes alone implies too
+        many tokens is not encoded at all."""
         for index, text in enumerate(texts):
             size = _utf8_bytes(text)
             if max_tokens is not None and longest_token_bytes and size > max_tokens * longest_token_bytes:

@@ -2,9 +2,9 @@
 process.
 
 A template is a program that comes with a checkpoint, so this process runs it under limits that the kernel
-enforces: RLIMIT_AS for memory, and an alarm that no Python code handles for time. (The front process usually
-kills this process before the alarm goes off.) The process cannot write files or start processes, and it exits
-when its channel is closed.
+enforces: RLIMIT_AS limits the memory, and an alarm that no Python code handles limits the time. (The front
+process usually kills this process before the alarm goes off.) The process cannot write files or start
+processes, and it exits when its channel is closed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from appliance.text.template_messages import (
 
 _HEADER = 4
 _MAX_FILES = 16
-"""Maximum number of open files. It is above the number in use because Python may have to import a module for
-a template, such as an encoding."""
+"""Maximum number of open files. It is above the number in use because, for a template, Python may have to
+import a module, such as an encoding."""
 _DECODER = msgspec.msgpack.Decoder(ToWorker)
 
 

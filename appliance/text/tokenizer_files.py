@@ -65,7 +65,7 @@ def read_regular_file(path: Path, max_bytes: int) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("is not a regular file")
         if status.st_size > max_bytes:
-            raise ValueError(f"has {status.st_size} bytes, but the limit is {max_bytes} bytes")
+            raise ValueError(f"is {status.st_size} bytes long, but the limit is {max_bytes} bytes")
         return file.read(max_bytes)
 
 
