@@ -269,7 +269,8 @@ def _deadline(
         return _missed(request, now, wait_s, run_s)
     if waits:
         if not wait_s:
-            # Credit is available, so no change of the credit starts the request in time.
+            # Credit is already available, so no change in credit will trigger a search for requests that can
+            # be dispatched. The next periodic search may come up to `_SEARCH_EVERY_S` later.
             begin_by -= _SEARCH_EVERY_S
         promised_s = model.promise_s(request, most * request.admit.num_seqs)
         begin_from = model.promises_from(now) + model.first_credit_s(LEVELS - 1, now)

@@ -125,14 +125,14 @@ class Peaks:
     that take.
 
     The level falls only when a request takes from the bucket, so peaks occur just before takes. A peak is
-    kept until the level reaches it again. After each open take, at most one peak is kept.
+    kept until the level reaches it again. After each unsettled take, at most one peak is kept.
     """
 
     __slots__ = ("_levels", "_numbers", "_open", "_takes")
 
     MAX = 1024
-    """Maximum number of peaks, which bounds the cost of settling. If there are more open takes than this, the
-    peaks become less precise."""
+    """Maximum number of peaks, which bounds the cost of settling. If there are more unsettled takes than
+    this, the peaks become less precise."""
 
     def __init__(self) -> None:
         self._takes = 0
@@ -144,7 +144,7 @@ class Peaks:
         """The level at each peak, in descending order."""
 
     def take(self, level: float) -> int:
-        """Begin a take and return its number. `level` is the level before it."""
+        """Begin a take and return its serial number. `level` is the bucket's level before the take."""
         number = self._takes
         self._takes += 1
         if self._open:
@@ -159,8 +159,8 @@ class Peaks:
         return number
 
     def settle(self, number: int, unused: float, capacity: float) -> float:
-        """Close a take. `unused` is the part of its amount that was not used. Returns the highest level since
-        the take, or -inf if no other take followed."""
+        """Settle a take. `unused` is the part of its amount that was not used. Returns the highest level
+        since the take, or -inf if no other take followed."""
         numbers, levels = self._numbers, self._levels
         first = bisect_right(numbers, number)
         peak = levels[first] if first < len(levels) else -math.inf
@@ -171,8 +171,8 @@ class Peaks:
         return peak
 
     def _close(self, number: int, first: int) -> None:
-        """Remove the peaks that no other open take needs. `first` is the index of the first peak after the
-        take."""
+        """Remove the peaks that no other unsettled take needs. `first` is the index of the first peak after
+        the take."""
         numbers, levels = self._numbers, self._levels
         at = bisect_left(self._open, number)
         before = self._open[at - 1] if at else -1

@@ -19,8 +19,8 @@ class Checks:
     def __init__(self) -> None:
         self._waiting: dict[str, Request] = {}
         self._heap: list[tuple[float, int, str]] = []
-        """Time of each check, a serial number, and the request's id. Void entries contain no request, because
-        a request takes several KB of memory."""
+        """For each check, its time, a serial number, and the request's id. The id is stored instead of the
+        request because void entries stay in the heap for a while, and a request takes several KB."""
         self._serial = 0
 
     def push(self, request: Request, timeout_s: float, now: float) -> None:

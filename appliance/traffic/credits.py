@@ -33,8 +33,8 @@ class _Availability(NamedTuple):
 class CreditAccount:
     """The credits of one incarnation of a replica. A restarted replica gets a new account.
 
-    Core and replica both keep running totals of the granted and dispatched amounts, so that no message is
-    counted twice. A request of any size is dispatched while some credit is left. It uses the credit of its
+    The core and the replica both keep running totals of the granted and dispatched amounts, so no message
+    is counted twice. A request of any size is dispatched while some credit is left. It uses the credit of its
     own level and of all lower-priority levels, because the engine serves those levels later.
     """
 
@@ -182,6 +182,6 @@ class CreditAccount:
         self._available.clear()
 
     def refund(self, level: int, seqs: int, tokens: int) -> None:
-        """Refund the credit of a submission that never reached the replica, because the replica cannot return
-        it."""
+        """Refund the credit of a submission that never reached the replica and whose credit the replica
+        therefore cannot return."""
         self.spend(level, -seqs, -tokens)

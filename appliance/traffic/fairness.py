@@ -77,12 +77,13 @@ class QueuedTokens:
 
 
 class _Reach(NamedTuple):
-    """The urgencies at which a tenant can have the next request."""
+    """The urgencies at which a tenant can provide the next request to be served."""
 
     first: int
     """Urgency of the tenant's first request."""
     overtaking: int
-    """Highest urgency of the tenant's waiting requests if few of them have it; 0 otherwise."""
+    """Highest urgency among the tenant's waiting requests if only a few of them have this urgency;
+    otherwise 0."""
 
 
 _NO_REACH = _Reach(0, 0)
@@ -121,7 +122,7 @@ class _Line(Generic[Item]):
         return sum(len(tickets) for number, tickets in self.urgent.items() if number >= urgency)
 
     def before(self, due: float, urgency: int) -> tuple[float, float]:
-        """Return `Timeline.before` of the requests with at least this urgency."""
+        """Apply `Timeline.before` to the requests with at least this urgency, and return the totals."""
         if not urgency:
             return self.tickets.before(due)
         both = [tickets.before(due) for number, tickets in self.urgent.items() if number >= urgency]
@@ -153,8 +154,8 @@ class FairQueue(Generic[Item]):
         """For each urgency, a heap of the tenants whose first request is at least that urgent, ordered by
         counter. Tenants with equal counters are served in the order in which they were added."""
         self._overtaking: list[list[_Entry[Item]]] = [[] for _ in range(URGENCIES)]
-        """For each urgency, a heap of the tenants that have few requests of an urgency that is at least as
-        high (`_Reach.overtaking`), in the same order."""
+        """For each urgency, a heap of the tenants whose `_Reach.overtaking` is at least that urgency, in the
+        same order as `_orders`."""
         self._entries = 0
         self._max_samples = 1
         """Maximum number of samples of an urgent request."""
@@ -308,8 +309,8 @@ class FairQueue(Generic[Item]):
         due time `due`.
 
         These tokens belong to the tenant's own earlier requests and, in proportion to the weights, to
-        requests of other tenants. They never exceed the total of all waiting requests. A request with an
-        urgency overtakes the requests of other tenants, and its own tenant's requests that are less urgent.
+        requests of other tenants. They never exceed the total of all waiting requests. An urgent request
+        overtakes the requests of other tenants, and its own tenant's requests that are less urgent.
         """
         total = self.backlog
         line = self._lines.get(tenant)
@@ -338,8 +339,7 @@ class FairQueue(Generic[Item]):
                 yield from parked
 
     def forget_idle(self) -> None:
-        """Remove idle tenants, except those whose counter is above the counter of the tenant that was served
-        last. Call this periodically."""
+        """Remove idle tenants, except those whose counter is above `floor`. Call this periodically."""
         idle = [line for line in self._lines.values() if not (line.tickets or line.parked)]
         for line in idle:
             if line.counter <= self.floor:
@@ -405,7 +405,7 @@ class FairQueue(Generic[Item]):
                 heapq.heapify(order)
 
     def _reorder(self, line: _Line[Item]) -> None:
-        """Push a new entry if the urgencies at which the tenant can have the next request have changed."""
+        """Push a new heap entry for the tenant if its `_Reach` has changed."""
         if line.entry and line.tickets and self._reach(line) != line.reach:
             self._enter(line)
 

@@ -336,8 +336,7 @@ class ModelTraffic:
         return account.reserved_slots(self._reserved_share())
 
     def stop(self, request: Request) -> None:
-        """Stop counting a request as running. Call this when no replica holds any of its submissions any
-        more."""
+        """Stop counting a request as running. Call this once no replica holds any of its submissions."""
         del self._running[request.request_id]
         self._tenants.count_answer(request.tenant, -1)
 

@@ -127,7 +127,7 @@ class RequestQueue(Generic[Item]):
         slot_levels: int = -1,
         free_levels: int = 0,
     ) -> bool:
-        """Return whether a request that is not in the queue would be the next one (`next`) if it was."""
+        """Return whether a request that is not in the queue would be the next one (`next`) if it were."""
         fair = self.classes[ticket.request_class]
         fair.push(ticket, weight, light)
         found = self.next(open_levels, now, promises_from, slot_levels, free_levels)

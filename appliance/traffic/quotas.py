@@ -6,7 +6,7 @@
 For each request, one request and the maximum number of tokens (prompt and answer) are reserved in every
 bucket of the request's tenant and key. If any bucket has too little left, nothing is reserved. Concurrent
 requests together therefore never exceed a limit. The unused amount is returned when the request is settled.
-Further attempts of a request keep its reservation.
+Later attempts of the same request keep its reservation.
 
 This module does no I/O. It is not thread-safe: all calls are made on the core's event loop.
 """
@@ -138,7 +138,7 @@ class Quotas:
         self._keys: dict[str, Account] = {}
         """Accounts by key id. A rotated key shares its account with its predecessors."""
         self._changed: dict[Account, None] = {}
-        """Accounts that changed since the last call of `news`, in order of change."""
+        """Accounts that have changed since the last call to `news`, in order of change."""
         self._gone: set[Name] = set()
         self._asked = False
 
@@ -297,8 +297,8 @@ class Quotas:
         changed = [one for one in self._changed if self._accounts.get((one.scope, one.name)) is one]
         self._changed = {}
         if not changed and self._asked:
-            # Renew the oldest stored level: at startup, the log is read from the row that this level
-            # determines.
+            # Requests may have been logged although no level changed. Store one account's levels anyway: at
+            # startup, the log is read from the row that was the newest when a level was last stored.
             changed = list(self._accounts.values())[:1]
         self._asked = False
         return [_levels(account, monotonic, now) for account in changed], gone
@@ -313,7 +313,7 @@ class Quotas:
         ]
 
     def remember(self, gone: Iterable[Name] = ()) -> None:
-        """Include everything in the next result of `news`, because the last result could not be stored."""
+        """Include all levels in the next result of `news`. Call this if the last result was not stored."""
         self._gone |= set(gone) - self._accounts.keys()
         self._changed = dict.fromkeys(self._accounts.values())
 
