@@ -41,7 +41,7 @@ def of_measure(value: float | None, unit: str) -> str:
 
 
 def of_duration(seconds: float) -> str:
-    """Format a duration, rounded to its usual unit: "75 s", "12 min", "2.5 h"."""
+    """Format a duration in a unit that suits its length, rounded: "75 s", "12 min", "2.5 h"."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 5400:

@@ -81,7 +81,7 @@ class ServiceTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """The changes of the totals per second, over the last `window_s` seconds. None if there is no earlier
+    """The increase of each total per second, over the last `window_s` seconds. None if there is no earlier
     snapshot."""
 
     window_s: float | None = None
@@ -185,7 +185,7 @@ class BlockMap(msgspec.Struct, frozen=True, kw_only=True):
     tenants: list[str]
     """The tenant of each entry in `requests`."""
     stride: int = 1
-    """Number of blocks for which each entry of `states`, `owners` and `ages` stands. An entry describes the
+    """Number of blocks that each entry of `states`, `owners` and `ages` represents. The entry describes the
     first of these blocks."""
     request_blocks: list[int] = []
     """Number of blocks owned by each request in `requests`."""
@@ -444,8 +444,8 @@ class Snapshot(msgspec.Struct, kw_only=True):
 
 
 def with_blocks(snapshot: Snapshot, blocks: Mapping[str, BlockMap]) -> Snapshot:
-    """Return the snapshot with the given blocks of each replica. Also set each request's number of blocks and
-    of preemptions, which the block maps contain."""
+    """Return the snapshot with the given blocks of each replica. Also set each request's numbers of
+    blocks and preemptions, which the block maps contain."""
     snapshot.kv = [
         msgspec.structs.replace(one, blocks=blocks.get(one.replica, one.blocks)) for one in snapshot.kv
     ]

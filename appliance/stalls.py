@@ -52,7 +52,7 @@ class StallLog:
     def add(self, replica: str, at: float, report: Report, tenant: str) -> None:
         """Record the longest step of a report if it is a stall. `tenant` is the tenant of the request that
         the report names. The step is compared with the mean of earlier reports, if there is one, because the
-        step may be the only one of its report."""
+        step may be the only one in its report."""
         mean_ms = self._means.get(replica) or report.step_ms
         if report.step_ms:
             self._means[replica] = report.step_ms
@@ -77,8 +77,8 @@ class StallLog:
 
 
 def merged(known: Iterable[Stall], new: Iterable[Stall]) -> list[Stall]:
-    """Return the newest stalls after adding some, oldest first. A replica has at most one stall per second:
-    the longest."""
+    """Add stalls to the newest ones and return the result, oldest first. If a replica has several stalls
+    within a second, only the longest is kept."""
     found = {(one.replica, int(one.at)): one for one in known}
     for one in new:
         key = one.replica, int(one.at)

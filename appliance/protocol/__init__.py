@@ -285,7 +285,7 @@ class LimitUsage(msgspec.Struct, kw_only=True):
     """Capacity of the limit: the amount that refills within `burst_s` seconds for a per-minute limit, or
     within a day for a per-day limit."""
     used: int
-    """Amount of the capacity that has been used and not refilled yet. It includes the maximum that running
+    """Amount of the capacity that has been used and not yet refilled. It includes the maximum that running
     requests may use."""
     held: int
     """Amount held by unfinished requests. When a request finishes, the unused part of its amount is returned,

@@ -102,9 +102,11 @@ class ShadowStatus(msgspec.Struct, kw_only=True):
     """Timings of the original answers; null if there are no results yet."""
     copy: ShadowTimes | None = None
     greedy: int = 0
-    """Number of greedy requests for which both models have the same prompt tokens."""
+    """Number of compared greedy requests whose prompt has the same tokens on both models: the original model
+    and the one that the request was copied to."""
     agreement: float | None = None
-    """Fraction of the tokens of the compared greedy requests that come before the first difference."""
+    """Fraction of the answer tokens that come before the first difference between original and copied answer,
+    over the `greedy` requests."""
 
 
 class RegisteredModel(msgspec.Struct, kw_only=True):
