@@ -97,9 +97,7 @@ class FakeAlerts:
     def silence(self, asked: SilenceAlerts, actor: str) -> Silence:
         """Silence alerts. Raises LookupError if no rule matches."""
         if not any(fnmatchcase(name, asked.rule) for name in _RULES):
-            raise LookupError(
-                f"rule is {asked.rule!r}, which matches no rule: use one of {', '.join(_RULES)}"
-            )
+            raise LookupError(f"no rule matches {asked.rule!r}: use one of {', '.join(_RULES)}")
         number = zlib.crc32(f"{asked.rule} {asked.where} {self._now:.3f}".encode())
         silence = Silence(
             id=f"{number:08x}",
