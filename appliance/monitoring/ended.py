@@ -75,8 +75,8 @@ class EndedRequests:
         self.billed_tokens += row.billed_tokens
         if tenant in self.tenants or self._is_tenant(tenant):
             self.tenants.setdefault(tenant, TenantCounts()).add(row)
-        # A joined or repeated answer comes from another request's run, so the timings are not those of this
-        # request.
+        # A retry that joined a running request, or got a stored answer again, did not run itself, so its
+        # timings are not counted.
         if row.retry not in ("joined", "repeated"):
             e2e_ms = row.e2e_ms if how == "ok" else None
             self._recent.append(_Ended(time.monotonic(), row.ttft_ms, row.itl_ms, row.queue_ms, e2e_ms))

@@ -35,7 +35,8 @@ class CountedRows:
         if row.fallback_of:
             families.fallbacks.count(row, row.fallback_of)
         families.tenant_rows.count(row, self.tenants.label(row.tenant or ""))
-        # A joined or repeated answer comes from another request's run, so the times are not counted.
+        # A retry that joined a running request, or got a stored answer again, did not run itself, so its
+        # times are not counted.
         if row.retry not in ("joined", "repeated"):
             families.times.count(row, model, row.request_class)
             if row.unit and row.unit != row.model:
