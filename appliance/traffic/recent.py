@@ -1,4 +1,4 @@
-"""Remembers the requests of the last few minutes, so that they can be replayed with other limits
+"""Remembers the requests of the last few minutes, so that they can be replayed with different limits
 (`appliance.traffic.what_if`). The request log does not contain everything that a replay needs, such as the
 output limit that the client requested."""
 
@@ -14,9 +14,10 @@ from appliance.traffic.request import Request
 from store.quotas import QuotaLevels
 
 KEPT_S = 900.0
-"""Requests that ended longer ago than this are forgotten."""
+"""Requests that ended more than this many seconds ago are forgotten."""
 NOTED_EVERY_S = 60.0
-"""Interval at which the levels of quotas are recorded. A replay can begin only at such a time."""
+"""Interval at which the quota levels are recorded. A replay can begin only at a time at which they were
+recorded."""
 MAX_RECENT = 20_000
 """Maximum number of remembered requests. Each takes about 200 bytes."""
 
@@ -28,9 +29,9 @@ class PastRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
     """Unix time of its arrival."""
     tenant: str
     key_id: str
-    """Key whose limits apply; empty for none."""
+    """Id of the key whose limits apply; empty if there is none."""
     unit: str
-    """The model that answers, as the request manager knows it."""
+    """The model that answers, under the name that the request manager uses."""
     request_class: int
     submissions: int
     num_seqs: int
@@ -49,8 +50,8 @@ class PastRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
 
 
 class RecentRequests:
-    """The requests that ended in the last `KEPT_S` seconds, at most `MAX_RECENT`. They are kept encoded,
-    which takes less memory than objects."""
+    """The requests that ended in the last `KEPT_S` seconds, at most `MAX_RECENT`. They are stored
+    in encoded form, which takes less memory than objects."""
 
     def __init__(self) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
@@ -66,15 +67,15 @@ class RecentRequests:
         ended.append((now, self._encode(past(request))))
 
     def note(self, quotas: Quotas, now: float) -> None:
-        """Remember the levels of the quotas that are in use at unix time `now`, every `NOTED_EVERY_S`
-        seconds."""
+        """Record the levels of the quotas that are in use at unix time `now`, unless levels were recorded
+        less than `NOTED_EVERY_S` seconds ago."""
         if not self._levels or now - self._levels[-1][0] >= NOTED_EVERY_S:
             self._levels.append((now, quotas.used_levels(now)))
 
     def start(self, since: float) -> tuple[float, list[QuotaLevels]]:
         """Return the first time after unix time `since` from which the requests can be replayed, and the
-        levels at that time. If there is no such time, return the latest time before `since` and its levels.
-        Raises LookupError if the service has just started."""
+        quota levels at that time. If there is no such time, return the latest time before `since` and the
+        levels at that time. Raises LookupError if the service has just started."""
         if len(self._ended) == MAX_RECENT:
             since = max(since, self._ended[0][0])
         if not self._levels:

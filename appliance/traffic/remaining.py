@@ -10,7 +10,7 @@ from appliance.traffic.forecast import Forecast
 from appliance.traffic.request import Request
 
 _MAX_VOID = 1024
-"""Void entries are not removed while there are fewer than this many. An entry is void once its request is no
+"""Void entries are not removed until there are at least this many. An entry is void once its request is no
 longer waiting."""
 
 

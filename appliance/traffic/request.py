@@ -55,13 +55,13 @@ class Request:
         self.asked_max_tokens = admit.max_tokens
         """Limit on the output of all samples, before a quota lowers it."""
         self.unit = admit.unit or admit.model
-        """The model that answers the request, as the request manager knows it. `first.model` is the requested
-        name, which may be an alias or the name of a model with several versions."""
+        """The model that answers the request, under the name that the request manager uses. `first.model` is
+        the requested name, which may be an alias or the name of a model with several versions."""
         self.version = version
         self.tenant = admit.identity.tenant
         self.key_id = key_id
-        """Key whose limits apply: the request's own key, or the key that replaced it. Empty for a request
-        without a key."""
+        """Id of the key whose limits apply: the request's own key, or the key that replaced it. Empty for a
+        request without a key."""
         self.request_class = service_class(admit.asked_class, admit.identity)
         self.deadline_at = deadline_at
         self.reservation: Reservation | None = None
@@ -71,7 +71,7 @@ class Request:
         self.is_logged = False
         """Whether the request log has an open row for the request."""
         self.falls_back = False
-        """Whether the request is between two models: its front is preparing it for the fallback model."""
+        """Whether the request is moving to the fallback model and its front is still preparing it."""
         self.front_died = False
         """Whether the front died. If it did, the number of delivered tokens is unknown."""
 
@@ -115,7 +115,7 @@ class Request:
         self.batch_size_at_start: int | None = None
 
     def use_fallback(self, admit: Admit, version: str) -> None:
-        """Restart the request with the fallback of the model that could not take it."""
+        """Restart the request on the fallback model, because the original model could not serve it."""
         self.falls_back = False
         self.first = self.admit = admit
         self.unit, self.version = admit.unit or admit.model, version

@@ -5,7 +5,7 @@ The request manager handles messages from fronts, reports from replicas and chan
 `appliance.traffic.admission` decides whether a new request may wait, `queue` decides the order, and `model`
 predicts how long requests will wait.
 
-When a request is accepted, and before it waits, the most that it can use is reserved in its quotas. A waiting
+When a request is accepted, the maximum that it can use is reserved in its quotas before it waits. A waiting
 request is therefore never refused because of a quota, and any number of concurrent requests stays within the
 quota. The unused part is returned once, when the request is closed.
 
@@ -146,8 +146,8 @@ class RequestManager:
         return True
 
     def abort_all(self, message: str, model: str | None = None) -> int:
-        """Abort every request in flight that is not held, for `model` or, if it is None, for all models.
-        Returns the number of aborted requests."""
+        """Abort every in-flight request that is not held. If `model` is given, only requests for this model
+        are aborted. Returns the number of aborted requests."""
         return sum(
             [self.abort(request.request_id, message) for request in list(self.state.unfinished(model))]
         )
@@ -373,8 +373,8 @@ class RequestManager:
             self._lifecycle.resume(request, model)
 
     def _deadline_at(self, admit: Admit) -> float | None:
-        """Return the deadline on `clock`. The time of day is used only to compute the time since the request
-        arrived."""
+        """Return the request's deadline on `clock`. The time of day is used only to compute the time since
+        the request arrived."""
         if admit.deadline_ms is None:
             return None
         return self.state.clock() - max(0.0, self._unix() - admit.arrived_at) + admit.deadline_ms / 1e3

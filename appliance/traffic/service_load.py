@@ -25,7 +25,8 @@ _OF_THE_NEW = 0.02
 _PROMISED_MARGIN = 1.25
 """The mean prompt length expected after the start of all promised requests is divided by this factor.
 Promised requests thus affect the predicted steps only if they raise this mean by more than the factor.
-Smaller differences occur by chance, and longer predictions would then only reduce the number of promises."""
+Smaller increases occur by chance, and predicting longer steps because of them would only reduce the number of
+promises."""
 
 
 class ServiceLoad:
@@ -96,8 +97,8 @@ class StartedTokens:
     def prompts_per_output(
         self, backlogs: Iterable[QueuedTokens], promised_requests: int, promised_prompt_tokens: int
     ) -> float:
-        """Return the number of prompt tokens per output token, either for recent, waiting or promised
-        requests, whichever is highest. `backlogs` are the waiting requests of each class."""
+        """Return the highest of three ratios of prompt tokens to output tokens: for recently started, for
+        waiting and for promised requests. `backlogs` are the waiting requests of each class."""
         waiting = QueuedTokens()
         for backlog in backlogs:
             waiting.add(backlog)
@@ -110,7 +111,7 @@ class StartedTokens:
 
     def _prompt_tokens_after(self, promised_requests: int, promised_prompt_tokens: int) -> float:
         """Return the mean prompt length as it will be after all promised requests have started. Promised
-        requests start before other waiting requests, so the prompts of few promised requests can make steps
+        requests start before other waiting requests, so the prompts of a few promised requests can make steps
         longer although most of the waiting requests have short prompts.
 
         The output tokens stay the same: requests with short answers are promised more often, but requests

@@ -10,7 +10,7 @@ from appliance.channel.front_messages import ShadowDone, ShadowMeasure
 
 @dataclass
 class MeasureSum:
-    """Sums over the original or the copied answers."""
+    """Sums over either the original answers or the answers to the copies."""
 
     ttft_s: float = 0.0
     e2e_s: float = 0.0
@@ -25,8 +25,8 @@ class MeasureSum:
 
 @dataclass
 class ShadowSums:
-    """The results of one shadow since it was set: `name` is the requested name, and `unit` the model or
-    version to which its requests are copied."""
+    """The results of one shadow since it was configured: `name` is the requested name, and `unit` the model
+    or version to which its requests are copied."""
 
     name: str
     unit: str
@@ -36,13 +36,14 @@ class ShadowSums:
     originals: MeasureSum = field(default_factory=MeasureSum)
     copies: MeasureSum = field(default_factory=MeasureSum)
     greedy: int = 0
-    """Number of compared requests that are greedy and for which both models have the same prompt tokens."""
+    """Number of compared requests that are greedy and for which both models produce the same prompt
+    tokens."""
     greedy_tokens: int = 0
-    """Number of tokens in the answers to these greedy requests, counting the longer of each request's two
-    answers."""
+    """Number of tokens in the answers to the requests that `greedy` counts, using the longer of each
+    request's two answers."""
     equal_tokens: int = 0
-    """Number of tokens in the answers to these greedy requests that come before the first difference between
-    the two answers."""
+    """Number of tokens before the first difference between the two answers, summed over the requests that
+    `greedy` counts."""
 
 
 class ShadowResults:
@@ -55,11 +56,12 @@ class ShadowResults:
         return iter(self._sums.values())
 
     def end(self, name: str) -> None:
-        """Drop the results of a name."""
+        """Drop the results of all shadows of the requested name `name`."""
         self._sums = {key: sums for key, sums in self._sums.items() if key[0] != name}
 
     def of(self, name: str, unit: str) -> ShadowSums:
-        """Return the results of a shadow, counted from the start of the service."""
+        """Return the results of a shadow since it was configured or, if that was later, since the service
+        started."""
         return self._sums.get((name, unit)) or ShadowSums(name, unit)
 
     def add(self, done: ShadowDone) -> None:

@@ -142,7 +142,7 @@ class SimulatedReplica:
     def change(self) -> tuple[list[SimulatedSubmission], list[SimulatedSubmission]]:
         """Return the submissions whose prompts are complete at this time, and the submissions that end."""
         started, ended = [], []
-        # A change may be less than the resolution of the clock away, which is 0.24 µs for unix time.
+        # The next change may be closer than the resolution of the clock, which is 0.24 µs for unix time.
         steps = math.ulp(self._now) / self._step_s()
         if self._prompts and self._prompts[0].left < max(1e-3, steps * self._chunk()):
             submission = self._prompts.popleft()

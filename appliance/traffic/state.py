@@ -52,8 +52,9 @@ class TrafficState:
         return sum(model.queued for model in self.models.values()) + len(self.pauses)
 
     def unfinished(self, model: str | None = None) -> Iterator[Request]:
-        """Yield the requests in flight that are not held, for `model` or, if it is None, for all models. A
-        drain waits for these requests. No request may be added or removed during the iteration."""
+        """Yield the in-flight requests that are not held. If `model` is given, yield only requests for this
+        model. A drain waits for the yielded requests. No request may be added or removed during the
+        iteration."""
         for request in self.in_flight.values():
             if request not in self.pauses and model in (None, request.unit):
                 yield request
@@ -77,7 +78,7 @@ class TrafficState:
         return len(self.pauses) if model is None else len(self.pauses.held(model))
 
     def accounts_of(self, request_id: str) -> list[CreditAccount]:
-        """Return the accounts of the replicas that a request runs on."""
+        """Return the credit accounts of the replicas that a request runs on."""
         request = self.in_flight.get(request_id)
         return list(request.dispatched) if request else []
 

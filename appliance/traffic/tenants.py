@@ -28,7 +28,7 @@ class Use:
         self.seqs: dict[str, int] = {}
         """Sequences on replicas, by model."""
         self.kv_tokens: dict[str, int] = {}
-        """Maximum number of cache tokens that these sequences may occupy, by model."""
+        """Maximum number of cache tokens that the sequences on replicas may occupy, by model."""
 
     @property
     def idle(self) -> bool:

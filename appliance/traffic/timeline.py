@@ -2,8 +2,9 @@
 seconds on one clock.
 
 `Timeline` contains the requests of one tenant in plain lists. The cost of an operation is at most
-proportional to the length of the queue, in C code. Most new requests are due after the requests that are
-already waiting, so the totals before a new request are the overall totals minus a few items.
+proportional to the length of the queue, and the loops run in C code. Most new requests are due after the
+requests that are already waiting, so the totals before a new request are the overall totals minus a few
+items.
 
 `Promises` contains all of a model's requests that have a promised start, and needs a running sum over the
 requests after a given time. It keeps the requests in blocks with a summary each, so the cost of an operation
@@ -172,8 +173,8 @@ class Promises(Generic[Item]):
 
 
 def _demand(promises: Iterable[_Promise], work: float) -> tuple[float, float]:
-    """Return two values: the total work, which includes these promises and the `work` seconds that precede
-    them, and the minimum slack. A promise's slack is its time minus the work that precedes it."""
+    """Return the total work and the minimum slack, both in seconds. The total includes these promises and the
+    `work` seconds that precede them. A promise's slack is its time minus the work that precedes it."""
     slack = float("inf")
     for time, _, work_s, _ in promises:
         if time - work < slack:

@@ -1,4 +1,4 @@
-"""Replays the requests of the last few minutes with other limits, before an operator changes the limits.
+"""Replays the requests of the last few minutes with different limits, before an operator changes the limits.
 
 The replay runs the real request manager in simulated time, once with the current limits and once with the new
 ones, on replicas with the measured speed (`appliance.traffic.simulated_replica`). The difference between the
@@ -46,7 +46,8 @@ _SETTLE_S = 600.0
 _FRONT = "front"
 _OVER_QUOTA = 429
 _NOT_ADMISSION = range(400, 500)
-"""Statuses of invalid requests, apart from 429 (a limit) and 499 (the client left)."""
+"""HTTP statuses of requests that were refused as invalid. The exceptions are 429 (limit exceeded) and 499
+(client disconnected)."""
 
 
 class ReplayInput(msgspec.Struct, kw_only=True):
@@ -93,7 +94,7 @@ class _NoLog:
 
 
 class _Replay:
-    """One run of the request manager in simulated time, which is unix time."""
+    """One run of the request manager in simulated time, given as unix time."""
 
     def __init__(self, given: ReplayInput) -> None:
         self.now = given.since
@@ -104,7 +105,7 @@ class _Replay:
         self._replicas = {speed.replica: SimulatedReplica(speed) for speed in given.replicas}
         self._reported = dict.fromkeys(self._replicas, given.since)
         self._changes = dict.fromkeys(self._replicas, 0)
-        """Number of each replica's most recently scheduled change. Older changes are ignored."""
+        """Sequence number of each replica's most recently scheduled change. Older changes are ignored."""
         self._manager = RequestManager(
             send=self._hear,
             rows=_NoLog(),
@@ -331,8 +332,8 @@ def _prepared(chosen: Sequence[PastRequest]) -> list[_Replayed]:
 
 
 def _levels(given: ReplayInput, policies: Policies) -> list[QuotaLevels]:
-    """Return the levels at the start of the replay under these limits. If a limit differs from the current
-    one, the same fraction of it is left."""
+    """Return the quota levels at the start of the replay under these limits. If a new limit differs from the
+    current one, the level is scaled, so that the same fraction of the limit is left."""
     found = []
     present = Policies(given.tenants, given.keys)
     for levels in given.levels:
