@@ -35,8 +35,8 @@ def fp8_block(part: int) -> int:
 
 
 class ModelError(Exception):
-    """A model cannot be loaded with the given settings. `cause` says why, with the values, and `remedy` says
-    what to do."""
+    """Raised if a model cannot be loaded with the given settings. `cause` says why, with the values,
+    and `remedy` says what to do."""
 
     def __init__(self, cause: str, remedy: str) -> None:
         super().__init__(cause, remedy)
@@ -47,8 +47,8 @@ class ModelError(Exception):
 
 
 class CheckpointError(ModelError):
-    """The files of a checkpoint cannot be used. The cause contains the file, the field or tensor, and its
-    value."""
+    """Raised if the files of a checkpoint cannot be used. The cause contains the file, the field or
+    tensor, and its value."""
 
 
 def unreadable(file: Path, error: OSError) -> CheckpointError:
@@ -57,8 +57,8 @@ def unreadable(file: Path, error: OSError) -> CheckpointError:
 
 
 class UnsupportedError(ModelError):
-    """The requested configuration is not supported, for example because of the number of ranks or the maximum
-    length."""
+    """Raised if the requested configuration is not supported, for example because of the number of ranks or
+    the maximum length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    """Factor that yarn applies to cos and sin. None computes it from `factor`, `mscale` and
+    """Factor that yarn applies to cos and sin. If it is None, it is computed from `factor`, `mscale` and
     `mscale_all_dim`."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
@@ -117,7 +117,7 @@ class ExpertsShard:
     """The routed experts of one rank."""
 
     first: int
-    """The first expert of which the rank holds all or a slice."""
+    """Index of the first expert that the rank holds, completely or as a slice."""
     count: int
     width: int
     """Width of the rank's slice of each expert."""
@@ -165,8 +165,8 @@ class Shard:
         return width // self.size
 
     def cut(self, part: int) -> int:
-        """Return `part`, a rank's share of a width, or 0 if there is only one rank, which has the full
-        width."""
+        """Return `part`, a rank's share of a width. If there is only one rank, return 0, because this rank
+        has the full width."""
         return part if self.size > 1 else 0
 
     def experts(self, config: ExpertsConfig) -> ExpertsShard:

@@ -10,8 +10,8 @@ from engine.config import CheckpointError, unreadable
 
 
 class Fields:
-    """A JSON object from a checkpoint. Its getters raise CheckpointError with the file, the field, its value
-    and the remedy.
+    """A JSON object from a checkpoint. Its getters raise a CheckpointError that names the file, the field,
+    its value and the remedy.
 
     As in transformers, a field that is null counts as absent.
     """

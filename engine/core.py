@@ -154,8 +154,8 @@ class EngineCore:
         """
         scheduled = None if self.paused else self.scheduler.schedule()
         if scheduled is not None:
-            # Measure the duration from the start of the launch. The device starts with the first kernel,
-            # while the host needs 15 to 20 ms to launch all kernels of a step with prompts.
+            # Measure the duration from the start of the launch. The device starts as soon as the first kernel
+            # is launched, but the host needs 15 to 20 ms to launch all kernels of a step with prompts.
             began = time.perf_counter()
             plan_us = self._send(scheduled.plan)
             launched = self._runner.launch(scheduled.plan)

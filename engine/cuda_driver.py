@@ -20,7 +20,8 @@ _SUPPORTED = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
 
 
 class DriverError(RuntimeError):
-    """A function of the CUDA driver failed. The message contains its name and CUDA's description."""
+    """Raised if a function of the CUDA driver fails. The message contains the function's name and CUDA's
+    description of the error."""
 
 
 class _Location(ctypes.Structure):

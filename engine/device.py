@@ -8,7 +8,7 @@ from engine.config import UnsupportedError
 
 
 class DeviceError(RuntimeError):
-    """The requested device cannot be used."""
+    """Raised if the requested device cannot be used."""
 
 
 def select_device(wanted: str, rank: int, size: int) -> torch.device:

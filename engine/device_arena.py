@@ -39,7 +39,7 @@ class DeviceArena:
     """Tensors in one range of addresses. Individual tensors are never freed. The memory and the addresses are
     returned to the driver once the arena and all of its tensors have been deleted.
 
-    `limit_bytes` is the size of the range. It needs no physical memory until `empty` is called.
+    `limit_bytes` is the size of the range. The range uses no physical memory until `empty` is called.
     """
 
     def __init__(self, driver: VirtualMemory, limit_bytes: int) -> None:

@@ -1,5 +1,5 @@
 """Compiles a replica's kernels before their first launch, either in `python -m engine.build` or while the
-replica's weights load. Worker processes compile the kernels on all cores. Without this, the kernels would be
+replica's weights load. Worker processes compile the kernels on all cores. Otherwise, the kernels would be
 compiled one after another, each at its first launch, and requests would have to wait. If the kernels are
 already compiled, a starting replica only hashes a few files.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SOURCES = ("engine", "kernels")
-"""The packages that determine, by their source code, which kernels are launched and what they contain."""
+"""The packages whose source code determines which kernels are launched and what the kernels contain."""
 
 
 class KernelBuild:

@@ -1,8 +1,8 @@
 """Starts and stops the processes of one replica. The core imports this module, so it does not load torch.
 
 Every rank is a new Python interpreter (`python -m engine.replica`), not a fork. The launcher monitors each
-rank by a pidfd. If one rank exits, the other ranks exit or are killed by the launcher, because they could
-otherwise wait forever in a collective operation.
+rank through a pidfd. If one rank exits, the other ranks exit or are killed by the launcher, because they
+could otherwise wait forever in a collective operation.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ LOSS_CHECK_S = 0.1
 
 
 class ThreadStep:
-    """A step that runs on the worker thread of a CPU. Implements `engine.core.LaunchedStep`.
+    """A step that runs on the CPU, on a worker thread. Implements `engine.core.LaunchedStep`.
 
     `check` raises an exception if a peer was lost. The worker thread may then remain blocked in a collective,
     because gloo detects a lost peer only if its connections are closed.

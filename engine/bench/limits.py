@@ -1,4 +1,4 @@
-"""The limit of a workload: the best result that the hardware allows, on one device or on several equal
+"""The limit of a workload: the best result that the hardware allows, on one device or on several identical
 devices.
 
 The limit is derived from the number of bytes that each device must read, the number of operations that it
@@ -6,10 +6,10 @@ must perform, and its peak rates. No engine can be faster, so results are printe
 Communication between devices is not counted.
 
 A decode step reads every matrix once, and the keys and values of every sequence once. In an MoE layer, a step
-is assumed to read the expected number of distinct experts, where every token is equally likely to choose any
-expert. With large batches, its GEMMs are compute-bound instead of memory-bound. A prefill computes its GEMMs
-and its causal attention. GEMMs and cache reads are assumed not to overlap, because each layer needs the
-result of the previous one.
+is assumed to read as many distinct experts as are expected if every token is equally likely to choose any
+expert. With large batches, the GEMMs of a decode step are compute-bound instead of memory-bound. A prefill
+computes its GEMMs and its causal attention. GEMMs and cache reads are assumed not to overlap, because each
+layer needs the result of the previous one.
 """
 
 from __future__ import annotations

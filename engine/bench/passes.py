@@ -123,7 +123,7 @@ def _rank(rank: int, arguments: argparse.Namespace, folder: str) -> None:
 
 
 class _Alone(parallel.Collectives):
-    """A rank that adds only its own part instead of the sum over all ranks."""
+    """The collectives of a rank that adds only its own part instead of the sum over all ranks."""
 
     def __init__(self, ranks: PeerRanks) -> None:
         self.size, self.rank = ranks.size, ranks.rank

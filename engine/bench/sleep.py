@@ -5,10 +5,10 @@ token afterwards.
     python -m engine.bench.sleep --shape llama-3.1-70b --fp8 --tensor-parallel-size 4 --json out.json
 
 The model has random weights unless --model is given. Each round puts the replica to sleep, wakes it, and
-generates one token for a new prompt. The time to the first token begins with the request to wake. "device" is
-the memory that all processes together use on the first GPU, while the replica sleeps and after the round.
-"host" is the resident memory of this process, which is rank 0. Both must not grow over the rounds. The tokens
-of a greedy answer must be the same in all rounds.
+generates one token for a new prompt. The time to the first token is measured from the request to wake.
+"device" is the memory that all processes together use on the first GPU, while the replica sleeps and after
+the round. "host" is the resident memory of this process, which is rank 0. Neither may grow from round to
+round. The tokens of a greedy answer must be the same in all rounds.
 """
 
 from __future__ import annotations
