@@ -66,8 +66,9 @@ class ActionRunner:
 
     def begin(self, action: Action, values: dict[str, Any], *, given: bool = False) -> None:
         """Open the dialog for an action. Unless the command line names a target, the action applies to the
-        marked rows, or to the row under the cursor if no rows are marked. `given` is true for a line that the
-        operator typed: if the action needs no target, the line then stands for the whole service."""
+        marked rows, or to the row under the cursor if no rows are marked. `given` is true if the
+        operator typed the command line. If a typed line names no target and the action requires none, the
+        action applies to the whole service."""
         if not self._app.session.context.write:
             self._app.session.say(_READ_ONLY if self._app.session.past is None else PAST_IS_FIXED, "warn")
             return
@@ -135,8 +136,8 @@ class ActionRunner:
         return forecast_lines(forecast, parameters.name if isinstance(parameters, SetTenant) else None)
 
     async def _perform(self, action: Action, parameters: msgspec.Struct) -> None:
-        """Perform an action, and show its result without waiting for the lists: only the result contains the
-        secret of a new key."""
+        """Perform an action, and show its result without waiting for the lists, because only the result
+        contains the secret of a new key."""
         try:
             result = await self._app.source.act(parameters)
         except SourceError as error:

@@ -1,4 +1,5 @@
-"""The console as a Textual application: shows the frames of a session, and feeds it snapshots and lists."""
+"""The console as a Textual application. It shows a session's frames, and feeds snapshots and lists to the
+session."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ _RETRY_S = 0.5
 """Delay after a failed read. It is short so that the console reconnects soon after the service returns."""
 _ROWS_EVERY_S = 3.0
 _DIALOG_ROWS_EVERY_S = 0.5
-"""Interval for a list on which the impact of an open dialog depends."""
+"""Interval at which a list is reread if the impact shown in an open dialog depends on it."""
 _CHAIN_IS_PRESENT = "the audit chain can only be verified as it is now: return to live with the command :live"
 _END_KEYS = ("ctrl+c", "ctrl+q")
 """Keys that end the console in every mode."""
@@ -55,8 +56,8 @@ class ConsoleApp(App[int]):
     COMMANDS: ClassVar = {ConsoleCommands}
     ENABLE_COMMAND_PALETTE = True
     COMMAND_PALETTE_BINDING = NO_KEY
-    """Disables Textual's own key for the palette. The key table opens the palette instead, so that a keymap
-    can change the key."""
+    """Disables Textual's own key for the command palette. The key table assigns a key to the palette instead,
+    so that a keymap can change it."""
     BINDINGS: ClassVar = [(key, "quit", "Quit") for key in _END_KEYS]
     ESCAPE_TO_MINIMIZE = False
 
@@ -201,14 +202,14 @@ class ConsoleApp(App[int]):
         self.redraw()
 
     async def read_rows(self, name: ListName) -> None:
-        """Read a list, or take the reason why it cannot be read."""
+        """Read a list and store its rows. If it cannot be read, store the reason."""
         try:
             self.session.take_rows(name, await self.source.rows(name))
         except SourceError as error:
             self.session.take_rows(name, [], str(error))
 
     def _completed_lists(self) -> tuple[ListName, ...]:
-        """Return the lists with targets that the open command line can complete."""
+        """Return the lists whose rows the open command line can complete as targets."""
         completing = self.prompt.display and self.prompt.kind == ":"
         return ("callers", "silences", "rules") if completing else ()
 
@@ -385,7 +386,8 @@ class ConsoleApp(App[int]):
             self.redraw()
 
     def _close_prompt(self, closed: Closed) -> None:
-        """Run the submitted command, or apply or restore the filter."""
+        """Run the submitted command or apply the submitted filter. If a filter was cancelled, restore the
+        previous one."""
         self.frame_widget.screen.set_focus(self.frame_widget)
         self.session.say("")
         view = self.session.view

@@ -124,8 +124,8 @@ def measure(screens: dict[str, str], theme: str, seconds: float, presses: int) -
 
 
 def start_times(theme: str, starts: int) -> dict[str, float]:
-    """Return the medians of the times to the first frame, in seconds: of the command `appliance console
-    --demo` since the start of its process, and of the same console since the end of its imports."""
+    """Return the median times to the first frame of `appliance console --demo`, in seconds: measured from the
+    start of its process, and measured from the end of its imports."""
     found: dict[str, list[float]] = {name: [] for name in _START_LIMITS_S}
     for _ in range(starts):
         began = time.monotonic()

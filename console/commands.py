@@ -44,11 +44,11 @@ WORDS: dict[str, str] = {
 }
 """Commands of the console itself, with their usage."""
 ALTERNATES = ("finished", "usage", "keys", "silences")
-"""Commands that show a screen without a tab. They have the names of the screens."""
+"""Commands that show a screen without a tab. Each command has the name of its screen."""
 
 
 class CommandError(ValueError):
-    """Raised for an invalid command. The message gives the remedy."""
+    """Raised for an invalid command. The message says what to do."""
 
 
 Targets = dict[str, dict[str, str]]
@@ -85,7 +85,7 @@ def completions(text: str, targets: Targets) -> list[str]:
 
 
 def shared_beginning(found: list[str]) -> str:
-    """Return the longest text with which all command lines begin."""
+    """Return the longest common prefix of the command lines."""
     first, last = min(found), max(found)
     size = next((at for at, letter in enumerate(first) if not last.startswith(letter, at)), len(first))
     return first[:size]
@@ -104,7 +104,8 @@ def described(found: list[str], targets: Targets) -> list[str]:
 
 
 def listed(texts: list[str], width: int) -> str:
-    """Return the texts on one line. If they do not fit, the line ends with the number of the others."""
+    """Return the texts on one line. If they do not all fit, the line ends with the number of omitted
+    texts."""
     whole = "  ".join(texts)
     if cells(whole) <= width:
         return whole

@@ -45,9 +45,9 @@ class Context:
     """For each list that could not be read, the reason."""
     chain: ChainReport | str | None = None
     """The result of the latest verification of the audit chain, or a message if there is no result. None if
-    none was asked for."""
+    no verification was requested."""
     compared: Compared | None = None
-    """The first moment of a comparison, or None if none has been chosen."""
+    """The snapshot at the first time of a comparison, or None if no first time has been chosen."""
     jumping: bool = False
     """Whether jump mode is active: rows and panels show letters, and the next key jumps to one of them."""
     write: bool = False

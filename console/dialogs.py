@@ -211,7 +211,8 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
         return "" if name is None else str(name)
 
     def _collected(self) -> Values:
-        """Return the given values, and the fields that differ from their defaults."""
+        """Return the given values that have no field, and the values of the fields that differ from their
+        defaults."""
         values = dict(self._values)
         for field in msgspec.structs.fields(self._action.parameters):
             for widget in self.query(f"#field-{field.name}"):
@@ -255,7 +256,7 @@ class ActionDialog(ModalScreen[msgspec.Struct | None]):
         self.call_after_refresh(self._fit)
 
     def _named(self, values: Values) -> str | None:
-        """Return the target among an action's values."""
+        """Return the target that an action's values name."""
         return values.get(self._action.named_by) if self._action.named_by else None
 
     def _show_error(self, message: str) -> None:

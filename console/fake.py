@@ -56,7 +56,7 @@ FIXED_TIME = 1_790_000_000.0
 
 _RATE_WINDOW_S = 10.0
 _PAST_S = 120
-"""The demo simulates this many seconds before its start, to fill its charts and its recording."""
+"""Number of seconds that the demo simulates before it starts, to fill its charts and its recording."""
 
 
 class _Counters(NamedTuple):
@@ -145,7 +145,7 @@ class FakeSource:
         return self._rows.verify()
 
     async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:
-        """Refuse, because the demo has no limits to change."""
+        """Raise SourceError, because the demo does not replay requests."""
         raise SourceError("the demo does not replay requests: connect to a running service")
 
     async def act(self, parameters: msgspec.Struct) -> msgspec.Struct:

@@ -29,7 +29,7 @@ _CAUSE_WINDOW_S = 300.0
 
 
 class _Measured(NamedTuple):
-    """The current value of a figure that a rule concerns."""
+    """The current value of a metric that a rule checks."""
 
     rule: str
     where: str
@@ -129,7 +129,7 @@ class FakeAlerts:
         return msgspec.structs.replace(alert, state="silenced", silenced_until=max(ends)) if ends else alert
 
     def _shown(self, at: float) -> list[Alert]:
-        """Return the alerts without those that another alert explains."""
+        """Return the alerts that are not explained by another alert, newest first."""
         explained: dict[str, int] = {}
         shown = []
         for alert in self._active.values():
@@ -141,7 +141,7 @@ class FakeAlerts:
         return sorted([*shown, *self._ended], key=lambda one: -(one.since or 0.0))
 
     def _explanation(self, alert: Alert, at: float) -> Alert | None:
-        """Return the alert that explains another one, if any."""
+        """Return the alert that explains this alert, or None if there is none."""
         causes = _RULES[alert.rule].downstream_of
         recent = [one for one in self._ended if at - (one.ended_at or 0.0) <= _SETTLE_S]
         return next(

@@ -51,7 +51,7 @@ class FakeLog:
         )
 
     def advance(self) -> None:
-        """Add the lines about clients that the fronts have turned away since the previous call."""
+        """Add the lines about requests that the fronts have denied since the previous call."""
         while self._simulation.now >= self._denied_at:
             number = zlib.crc32(f"{self._denied_at - self._simulation.started:.0f}".encode())
             text = (

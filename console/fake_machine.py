@@ -48,7 +48,7 @@ def _gpu(simulation: Simulation, number: int, replica: SimReplica) -> Gpu:
         max_sm_clock_mhz=1980,
         memory_clock_mhz=3201,
         throttle_reasons=["temperature"] if hot else [],
-        # A GPU without a link to another one does not support the counters of links.
+        # A GPU without a link to another GPU does not support link counters.
         unsupported=[] if ranks > 1 else ["nvlink_tx_bytes_per_s", "nvlink_rx_bytes_per_s"],
         nvlink_tx_bytes_per_s=random.uniform(8e9, 12e9) if ranks > 1 else None,
         nvlink_rx_bytes_per_s=random.uniform(8e9, 12e9) if ranks > 1 else None,

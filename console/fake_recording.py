@@ -102,7 +102,7 @@ class FakeRecording:
         return [row for row in self._rows.of(name) if (_time(row) or 0.0) <= until]
 
     async def export(self, since: float, until: float, path: Path) -> str:
-        """Refuse, because the demo has no history."""
+        """Raise SourceError, because the demo's history cannot be exported."""
         raise SourceError("the demo cannot be exported: connect to a running service")
 
     async def close(self) -> None:

@@ -14,7 +14,7 @@ _STATUS = {"cancelled": 499, "error": 429}
 _PROMPT_PRICE, _CACHED_PRICE, _OUTPUT_PRICE = 0.6, 0.15, 1.8
 """Prices per million tokens."""
 _MAX_TOKENS_PER_S = 900
-"""Mean usage, on earlier days, of the tenant with the highest weight."""
+"""Mean number of tokens per second, on earlier days, of the tenant with the highest weight."""
 
 
 def finished_requests(simulation: Simulation) -> list[NamedRequest]:

@@ -12,7 +12,7 @@ from console.simulation import Simulation
 
 
 def tenants_of(sim: Simulation, tokens_per_s: Mapping[str, float | None]) -> list[TenantUse]:
-    """Return the use of all tenants, whose current rates are given."""
+    """Return the usage of all tenants. `tokens_per_s` contains their current rates."""
     # Unfinished requests count with their maximum number of tokens.
     held: Counter[str] = Counter()
     for request in sim.unfinished():
@@ -30,8 +30,9 @@ def tenants_of(sim: Simulation, tokens_per_s: Mapping[str, float | None]) -> lis
 def _tenant_use(
     one: SimTenant, held: int, service: float, all_service: float, active: float, tokens_per_s: float | None
 ) -> TenantUse:
-    """`service` is the number of weighted tokens of the tenant in the last minute, `all_service` that of
-    all tenants, and `active` the weight of the tenants that have requests."""
+    """Return the usage of one tenant. `service` is the tenant's number of weighted tokens in the last minute,
+    `all_service` is the number for all tenants, and `active` is the total weight of the tenants that have
+    requests."""
     usage = []
     left_s = []
     for limit in one.limits:

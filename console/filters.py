@@ -26,7 +26,7 @@ _COMPARE = re.compile(
     rf"(?:(?P<field>{_FIELD})(?P<sign>>=|<=|>|<|=)(?P<value>.*)"
     r"|(?P<bare_sign>>=|<=|>|<|=)(?P<bare_value>-?[0-9.].*))$"
 )
-"""Matches a comparison. Without a field, only a number makes a term a comparison."""
+"""Matches a comparison. A term without a field is a comparison only if a number follows the sign."""
 _PART = re.compile(r"([0-9.]+)([A-Za-zµ°%]*)")
 _VALUE = re.compile(r"-?[0-9.][0-9.A-Za-zµ°%]*")
 _SEPARATOR = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
@@ -80,8 +80,8 @@ def matcher(
     text: str, fields: Sequence[FilterField], sorted_by: str, now: float = 0.0
 ) -> Callable[[Any], bool]:
     """Return a function that decides whether a row matches a filter. `sorted_by` is a name of the column that
-    the table is sorted by, or empty. Times of day are the most recent ones before `now`, in unix seconds.
-    Raises FilterError."""
+    the table is sorted by, or empty. A time of day refers to the last time before `now` (unix seconds) at
+    which the clock showed it. Raises FilterError."""
     terms: list[str] = []
     for word in text.split():
         if terms and (found := _comparison(terms[-1], fields, sorted_by)) and _continues(found, word):
@@ -93,7 +93,7 @@ def matcher(
 
 
 def _comparison(term: str, fields: Sequence[FilterField], sorted_by: str) -> _Comparison | None:
-    """Return the comparison that a term stands for, or None for other terms."""
+    """Return the comparison that a term stands for, or None if the term is not a comparison."""
     found = _COMPARE.match(term)
     if found is None:
         return None
@@ -103,7 +103,8 @@ def _comparison(term: str, fields: Sequence[FilterField], sorted_by: str) -> _Co
 
 
 def _continues(comparison: _Comparison, word: str) -> bool:
-    """Return whether a word is the unit of the number before it, or the time of day of the date before it."""
+    """Return whether a word continues the comparison before it: a unit after a number, or a time of day after
+    a date."""
     if not comparison.value[-1:].isdigit():
         return False
     if comparison.field.unit == "time":

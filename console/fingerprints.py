@@ -17,7 +17,7 @@ from console.source import ListName
 
 Facts = dict[str, str]
 _NOT_COMPARED = {"id", "prefix", "created_at", "usage"}
-"""Fields of a key that no operator changes."""
+"""Fields of a key that operators do not change."""
 _TIMES = ("expires_at", "revoked_at")
 _SHOWN_CHANGES = 3
 """Maximum number of changes that fit in a dialog of 24 lines."""
@@ -65,7 +65,7 @@ def alerts_of(rule: str | None, snapshot: Snapshot) -> list[Alert]:
 
 
 def peer_name(peer: PeerMapping) -> str:
-    """Return the name of a mapped user or group in commands, such as "uid:1000" or "any"."""
+    """Return the name by which commands refer to a mapped user or group, such as "uid:1000" or "any"."""
     return "any" if peer.kind == "any" else f"{peer.kind}:{peer.number}"
 
 
@@ -84,8 +84,9 @@ def silence_with(silence_id: str | None, context: Context) -> Silence | None:
 
 
 def is_drained(target: str, drained: str | None, context: Context) -> bool:
-    """Return whether a drain of `drained` is a drain of the target. An empty target and None stand for the
-    whole service. A drain names the version that answers the requests for the target's name."""
+    """Return whether `drained`, the model that is being drained, is the target. An empty target and None as
+    `drained` stand for the whole service. If the target is a name or an alias, `drained` may be the version
+    that answers requests for this name."""
     model = registered(target, context)
     names = {target} if model is None else {target, model.name, f"{model.name}@{model.default}"}
     return (drained or "") in (names if target else {""})
@@ -117,7 +118,8 @@ def fingerprint(action: Action, target: str | None, context: Context) -> Fingerp
 def _tenant(tenant: TenantUse | None) -> Facts:
     if tenant is None:
         return {"state": "absent"}
-    # The capacity of a share of the KV cache is a number of tokens. It depends on which model is used most.
+    # The limit on the share of the KV cache is given in tokens of the model whose cache the tenant uses most.
+    # Its value can therefore change without an operator's action and is not compared.
     limits = {
         one.limit.replace("_", " "): "set" if one.limit == "kv_share" else f"{one.capacity:,}"
         for one in tenant.usage

@@ -220,7 +220,8 @@ def _drains(snapshot: Snapshot, width: int, remedy: str) -> list[Line]:
 
 
 def _footer(state: FrameState, width: int) -> list[Line]:
-    """Return the message, on several lines if it is long, or the line with the keys."""
+    """Return the message, on several lines if it is long. If there is no message, return the line with the
+    keys."""
     if state.message:
         one = [span(f" {state.message}", state.message_role)]
         fits = width_of(one) <= width

@@ -13,7 +13,7 @@ GlyphSet = Literal["braille", "block", "ascii"]
 GLYPH_SETS: tuple[GlyphSet, ...] = ("braille", "block", "ascii")
 
 _PARTS = {"braille": "█▓▒", "block": "█▓▒", "ascii": "#=+"}
-"""The characters of a bar's parts, from left to right, so that the parts differ without colours."""
+"""The characters of a bar's parts, from left to right. They distinguish the parts even without colours."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _ASCII = " .:-=+*#@"
 _LEFT = (0x00, 0x40, 0x44, 0x46, 0x47)

@@ -40,7 +40,7 @@ class Impact:
         self._action = action
         self._context = context
         self._shown: dict[str | None, Fingerprint] = {}
-        """For each target: its state when the operator first saw its impact."""
+        """For each target: its state when the operator first saw the action's impact on it."""
 
     def lines(self, target: str | None) -> list[str]:
         """Return what the action affects: requests, tokens, tenants and memory."""
@@ -120,7 +120,7 @@ def _request(target: str | None, snapshot: Snapshot) -> list[str]:
 
 
 def _model(action: Action, target: str, context: Context, snapshot: Snapshot) -> list[str]:
-    """Return what an action on a model, or on all models if `target` is empty, affects."""
+    """Return what an action on the model `target` affects. An empty `target` stands for all models."""
     if action.name == "resume":
         held = [one for one in snapshot.drains if is_drained(target, one.model, context)]
         return [f"{one.held:,} held requests will be served first" for one in held] or ["not draining"]
@@ -158,7 +158,8 @@ def _loaded(action: Action, target: str, context: Context, snapshot: Snapshot) -
 def _requests_of(
     models: Iterable[ModelStatus], target: str, context: Context, snapshot: Snapshot
 ) -> list[UnfinishedRequest]:
-    """Return the requests that the replicas of these models run, and the waiting requests for their names."""
+    """Return the requests that run on replicas of these models, and the requests that wait for these models
+    under any of their names."""
     models = list(models)
     replicas = {replica.name for model in models for replica in model.replicas}
     names = {target, *(model.name for model in models)}
@@ -173,7 +174,8 @@ def _requests_of(
 
 
 def _load(requests: list[UnfinishedRequest], ends: list[str] | None = None) -> list[str]:
-    """Describe requests: their number, tenants and tokens. `ends` follows if there are any."""
+    """Describe requests: their number, tenants and tokens. If there are any requests, the lines in `ends`
+    follow."""
     if not requests:
         return ["no running or queued requests are affected"]
     tenants = sorted({one.tenant for one in requests})
@@ -193,7 +195,7 @@ def _load(requests: list[UnfinishedRequest], ends: list[str] | None = None) -> l
 
 def _end(models: list[ModelStatus], snapshot: Snapshot) -> list[str]:
     """Return when the unfinished requests of these models would have finished if no more were accepted. The
-    models finish their requests at the same time."""
+    models are assumed to work on their requests in parallel."""
     etas = [one.drain_eta_s for one in models]
     known = [eta for eta in etas if eta is not None]
     if not known or len(known) < len(etas):

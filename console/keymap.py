@@ -1,4 +1,4 @@
-"""The operator's keymap file, a TOML table that assigns keys to commands of the key table.
+"""The operator's keymap file, a TOML table that assigns keys to commands of the key table. An example:
 
 "time back" = "b"
 "act models.load" = ["M", "ctrl+o"]
@@ -52,7 +52,7 @@ DEFAULT_KEYMAP = Keymap()
 
 
 class _KeyError(ValueError):
-    """Raised for a key that terminals cannot send. The message gives the remedy."""
+    """Raised for a key that terminals cannot send. The message says what to do."""
 
 
 def default_path() -> Path:
@@ -67,7 +67,7 @@ def read_keymap(named: str | None = None) -> Keymap:
     path = default_path() if named is None else Path(named).expanduser()
     try:
         text = path.read_text()
-        table = tomllib.loads(text + "\n")  # without "\n", an error on the last line has no number
+        table = tomllib.loads(text + "\n")  # without "\n", an error on the last line has no line number
     except FileNotFoundError:
         if named is None:
             return DEFAULT_KEYMAP

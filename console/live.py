@@ -91,8 +91,8 @@ class LiveSource:
             self._reading = asyncio.create_task(self._client.call(calls.KV_BLOCKS))
 
     async def _take_blocks(self) -> None:
-        """Take the blocks that have been read. Wait for them only if none are known yet, because the answer
-        may take longer than the next snapshot."""
+        """Store the blocks that have been read. Wait for them only if no blocks are known yet, because the
+        answer may arrive later than the next snapshot."""
         reading = self._reading
         if reading is None or not (reading.done() or not self._blocks):
             return
@@ -147,7 +147,7 @@ class LiveSource:
         return self._found
 
     async def verify(self) -> ChainReport:
-        """Let the service verify its audit chain."""
+        """Have the service verify its audit chain, and return the result."""
         with _explained():
             return await self._client.call(calls.verify_audit())
 

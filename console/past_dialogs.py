@@ -88,7 +88,7 @@ class SliceDialog(ModalScreen[Slice | None]):
     DEFAULT_CSS = _CSS.format("SliceDialog")
 
     def __init__(self, since: float, until: float) -> None:
-        """`since` and `until` are the proposed slice, in unix seconds."""
+        """`since` and `until` are the start and the end of the proposed slice, in unix seconds."""
         super().__init__()
         self._since, self._until = since, until
 

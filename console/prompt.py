@@ -66,12 +66,12 @@ class PromptLine(Input):
         self.value = text
         self.cursor_position = len(text)
         self.display = True
-        # focus() would set the focus only after keys that are already waiting.
+        # focus() would take effect only after the keys that are already queued.
         self.screen.set_focus(self)
 
     @staticmethod
     def is_bound(event: events.Key) -> bool:
-        """Return whether a key that is sent to the line can only run a binding, such as `backspace`."""
+        """Return whether a key has no other effect on the line than to run a binding, as `backspace` does."""
         return not event.is_printable and event.key not in _KEYS
 
     async def result(self) -> Closed | None:

@@ -108,15 +108,15 @@ class ReplaySource:
         return await self._recording.rows(name, self.instant.snapshot.at)
 
     async def verify(self) -> ChainReport:
-        """Refuse, because a recording does not contain the audit chain."""
+        """Raise SourceError, because a recording does not contain the audit chain."""
         raise SourceError("a recording does not contain the audit chain: connect to a running service")
 
     async def what_if(self, parameters: msgspec.Struct) -> QuotaForecast:
-        """Refuse, because recorded history cannot be changed."""
+        """Raise SourceError, because recorded history cannot be changed."""
         raise SourceError(PAST_IS_FIXED)
 
     async def act(self, parameters: msgspec.Struct) -> msgspec.Struct:
-        """Refuse, because recorded history cannot be changed."""
+        """Raise SourceError, because recorded history cannot be changed."""
         raise SourceError(PAST_IS_FIXED)
 
     def recording(self) -> RecordedPast:

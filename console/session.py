@@ -78,7 +78,7 @@ class ConsoleSession:
         return self.state.view
 
     def newest(self) -> Context:
-        """Return the live screen input with the newest snapshot, also while updates are paused."""
+        """Return the live screen input with the newest snapshot, even while updates are paused."""
         return replace(self._live, snapshot=self._newest)
 
     def lines(self, width: int, height: int) -> list[Line]:

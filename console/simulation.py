@@ -40,7 +40,7 @@ TENANTS = (
 )
 _PREFILL_TOKENS_PER_S = 6000
 _MAX_DISPATCH_S = 0.08
-"""Longest time in the queue of a request that does not have to wait for a free slot."""
+"""Maximum time that a request spends in the queue if it does not have to wait for a free slot."""
 _LONGEST = (*[1.0, 1.02, 1.05, 1.1] * 10, 2.4)
 """Possible durations of a slice's longest step, as multiples of the mean."""
 _MAX_STALLS = 16
@@ -238,7 +238,7 @@ class Simulation:
                 waiting.append(request)
                 continue
             replica.take(request, blocks)
-            # The delay comes from the id, not from the random generator, whose later numbers would change.
+            # The delay is derived from the id. Drawing it at random would change all later random numbers.
             delay = int(request.id[-2:], 16) / 0xFF * _MAX_DISPATCH_S
             request.replica = replica.name
             request.started = self.now if request.waited else min(self.now, request.arrived + delay)
@@ -281,7 +281,8 @@ class Simulation:
             budget -= chunk
             if chunk:
                 longest = max(longest, (chunk, request.id, request.tenant))
-            # The simulated time advances in intervals that are longer than most prefills.
+            # Most prefills are shorter than the interval by which the simulated time advances, so the time of
+            # the first token is computed separately.
             prefill_s = mixed_ms / 1000 + (request.prompt - request.cached) / _PREFILL_TOKENS_PER_S
             first_token = (request.started or self.now) + prefill_s
             if request.computed >= request.prompt and first_token <= self.now:

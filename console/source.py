@@ -31,7 +31,7 @@ USAGE_DAYS = 7
 
 
 class SourceError(Exception):
-    """Raised if a source cannot provide data. The message gives the reason and the remedy."""
+    """Raised if a source cannot provide data. The message gives the reason and says what to do."""
 
 
 class UnsupportedListError(SourceError):
@@ -70,7 +70,7 @@ class SnapshotSource(Protocol):
     """Time between two snapshots, in seconds."""
     reads_blocks: bool
     """Whether the snapshots of a running service contain individual KV blocks and the blocks of each request.
-    The service determines them only on request."""
+    The service collects these only on request."""
 
     @property
     def kind(self) -> Literal["live", "demo", "replay"]:

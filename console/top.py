@@ -1,5 +1,4 @@
-"""`appliance top`: one frame of a screen of the console as text, or one object as JSON. Textual is not
-loaded."""
+"""`appliance top`: one frame of a console screen as text, or one object as JSON. Textual is not loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from console.timeline import PastState
 def read(source: SnapshotSource, view: View | None = None) -> Context:
     """Return the input of a screen: a snapshot, its history, and the lists that the screen shows. A live
     source is read twice and the second snapshot is returned, because rates need two snapshots. Raises
-    SourceError, also for a list without which the screen cannot be shown."""
+    SourceError if the snapshot or a list that the screen requires cannot be read."""
 
     async def reading() -> Context:
         context = Context()

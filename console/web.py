@@ -29,7 +29,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class WebError(RuntimeError):
-    """Raised if the server cannot start. The message gives the remedy."""
+    """Raised if the server cannot start. The message says what to do."""
 
 
 class ConsoleServer(Server):
@@ -58,7 +58,7 @@ class ConsoleServer(Server):
         return runner, f"http://{_ADDRESS}:{port}/?token={self.token}"
 
     async def on_startup(self, app: web.Application) -> None:
-        """Override the base class, which would print a message."""
+        """Do nothing. The base class would print a message."""
 
     async def _make_app(self) -> web.Application:
         app: web.Application = await super()._make_app()

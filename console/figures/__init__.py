@@ -12,4 +12,4 @@ from console.figures.requests import REQUESTS
 __all__ = ["FIGURES", "Figure"]
 
 FIGURES: dict[str, Figure] = {**OVERVIEW, **ENGINE, **REQUESTS, **LISTS}
-"""All explanations, by name. A table's column has the name of its explanation."""
+"""All explanations, by name. The explanation of a table's column has the name of the column."""

@@ -20,7 +20,7 @@ _ORDER = ("critical", "warning", "info")
 
 
 def _rank(alert: Alert) -> int:
-    """Return the position of an alert: by severity, and after all others if it has ended."""
+    """Return the sort key of an alert: alerts are ordered by severity, and all ended alerts come last."""
     return _ORDER.index(alert.severity) + (len(_ORDER) if alert.state == "resolved" else 0)
 
 
@@ -105,7 +105,7 @@ class AlertsView(TableView[Alert]):
         return super().accepts(action) and action.name != "alerts.unsilence"
 
     def targets(self, action: Action, context: Context) -> list[str]:
-        """Return the selected alerts, or their rules."""
+        """Return the ids of the selected alerts, or the names of their rules for an action on rules."""
         selected = set(self.selected(context))
         alerts = [row for row in self.ordered(context) if row.id in selected]
         if action.named_by == "rule":
@@ -125,7 +125,7 @@ class AlertsView(TableView[Alert]):
             ("since", units.clock(row.since)),
             ("explains", f"{row.suppressed} other alert{'' if row.suppressed == 1 else 's'}"),
         ]
-        if row.threshold is not None:  # rules on texts have no value
+        if row.threshold is not None:  # rules that check text have no threshold
             value = units.UNKNOWN if row.value is None else of_measure(row.value, row.unit)
             facts.append(("value", f"{value} when raised (threshold {of_measure(row.threshold, row.unit)})"))
         for name, at in (("ended", row.ended_at), ("silenced until", row.silenced_until)):

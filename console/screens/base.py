@@ -91,8 +91,7 @@ class View:
         ]
 
     def export(self, context: Context) -> Table:
-        """Return the names of the columns and the rows of the screen's table, with all rows that match the
-        filter."""
+        """Return the screen's table: the names of its columns, and all rows that match the filter."""
         raise NotImplementedError
 
     def move(self, rows: int) -> None:
@@ -139,5 +138,6 @@ class View:
         return action.target == self.target
 
     def targets(self, action: Action, context: Context) -> list[str]:
-        """Return the names of the selected objects as an action that the screen accepts needs them."""
+        """Return the names of the selected objects in the form that `action` requires. The screen must accept
+        the action."""
         return self.selected(context)

@@ -78,9 +78,10 @@ class BatchesView(View):
         self.cursor = 0
         """Distance of the cursor from the newest slice, in slices. At 0, it follows the newest slice."""
         self._second: int | None = None
-        """The second of the slice on which the cursor stays, or None while it follows the newest slice."""
+        """Unix time, in whole seconds, of the slice on which the cursor stays. None while the cursor follows
+        the newest slice."""
         self._seconds: list[int] = []
-        """The seconds of the slices that are shown of the selected replica, oldest first."""
+        """Unix times, in whole seconds, of the displayed slices of the selected replica, oldest first."""
         self.replica = 0
         self._replicas = 1
         self._shown = range(0)

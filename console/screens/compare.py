@@ -15,7 +15,7 @@ from console.lines import BLANK, Line, heading, span, wrap
 from console.screens.table import TableColumn, TableView
 
 _TIMESTAMP = re.compile(r"(^|\.)at$")
-"""Matches the names of the times at which values were read."""
+"""Matches the names of timestamps, which tell when other values were read."""
 
 
 class Difference(NamedTuple):
@@ -43,8 +43,8 @@ class Difference(NamedTuple):
 
 
 def differences(first: Snapshot, second: Snapshot, *, every: bool) -> list[Difference]:
-    """Return the values at two times: all of them if `every` is true, otherwise only those that differ. The
-    times at which values were read are left out."""
+    """Return the values at two times: all of them if `every` is true, otherwise only those that differ.
+    Timestamps are left out."""
     one, other = named_values(first), named_values(second)
     names = [*one, *(name for name in other if name not in one)]
     rows = [Difference(name, one.get(name), other.get(name)) for name in names if not _TIMESTAMP.search(name)]

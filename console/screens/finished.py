@@ -41,8 +41,8 @@ def _tokens_per_s(row: NamedRequest) -> float | None:
 
 
 def _parts(row: NamedRequest) -> list[Part]:
-    """Return the phases of a request. Without a first token, all time after the queue counts as prefill. An
-    interrupted request has no measured duration."""
+    """Return the phases of a request. If it has no first token, all of its time after the queue counts as
+    prefill. An interrupted request has no measured duration, so its phases are unknown."""
     queue_s, ttft_s, total_s = _seconds(row.queue_ms), _seconds(row.ttft_ms), _seconds(row.e2e_ms)
     if queue_s is None or total_s is None:
         return []

@@ -28,7 +28,7 @@ class CallerRow(NamedTuple):
 
     @property
     def id(self) -> str:
-        """The id of the key, or the name of the user or group in commands."""
+        """The id of the key, or the name by which commands refer to the user or group."""
         return self.caller.id if isinstance(self.caller, Key) else peer_name(self.caller)
 
     @property

@@ -101,7 +101,7 @@ class KvView(View):
         return lines[:height]
 
     def _label(self, requests: list[UnfinishedRequest], blocks: BlockMap, largest: list[Line]) -> None:
-        """Label each of the longest contexts with the letter that goes to its first cell."""
+        """Label each of the longest contexts with the letter that moves the cursor to its first cell."""
         cells = self._first_cells(blocks)
         for at, request in enumerate(requests[: len(largest) - 1], 1):
             if request.request_id in cells and len(self._jump_cells) < len(JUMP_LETTERS):
@@ -111,7 +111,7 @@ class KvView(View):
                 self._jump_cells.append(cells[request.request_id])
 
     def _first_cells(self, blocks: BlockMap) -> dict[str, int]:
-        """Return the first cell from which each request is opened."""
+        """Return, for each request, the first cell from which it can be opened."""
         found: dict[str, int] = {}
         owners, size = _owners(blocks), self._blocks_per_cell(blocks)
         for cell in range(self._cells):
@@ -303,7 +303,8 @@ def _owners(blocks: BlockMap) -> array[int]:
 
 
 def _first_request(blocks: BlockMap, owners: Iterable[int]) -> str:
-    """Return the request that uses the first of some blocks that are in use, or an empty string."""
+    """Return the id of the request that uses the first of these blocks that is in use by a request, or an
+    empty string if there is none."""
     return next((blocks.requests[one] for one in owners if one < len(blocks.requests)), "")
 
 

@@ -27,7 +27,7 @@ _LEVEL_RANKS = {"bad": 0, "warn": 1}
 
 
 def _level_rank(row: ListRow) -> int:
-    """Return the position of a level: errors and problems first, then warnings, then all others."""
+    """Return a row's sort position by level: errors and problems first, then warnings, then all others."""
     return _LEVEL_RANKS.get(_LEVEL_ROLES.get(row.level, ""), len(_LEVEL_RANKS))
 
 

@@ -16,18 +16,19 @@ R = TypeVar("R")
 _MIN_PREVIEW = 6
 """Minimum number of free lines that are needed below a table to show details there."""
 _CONTENTS = {"callers": "keys and local users", "models": "versions", "finished": "finished requests"}
-"""The contents of lists whose names are not their contents."""
+"""What lists contain, for lists whose names do not say it."""
 
 
 class TableColumn(NamedTuple):
     """A column. Its name identifies it in exports, and is accepted in filters. If the column shows a field of
-    the admin API as it is, its name is that of the field."""
+    the admin API unchanged, it has the name of that field."""
 
     name: str
     title: str
     width: int
     value: Callable[[Any], Cell]
-    """Returns the value to filter by, to export and, without `rank`, to sort by."""
+    """Returns the value to filter by and to export. Rows are also sorted by this value unless `rank` is
+    given."""
     text: Callable[[Any], str] | None = None
     """Formats the cell. By default, the cell shows the value as text."""
     right: bool = True
@@ -41,7 +42,7 @@ class TableColumn(NamedTuple):
     """Unit of the value for filters: "s", "bytes", "%" (of a fraction), "W", "°C", or "time" (in unix
     seconds); empty for numbers."""
     rank: Callable[[Any], Cell] | None = None
-    """Returns the value to sort by if rows are not sorted by `value`."""
+    """Returns the value to sort by, if it differs from `value`."""
 
     @property
     def names(self) -> tuple[str, str]:
@@ -201,7 +202,7 @@ class TableView(View, Generic[R]):
         return None
 
     def _outdated(self, context: Context, width: int) -> list[Line]:
-        """Return a line for each list whose rows are old because it could not be read again."""
+        """Return a line for each list whose rows are outdated because the last attempt to read it failed."""
         return [
             clip(
                 [span(f"! {_CONTENTS.get(name, name)} not updated: {context.row_errors[name]}", "warn")],
@@ -216,7 +217,7 @@ class TableView(View, Generic[R]):
             return [(self.title.lower(), *missing)]
         facts = []
         for row in self.ordered(context):
-            # Texts need no heading, which leaves more room in a small terminal.
+            # Text values are shown without their headings, to save space in a small terminal.
             cells = [
                 f"{column.title.lower() if column.right else ''} {column.shown(row).strip()}".strip()
                 for column in self.columns[1:]
@@ -364,7 +365,8 @@ class TableView(View, Generic[R]):
         return True
 
     def zoom(self) -> bool:
-        """Show only the details, which begin below the table, or show the table again."""
+        """Show only the details of the row under the cursor. If the details are already open, show the table
+        again."""
         if self.detail:
             self.detail = ""
             return True
