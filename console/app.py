@@ -44,7 +44,7 @@ _RETRY_S = 0.5
 _ROWS_EVERY_S = 3.0
 _DIALOG_ROWS_EVERY_S = 0.5
 """Interval at which a list is reread if the impact shown in an open dialog depends on it."""
-_CHAIN_IS_PRESENT = "the audit chain can only be verified as it is now: return to live with the command :live"
+_CHAIN_IS_PRESENT = "only the current audit chain can be verified: return to live with the command :live"
 _END_KEYS = ("ctrl+c", "ctrl+q")
 """Keys that end the console in every mode."""
 

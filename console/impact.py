@@ -100,7 +100,7 @@ def _silence(silence: Silence | None, snapshot: Snapshot) -> list[str]:
     by = silence.created_by + (f" ({silence.reason})" if silence.reason else "")
     return [
         f"rule {silence.rule} on {silence.subject} until {units.date(silence.until)}, by {by}",
-        f"{count} active alert{' is' if count == 1 else 's are'} silenced by it now",
+        f"{count} active alert{' is' if count == 1 else 's are'} currently silenced by it",
     ]
 
 
@@ -199,7 +199,7 @@ def _end(models: list[ModelStatus], snapshot: Snapshot) -> list[str]:
     etas = [one.drain_eta_s for one in models]
     known = [eta for eta in etas if eta is not None]
     if not known or len(known) < len(etas):
-        return [f"expected end: {units.UNKNOWN} (the rates of the models have not been measured yet)"]
+        return [f"expected end: {units.UNKNOWN} (the models' rates have not been measured yet)"]
     return [f"expected end: in {units.seconds(max(known))}, at {units.clock(snapshot.at + max(known))}"]
 
 

@@ -146,8 +146,8 @@ ENGINE: dict[str, Figure] = {
         "tokens",
         "tokens",
         NOW,
-        "Tokens that fit into the used blocks, of those that fit into all blocks. Under Longest contexts: "
-        "the prompt and output tokens of a request so far.",
+        "Capacity of the used blocks and of all blocks, in tokens. Under Longest contexts: the prompt and "
+        "output tokens of a request so far.",
         "kv: blocks_used, blocks_total, block_tokens",
     ),
     "kv_size": Figure("size", "bytes", NOW, "GPU memory of the KV cache, on all ranks.", "kv: kv_bytes"),
@@ -160,7 +160,11 @@ ENGINE: dict[str, Figure] = {
     ),
     "stall_time": Figure("time", "time of day", "", "Time at which a stall ended.", "stalls: at"),
     "stall_mean": Figure(
-        "mean", "ms", SECOND, "Mean decode-only step in the second of a stall.", "stalls: mean_ms"
+        "mean",
+        "ms",
+        SECOND,
+        "Mean duration of the decode-only steps in the same second as a stall.",
+        "stalls: mean_ms",
     ),
     "stall_decodes": Figure(
         "decodes",
@@ -233,7 +237,8 @@ ENGINE: dict[str, Figure] = {
         "shadow",
         "% of requests, % of tokens",
         "since the shadow was set or the service started",
-        "Share of the requests that are copied to another version, and the share of tokens that were equal.",
+        "Share of the requests that are copied to another version, and the share of tokens that were the "
+        "same in both answers.",
         "registry: shadows.share, shadows.agreement",
     ),
     "scaled_replicas": Figure(

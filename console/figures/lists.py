@@ -41,7 +41,7 @@ LISTS: dict[str, Figure] = {
         "likely cause",
         "",
         "the minutes before the alert",
-        "What happened shortly before the condition began and explains it.",
+        "An event shortly before the condition began that probably explains it.",
         "alerts: cause",
     ),
     "remedy": Figure("next step", "", "", "What the operator should do next.", "alerts: remedy"),
@@ -59,7 +59,7 @@ LISTS: dict[str, Figure] = {
         "silenced until",
         "time of day",
         "",
-        "Until then, the alert is not sent to receivers.",
+        "Time until which the alert is not sent to receivers.",
         "alerts: silenced_until",
     ),
     "silence_id": Figure("SILENCE", "", "", "Id of the silence.", "silences: id"),
@@ -114,7 +114,7 @@ LISTS: dict[str, Figure] = {
     "audit_note": Figure("note", "", "", "A remark that the operator gave.", "audit: note"),
     "audit_ended": Figure("ended", "date and time", "", "Time at which the action ended.", "audit: ended_at"),
     "audit_hash": Figure(
-        "hash", "", "", "SHA-256 of the row and of the hash of the row before it.", "status: audit.head"
+        "hash", "", "", "SHA-256 of the row together with the previous row's hash.", "status: audit.head"
     ),
     "audit_chain": Figure(
         "chain",

@@ -136,8 +136,8 @@ OVERVIEW: dict[str, Figure] = {
         "kernel time, USE",
         "% of time",
         "NVML's sample period, at most 1 s",
-        "Share of time during which at least one kernel was running. It does not tell how much of the GPU "
-        "the kernel used.",
+        "Share of time during which at least one kernel was running. It does not show how much of the GPU "
+        "the kernels used.",
         "NVML utilization.gpu",
     ),
     "used_bytes": Figure(
@@ -169,7 +169,7 @@ OVERVIEW: dict[str, Figure] = {
         "cpu",
         "% of one core",
         SLICE,
-        "CPU usage of a process. The usage of the host is in percent of all cores.",
+        "CPU usage of a process. The host's usage is a percentage of all cores.",
         "process_cpu_seconds_total, appliance_front_cpu_seconds_total",
     ),
     "load_1m": Figure("load", "processes", "1 min", "Load average of the host.", "/proc/loadavg"),
@@ -177,8 +177,8 @@ OVERVIEW: dict[str, Figure] = {
         "memory, mem",
         "% or bytes",
         NOW,
-        "Memory in use on the host, in percent of all memory, or by a process (resident set). The GPU panel "
-        "shows the used share of each GPU's memory.",
+        "Memory in use on the host, as a percentage of all memory, or by a process (resident set). The GPU "
+        "panel shows the used share of each GPU's memory.",
         "status: host.memory_used_bytes, host.processes.memory_bytes",
     ),
     "disk_free": Figure(

@@ -135,7 +135,7 @@ REQUESTS: dict[str, Figure] = {
     "arrived": Figure(
         "arrived", "date and time", "", "Time at which the request arrived.", "request-log: created_at"
     ),
-    "user": Figure("user", "", "", "The field user of the request, set by the client.", "request-log: user"),
+    "user": Figure("user", "", "", 'The request\'s "user" field, set by the client.', "request-log: user"),
     "endpoint": Figure(
         "endpoint", "", "", "Path of the API that the client called.", "request-log: endpoint"
     ),
@@ -187,7 +187,8 @@ REQUESTS: dict[str, Figure] = {
         "LIMIT MOST USED",
         "%",
         NOW,
-        "The limit that is closest to being exhausted. Running requests count with their maximum tokens.",
+        "The limit that is closest to being exhausted. A running request counts as its maximum number of "
+        "tokens.",
         "tenants: usage",
     ),
     "exhausted_in_s": Figure(
@@ -271,7 +272,7 @@ REQUESTS: dict[str, Figure] = {
         "ID",
         "",
         "",
-        "Id of the key, or the name of the user or group in commands.",
+        "Id of the key, or the name by which commands refer to the user or group.",
         "keys: id; peers: number",
     ),
     "caller_tenant": Figure(
