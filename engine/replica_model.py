@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 DTYPES = ("bfloat16", "float16")
 """Model dtypes that our GPU kernels support."""
 
-_WITHOUT_KERNELS = "on the CPU, or in float32, for which a GPU does not use these kernels"
+_WITHOUT_KERNELS = "on the CPU, or in float32, which does not use the GPU kernels"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class ReplicaModel:
 
     def check_shapes(self) -> None:
         """Raise UnsupportedError if the model cannot be split across the ranks, or if our GPU kernels do not
-        support it. The message contains the field of `config.json`, its value and the remedy."""
+        support it. The message gives the field of `config.json`, its value and the remedy."""
         config, size = self.config, self.tensor_parallel_size
         shard = config.shard(size, 0)
         group, experts = shard.heads // shard.kv_heads, config.experts
@@ -49,8 +49,8 @@ class ReplicaModel:
             problem = f"head_dim is {config.head_dim}; the GPU kernels support {served}", serve
         elif group > limits.MAX_GROUP:
             problem = (
-                f"num_attention_heads is {config.heads} and num_key_value_heads {config.kv_heads}; the GPU "
-                f"kernels support at most {limits.MAX_GROUP} query heads per KV head, not {group}",
+                f"num_attention_heads is {config.heads} and num_key_value_heads is {config.kv_heads}; the "
+                f"GPU kernels support at most {limits.MAX_GROUP} query heads per KV head, not {group}",
                 serve,
             )
         elif config.hidden_size > limits.LARGEST_ROW:
@@ -87,22 +87,26 @@ class ReplicaModel:
     def check_gpu(self, gpu: GpuModel) -> None:
         """Raise UnsupportedError if the GPU does not support the kernels of this model."""
         capability = gpu.target.arch
-        has = f"{gpu.name} has compute capability {capability / 10}"
+        version = capability / 10
         elsewhere = f"serve this model on another GPU, {_WITHOUT_KERNELS}"
         if capability < limits.MIN_CAPABILITY:
             raise UnsupportedError(
-                f"{has}; the GPU kernels need at least {limits.MIN_CAPABILITY / 10}", elsewhere
+                f"{gpu.name} has compute capability {version}; the GPU kernels need at least "
+                f"{limits.MIN_CAPABILITY / 10}",
+                elsewhere,
             )
         if self.config.head_dim > 128 and gpu.shared_bytes < limits.WIDE_HEADS_SHARED:
             raise UnsupportedError(
-                f"head_dim is {self.config.head_dim}, but {has} and {gpu.shared_bytes >> 10} KiB of shared "
-                f"memory per program; attention needs {limits.WIDE_HEADS_SHARED >> 10} KiB",
+                f"head_dim is {self.config.head_dim}, so attention needs {limits.WIDE_HEADS_SHARED >> 10} "
+                f"KiB of shared memory per program, but {gpu.name} (compute capability {version}) has only "
+                f"{gpu.shared_bytes >> 10} KiB",
                 elsewhere,
             )
         if capability < limits.MIN_FP8_CAPABILITY and (self.fp8 or self.kv_fp8):
-            what = "weights are" if self.fp8 else "kv_cache_dtype is"
+            what = "weights are fp8" if self.fp8 else "kv_cache_dtype is fp8"
             whole = "weights that are not FP8" if self.fp8 else 'kv_cache_dtype "auto"'
             raise UnsupportedError(
-                f"{what} fp8, but {has}; FP8 needs at least {limits.MIN_FP8_CAPABILITY / 10}",
+                f"{what}, but {gpu.name} has compute capability {version}; FP8 needs at least "
+                f"{limits.MIN_FP8_CAPABILITY / 10}",
                 f"serve this model with {whole}, or on another GPU",
             )

@@ -37,8 +37,8 @@ class TensorEntry:
 
 
 def read_entries(folder: Path) -> dict[str, TensorEntry]:
-    """Return all tensors of a checkpoint folder by name. They are listed in `model.safetensors` or in the
-    files of its index.
+    """Return all tensors of a checkpoint folder by name. The tensors are in `model.safetensors`, or in the
+    files that the folder's index lists.
 
     Raises CheckpointError if a file is missing, unreadable, malformed or truncated.
     """
@@ -130,7 +130,7 @@ def _entry(file: Path, value: dict[str, Any], data: int, modified_ns: int) -> Te
     dtype, shape = str(value["dtype"]), tuple(int(n) for n in value["shape"])
     first, last = (int(n) for n in value["data_offsets"])
     if first < 0 or last < first or min(shape, default=0) < 0:
-        raise ValueError(f"shape {list(shape)} from byte {first} to {last}")
+        raise ValueError(f"a tensor of shape {list(shape)} cannot span bytes {first} to {last}")
     if dtype in _DTYPE_BYTES and last - first != math.prod(shape) * _DTYPE_BYTES[dtype]:
-        raise ValueError(f"{last - first} bytes of {dtype} in shape {list(shape)}")
+        raise ValueError(f"a {dtype} tensor of shape {list(shape)} cannot have {last - first} bytes")
     return TensorEntry(file, dtype, shape, data + first, last - first, modified_ns)

@@ -31,10 +31,11 @@ from engine.progress import ProgressCallback, no_progress
 _LOADABLE = ("F32", "BF16", "F16")
 _FP8 = "F8_E4M3"
 _SCALE = "_scale"
-"""Suffix of the tensor name for an FP8 weight's scales. There is one scale per weight or per output."""
+"""Suffix of the name of an FP8 weight's scale tensor, which contains one scale for the whole weight or one
+per output."""
 _BLOCK_SCALE = "_scale_inv"
-"""The suffix if there is one scale per block. Despite the suffix's name, values are multiplied by the
-scale."""
+"""Suffix of the name of a scale tensor with one scale per block. Although the suffix suggests an inverse,
+values are multiplied by the scale."""
 _STATIC_SCALES = (".input_scale", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".output_scale")
 """Suffixes of precomputed scales for activations and the KV cache. They are ignored, because the engine
 computes scales per token."""
@@ -157,10 +158,10 @@ def _check_scales(scale: TensorEntry, name: str, shape: tuple[int, ...], blocks:
     _check_dtype(scale, name, _LOADABLE)
     if blocks:
         allowed: tuple[tuple[int, ...], ...] = (scale_shape(shape),)
-        needed = f"one for each block, {list(scale_shape(shape))}, is needed"
+        needed = f"it must be {list(scale_shape(shape))}, with one scale per block"
     else:
         allowed = ((), (1,), shape[:1], (shape[0], 1))
-        needed = f"one scale, or one for each of {shape[0]} outputs, is needed"
+        needed = f"it must contain one scale, or {shape[0]} (one per output)"
     if scale.shape not in allowed:
         raise CheckpointError(f"{scale.file}: {name} has shape {list(scale.shape)}; {needed}", _MISMATCH)
 

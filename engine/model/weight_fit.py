@@ -47,7 +47,7 @@ class WeightFit:
             self._refuse_above(total, f"{name} has {total / _GIB:.1f} GiB")
         elif self.device.type == "cpu":
             available = memory.available_host_bytes()
-            has = f"{available / _GIB:.1f} GiB of the host's memory are available"
+            has = f"only {available / _GIB:.1f} GiB of host memory are available"
             shared = f" for {self.ranks} ranks" if self.ranks > 1 else ""
             self._refuse_above(available // self.ranks, has + shared)
 

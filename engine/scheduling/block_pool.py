@@ -95,8 +95,8 @@ class PrefixChain:
         return self._known(index)
 
     def find(self, blocks: dict[Content, Cached], end: int, token_ids: TokenIds) -> list[int]:
-        """Return the blocks of the sequence's longest prefix that is in `blocks`, at most `end` of them. The
-        keys of these blocks are copied instead of computed."""
+        """Return the blocks of the sequence's longest prefix that `blocks` contains, limited to `end` blocks.
+        The keys of these blocks are copied instead of computed."""
         found: list[int] = []
         keys = self._shared + self._own
         count, shared, prompt, parent = len(keys), self._shared_blocks, self._prompt, self._root
@@ -342,7 +342,7 @@ class BlockPool:
         used = {block for block, references in enumerate(self._references) if references}
         shared = sum(references > 1 for references in self._references)
         if shared != self.shared:
-            raise InvariantError(f"{shared} KV blocks are shared, but {self.shared} are counted")
+            raise InvariantError(f"{shared} KV blocks are shared, but the pool's count is {self.shared}")
         if len(free) != len(self._free):
             raise InvariantError("a block occurs twice in the free list")
         for names, both in (

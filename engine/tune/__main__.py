@@ -176,7 +176,7 @@ def _arguments() -> argparse.Namespace:
     default = [rows for rows in BUCKETS if rows <= 64] if arguments.whole_layer else list(BUCKETS)
     arguments.rows = arguments.rows or default
     if wrong := [rows for rows in arguments.rows if not 1 <= rows <= BUCKETS[-1]]:
-        parser.error(f"--rows has {wrong[0]}; give numbers from 1 to {BUCKETS[-1]}")
+        parser.error(f"--rows contains {wrong[0]}; use numbers from 1 to {BUCKETS[-1]}")
     try:
         arguments.tried = read_tried(arguments.tried) if arguments.tried else {}
     except ValueError as error:

@@ -123,7 +123,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="table to update (default: kernels/tuned/<gpu>.json)")
     arguments = parser.parse_args()
     if wrong := [tokens for tokens in arguments.tokens if not 1 <= tokens <= 8192]:
-        parser.error(f"--tokens has {wrong[0]}; give numbers from 1 to 8192")
+        parser.error(f"--tokens contains {wrong[0]}; use numbers from 1 to 8192")
     return arguments
 
 

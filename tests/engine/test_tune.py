@@ -65,7 +65,7 @@ def test_errors_that_would_end_a_search_are_reported_before_it_begins(
     with pytest.raises(SystemExit) as ended:
         said("--rows", "8", "1000")
     assert ended.value.code == 2
-    assert "--rows has 1000; give numbers from 1 to 256" in capsys.readouterr().err
+    assert "--rows contains 1000; use numbers from 1 to 256" in capsys.readouterr().err
     (tmp_path / "config.json").write_text("[]")
     assert said() == f"{tmp_path}/config.json: is not a JSON object; copy the file again"
 

@@ -228,7 +228,7 @@ SCALE = f"{WEIGHT}_scale_inv"
         ),
         (
             lambda tensors: tensors.update({SCALE: torch.ones(2, 2)}),
-            f"{{file}}: {SCALE} has shape [2, 2]; one for each block, [3, 2], is needed",
+            f"{{file}}: {SCALE} has shape [2, 2]; it must be [3, 2], with one scale per block",
         ),
         (
             lambda tensors: tensors.update({SCALE: torch.ones(3, 2, dtype=torch.uint8)}),

@@ -224,19 +224,19 @@ def _refused(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], 
         ),
         (
             lambda tensors: tensors.update({SCALE: torch.ones(1, 1)}),
-            f"{{file}}: {SCALE} has shape [1, 1]; one scale, or one for each of 96 outputs, is needed",
+            f"{{file}}: {SCALE} has shape [1, 1]; it must contain one scale, or 96 (one per output)",
         ),
         (
             lambda tensors: tensors.update({SCALE: torch.ones(64)}),
-            f"{{file}}: {SCALE} has shape [64]; one scale, or one for each of 96 outputs, is needed",
+            f"{{file}}: {SCALE} has shape [64]; it must contain one scale, or 96 (one per output)",
         ),
         (
             lambda tensors: tensors.update({SCALE: torch.ones(1, 96)}),
-            f"{{file}}: {SCALE} has shape [1, 96]; one scale",
+            f"{{file}}: {SCALE} has shape [1, 96]; it must contain one scale",
         ),
         (
             lambda tensors: tensors.update({SCALE: torch.ones(96, 2)}),
-            f"{{file}}: {SCALE} has shape [96, 2]; one scale",
+            f"{{file}}: {SCALE} has shape [96, 2]; it must contain one scale",
         ),
         (
             lambda tensors: tensors.update({SCALE: torch.ones(96, dtype=torch.uint8)}),

@@ -84,7 +84,7 @@ def test_the_error_advises_settings_with_which_the_weights_fit(
     with pytest.raises(WeightsTooLarge) as refused:
         fit(config, "float32", device=CPU).check()
     assert str(refused.value) == (
-        f"the weights take 29.9 GiB per rank (float32), but {available}.0 GiB of the host's memory are "
+        f"the weights take 29.9 GiB per rank (float32), but only {available}.0 GiB of host memory are "
         f"available: {remedy}"
     )
 
