@@ -125,9 +125,10 @@ class ChoiceCount:
     """Counts how many tokens choose each expert of a layer."""
 
     totals: torch.Tensor
-    """Number of tokens that have chosen each expert: [experts of all ranks] int64. The router adds to it."""
+    """Number of tokens that have chosen each expert: [experts of all ranks] int64. The router updates these
+    counts."""
     live: torch.Tensor
-    """A number for each token, negative if the token is padding, which is not counted: [tokens] int64."""
+    """One number per token: [tokens] int64. A negative number marks a padding token, which is not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +176,8 @@ class KvPool:
     v_scales: torch.Tensor | None = None
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all tensors of the pool. The first dimension of each tensor is the block. FP8 tensors are
-        returned as byte views, because torch cannot index FP8."""
+        """Return all tensors of the pool. The first dimension of each tensor indexes the blocks. FP8 tensors
+        are returned as byte views, because torch cannot index FP8."""
         scales = [scales for scales in (self.k_scales, self.v_scales) if scales is not None]
         if not scales:
             return [self.keys, self.values]
