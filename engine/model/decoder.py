@@ -74,7 +74,7 @@ class Decoder:
         self.device = device
         self.halves_graphs: HalvesGraphs | None = None
         self.layer_graphs: LayerGraphs | None = None
-        """Captured parts of passes with prompts on several GPUs."""
+        """CUDA graphs that contain parts of passes with prompts. They are used only with several GPUs."""
         self.max_model_len = config.resolve_length(max_model_len)
         self.shard = config.shard(ranks.size, ranks.rank)
         name = str(dtype).removeprefix("torch.")
@@ -100,8 +100,8 @@ class Decoder:
         return part
 
     def representative(self, kv: list[KvPool]) -> tuple[Decoder, list[KvPool]]:
-        """Return a decoder with a few layers that launch every kernel of this decoder, and the KV pools of
-        these layers."""
+        """Return a decoder whose few layers launch every kernel of this decoder, together with the KV pools
+        of these layers."""
         layers = self.config.representative_layers()
         return self.with_layers(layers), [kv[layer] for layer in layers]
 
@@ -112,8 +112,8 @@ class Decoder:
         `inputs.logits_attention` if it is given.
 
         The keys and values of the pass are written to `kv`, which contains one pool per layer. The final norm
-        is not applied here. `logits` applies it to the rows that need logits. The experts that the tokens
-        choose are added to `expert_choices`.
+        is not applied here. `logits` applies it to the rows that need logits. The number of tokens that
+        choose each expert is added to `expert_choices`.
         """
         ops, ranks, ends = self.ops, self.ranks, inputs.logits_attention
         first = self.shard.first_vocab if ranks.size > 1 else None
@@ -148,7 +148,7 @@ class Decoder:
         return residual.values
 
     def _halves(self, inputs: ForwardInput, whole: LayerInput, at: int) -> tuple[LayerInput, LayerInput]:
-        """Return the layer inputs of the first `at` tokens and of the remaining tokens."""
+        """Return the layer inputs for the first `at` tokens and for the remaining tokens."""
         first, second = (
             LayerInput(
                 self.ranks,

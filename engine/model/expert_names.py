@@ -1,6 +1,6 @@
-"""Finds the experts' tensors in checkpoints. Published checkpoints have one tensor per matrix and expert, and
-Mixtral's tensors have different names. transformers 5 can store the matrices of all experts of a layer in one
-tensor."""
+"""Finds the experts' tensors in checkpoints. Published checkpoints have a separate tensor for each matrix of
+each expert. In Mixtral's checkpoints, these tensors have other names than in the checkpoints of other model
+families. transformers 5 can store the matrices of all experts of a layer in one tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ stored."""
 
 
 def with_names_of(entries: dict[str, TensorEntry], shards: Iterable[WeightShard]) -> list[WeightShard]:
-    """Rename the shards to match the tensor names in a checkpoint with `entries`."""
+    """Return the shards, renamed to match the tensor names of the checkpoint that contains `entries`."""
     if not any(_MIXTRAL in name for name in entries):
         return list(shards)
     return [replace(shard, name=_mixtral_name(shard.name)) for shard in shards]

@@ -107,8 +107,9 @@ class Mixture:
     def activate(
         self, x: Residual, norm_weight: torch.Tensor, eps: float, live: torch.Tensor | None = None
     ) -> MixtureActivation:
-        """Return the input of `down`. If `live` is given, add the choices of its tokens to `choices`; a
-        negative number marks padding (`kernels.ChoiceCount`)."""
+        """Return the input of `down`. If `live` is given, the number of tokens that choose each expert is
+        added to `choices`. A negative number in `live` marks a padding token, which is not counted
+        (`kernels.ChoiceCount`)."""
         count = None if live is None else ChoiceCount(self.choices, live)
         routed = self.ops.norm_experts(x, norm_weight, eps, self.experts, count)
         if self.shared is None or self.shared_gate is None:

@@ -1,10 +1,10 @@
-"""Reads blocks of weights from files into staging buffers. Several blocks share a buffer if they are small.
-Several threads read the pieces of blocks.
+"""Reads blocks of weights from files into staging buffers. Small blocks share a buffer. Each block is divided
+into pieces, which several threads read.
 
 A thread reads a piece with one system call, which releases the interpreter's lock. Pieces are large to keep
 Python's overhead small. Only a few pieces are in flight, so that data from the page cache remains in the
-processor's cache until the device has read it. Error messages contain the file; messages about failed reads
-also contain the tensor.
+processor's cache until the device has read it. Error messages name the file; messages about failed reads also
+name the tensor.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from engine.model.staging import StagingBuffer
 from engine.model.weight_file import PAGE, WeightFile, buffer_bytes
 
 READERS = 12
-"""Number of reader threads. With this many, reads from the page cache reach 55 GB/s, the rate of PCIe, and
-disks are kept busy."""
+"""Number of reader threads. With this number, reads from the page cache reach 55 GB/s, the bandwidth of PCIe,
+and disks are kept busy."""
 PIECE_BYTES = 4 << 20
 """Size of a piece in bytes, which must be a multiple of the page size."""
 
@@ -38,7 +38,7 @@ def open_weights(path: Path) -> WeightFile:
 
 
 class FileBlock:
-    """Rows of a file that are read together."""
+    """Consecutive rows of a tensor, which are read together."""
 
     __slots__ = ("file", "past_cache", "rows", "start", "target")
 
@@ -88,7 +88,7 @@ class BatchRead:
         self._left = pieces
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
-        self._complete = threading.Lock()  # held until the last piece is read (faster than an Event)
+        self._complete = threading.Lock()  # held until the last piece is read; a lock is faster than an Event
         self._complete.acquire()
 
     def wait(self) -> None:
@@ -105,7 +105,7 @@ class BatchRead:
             del failure
 
     def read(self, block: FileBlock, first: int, end: int) -> None:
-        """Read one piece. If this fails, `wait` raises the exception."""
+        """Read one piece. If the read fails, `wait` raises the exception."""
         try:
             self._read(block, first, end)
         except BaseException as error:
@@ -152,8 +152,8 @@ class ReaderPool:
         return read
 
     def close(self) -> None:
-        """Stop the threads, and wait until they have ended. Pieces that have not been started are not
-        read."""
+        """Stop the threads, and wait until they have ended. Pieces that no thread has started to read are
+        skipped."""
         self._stopped = True
         for _ in self._threads:
             self._pieces.put(None)

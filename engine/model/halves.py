@@ -16,12 +16,12 @@ from engine.parallel import Overlap
 from kernels import AttentionInput, ChunkSpan, KvPool, Residual
 
 LayerCall = tuple[Layer, KvPool, torch.Tensor | None]
-"""A layer, its KV pool, and the gain of the norm that is applied to its result."""
+"""A layer, its KV pool, and the gain of the norm that is applied to the layer's result."""
 
 
 def split_attention(inputs: AttentionInput, at: int) -> tuple[AttentionInput, AttentionInput]:
-    """Return the attention inputs of the first `at` tokens of a pass and of the remaining tokens. The decodes
-    come first, and must be among the first `at` tokens."""
+    """Return the attention inputs for the first `at` tokens of a pass and for the remaining tokens. The
+    decodes come first, and must be among the first `at` tokens."""
     before, after = [], []
     for chunk in inputs.chunks:
         head = min(max(at - chunk.first, 0), chunk.count)

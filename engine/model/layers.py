@@ -41,8 +41,8 @@ class LayerInput:
     """Indices of the tokens that need results: [rows] int64, the same tokens as in `attention_plan`. For all
     other tokens, the layer computes only keys and values. None means that all results are needed."""
     live: torch.Tensor | None = None
-    """A number for each row of the layer's result, negative if the row is padding: [rows] int64. Experts
-    count the choices of the other rows. None if choices are not counted."""
+    """One number per row of the layer's result: [rows] int64. A negative number marks a padding row, whose
+    chosen experts are not counted. None if chosen experts are not counted at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,9 @@ class ParameterFactory:
         """Allocate a layer's weight `[outputs, inputs]`, or `[experts, outputs, inputs]`, with undefined
         values.
 
-        The matrix may consist of several tensors, or of a part of a tensor. Each begins at a multiple of
-        `row_part` rows and `column_part` columns, both in the matrix and in the checkpoint. 0 means that
-        the matrix is one complete tensor in this dimension.
+        The matrix may consist of several tensors, or of a part of a tensor. Each tensor or part begins at a
+        multiple of `row_part` rows and `column_part` columns, both in the matrix and in the checkpoint. A
+        value of 0 means that, in this dimension, the matrix consists of one complete tensor.
         """
         if not self.fp8:
             return self.empty(*shape)
@@ -102,8 +102,8 @@ class WeightShard:
     start: int = 0
     """First index of the part along `dim`."""
     scales: torch.Tensor | None = None
-    """View of the scales of `target`'s rows or blocks if `target` is e4m3. Values of other dtypes are
-    quantised when they are loaded."""
+    """If `target` is e4m3: view of the scales of its rows or blocks. Values that have another dtype in the
+    checkpoint are quantised when they are loaded."""
     block: tuple[int, int] | None = None
     """Rows and columns of a block of `target` if there is one scale per block (`kernels.Fp8Weight.block`)."""
 
@@ -121,7 +121,7 @@ class WeightShard:
         return whole[self.start : stop] if self.dim == 0 else whole[:, self.start : stop]
 
     def fill(self, part: torch.Tensor) -> None:
-        """Fill the part with values of any floating-point dtype on any device."""
+        """Fill this rank's part with values of any floating-point dtype on any device."""
         assert self.target is not None
         if self.scales is None:
             self.target.copy_(part)
@@ -136,8 +136,8 @@ class WeightShard:
         self.scales.copy_(scales.squeeze(1))
 
     def fill_quantised(self, part: torch.Tensor, scales: torch.Tensor) -> None:
-        """Fill the part with e4m3 values and their float32 scales: one scale per row (`[rows]`), or one for
-        all rows (`[1]`)."""
+        """Fill this rank's part with e4m3 values and their float32 scales: one scale per row (`[rows]`), or
+        one for all rows (`[1]`)."""
         assert self.target is not None
         if self.scales is None:
             self.target.copy_(part.float() * scales.unsqueeze(1))
@@ -323,7 +323,7 @@ class Attention:
         return attended.view(len(attended), -1)
 
     def _normalise(self, qkv: torch.Tensor, gain: torch.Tensor, ranks: Ranks) -> None:
-        """Apply, in place, the norms over all query heads and over all key heads of `qkv`."""
+        """Apply the norm over all query heads and the norm over all key heads to `qkv`, in place."""
         q = self.shard.heads * self.config.head_dim
         both = qkv[:, : len(gain)].float()
         # All ranks have the same number of elements, so the overall mean is the mean of the ranks' means.

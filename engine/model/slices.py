@@ -51,7 +51,7 @@ class TensorSlice:
         return self.entry.offset + self.first_row * self.row_bytes
 
     def view(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return `numbers`, which is `[bytes]`, as a view `[rows, ...]` in the file's dtype."""
+        """Return a view of the bytes `numbers` (`[bytes]`) as `[rows, ...]` in the file's dtype."""
         return numbers.view(self.dtype).view(self.rows, *self.entry.shape[1:])
 
 

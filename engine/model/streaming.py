@@ -1,5 +1,5 @@
 """Streams tensors from safetensors files into device memory, in blocks of rows. Small blocks are read and
-copied together in batches, because a checkpoint of a mixture of experts has tens of thousands of tensors.
+copied together in batches, because a mixture-of-experts checkpoint has tens of thousands of tensors.
 
 Several threads read blocks ahead of their use (`engine.model.fetching`) into a ring of staging buffers. They
 read through the page cache or directly from the disk (`engine.model.weight_file`). For a GPU, the buffers are
