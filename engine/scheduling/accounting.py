@@ -20,12 +20,12 @@ class Totals:
 
     preemptions: int = 0
     prompt_tokens: int = 0
-    """Number of prompt tokens of started submissions. A prompt counts once per submission."""
+    """Number of prompt tokens of started submissions. A prompt is counted once per submission."""
     cached_tokens: int = 0
     """Number of prompt tokens that were found in the prefix cache."""
     computed_tokens: int = 0
     """Number of tokens computed in prefills. Tokens that are recomputed after a preemption, including output
-    tokens, count again."""
+    tokens, are counted again."""
     generated_tokens: int = 0
 
 

@@ -17,8 +17,10 @@ class PrefillScheduler:
 
     A step that contains a chunk skips the prompts of lower-priority levels, because the chunk's submission
     waits for the whole step. To prevent starvation, a step does not skip prompts in favour of a level L if
-    two conditions are met: the previous step skipped prompts in favour of L or a higher-priority level, and
-    since the last step that skipped no prompt, a step has already skipped prompts in favour of L.
+    both of these statements are true:
+
+    - The previous step skipped prompts in favour of L or of a higher-priority level.
+    - Since the last step that skipped no prompt, at least one step has skipped prompts in favour of L.
     """
 
     def __init__(self, running: RunningSequences, tables: BlockTables, accounting: RequestAccounting) -> None:
@@ -109,6 +111,7 @@ class PrefillScheduler:
 
 
 def set_next_check(sequence: Sequence) -> None:
-    """Set the sequence length at which the next token fills a block or reaches the sequence's limit."""
+    """Set `next_check` to the length at which a token next fills a block or the sequence reaches its
+    limit."""
     full = (len(sequence.tokens) - 1) // BLOCK_TOKENS
     sequence.next_check = min((full + 1) * BLOCK_TOKENS + 1, sequence.limit)

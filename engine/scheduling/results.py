@@ -82,7 +82,7 @@ class ResultCollector:
         self._release(sequence, finish)
 
     def begin_step(self) -> None:
-        """Cancel sequences that remain from earlier calls of `cancel`."""
+        """Cancel the sequences that remain from earlier calls to `cancel`."""
         self._released = 0
         self._cancel_some()
 

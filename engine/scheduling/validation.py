@@ -22,8 +22,8 @@ from engine.scheduling.sequence import blocks_for, length_limit
 MAX_SAMPLES = 1024
 """Maximum value of `Submit.n`."""
 _MAX_COUNT = 1 << 31
-"""Maximum accepted count. The sum of two counts is far below the 64-bit limit of messages and device
-tables."""
+"""Maximum accepted value of a count, such as top_k. The sum of two counts is far below the 64-bit limit of
+messages and device tables."""
 _MAX_FACTOR = 1e30
 """Maximum absolute penalty or logit bias. Its product with a logit remains finite in float32."""
 
