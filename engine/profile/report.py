@@ -78,8 +78,8 @@ def idle_gaps(names: list[str], timeline: TraceTimeline, steps: int) -> list[Idl
 def lines(
     rows: list[KernelRow], gaps: list[IdleGap], timeline: TraceTimeline, steps: int, device: Ceilings | None
 ) -> list[str]:
-    """Format the table. "of limit" requires the GPU's peak rates. On a CPU, the table has no bytes,
-    operations or gaps."""
+    """Format the table. The column "of limit" requires the GPU's peak rates. On a CPU, the table has no
+    bytes, operations or gaps."""
     heading = f"{'kernel':40}{'calls':>7}{'µs':>10}{'share':>8}"
     if timeline.on_gpu:
         heading += f"{'MB':>10}{'GB/s':>8}{'TFLOP/s':>9}{'of limit':>10}"

@@ -2,8 +2,8 @@
 
 Kernels are recognised by name. Triton kernels have the names of their functions, and the names of library
 GEMMs contain "gemm" or a similar substring. The GEMMs of a layer are distinguished by their order, which is
-the same in every step. For a mixture of experts, the limits count the experts that its tokens choose on
-average if every expert is equally likely.
+the same in every step. For a mixture of experts, the traffic is computed from the average number of experts
+that a step's tokens choose if every expert is equally likely.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ _EXPERTS_KERNELS = {
     "_down_dot": "experts down",
     "_combine": "combine",
 }
-"""The labels of the kernels of a mixture of experts."""
+"""Labels for the kernels of a mixture-of-experts layer."""
 _GROUPED = "_grouped"
-"""The kernel of a mixture of experts that runs twice: it computes "experts up", and then "experts down"."""
+"""The kernel that a mixture-of-experts layer launches twice: first for "experts up", then for "experts
+down"."""
 _PLACE = "_place"
-"""The name of two kernels: the last kernel of "sort", directly before "experts up", and a kernel that runs at
-the start of decode steps."""
+"""Name shared by two kernels: the last kernel of "sort", directly before "experts up", and a kernel that runs
+at the start of decode steps."""
 _ALL_GEMMS = "gemms"
 """Label of GEMMs that cannot be distinguished."""
 
@@ -91,7 +92,7 @@ def label_kernels(names: list[str], config: ModelConfig, shapes: Sequence[StepSh
 
 
 def _layer_gemms(config: ModelConfig) -> list[str]:
-    """Return the labels of the GEMMs of all layers, in execution order."""
+    """Return the labels for all layers' GEMMs, in execution order."""
     shared = config.experts is not None and config.experts.shared_intermediate_size is not None
     of_experts = ["shared gate", "shared gate_up", "shared down"] if shared else []
     labels = []
@@ -101,7 +102,7 @@ def _layer_gemms(config: ModelConfig) -> list[str]:
 
 
 def is_gemm(name: str) -> bool:
-    """Return whether a kernel is a GEMM with a single weight matrix, unlike the kernels of experts."""
+    """Return whether a kernel is a GEMM with a single weight matrix. Experts' kernels have several."""
     if name in _EXPERTS_KERNELS:
         return False
     return name in _TRITON_GEMMS or (
@@ -244,12 +245,12 @@ def _of_step(
 def _of_mixture(
     experts: ExpertsConfig, hidden: int, tokens: int, number: int, weight: int, launched: Collection[str]
 ) -> dict[str, KernelWork]:
-    """Return the work of the kernels of one mixture of experts. `number` and `weight` are the sizes, in
+    """Return the work of each kernel of one mixture-of-experts layer. `number` and `weight` are the sizes, in
     bytes, of one element of the activations and of the experts' weights."""
     count, top_k, width = experts.count, experts.top_k, experts.intermediate_size
     choices, matrix = tokens * top_k, hidden * width
     read = expected_experts(experts, tokens) * matrix * weight
-    # After GEMMs of sorted tokens, "combine" adds up each token's experts and the residual.
+    # After GEMMs on sorted tokens, "combine" adds the results of each token's experts to the residual.
     written = choices if _GROUPED in launched else 2 * tokens
     # Some kernels quantise their own results.
     quantised = choices * width * {"_down_gemv", "_down_stream"}.isdisjoint(launched)
