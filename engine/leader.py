@@ -1,4 +1,4 @@
-"""The loop of rank 0, which reads messages, runs steps, sends outputs to the fronts, and reports to the
+"""Rank 0's main loop, which reads messages, runs steps, sends outputs to the fronts, and reports to the
 core."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class LeaderLoop:
         self._fronts_gone: list[str] = []
         self._selector = selectors.DefaultSelector()
         self._register(control, self._read_control)
-        # `run` polls after every wait, so the descriptor only needs to end the wait.
+        # `run` polls `sleeping` after every wait, so its descriptor only needs to end the wait.
         self._selector.register(sleeping, selectors.EVENT_READ)
         self._stopping = False
         self._reported_at = 0.0
@@ -172,7 +172,7 @@ class LeaderLoop:
 
     def _before_wait(self, plan: StepPlan) -> None:
         """Use the time that the loop would otherwise spend waiting for the device: announce a long step, and
-        survey some blocks if the core has asked for them."""
+        continue a survey of the blocks if the core has asked for one."""
         self._announce(plan)
         self._survey_blocks()
 

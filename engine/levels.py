@@ -1,8 +1,8 @@
 """Scheduling levels, and the rule that protects higher levels from lower ones when slots are scarce. The
 core's credits and the scheduler both use this module, so they agree on the slots that each level may take.
 
-A level combines a priority class, from 0 (real-time) to 3 (background), and an urgency within classes 0 and
-1. Urgent submissions with short prompts have higher urgencies than those with long prompts.
+A level combines a priority class, from 0 (real-time) to 3 (background), with an urgency, which exists only in
+classes 0 and 1. Urgent submissions with short prompts have higher urgencies than those with long prompts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ URGENCIES = 9
 LEVELS = _URGENT_CLASSES * URGENCIES + CLASSES - _URGENT_CLASSES
 """Number of scheduling levels: `Submit.level` is 0 to 19."""
 FITS_STEP = 2
-"""Lowest urgency of a submission if all prompts of its request fit into one step."""
+"""Lowest urgency of an urgent submission if all prompts of its request together fit into one step."""
 
 
 def urgency_of(prompt_tokens: int, step_tokens: int) -> int:

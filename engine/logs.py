@@ -30,10 +30,10 @@ MAX_LINE_CHARS = 16_384
 FLUSH_S = 1.0
 """Maximum time, in seconds, that a process waits at exit for its last lines to be written."""
 MAX_MESSAGE_CHARS = 2_000
-"""Maximum length, in characters, of a record's message and traceback in the copy of a log."""
+"""Maximum length, in characters, of a record's message and traceback in the copy sent to the core."""
 STDERR = 2
 COPY_DESCRIPTOR = "APPLIANCE_LOG_DESCRIPTOR"
-"""Environment variable with the descriptor to which a process sends a copy of its log."""
+"""Environment variable that contains the file descriptor to which a process sends a copy of its log."""
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class UtcFormatter(logging.Formatter):
 
 
 class CopiedRecord(msgspec.Struct, frozen=True):
-    """A log record as it is sent in the copy of a log."""
+    """A log record in the form in which it is sent to the core."""
 
     at: Annotated[float, msgspec.Meta(ge=0)]
     level: Annotated[int, msgspec.Meta(ge=0, le=100)]
@@ -100,7 +100,7 @@ class LineQueue(QueueHandler):
     def __init__(
         self, formatter: logging.Formatter, descriptor: int = STDERR, reader: str = "standard error"
     ) -> None:
-        """`reader` is the name of the descriptor's reader, for the report about dropped lines."""
+        """`reader` identifies the descriptor's reader in reports about dropped lines."""
         self._lines: queue.Queue[Any] = queue.Queue(MAX_QUEUED_LINES)
         super().__init__(self._lines)
         self.setFormatter(formatter)

@@ -9,7 +9,8 @@ from pathlib import Path
 from engine.messages import BLOCK_TOKENS
 
 CPU_MAX_KV_BYTES = 2 << 30
-"""Maximum size of the KV cache on a CPU if `kv_blocks` is not set. It leaves memory for other processes."""
+"""Maximum size of the KV cache on a CPU if `kv_blocks` is not set. The limit leaves memory for other
+processes."""
 
 
 class WeightsTooLarge(MemoryError):
@@ -53,7 +54,8 @@ def resident_bytes() -> int:
 
 
 def check_blocks(blocks: int, max_model_len: int, bytes_per_block: int, given: bool) -> int:
-    """Return `blocks` if a sequence of `max_model_len` tokens fits into them. Raises PoolTooSmall otherwise.
+    """Return `blocks` if this number of KV blocks can hold a sequence of `max_model_len` tokens. Raises
+    PoolTooSmall otherwise.
 
     `given` is true if `kv_blocks` was configured, and false if it was derived from the available memory.
     """
@@ -75,7 +77,7 @@ def check_blocks(blocks: int, max_model_len: int, bytes_per_block: int, given: b
 
 
 def too_large(blocks: int, bytes_per_block: int, ranks: int, available_bytes: int) -> PoolTooLarge:
-    """Return the error for KV pools, on `ranks` ranks, that do not fit into `available_bytes`."""
+    """Return the error to raise if the KV pools of `ranks` ranks do not fit into `available_bytes`."""
     needed = blocks * bytes_per_block * ranks
     most = max(0, available_bytes) // (bytes_per_block * ranks)
     # Round the suggested number down to two significant digits. Otherwise, small fluctuations of the

@@ -1,7 +1,7 @@
 """Counts the processes of this cgroup that the kernel has killed because memory ran out.
 
 A process killed by the kernel's OOM killer ends with SIGKILL, like a process killed by an operator. The
-cgroup's counter `oom_kill` distinguishes the two cases.
+cgroup's `oom_kill` counter distinguishes the two cases.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _ROOT = Path("/sys/fs/cgroup")
 
 
 def count_memory_kills(own_groups: Path = _OWN_GROUPS, root: Path = _ROOT) -> int:
-    """Return the counter `oom_kill` of this process's cgroup, or 0 if it does not exist."""
+    """Return the `oom_kill` counter of this process's cgroup, or 0 if the counter does not exist."""
     try:
         lines = own_groups.read_text().splitlines()
     except OSError:
@@ -40,9 +40,9 @@ def _counter_files(lines: list[str], root: Path) -> Iterator[Path]:
 
 
 def memory_kill_note(returncode: int, count_at_start: int) -> str:
-    """Return a note that the OOM killer may have killed a process, to append to the message about its exit.
-    The note is empty if the process was not killed by SIGKILL, or if the counter has not increased since the
-    process started. `count_at_start` is the counter's value when the process started."""
+    """Return a note to append to the message about a process's exit, saying that the OOM killer may have
+    killed the process. The note is empty if the process was not killed by SIGKILL, or if the counter has not
+    increased since the process started. `count_at_start` is the counter's value when the process started."""
     if returncode != -signal.SIGKILL:
         return ""
     killed = count_memory_kills() - count_at_start

@@ -151,7 +151,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     temperature: float = 0.0
     """Sampling temperature. 0 selects greedy decoding."""
     top_k: int = 0
-    """Number of most likely tokens to sample from. 0 disables the limit."""
+    """How many of the most likely tokens to sample from. 0 disables the limit."""
     top_p: float = 1.0
     min_p: float = 0.0
     presence_penalty: float = 0.0
@@ -356,8 +356,8 @@ class MemoryChanged(msgspec.Struct, tag="memory_changed", frozen=True):
 
 
 class AskBlocks(msgspec.Struct, tag="ask_blocks", frozen=True):
-    """Sent by the core to rank 0 to ask for the state of the KV blocks. The answer is `BlockUse`. Requests
-    that arrive before the answer are answered together."""
+    """Sent by the core to rank 0 to ask for the state of the KV blocks. The answer is `BlockUse`. A single
+    answer serves all `AskBlocks` messages that arrived before it was sent."""
 
 
 class BlockOwner(msgspec.Struct, array_like=True, frozen=True):
@@ -366,7 +366,7 @@ class BlockOwner(msgspec.Struct, array_like=True, frozen=True):
     request_id: str
     blocks: int
     """Number of entries in the block tables of the request's samples. A block that several samples found in
-    the prefix cache counts several times."""
+    the prefix cache is counted once for each of them."""
     preemptions: int
     """Number of preemptions of the request's unfinished submissions."""
 
@@ -441,7 +441,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
-    """Number of generated tokens of all samples, excluding the tokens in `Submit.output_token_ids`."""
+    """Number of tokens generated for all samples, excluding the tokens in `Submit.output_token_ids`."""
     preemptions: int
     batch_size: int
     """Batch size (number of sequences) of the step that started the submission."""
@@ -452,7 +452,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True):
 
 
 class LayerExperts(msgspec.Struct, frozen=True):
-    """How often tokens have chosen the experts of one layer since the replica started."""
+    """Statistics of the experts that tokens have chosen in one layer since the replica started."""
 
     layer: int
     experts: int
@@ -499,16 +499,16 @@ class EngineGauges(msgspec.Struct, frozen=True, kw_only=True):
     """Number of cached blocks that were overwritten because no block was free."""
     preemptions: int = 0
     prompt_tokens: int = 0
-    """Number of prompt tokens of all started submissions. A prompt counts once per submission."""
+    """Number of prompt tokens of all started submissions. A prompt is counted once per submission."""
     cached_tokens: int = 0
     """Number of prompt tokens that were found in the prefix cache."""
     computed_tokens: int = 0
     """Number of tokens computed in prefills. Tokens that are recomputed after a preemption, including output
-    tokens, count again."""
+    tokens, are counted again."""
     generated_tokens: int = 0
     expert_layers: tuple[LayerExperts, ...] = ()
-    """How often tokens have chosen the experts, for each layer that has experts. All steps are counted. The
-    counts are up to one second old."""
+    """Statistics of the chosen experts, for each layer that has experts. All steps are counted. The counts
+    are up to one second old."""
 
 
 class ReplicaStats(EngineGauges, frozen=True, kw_only=True):

@@ -214,7 +214,7 @@ class _Group(Collectives):
     def _abort(self) -> None:
         from torch.distributed.distributed_c10d import _abort_process_group
 
-        with contextlib.suppress(Exception):  # the process exits even if this fails
+        with contextlib.suppress(Exception):  # the process exits even if the abort fails
             _abort_process_group()
 
     def _lost(self, what: str, error: RuntimeError) -> RankLost:
@@ -323,7 +323,8 @@ def _connect(group: Ranks, device: torch.device, overlap_from: int | None) -> Ra
             memory = PeerMemory(group.rank, group.size)
         except RuntimeError as error:
             problem = str(error).splitlines()[0]
-        # From here on, the peers can write messages to the memory of every rank that has opened it.
+        # This exchange also makes every rank wait until all ranks have set up their memory. After it, peers
+        # may write messages to this rank's memory.
         if not _all(group, memory is not None, device):
             memory = None
     if memory is None:

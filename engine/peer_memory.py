@@ -9,8 +9,8 @@ import torch
 from kernels.triton.peer_arena import EMPTY_WORD, PROGRAMS, Arena, arena_words, stop_words
 
 ITEMS = 16
-"""Number of arena items per GPU program (`Arena.items`). With this value, messages are at most 16 MiB in
-size, e.g. 1,024 rows of 8,192 16-bit numbers."""
+"""Number of arena items per GPU program (`Arena.items`). With this value, a message can be up to 16 MiB long,
+e.g. 1,024 rows of 8,192 16-bit numbers."""
 
 
 class PeerMemory:

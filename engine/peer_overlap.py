@@ -85,8 +85,8 @@ class PeerOverlap:
         return self._results[half, turn, :rows]
 
     def begin(self, half: int, values: torch.Tensor) -> None:
-        """Begin a pass in which the sums of a half are stored alternately in its result buffers 1 and 0. Copy
-        `values`, the residual of this half, to result buffer 0."""
+        """Begin a pass for one half: copy the half's residual `values` to result buffer 0. The half's sums
+        will be stored alternately in result buffers 1 and 0."""
         self._turns[half] = 0
         self.result(half, 0, len(values)).copy_(values)
 
@@ -129,7 +129,7 @@ class PeerOverlap:
         self._graphs[arguments].replay()
 
     def _sum(self, half: int, turn: int, rows: int) -> None:
-        """Add the ranks' parts to the sum in the other result buffer, and store the result in result buffer
+        """Add the ranks' parts to the sum in result buffer `1 - turn`, and store the result in result buffer
         `turn`."""
         rank, world = self._arena.rank, self._arena.world
         part, mine = self.part(half, rows), self._rows_of(rank, rows)

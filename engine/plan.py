@@ -45,8 +45,8 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
     """Slots that sample from the logits of the chunk's last token. The list is empty if the prompt continues
     after the chunk. Otherwise, it contains the slots of the sequence and, with n > 1, of its forks."""
     prompt_logprobs: int | None = None
-    """Number of most likely alternatives to return log probabilities for, at each prompt token that follows a
-    token of the chunk. None disables prompt log probabilities."""
+    """For each prompt token that follows a token of the chunk: the number of most likely alternatives whose
+    log probabilities are returned. None disables prompt log probabilities."""
     next_token: int | None = None
     """The prompt token after the chunk, if there is one and `prompt_logprobs` is set."""
 
@@ -109,10 +109,11 @@ class StepTokens(msgspec.Struct, array_like=True):
     logprobs: list[TokenLogprob | None] | None
     """Log probabilities of the sampled tokens, or None if no slot requested them."""
     prompt_logprobs: dict[int, list[TokenLogprob]]
-    """By slot: the log probabilities of the prompt tokens that follow the tokens of the slot's chunk."""
+    """For each slot: the log probabilities of the prompt tokens that follow the tokens of the slot's
+    chunk."""
     non_finite: list[int] = []
-    """Slots with chunks that do not sample and have hidden states that are not finite. Chunks that sample
-    report BAD_TOKEN instead."""
+    """Slots whose chunks do not sample and have hidden states that are not finite. Slots that sample report
+    BAD_TOKEN instead."""
     expert_choices: dict[int, list[int]] | None = None
-    """By layer: the number of counted tokens that have chosen each expert, since the replica's start. None if
-    the step does not report them, or if the model has no experts."""
+    """For each layer: the number of counted tokens that have chosen each expert since the replica started.
+    None if the step does not report them, or if the model has no experts."""

@@ -26,8 +26,8 @@ class StageTimes:
         self._seconds: dict[str, float] = {}
 
     def __call__(self, report: Progress) -> None:
-        """Assign the time since the previous report to a stage. If that report began a stage, it is that
-        stage. Otherwise, it is the stage whose finished work the new report counts, if it counts any."""
+        """Assign the time since the previous report to a stage. It is the new report's stage if both reports
+        count finished work, and otherwise the previous report's stage."""
         detail = report.detail if report.unit != "bytes" else ""
         label = f"{report.stage} ({detail})" if detail else report.stage
         worked = label if report.done and not self._begun else self._label

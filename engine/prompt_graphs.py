@@ -30,8 +30,8 @@ MAX_CHUNKS = 4
 """Maximum number of prompts in a captured pass."""
 
 MAX_FP8_KEYS = 4096
-"""Maximum number of FP8 cache tokens read by a captured pass. At this limit, attention for 512 tokens of an
-8B model takes the device as long as the host needs to launch the pass."""
+"""Maximum number of FP8 cache tokens read by a captured pass. At this limit, the device needs as long to
+compute the attention of 512 tokens of an 8B model as the host needs to launch the pass."""
 
 
 class PromptGraphs:

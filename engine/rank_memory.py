@@ -35,7 +35,7 @@ class RankMemory(Protocol):
     """Allocates weights and KV cache, releases their memory, and restores it.
 
     A replica sleeps with `save` and `release`, and wakes with `restore`. `save` and `restore` raise
-    SleepError. If one of them fails, nothing has changed.
+    SleepError. A failed call changes nothing.
     """
 
     @property
@@ -162,7 +162,7 @@ class GpuMemory:
         self._weights = DeviceArena(driver, total_bytes)
         self._kv = DeviceArena(driver, total_bytes)
         self._copies: list[torch.Tensor] = []
-        """Page-locked copies of the pieces of the weights."""
+        """Page-locked copies of the weights, one for each piece."""
         self._freeing: threading.Thread | None = None
 
     @property
@@ -193,7 +193,7 @@ class GpuMemory:
         try:
             for piece in self._weights.pieces():
                 copy = map_pages(piece.nbytes)
-                copy.zero_()  # allocates the pages with all threads; page-locking would use only one
+                copy.zero_()  # allocates the pages on all threads; page-locking would use only one
                 lock_pages(copy)
                 self._copies.append(copy)
                 copy.copy_(piece, non_blocking=True)
@@ -233,7 +233,7 @@ class GpuMemory:
 
     def _free(self, copies: list[torch.Tensor]) -> None:
         torch.cuda.set_device(self._device)
-        torch.cuda.synchronize(self._device)  # no copy may be in progress
+        torch.cuda.synchronize(self._device)  # wait until no copy is in progress
         while copies:
             unlock_pages(copies.pop())
 

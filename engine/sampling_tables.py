@@ -42,7 +42,7 @@ class LogitsProcessors:
     """Changes that are made to logits before sampling: penalties, biases, allowed tokens, bad words, and
     suppression of stop tokens before `min_tokens`.
 
-    "Processed" slots are the sampling slots that have their logits changed.
+    "Processed" slots are the sampling slots whose logits are changed.
     """
 
     index: torch.Tensor
@@ -76,7 +76,8 @@ class SamplingMetadata:
     logprob_index: torch.Tensor | None = None
     """Slots that return log probabilities, as indices in the list of sampling slots."""
     logprob_rows: list[tuple[int, int]] = field(default_factory=list)
-    """(index in the list of sampling slots, k) for each entry of `logprob_index`."""
+    """For each entry of `logprob_index`: (index in the list of sampling slots, requested number of
+    alternatives)."""
 
 
 @dataclass(slots=True)

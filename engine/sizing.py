@@ -74,7 +74,7 @@ class Sizing:
     weight_bytes: int
     kv_bytes_per_block: int
     kv_blocks: int
-    """Number of blocks given to `predict`, or 0 if it was None."""
+    """Number of blocks given to `predict`, or 0 if the number was None."""
     activation_bytes: int
     """Memory for hidden states, projections, logits and the attention workspace, in a step that uses the full
     token budget."""
@@ -96,7 +96,7 @@ class Sizing:
 
 
 def parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of the model. Tied embeddings count once."""
+    """Return the number of parameters of the model. Tied embeddings are counted once."""
     return _parameters(config, config.shard(1, 0))
 
 
@@ -269,7 +269,7 @@ def _activations(config: ModelConfig, shard: Shard, dtype: str, tokens: int) -> 
 
 
 def _feed_forward_activations(config: ModelConfig, shard: Shard, width: int) -> int:
-    """Return the size, in bytes per token, of the tensors of an MLP or of experts (see `_activations`) for a
+    """Return the size, in bytes per token, of an MLP's or the experts' tensors (see `_activations`) in a
     dtype of `width` bytes."""
     mlp = (3 * shard.intermediate + config.hidden_size) * width
     if config.experts is None:
@@ -362,7 +362,8 @@ def layer_capture_sizes(max_num_batched_tokens: int) -> list[int]:
 
 def pass_sizes(max_num_batched_tokens: int, layers_captured: bool) -> list[int]:
     """Return the token counts to which passes with prompts are padded. If layers are captured, these are the
-    captured counts and the counts above them."""
+    counts of `layer_capture_sizes` and the larger counts of `gemm_sizes`. Otherwise, they are the counts of
+    `gemm_sizes`."""
     sizes = gemm_sizes(max_num_batched_tokens)
     captured = layer_capture_sizes(max_num_batched_tokens) if layers_captured else []
     return [*captured, *(size for size in sizes if not captured or size > captured[-1])]
@@ -375,8 +376,9 @@ def size_for(count: int, sizes: list[int]) -> int:
 
 
 def decode_capture_sizes(largest: int) -> list[int]:
-    """Return the batch sizes, up to `largest`, for which decode steps are captured as CUDA graphs. These are
-    1, 2, 4, 8, 12 and 16, followed by steps of about an eighth of the size."""
+    """Return the batch sizes, up to `largest`, for which decode steps are captured as CUDA graphs. The sizes
+    are 1, 2, 4, 8, 12 and 16, then increase by 8 up to 72, and then by an eighth to a quarter each. The last
+    size is `largest`."""
     sizes = [size for size in (1, 2, 4, 8, 12, 16) if size < largest]
     step = 8
     while (sizes[-1] if sizes else 0) < largest:

@@ -34,9 +34,9 @@ class MemoryRunner(Protocol):
     """Releases and restores the memory of a rank. Implemented by `engine.runner.ModelRunner`."""
 
     def change_memory(self, asleep: bool) -> Future[MemoryChanged]:
-        """Start releasing the memory if `asleep` is true, otherwise start restoring it. This happens after
-        all launched steps. Every rank must call this method. The future raises an exception if the rank
-        cannot continue."""
+        """Start releasing the memory if `asleep` is true, otherwise start restoring it. The operation begins
+        after all steps that have already been launched. Every rank must call this method. The future raises
+        an exception if the rank cannot continue."""
 
 
 class RankSleep:
@@ -83,7 +83,7 @@ class RankSleep:
         return "", 0
 
     def _agree(self, attempt: Callable[[], None]) -> str:
-        """Call `attempt` on every rank. Return the reason if it failed on a rank, and otherwise an empty
+        """Call `attempt` on every rank. Return the reason if it failed on any rank, otherwise an empty
         string."""
         problem = ""
         try:
@@ -122,8 +122,8 @@ class SleepControl:
         os.close(self._ended)
 
     def request(self, asleep: bool) -> None:
-        """Put the replica to sleep if `asleep` is true, otherwise wake it. Operations that were requested
-        earlier run first."""
+        """Queue an operation that puts the replica to sleep if `asleep` is true, and otherwise wakes it.
+        Operations that were requested earlier run first."""
         self._requests.append(asleep)
 
     def poll(self) -> MemoryChanged | None:
@@ -144,7 +144,8 @@ class SleepControl:
         return changed
 
     def _start(self) -> MemoryChanged | None:
-        """Start the next operation, unless steps are in flight. Return a result if it cannot start."""
+        """Start the next operation, unless steps are in flight. Return a failure result if the operation
+        cannot start, otherwise None."""
         asleep = self._requests[0]
         engine = self._engine
         if asleep and not self._asleep and engine.scheduler.has_work:

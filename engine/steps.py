@@ -48,7 +48,8 @@ class StepExecutor:
     """Earliest time at which expert choices are returned again."""
 
     def run(self, plan: StepPlan, on_begin: Callable[[], object] = lambda: None) -> StepResults:
-        """Launch a step on the current stream, after all earlier steps. On a CPU, this method runs the step.
+        """Launch a step on the current stream, after all earlier steps. On a CPU, the step has finished when
+        this method returns.
 
         `on_begin` is called when the host has prepared the step, right before the device accesses the KV
         cache. Exceptions of torch propagate, and the device tables are invalid afterwards.
@@ -80,7 +81,7 @@ class StepExecutor:
 
     def _expert_choices(self) -> ExpertChoices | None:
         """Return the expert choices counted on rank 0 if they have not been returned in the last
-        EXPERT_CHOICES_S seconds."""
+        EXPERT_CHOICES_S seconds, otherwise None."""
         now = time.monotonic()
         if self.decoder.ranks.rank != 0 or now < self.choices_due:
             return None

@@ -1,9 +1,9 @@
 """Warm-up, which launches every kernel used for serving before the replica reports ready.
 
 The driver loads a kernel at its first launch, after waiting until the device is idle. In a step with prompts,
-this would delay every decoding sequence by a tenth of a second. cuBLAS and the attention operations select
-different kernels for different row counts. Passes with prompts are therefore padded to the token counts that
-were warmed up (`engine.device_tables.Padding`), and decode-only steps replay captured graphs.
+this wait would delay every decoding sequence by a tenth of a second. cuBLAS and the attention operations
+select different kernels for different row counts. Passes with prompts are therefore padded to the token
+counts that were warmed up (`engine.device_tables.Padding`), and decode-only steps replay captured graphs.
 
 `engine.launch_enumeration` runs this code on meta tensors to find the kernels to compile.
 """
@@ -26,7 +26,7 @@ from engine.warmup_steps import every_kind
 from kernels import AttentionInput, ChunkSpan
 
 _FEW = (1, 2, 4)
-"""Additional row counts to warm up, smaller than the first of `gemm_sizes`. Other kernels are selected for
+"""Row counts below the first of `gemm_sizes`. They are also warmed up, because other kernels are selected for
 them."""
 
 

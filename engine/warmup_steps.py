@@ -95,7 +95,7 @@ def every_kind(max_model_len: int, max_num_seqs: int, max_num_batched_tokens: in
             StepPlan(0, [], [], [], rows[2:], [Chunk(0, 2, [0, 0], rows[:2])]),
             StepPlan(0, [], [], [], rows, []),
         ]
-    # For a single row, torch sorts and splits tensors with different kernels.
+    # For a single row, torch sorts and splits tensors with other kernels than for several rows.
     for logprobs in (0, 2):
         alone = SlotSetup(0, SamplingParams(max_tokens=1, logprobs=logprobs), 0, 1, [])
         plans += [
