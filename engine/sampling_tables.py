@@ -34,7 +34,7 @@ class BadWords:
     """Tokens of each bad word except the last one, right-aligned and padded with _ANY: [entries,
     MAX_BAD_WORD_TOKENS - 1] int32."""
     targets: torch.Tensor
-    """Index of each bad word's last token in the flattened processed logits: [entries] int64."""
+    """Index of each bad word's last token in the flattened logits of the processed slots: [entries] int64."""
 
 
 @dataclass(slots=True)

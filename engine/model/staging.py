@@ -37,7 +37,7 @@ class StagingBuffer:
                 target.copy_(numbers)
             return
         if not self._locked:
-            # Reader threads have written the pages by now.
+            # By now, the reader threads have allocated the pages by writing to them.
             lock_pages(self.host)
             self._locked = True
         with torch.cuda.stream(self._copy_stream):

@@ -167,7 +167,8 @@ def _of_step(
 ) -> dict[str, KernelWork]:
     """Return the work of each kernel in one step. `norms` is the number of norm launches over all tokens."""
     tokens, rows, layers = shape.tokens, shape.logit_rows, config.layers
-    # The last layer writes keys and values for all tokens, but computes only the tokens that need logits.
+    # The last layer writes keys and values for all tokens, but computes results only for the tokens that need
+    # logits.
     results = len(shape.contexts) + len(shape.chunks)
     through = [tokens] * (layers - 1) + [results]
     kinds = list(zip(through, config.layer_kinds, strict=True))
