@@ -160,8 +160,9 @@ def compile_jobs(
             if not any(worker.is_alive() for worker in workers) and results.empty():
                 codes = ", ".join(str(worker.exitcode) for worker in workers)
                 left = len(jobs) - done
+                kernels = "1 kernel" if left == 1 else f"{left} kernels"
                 raise CompilerError(
-                    f"compiler processes exited (exit codes {codes}) with {left} kernels left to compile"
+                    f"compiler processes exited (exit codes {codes}) with {kernels} left to compile"
                 )
             time.sleep(0.01)
         failure = results.get()

@@ -159,7 +159,10 @@ def problem(
         return f"block_k is {plan.block_k}, which does not divide {k}"
     step = (plan.block_n + plan.rows) * plan.block_k * shape.dtype.itemsize
     if plan.programs * (plan.stages * step + _SHARED_BESIDE) > shared_bytes:
-        return f"stages is {plan.stages}; {plan.programs} programs do not fit into {shared_bytes} bytes"
+        return (
+            f"stages is {plan.stages} and programs is {plan.programs}; "
+            f"more than {shared_bytes} bytes of shared memory would be needed"
+        )
     return None
 
 

@@ -360,7 +360,7 @@ def test_a_gpu_that_the_compiler_does_not_know_is_reported(
     assert build.main() == 1
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        "compiler processes exited (exit codes 3) with 1 kernels left to compile, for capability 990, which"
+        "compiler processes exited (exit codes 3) with 1 kernel left to compile, for capability 990, which"
     )
 
 

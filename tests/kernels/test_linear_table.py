@@ -168,7 +168,7 @@ def test_the_plans_of_experts_are_read_as_they_were_written(tmp_path: Path) -> N
         ({"up": asdict(replace(DOT, rows=8))}, "rows is 8; the entry needs at least 16"),
         ({"up": asdict(replace(DOT, block_k=768))}, "block_k is 768, not a power of two"),
         ({"down": asdict(replace(DOT, block_k=512))}, "block_k is 512, which does not divide 768"),
-        ({"up": asdict(replace(DOT, stages=12))}, "stages is 12; 1 programs do not fit"),
+        ({"up": asdict(replace(DOT, stages=12))}, "stages is 12 and programs is 1; more than"),
         (
             {"up": asdict(replace(DOT, form="tiles"))},
             "form is 'tiles'; expected gemv, stream, dot or grouped",
