@@ -39,7 +39,9 @@ PAUSE_S = 0.5
 def main() -> int:
     """Run the demo. Returns 0 if the question was answered and the service stopped cleanly."""
     parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
-    parser.add_argument("--chat", action="store_true", help="on a terminal, start a chat and not the console")
+    parser.add_argument(
+        "--chat", action="store_true", help="on a terminal, start a chat instead of the console"
+    )
     flags = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))  # also stops the service
