@@ -138,7 +138,7 @@ def explain_os(path: Path, error: OSError) -> StoreError:
     """Convert an OSError on the file at `path` to a `StoreError` that explains it."""
     if isinstance(error, FileNotFoundError):
         return MissingDatabaseError(
-            f"{path} does not exist", "start the service once, or restore it from a backup"
+            f"{path} does not exist", "start the service once, or restore the file from a backup"
         )
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
         return StorageFaultError(

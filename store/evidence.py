@@ -257,10 +257,11 @@ def examine_folder(folder: Path, recorded: Iterable[Recorded] = ()) -> Findings:
         (problems if has_rows and not kept_from_us else notes).append(unchecked)
     waiting = read_spool(folder)
     if waiting:
-        notes.append(
-            f"{len(waiting)} entries since {waiting[0].at} are waiting in {folder / SPOOL_FILE} and are "
-            "not in the chain yet"
+        first = waiting[0].at
+        entries = (
+            f"1 entry from {first} is" if len(waiting) == 1 else f"{len(waiting)} entries since {first} are"
         )
+        notes.append(f"{entries} waiting in {folder / SPOOL_FILE} and not in the chain yet")
     found = examine(folder / "control.db", known, key)
     newest = found.verdict.head.seq
     newer = newest - max(found.confirmed_seq, _recorded_by_now(folder, newest))
@@ -324,7 +325,10 @@ def examine(path: Path, recorded: Iterable[Recorded] = (), key: SigningKey | Non
             )
         else:
             notes.append(
-                f"{len(replaced)} recorded heads were signed with an earlier key, which was replaced in "
+                f"1 recorded head was signed with an earlier key, which was replaced in row {since}: "
+                "its hash matches, but its signature cannot be checked"
+                if len(replaced) == 1
+                else f"{len(replaced)} recorded heads were signed with an earlier key, which was replaced in "
                 f"row {since}: their hashes match, but their signatures cannot be checked"
             )
     heads = [one.head for one in signed]
