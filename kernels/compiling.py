@@ -48,7 +48,7 @@ class CompileJob:
     function: Any
     """Triton's `JITFunction`."""
     specialisation: str
-    """Triton's description of the specialisation, an argument of `JITFunction.preload`."""
+    """Triton's description of the specialisation, which is passed to `JITFunction.preload`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,8 @@ class GpuModel:
 
 
 def this_gpu() -> GpuModel:
-    """Return the model of the first NVIDIA GPU. A child process queries it, so that this process does not
-    initialise CUDA and can still fork.
+    """Return the model of the first NVIDIA GPU. The query runs in a child process, so that this process does
+    not initialise CUDA and can still fork.
 
     Raises GpuError if there is no usable GPU.
     """
@@ -142,8 +142,8 @@ def compile_jobs(
     processes: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[CompileFailure]:
-    """Compile the jobs that are missing from Triton's cache, and return the failed jobs. Forks, so this
-    process must not have initialised CUDA. Raises CompilerError."""
+    """Compile the jobs that are missing from Triton's cache, and return the jobs that failed. Compilation
+    runs in forked processes, so this process must not have initialised CUDA. Raises CompilerError."""
     triton_key()  # hash Triton's sources once in this process, so that the workers inherit the result
     context = multiprocessing.get_context("fork")
     following = context.Value("i", 0)

@@ -57,7 +57,8 @@ class _ChunkPlan:
 class _AttentionPlan:
     inputs: AttentionInput
     chunks: dict[int | None, _ChunkPlan]
-    """Chunk plans by attention window. The first layer with a given window creates its plan."""
+    """Chunk plans, keyed by attention window. The first layer with a given window creates the window's
+    plan."""
 
 
 class CudaOps:

@@ -80,8 +80,8 @@ class Logits:
     """Logit row of each sampling row: [sampling rows] int64. None means that sampling row i uses logit row
     i."""
     edited: torch.Tensor | None = None
-    """Result of `edit`: [edited rows, columns] float32. The edited row replaces the row of logits of each
-    sampling row that has an `edited_index` other than -1."""
+    """Result of `edit`: [edited rows, columns] float32. A sampling row whose `edited_index` is not -1 uses
+    that row of `edited` instead of its logits."""
     edited_index: torch.Tensor | None = None
     """Row of `edited` for each sampling row: [sampling rows] int64. -1 means that the row is not edited."""
 
@@ -95,12 +95,12 @@ class SamplingOps(Protocol):
         """Return the largest logit of each row and its token id. The lowest id wins a tie."""
 
     def plain(self, logits: Logits, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each row, return the largest value of logits / temperature + noise, and its token id. The rows
-        may be greedy or plain."""
+        """For each row, return the largest value of logits / temperature + noise, and its token id. Greedy
+        and plain rows are supported."""
 
     def full(self, logits: Logits, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each row, consider the tokens that top-k, top-p and min-p keep. Return their largest value of
-        logits / temperature + noise, and its token id. The rows may be of any variant.
+        """For each row, return the largest value of logits / temperature + noise among the tokens that top-k,
+        top-p and min-p keep, and its token id. Rows of every variant are supported.
 
         `logits` must contain the whole vocabulary. With tensor parallelism, the caller gathers the shards
         first.
@@ -124,6 +124,6 @@ class SamplingOps(Protocol):
         counts: [count slots, vocabulary] int32, 2 × (occurrences in the output) + (1 if the token is in the
         prompt).
         count_slots: [edited rows] int64, the row of `counts` for each edited row; -1: no penalties.
-        bias, banned: each contains a pair of row and token id at most once; row -1 marks padding. `first` of
-        the logits must be 0, because token ids index the whole vocabulary.
+        bias, banned: neither contains the same pair of row and token id twice; row -1 marks padding. `first`
+        of the logits must be 0, because token ids index the whole vocabulary.
         """

@@ -20,7 +20,7 @@ MAX_EXPERTS = 512
 experts in registers."""
 
 MAX_TOP_K = 32
-"""Maximum number of experts that a token chooses."""
+"""Maximum number of experts that a token can choose."""
 
 MIN_CAPABILITY = 80
 """Minimum compute capability, times ten. It is the lowest that supports bfloat16."""

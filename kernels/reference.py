@@ -180,7 +180,7 @@ def experts_linear(x: torch.Tensor, expert: torch.Tensor, weight: Weight) -> tor
 
 
 def expert_weight(weight: Weight, expert: int) -> Weight:
-    """Return one expert's matrix `[out, in]` of `weight [experts, out, in]`."""
+    """Return one expert's matrix `[out, in]` from `weight [experts, out, in]`."""
     if isinstance(weight, Fp8Weight):
         return Fp8Weight(weight.values[expert], weight.scales[expert], weight.block)
     return weight[expert]
@@ -413,7 +413,7 @@ class _Group:
 
 
 def _length_groups(lens: list[int], window: int | None, most_columns: int) -> list[_Group]:
-    """Group sequences of similar length to limit the padding. At most about twice as many columns are copied
+    """Group sequences of similar length to limit the padding. This copies at most about twice as many columns
     as needed. A group copies at most `most_columns` columns, unless it contains a single sequence."""
     last = [-(-length // PAGE_TOKENS) for length in lens]
     first = [0 if window is None else max(0, length - window) // PAGE_TOKENS for length in lens]

@@ -44,7 +44,7 @@ def llama3_frequencies(
     """Return the frequencies of Llama 3.1. Frequencies with long wavelengths are divided by `factor`,
     frequencies with short wavelengths are unchanged, and frequencies in between are interpolated.
 
-    original: maximum sequence length, in tokens, of the training before scaling.
+    original: maximum sequence length, in tokens, with which the model was trained before scaling.
     """
     frequencies = default_frequencies(head_dim, theta)
     wavelength = 2 * math.pi / frequencies
@@ -85,8 +85,9 @@ def yarn_frequencies(
 
 def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
     """Return the factor by which YaRN scales cos and sin, for checkpoints without `attention_factor`. The
-    factor is `0.1 ln(factor) + 1`. If mscale and mscale_all_dim are given, it is the ratio of two such
-    terms."""
+    result is `0.1 ln(factor) + 1`. If mscale and mscale_all_dim are given, the result is the quotient of
+    `0.1 mscale ln(factor) + 1` and `0.1 mscale_all_dim ln(factor) + 1`. For factors up to 1, the result
+    is 1."""
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

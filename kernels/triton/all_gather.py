@@ -82,7 +82,7 @@ def all_gather(
 
 
 def best_of_ranks(values: torch.Tensor, ids: torch.Tensor, arena: Arena, *, pdl: bool = True) -> torch.Tensor:
-    """Return the id of the largest value over all ranks, for each row: [rows] int64.
+    """For each row, return the id of the largest value over all ranks: [rows] int64.
 
     values: [rows] float32. ids: [rows] int64 below 2³¹. Among equal values, the lowest rank's id is returned.
     The result is BAD_TOKEN if a value is NaN or the largest value is infinite. Every rank must make the same
@@ -130,8 +130,8 @@ def _all_gather(
     FENCE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Exchange items i, i + programs, … in program i. An item is BLOCK consecutive words. Lanes past the end
-    of the message exchange zeros."""
+    """Exchange the items of a message. Program i exchanges items i, i + programs, i + 2 × programs, …. An
+    item is BLOCK consecutive words. Lanes past the end of the message exchange zeros."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     program = gl.program_id(0)
     programs = gl.num_programs(0)

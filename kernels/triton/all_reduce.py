@@ -220,7 +220,8 @@ def _all_reduce_add(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Exchange items i, i + programs, … in program i. An item is BLOCK words of one row."""
+    """Exchange the items of a message. Program i exchanges items i, i + programs, i + 2 × programs, …. An
+    item is BLOCK words of one row."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     PARTS: gl.constexpr = WORDS // BLOCK
     program = gl.program_id(0)

@@ -110,7 +110,7 @@ def _all_reduce_norm(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Exchange row i in program i, in parts of BLOCK words."""
+    """Exchange one row per program, in parts of BLOCK words."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
     numbers: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
     PARTS: gl.constexpr = WORDS // BLOCK

@@ -17,8 +17,8 @@ become subnormal in float16. The factor cancels in the final division."""
 
 @triton.jit
 def _pages_of(length, WINDOW: tl.constexpr):
-    """Return the index of the first page that the query of a sequence can attend to, and the number of these
-    pages."""
+    """Return the index of the first page that a sequence's query can attend to, and the number of pages that
+    it can attend to."""
     last = (length + 63) // 64
     first = tl.maximum(length - WINDOW, 0) // 64 if WINDOW > 0 else length * 0
     return first, last - first

@@ -152,9 +152,9 @@ def tile_tokens(heads: int, kv_heads: int, tile_rows: int = 128) -> int:
 def plan_tiles(
     chunks: Sequence[ChunkSpan], heads: int, kv_heads: int, window: int | None = None, tile_rows: int = 128
 ) -> np.ndarray:
-    """Return the tiles of a pass, with the largest number of keys first: `[tiles, 4]` int32. The columns are
-    the first token's index in the pass, the number of tokens, the first position, and the slot (row of the
-    block table). The list is valid for every layer with this attention window."""
+    """Return the tiles of a pass, in descending order of their number of keys: `[tiles, 4]` int32. The
+    columns are the first token's index in the pass, the number of tokens, the first position, and the slot
+    (row of the block table). The list is valid for every layer with this attention window."""
     step = tile_tokens(heads, kv_heads, tile_rows)
     parts = [np.empty((0, 4), dtype=np.int32)]
     for chunk in chunks:
@@ -181,8 +181,8 @@ def suits_hopper(
     tiles: np.ndarray, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | None
 ) -> bool:
     """Return whether a Hopper GPU should compute `tiles` (from `plan_tiles`) with `attention_prefill_hopper`.
-    The kernel must support the shape, and the tiles must have enough keys for it to be faster. dtype: dtype
-    of queries, keys and values."""
+    This is the case if that kernel supports the shape, and is faster because the tiles have enough keys.
+    dtype: dtype of queries, keys and values."""
     group = heads // kv_heads
     served = head_dim == 128 and 64 % group == 0 and window is None
     if not served or dtype not in (torch.bfloat16, torch.float16) or not len(tiles):
@@ -282,7 +282,7 @@ def expand(
     scratch_values: torch.Tensor,
     pdl: bool = True,
 ) -> None:
-    """Convert pages of an FP8 pool to the queries' dtype, multiplied by their scales. Page i of `pages`
+    """Multiply pages of an FP8 pool by their scales and convert them to the queries' dtype. Page i of `pages`
     (`Expansion.pages` on the device) is written to scratch block i.
 
     keys, values: `[blocks, kv_heads, 64, head_dim]`, contiguous; k_scales, v_scales: `[blocks, kv_heads, 64]`

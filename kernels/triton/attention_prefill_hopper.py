@@ -33,9 +33,9 @@ from kernels import PAGE_TOKENS
 _LOG2_E = 1.4426950408889634
 
 _STAGES = 2
-"""Number of pipeline stages for keys, and for values. A stage takes 32 KiB; queries, keys and values together
-take 160 KiB of shared memory. At least two stages are needed, because the kernel waits for the next keys
-before it releases the current values."""
+"""Number of pipeline stages for the keys; the values have equally many. A stage takes 32 KiB; queries, keys
+and values together take 160 KiB of shared memory. At least two stages are needed, because the kernel waits
+for the next keys before it releases the current values."""
 
 _LIFT = gl.constexpr(8.0)
 """Binary exponent of the factor (2**8) that multiplies float16 softmax weights. It prevents small weights

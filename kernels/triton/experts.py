@@ -61,7 +61,7 @@ def activate(
     (`kernels.Ops.norm_experts`).
 
     workspace: the stream's workspace. plans: the plans chosen by a table or by the rules for this number of
-    tokens. count: the counter to which the choices are added.
+    tokens. count: the counts of each expert's tokens, to which this call adds this layer's choices.
     """
     weight, scale = _parts(experts.gate_up)
     first, dtype = _first(experts), x.dtype

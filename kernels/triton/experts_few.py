@@ -236,7 +236,7 @@ def _check(
 
 @triton.jit
 def _load_weights(at, inside, MASKED: tl.constexpr):
-    """Load a tile of weights. If MASKED, `inside` masks a part of it."""
+    """Load a tile of weights. If MASKED is set, elements outside the mask `inside` are loaded as zero."""
     if MASKED:
         return tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
     return tl.load(at, eviction_policy="evict_first")
@@ -258,10 +258,10 @@ def _takers(
     """Return a program's expert and whether the program has work. For each of ROWS tokens, also return
     whether the token has chosen the expert, and the index of this choice among all choices.
 
-    With BY_PAIR, `slot` is the index of a choice. If several choices are the same expert, only the programs
-    of the first of these choices have work. Without BY_PAIR, `slot` is the expert. With PARTIAL, experts are
-    numbered from `first_expert`, and programs of an expert that is not among this rank's EXPERTS experts have
-    no work."""
+    With BY_PAIR, `slot` is the index of a choice. If several tokens have chosen the same expert, only the
+    programs of the first of these choices have work. Without BY_PAIR, `slot` is the expert. With PARTIAL,
+    experts are numbered from `first_expert`, and programs of an expert that is not among this rank's EXPERTS
+    experts have no work."""
     token = tl.arange(0, ROWS)
     turn = tl.arange(0, TOP_K_BLOCK)
     pair = token[:, None] * TOP_K + turn[None, :]

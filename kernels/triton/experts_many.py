@@ -4,19 +4,19 @@ launch for the tokens of all experts.
 
 `sort` is the second half of a stable counting sort. The router has already counted the choices of each expert
 in each block of tokens. One launch adds the counts of all blocks and writes each choice to its position. It
-also lists the groups of choices that form the tiles of the GEMMs, so that the GEMMs' programs need no search.
-`up` reads the tokens in the sorted order and computes SwiGLU. `down` writes its results in the original order
-of the choices. `combine` multiplies the results by their routing weights. It then adds each token's results,
-in the order of its choices, and the residual. No kernel uses atomic additions, so results do not depend on
-timing.
+also lists the groups of choices that form the tiles of the GEMMs, so that the GEMMs' programs do not have to
+search for their choices. `up` reads the tokens in the sorted order and computes SwiGLU. `down` writes its
+results in the original order of the choices. `combine` multiplies the results by their routing weights. It
+then adds each token's results, in the order of its choices, and the residual. No kernel uses atomic
+additions, so results do not depend on timing.
 
 The GEMMs have a fixed number of programs, which read the number of groups on the device and compute the tiles
 one after another. No launch depends on the routing, so all launches can be captured in a CUDA
 graph. The weight is the 64-row operand of the tensor-core instruction, so small tiles suffice for experts
 with few tokens.
 
-A rank may have only some of the experts. The choices of all experts are sorted, but only those of the rank's
-experts are in groups, and `combine` skips the results of all other experts.
+A rank may have only some of the experts. The rank sorts all choices, but forms groups only for the choices of
+its own experts. `combine` skips the results of all other experts.
 
 Results are rounded as in the reference, except that the residual is added to the float32 sum before the sum
 is rounded.
@@ -180,8 +180,8 @@ def combine(
 ) -> torch.Tensor:
     """Return the sum of each token's `results [tokens × top_k, hidden]` times its routing `weights [tokens,
     top_k]` float32, plus the residual: `[tokens, hidden]` in the dtype of `results`. The sum is written to
-    `out` if given, which may be the residual. computed: the results that have been computed; None means
-    all."""
+    `out` if given, which may be the residual. computed: selects the results that this rank has computed; None
+    means that it has computed all of them."""
     tokens, top_k = weights.shape
     hidden = results.shape[1]
     out = torch.empty((tokens, hidden), dtype=results.dtype, device=results.device) if out is None else out
@@ -273,8 +273,8 @@ def _write_groups(
     ROWS: tl.constexpr,
     ALL: tl.constexpr,
 ):
-    """Write the groups of at most ROWS choices of this rank's experts. ends, totals: the end of each expert's
-    positions, and the number of each expert's choices."""
+    """Write the groups into which the choices of this rank's experts are divided, each with at most ROWS
+    choices. ends, totals: the end of each expert's positions, and the number of each expert's choices."""
     expert = tl.arange(0, ALL) - first_expert
     here = (expert >= 0) & (expert < EXPERTS)
     count = tl.where(here, (totals + ROWS - 1) // ROWS, 0)

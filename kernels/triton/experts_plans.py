@@ -181,8 +181,9 @@ def _stream_problem(plan: ExpertsPlan, shape: ExpertsShape, k: int) -> str | Non
 
 
 def _grouped(mean: float, size: int) -> ExpertsPlan:
-    """Return the plan for experts that `mean` tokens choose on average. A tile holds about twice as many
-    tokens, because the weights of an expert with more tokens than fit into a tile are read again."""
+    """Return the plan for experts that are chosen by `mean` tokens each, on average. A tile holds about
+    twice as many tokens, because the weights of an expert with more tokens than fit into a tile are read
+    again."""
     if mean <= 8:
         return ExpertsPlan("grouped", 16, 64, 256 // size, warps=4, stages=3, programs=3)
     if mean <= 16:

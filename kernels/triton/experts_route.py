@@ -8,8 +8,8 @@ launches. The first computes the norm. The second computes the logits on the ten
 tiles, it divides the sums over the hidden size into parts. The third adds the parts in a fixed order, chooses
 the experts, and counts the choices of each expert.
 
-Both can count how many tokens have chosen each expert. They use atomic additions of integers, so the totals
-do not depend on timing.
+Both functions can also count how many tokens have chosen each expert. They count with atomic additions of
+integers, so the totals do not depend on timing.
 
 The input is normalised in float32, and rounded once to its own dtype. Its products with the router's rows are
 summed in float32, and the sums are used as the logits without rounding. Experts are ordered by decreasing
@@ -82,7 +82,7 @@ def route(
     router: `[experts, hidden]` of x's dtype. normalised: if true, the softmax covers only the chosen experts'
     logits, so that the weights add up to one; otherwise, it covers the logits of all experts. values: dtype
     of the normalised values if they are quantised, or None for x's dtype. workspace: contains at least one
-    counter per token. count: the counter to which the choices are added.
+    counter per token. count: the counts of each expert's tokens, to which this call adds the choices.
     """
     tokens, hidden = x.shape
     experts = _check(x, norm_weight, router, top_k)

@@ -3,7 +3,7 @@
 """Computes the FP8 experts of one or two tokens. The weights are loaded from memory directly into tensor-core
 registers, as in `linear_stream`, which explains the layouts.
 
-In `gemv`, the CUDA cores need about as long to convert e4m3 weights to float32 as to read them. Here, the
+In `gemv`, converting e4m3 weights to float32 on the CUDA cores takes about as long as reading them. Here, the
 weights are only converted to float16, without loss, and the tensor cores sum the products in float32.
 
 In `up`, each warp of a program computes a part of K for one choice. In `down`, each warp computes one of the

@@ -180,8 +180,9 @@ def rope_cache_write(
     if tokens == 0:
         return queries
     both = heads + 2 * kv_heads
-    # Number of heads per program. 16 heads of 128 bf16 values are 4 KB, or 16 bytes for each half of the head
-    # vectors in each of the 128 threads. With few tokens, programs with fewer heads finish sooner.
+    # Number of heads per program. 16 heads of 128 bf16 values are 4 KB. Each of the 128 threads then loads 16
+    # bytes of the heads' first halves and 16 bytes of their second halves. With few tokens, programs with
+    # fewer heads finish sooner.
     group = min(8 if tokens <= 256 else 16, triton.next_power_of_2(both))
     _rope[(tokens, triton.cdiv(both, group))](
         qkv,

@@ -62,7 +62,7 @@ class Arena:
 
     @property
     def max_words(self) -> int:
-        """Maximum message size, in 32-bit words, for messages with rows that divide into items of
+        """Maximum message size, in 32-bit words, if the message's rows can be divided evenly into items of
         REGION_BLOCK words."""
         return self.items * PROGRAMS * REGION_BLOCK
 

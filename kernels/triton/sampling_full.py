@@ -351,7 +351,7 @@ def _settle_few(
                     weight = tl.where(other >= border, tl.exp(other - largest), 0.0)
                     mass += tl.sum(tl.where(other[None, :] > logit[:, None], weight[None, :], 0.0), axis=1)
                 total = tl.sum(tl.where(kept, tl.exp(logit - largest), 0.0), axis=0)
-                # The most likely token is kept for every top_p.
+                # The most likely token is kept, whatever top_p is.
                 kept = kept & ((mass < top_p * total) | (logit >= largest))
             kept = kept & (logit >= lowest)
             token_hash = tl.load(hashes + of_entry, mask=of_entry < columns, other=0)

@@ -278,7 +278,8 @@ def edit_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def scatter_kernel(edited, columns, rows, ids, values, count, BAN: tl.constexpr, PDL: tl.constexpr):
-    """Add a bias to each given pair of row and token id, or ban these tokens if BAN is true."""
+    """Add a bias to the logit of each given pair of row and token id or, if BAN is true, set the logit to
+    -inf."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

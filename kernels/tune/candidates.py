@@ -65,7 +65,7 @@ def _gemvs(product: Product) -> Iterable[GemmPlan]:
 
 def _streams(product: Product) -> Iterable[GemmPlan]:
     if product.k > 8192:
-        return  # the float16 row and the loads in flight would not both fit
+        return  # the float16 row and the loads in flight would not both fit on a multiprocessor
     for step, warps, ahead in ((256, 4, 2), (256, 4, 3), (128, 4, 3), (128, 4, 4), (256, 8, 2), (128, 8, 2)):
         yield GemmPlan("stream", 1, 16, step, warps, stages=ahead)
 

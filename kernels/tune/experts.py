@@ -27,7 +27,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Token counts that the tuner measures. Other counts use the next larger entry."""
 
 MAX_ERROR = 1e-2
-"""Maximum relative error ‖out − ref‖ / ‖ref‖ of plans. FP8 plans reach 4e-3."""
+"""Maximum relative error ‖out − ref‖ / ‖ref‖ of a pair of plans. FP8 plans reach 4e-3."""
 
 _LAYERS = 8
 """Number of layers in a captured graph. The layers have different tokens, so they read different experts."""
@@ -89,9 +89,8 @@ class ExpertsChain:
         return min(self._graphs.microseconds([graph], [0] * _REPLAYS)) / _LAYERS
 
     def error(self, plans: LayerPlans) -> float:
-        """Return the relative error of a layer's result, compared with the reference implementation for the
-        same choices. Otherwise, the two implementations might choose different experts if some logits are
-        almost equal."""
+        """Return the relative error of a layer's result. The reference implementation uses the experts that
+        the layer has chosen, because it might choose different experts if some logits are almost equal."""
         x, layer = self._inputs[0], self._layers[0]
         activation, found = self._compute(x, layer, plans)
         rows = reference.rms_norm(x, self._gain, EPS).repeat_interleave(layer.top_k, dim=0)
@@ -235,7 +234,8 @@ def _many(shape: ExpertsShape, tokens: int, n: int, k: int, shared_bytes: int) -
 
 
 def _best(chain: ExpertsChain, tried: Family) -> Timed:
-    """Time changes of one GEMM, and then combinations of the best changes."""
+    """Return the times of pairs of plans. Starting from the family's pair, each plan is first replaced
+    separately by every candidate; the best candidates for both GEMMs are then combined."""
     timed = _time(chain, tried.changes())
     ups = _first(plans.up for plans, _ in timed if plans.down == tried.start.down)
     downs = _first(plans.down for plans, _ in timed if plans.up == tried.start.up)

@@ -185,8 +185,8 @@ def _time(plans: Sequence[GemmPlan | None], us: Microseconds, rounds: int = 1) -
 
 
 def _prefer(plan: GemmPlan | None, timed: Timed) -> GemmPlan | None:
-    """Return the fastest plan, or `plan` if the difference is within the measurement noise. A table then
-    changes only for a real gain."""
+    """Return the fastest plan, or `plan` if the difference is within the measurement noise. As a result, the
+    table changes only if the gain is real."""
     return plan if dict(timed).get(plan, math.inf) <= timed[0][1] * (1 + _NOISE) else timed[0][0]
 
 

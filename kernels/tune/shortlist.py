@@ -52,8 +52,9 @@ def shortlist(
 ) -> list[GemmPlan | None]:
     """Return `known` and additional plans, with at most `most` plans in total.
 
-    If a search has tried this linear, the fastest plans that it found are added. Otherwise, `tiles` plans
-    with about one wave of programs are added, and the plans most similar to a known plan.
+    If a search has tried this linear, the fastest plans that it found are added. Otherwise, two kinds of
+    plans are added: `tiles` plans with about one wave of programs, and the plans that are most similar to a
+    known plan.
     """
     known, tiles = list(known), _tiles(product, rows, hopper)
     others = [one for one in candidates(product, rows, hopper) if one.form != "tiles"]
