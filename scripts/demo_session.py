@@ -33,7 +33,7 @@ START_TIMEOUT_S = 180
 CLIENTS = 2
 """Number of questions that are asked at the same time while the console is open."""
 PAUSE_S = 0.5
-"""Pause of each client between an answer and the next question."""
+"""Time, in seconds, that each client waits between an answer and its next question."""
 
 
 def main() -> int:

@@ -6,8 +6,9 @@ the loads that the command refuses.
 
 Loads each public shape with random weights on the first GPU, in bfloat16 and with FP8 weights and an FP8 KV
 cache, and then runs enough requests to fill all sequence slots. The KV cache is limited to --kv-blocks
-blocks. Otherwise, the prediction would simply be the size of the GPU. The measured memory is the highest
-increase that NVML reports for the GPU. While a shape is loaded, the kernels of the next one are compiled.
+blocks. Without this limit, the KV cache would fill the GPU, so the prediction would always be the size of the
+GPU's memory. The measured memory is the highest increase that NVML reports for the GPU. While a shape is
+loaded, the kernels of the next one are compiled.
 
 A shape that `models fit` refuses is loaded anyway, and the load must fail. With --edge, a replica may use the
 GPU's whole memory. Two KV caches are tried: one that needs 3 % less than the remaining memory, which must

@@ -4,9 +4,9 @@
 
 Writes a checkpoint of random bfloat16 numbers into FOLDER, which should be on the disk to measure. The first
 limit is the rate at which threads can read the files: from the page cache or, with --cold, from the disk with
-O_DIRECT. On a GPU, the second limit is the rate of copies from page-locked memory. The lower of the two
-counts. The measurements are interleaved, because the speed of a shared disk varies. The table shows medians,
-which exclude the first run because it includes initialisation.
+O_DIRECT. On a GPU, the second limit is the rate of copies from page-locked memory. The speed is reported as a
+fraction of the lower limit. The measurements are interleaved, because the speed of a shared disk varies. The
+table shows medians, which exclude the first run because it includes initialisation.
 
 With --ranks N, N processes load their parts of the model concurrently, each on a separate GPU, and then copy
 concurrently. The table then shows the sum of their rates.

@@ -16,8 +16,8 @@ SHARDS = 2
 
 
 def export_model(model: Llama, corpus: Path, folder: Path) -> None:
-    """Write the config, tokenizer, shards, questions and held-out text into `folder`. Other files in it are
-    kept."""
+    """Write the config, tokenizer, shards, questions and held-out text into `folder`. Other files in the
+    folder are kept."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_file(str(corpus / "tokenizer.json"))
     ids = {token: special_token_id(tokenizer, token) for token in (BEGIN, PAD, END_OF_TURN, END_OF_TEXT)}
