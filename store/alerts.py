@@ -134,8 +134,8 @@ class AlertReader:
 
 
 def remove_alerts(connection: sqlite3.Connection, now: float) -> int:
-    """Remove the silences that have ended and, if there are more than `MAX_ALERTS` ended alerts, the oldest
-    of them. Returns the number of rows removed."""
+    """Remove all silences that have ended. If there are more than `MAX_ALERTS` ended alerts, also remove up
+    to 100 of the oldest ended alerts. Returns the number of rows removed."""
     alerts = connection.execute(
         "DELETE FROM alerts WHERE id IN (SELECT id FROM alerts WHERE ended_at IS NOT NULL "
         "ORDER BY raised_at DESC LIMIT 100 OFFSET ?)",

@@ -198,8 +198,8 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _append_heads(source: Path, target: Path, seq: int) -> None:
-    """Append to the copied heads file the heads of rows up to `seq` that were recorded after it was
-    copied."""
+    """Complete the copied heads file: append the heads that have been recorded since it was copied, except
+    heads of rows after `seq`."""
     with target.open("ab") as file, source.open("rb") as lines:
         lines.seek(file.tell())
         for line in lines:

@@ -1,7 +1,7 @@
-"""Stores prompts and answers in `contents.db`. The tenant's log policy determines whether they are stored,
-and whether as hashes or as text with secrets removed. Prompts and answers are more sensitive than the request
-log, so they are in a separate file that only the service's user can open. Operators read them through an
-audited action of the service."""
+"""Stores prompts and answers in `contents.db`. The tenant's log policy determines whether they are stored
+and, if so, whether as hashes or as text with secrets removed. Prompts and answers are more sensitive than the
+request log, so they are in a separate file that only the service's user can open. Operators read them through
+an audited action of the service."""
 
 from __future__ import annotations
 

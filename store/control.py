@@ -213,7 +213,7 @@ class ControlStore:
         )
 
     def suspend_tenant(self, *, actor: Actor | str, name: str) -> Future[Change]:
-        """Refuse a tenant's requests. The future raises `UnknownTenantError`."""
+        """Suspend a tenant, so that its requests are refused. The future raises `UnknownTenantError`."""
         return self._decide(
             actor,
             "tenants.suspend",

@@ -44,7 +44,8 @@ PAGE_CACHE_BYTES = 512 << 10
 so slowly that its memory seems to leak. Other pages are read from the kernel's page cache."""
 _LEAVE_WAL_TIMEOUT_S = 2.0
 _CHECKED_INSTRUCTIONS = 20_000
-"""Number of SQLite instructions between two checks of a query's time limit. They take about a millisecond."""
+"""Number of SQLite instructions between two checks of a query's time limit. These instructions take about a
+millisecond."""
 _COPIED_PAGES = 1000
 """Number of pages that `write_back` copies between two calls of `progress`."""
 

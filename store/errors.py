@@ -84,7 +84,7 @@ def primary_code(error: sqlite3.Error) -> int:
     return (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
 
 
-# Errors that are caused by the operation itself and would occur at every attempt. All other errors are caused
+# Errors that are caused by the operation itself and would occur on every attempt. All other errors are caused
 # by the disk or a lock.
 _OWN_FAULTS = frozenset(
     {
@@ -99,7 +99,7 @@ _OWN_FAULTS = frozenset(
 
 
 def is_own_fault(error: BaseException) -> bool:
-    """Return whether the error was caused by the database operation itself and would therefore occur at every
+    """Return whether the error was caused by the database operation itself and would therefore occur on every
     attempt."""
     if not isinstance(error, sqlite3.Error):
         return True
@@ -107,7 +107,7 @@ def is_own_fault(error: BaseException) -> bool:
     return primary_code(error) in _OWN_FAULTS or primary_code(error) == 0
 
 
-# Errors that a retry may resolve. All other errors need an operator.
+# Errors that a retry may resolve. All other errors need an operator's attention.
 _PASSING = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
 
 

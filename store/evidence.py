@@ -46,7 +46,7 @@ class Findings(NamedTuple):
     problems: list[str]
     """Descriptions of the faults. A fault in the chain comes first."""
     notes: list[str]
-    """Remarks, such as checks that could not be made."""
+    """Remarks, such as which checks could not be made."""
     sources: dict[str, int]
     """Number of recorded heads that the chain was checked against, by source."""
     confirmed_seq: int
@@ -65,7 +65,7 @@ class Findings(NamedTuple):
 
 
 class ActionRecord(NamedTuple):
-    """One action, which combines the intent and the result. Times are in ISO 8601; values are JSON text, as
+    """One action: its intent and its result combined. Times are in ISO 8601; values are JSON text, as
     stored."""
 
     seq: int | None
@@ -92,9 +92,9 @@ class ActionFilter(NamedTuple):
     action: str | None = None
     """Name of the action, or a prefix ending with a dot, such as `keys.`."""
     since: str | None = None
-    """Return only actions that began at or after this time, in UTC and ISO 8601."""
+    """Match only actions that began at or after this time, in UTC and ISO 8601."""
     until: str | None = None
-    """Return only actions that began at or before this time, in UTC and ISO 8601."""
+    """Match only actions that began at or before this time, in UTC and ISO 8601."""
 
 
 _ACTIONS = """
