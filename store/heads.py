@@ -144,7 +144,7 @@ def heads_in(lines: Iterable[str]) -> Iterator[SignedHead]:
 
 
 def lines_of(folder: Path, lines: Iterable[str]) -> Iterator[str]:
-    """Yield the log lines that contain heads of the service with this state directory."""
+    """Yield the log lines that contain chain heads of the service whose state directory is `folder`."""
     ending = _of(folder)
     return (line for line in lines if line.rstrip("\n").endswith(ending))
 

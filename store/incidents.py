@@ -174,15 +174,15 @@ class IncidentReader:
         self.path = path
 
     def facts(self) -> dict[str, str] | None:
-        """Return the facts about the slice, or None if the file is not an incident file."""
+        """Return the properties of the slice by name, or None if the file is not an incident file."""
         with closing(open_readonly(self.path)) as connection:
             if not _is_incident(connection):
                 return None
             return dict(connection.execute("SELECT name, value FROM incident").fetchall())
 
     def actions(self, since: float, until: float, before: int | None, limit: int) -> list[str]:
-        """Return the newest `limit` action documents between two times, newest first. If `before` is given,
-        only actions with a smaller number are returned."""
+        """Return the documents of the newest `limit` actions between two times, newest first. If `before` is
+        given, return only actions whose seq is below it."""
         return self._documents(
             "SELECT document FROM incident_actions WHERE at >= ? AND at <= ? AND (? IS NULL OR seq < ?) "
             "ORDER BY at DESC, seq DESC LIMIT ?",
@@ -190,7 +190,7 @@ class IncidentReader:
         )
 
     def lines(self, until: float, limit: int) -> list[str]:
-        """Return the newest `limit` log line documents up to a time, oldest first."""
+        """Return the documents of the newest `limit` log lines up to a given time, oldest first."""
         return self._documents(
             "SELECT document FROM incident_lines WHERE at <= ? ORDER BY number DESC LIMIT ?", (until, limit)
         )[::-1]

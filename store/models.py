@@ -18,10 +18,10 @@ class ModelFile(msgspec.Struct, frozen=True, array_like=True):
     """SHA-256 (hex) of the file."""
     samples: str = ""
     """SHA-256 (hex) of samples of a file that is too large to be read before each start. Empty for smaller
-    files, and if the version was added before samples were stored."""
+    files, and for versions that were added by releases of the product that did not store samples."""
     mtime_ns: int = 0
-    """When the file was last modified, in nanoseconds of unix time; 0 if the version was added before this
-    time was stored."""
+    """When the file was last modified, in nanoseconds of unix time; 0 for versions that were added by
+    releases of the product that did not store this time."""
 
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +77,7 @@ class SplitRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 class ShadowRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A share of a name's requests that is copied to another model or version. The copies' answers are
-    compared and discarded."""
+    compared with the original answers and then discarded."""
 
     name: str
     """A name that applications use."""

@@ -68,7 +68,7 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True, rename={"request_cla
     resubmissions: int = 0
     quota_tokens: int = 0
     """Number of tokens charged to quotas: the reserved tokens while the row is open, the used tokens after it
-    has been closed. 0 for a request that never ran, which does not count towards request quotas either."""
+    has been closed. 0 for a request that never ran; it does not count towards request quotas either."""
     retry: Literal["joined", "repeated", "anew"] | None = None
     """How a retry with a known `Idempotency-Key` was answered; None if the request is not a retry.
 
@@ -295,8 +295,8 @@ class RequestReader:
         return self._read(where, (after, *values, _checked(limit)))
 
     def unfinished(self, at: float, limit: int) -> list[LoggedRequest]:
-        """Return the oldest `limit` requests that were unfinished at a time (unix seconds). Examines only the
-        last `MAX_EXAMINED` requests that arrived before that time."""
+        """Return the oldest `limit` requests that were unfinished at the given time (unix seconds). Examines
+        only the last `MAX_EXAMINED` requests that arrived before that time."""
         where = (
             "WHERE request_id IN (SELECT request_id FROM (SELECT request_id, finished_at FROM requests "
             "WHERE created_at <= ? ORDER BY created_at DESC LIMIT ?) WHERE finished_at IS NULL OR "

@@ -116,13 +116,13 @@ class Emptying:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.connection = connection
         self.done = False
-        """Whether the log was emptied; False if a reader prevented it."""
+        """Whether the write-ahead log was emptied; False if a reader prevented it."""
 
 
 def empty_log(writer: Writer) -> Future[Emptying]:
     """Copy the write-ahead log into the database and empty the log. Otherwise, the log would keep removed
-    data until it is overwritten. Does not wait for readers, because waiting would block pending writes. If
-    `Emptying.done` is False, call this function again later. The future raises `StoreError`."""
+    data until new data overwrites it. Does not wait for readers, because waiting would block pending writes.
+    If `Emptying.done` is False, call this function again later. The future raises `StoreError`."""
 
     def empty(emptying: Emptying) -> None:
         connection = emptying.connection

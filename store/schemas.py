@@ -127,9 +127,9 @@ _USER = ("ALTER TABLE requests ADD COLUMN user TEXT",)
 _UNIT = ("ALTER TABLE requests ADD COLUMN unit TEXT",)
 _FALLBACK = ("ALTER TABLE requests ADD COLUMN fallback_of TEXT",)
 
-# Usage rows are kept longer than the rows of the requests. Only requests that ran count tokens: a refused
-# request has no quota_tokens, and the tokens of an interrupted request are not known. Clients choose the
-# names of unknown models, which have no version, so these names are not kept.
+# Usage rows are kept longer than request rows. Tokens are counted only for requests that ran to their end:
+# a refused request has no quota_tokens, and the tokens of an interrupted request are not known. Names of
+# unknown models, which have no version, are chosen by clients, so these names are not kept.
 _USAGE_OF_REQUESTS = """
 SELECT
     date(finished_at, 'unixepoch'), ifnull(tenant, ''), ifnull(key_id, ''),

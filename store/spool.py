@@ -175,7 +175,7 @@ class Spool:
                     self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        """Write to the file as many as possible of the entries that are only in memory, oldest first."""
+        """Write the entries that are only in memory to the file, oldest first, until a write fails."""
         for entry in self._entries[len(self._entries) - self._in_memory :]:
             try:
                 self._append(entry)

@@ -1,5 +1,5 @@
-"""Reads the telemetry in `history.db` from any process: the state of the service at one time, time series of
-figures (measured values), and all samples in order."""
+"""Reads the telemetry in `history.db` from any process: the state of the service at a given time, time series
+of figures (measured values), and all samples in order."""
 
 from __future__ import annotations
 
