@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, settings
 from tests.examples import QUICK_EXAMPLES, SOAK_EXAMPLES
 
 # Property tests have no time limit per example, because the time that an example takes depends on the load of
-# the machine. `scripts/test` draws the same examples in every run, so that a new failure has its cause in a
-# change. `scripts/soak` draws new ones.
+# the machine. `scripts/test` draws the same examples in every run, so that a new failure must have been
+# caused by a change. `scripts/soak` draws new examples.
 for _name, _count in (("quick", QUICK_EXAMPLES), ("soak", SOAK_EXAMPLES)):
     settings.register_profile(
         _name,

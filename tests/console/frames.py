@@ -44,7 +44,7 @@ def unknown() -> Snapshot:
 
 
 def context(snapshot: Snapshot) -> Context:
-    """Return the context of one snapshot."""
+    """Return a context whose history contains only this snapshot."""
     made = Context(snapshot=snapshot)
     made.history.add(snapshot)
     return made

@@ -1,4 +1,4 @@
-"""Tests of the screens Alerts and Silences as lines, without a terminal."""
+"""Tests of the Alerts and Silences screens, rendered as lines without a terminal."""
 
 from __future__ import annotations
 

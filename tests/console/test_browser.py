@@ -60,7 +60,7 @@ def test_chromium_shows_live_frames_with_the_token_and_keys_navigate_but_change_
 
 
 def test_chromium_performs_no_action_on_a_running_service(tmp_path: Path) -> None:
-    """The command line, the menu of actions and the palette are tried, in addition to a key."""
+    """Tries a key, the command line, the action menu and the palette."""
     refused = "this console is read-only"
 
     async def visit(address: str) -> None:

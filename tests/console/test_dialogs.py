@@ -48,7 +48,7 @@ def test_a_command_line_without_a_target_concerns_the_row_under_the_cursor() -> 
         assert name in str(app.screen.query_one("#title", Static).render())
         await pilot.press("escape")
         await until(pilot, lambda: not isinstance(app.screen, ActionDialog))
-        # Without a model, the line stands for the whole service, also if a model is under the cursor.
+        # A `drain` without a model applies to the whole service, even if a model is under the cursor.
         await pilot.press("6")
         app.call_later(app.run_line, "drain")
         await until(pilot, lambda: opened(app))
@@ -228,7 +228,7 @@ def test_the_impact_in_an_open_dialog_follows_the_service_also_while_updates_are
         running = (request for one in sim.replicas for request in one.running)
         sim.cancel(next(one.id for one in running if target in (one.model, one.tenant)))
         await until(pilot, lambda: impact_of(app) != before)
-        # The number of requests is not part of the decision, so the action is still confirmed.
+        # A different number of requests does not invalidate the confirmation, so the action is performed.
         dialog.query_one("#confirm", Button).press()
         await until(pilot, lambda: getattr(app.source, "performed", []))
 

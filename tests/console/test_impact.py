@@ -214,7 +214,7 @@ def test_a_dialog_notices_that_a_drain_has_begun() -> None:
 
 
 def newer(context: Context, change: Callable[[Snapshot], object]) -> Context:
-    """Return a copy of the state in which `change` has changed the snapshot."""
+    """Return a copy of the state, with `change` applied to its snapshot."""
     assert context.snapshot is not None
     snapshot = msgspec.msgpack.decode(msgspec.msgpack.encode(context.snapshot), type=Snapshot)
     change(snapshot)

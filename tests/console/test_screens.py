@@ -1,4 +1,4 @@
-"""Tests of all screens as lines, without a terminal."""
+"""Tests of all screens, rendered as lines without a terminal."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_help_explains_every_figure_of_a_screen(view: View) -> None:
 
 
 def _with_every_value() -> ConsoleSession:
-    """Return a session in which the values that are usually absent have a value."""
+    """Return a session that also has the values that are usually absent."""
     made = session(195, interval_s=1.0)
     snapshot = made.context.snapshot
     assert snapshot is not None
@@ -198,7 +198,7 @@ def test_the_cursor_on_batches_stays_on_its_stall_while_data_arrives(width: int)
         rows = advance(1)
         assert (view.request(shown), view.cursor) == (request, distance + seconds)
         assert any(request in row for row in rows)
-    # Other replicas show the same second, and the edge stops the cursor.
+    # On another replica, the cursor stays at the same second, until the edge of the chart stops it.
     view.move(1)
     view.render(shown, width, 40)
     assert view.cursor == distance + 5

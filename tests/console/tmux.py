@@ -82,8 +82,8 @@ def perform(terminal: Tmux, command: str) -> None:
 
 
 def confirm(terminal: Tmux) -> None:
-    """Confirm an action's dialog. The focus is on Cancel at first, and there may be a forecast button in
-    between."""
+    """Confirm an action's dialog. The focus is on Cancel at first, and there may be a forecast button between
+    Cancel and the button that confirms."""
     terminal.wait_for("$ appliance")
     terminal.keys(*["Tab"] * (2 if "What if" in terminal.screen() else 1), "Enter")
     terminal.wait(lambda: "$ appliance" not in terminal.screen(), "the dialog to close")

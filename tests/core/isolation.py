@@ -46,8 +46,8 @@ class Case:
     own: bool = False
     """Whether the short requests' first tenant sends all large requests instead of these tenants."""
     own_wide: int = 0
-    """Number of requests with n = 64 of 1,000 tokens that the short requests' first tenant sends before the
-    large requests."""
+    """Number of requests, each with n = 64 and a prompt of 1,000 tokens, that the short requests' first
+    tenant sends before the large requests."""
     other_wide: int = 0
     """Number of samples of a request of another tenant, which is sent before all others; 0 for none."""
     resumed: bool = False
@@ -134,8 +134,9 @@ CASES: dict[str, Case] = {
 
 
 def figures() -> dict[str, float]:
-    """Return the time to first token, in ms, of short requests: of one with 50 tokens without other load, and
-    of those of each case. If several requests arrive at the same time, the last one's time is returned."""
+    """Return times to first token, in ms: that of a request with 50 tokens and no other load ("alone"), and
+    that of the short requests in each case. If several of them arrive together, the time of the last one is
+    returned."""
     made = {"alone": _ttft_ms(None)}
     for name, case in CASES.items():
         made[name] = _ttft_ms(case)
@@ -230,7 +231,7 @@ class Probes(NamedTuple):
 
     @property
     def is_large_crowd(self) -> bool:
-        """Whether several probes are sent at the same time that do not fit into one step."""
+        """Whether several probes are sent at the same time and do not fit into one step together."""
         return self.crowd > 1 and self.crowd_tokens > BUDGET
 
     @property
@@ -256,7 +257,7 @@ def random_loads(draw: random.Random, probes: Probes, slots: int, seconds: float
     """Return requests of random kinds that must not delay these probes. One exception: P0 requests may delay
     a busy tenant's P1 probes by the time that the P0 prompts take. Urgent requests in the probes' class have
     prompts at least twice as long as the probes' prompts. There are none if the probes' prompts do not fit
-    into one step, because all such prompts have the same level.
+    into one step, because all such prompts have the same level (class and urgency).
 
     If only one tenant sends P0 requests, it also sends the P0 loads, unless it sends more probes at once than
     fit into one step. docs/traffic.md gives the reason for each kind of request that is left out."""
@@ -319,7 +320,8 @@ def random_probes(draw: random.Random, slots: int) -> Probes:
     up most of the server."""
     kind = draw.choice(("P0", "only P0", "light", "busy"))
     if kind == "only P0" and draw.random() < 0.6:
-        # Two crowds fit into the slots, and three of the smaller ones beside the loads of their tenant.
+        # The slots suffice for two crowds (probes sent together) or, beside their tenant's loads, for three
+        # of the smaller crowds.
         crowd, prompt = draw.randint(12, 30), draw.choice((800, 2000))
         if draw.random() < 0.5:
             crowd, prompt = draw.randint(3, 12), draw.choice((20, 200, 600))
@@ -382,10 +384,10 @@ def random_mix(seed: int, seconds: float = 5.0) -> Mix:
     if replicas > 1:
         kinds = ((), ("death",), ("death", "death"), ("drain",), ("pause",))
     if probes.crowd > 1:
-        # During a pause, several crowds collect. Together, they need more than one step.
+        # Several crowds of probes would wait during a pause and together need more than one step.
         kinds = tuple(events for events in kinds if "pause" not in events)
     if 2 * probes.crowd_tokens > BUDGET and probes.crowd > 1:
-        # After a drain, a crowd takes more time, and after a death, it is computed with a resumed crowd.
+        # After a drain, a crowd takes longer. After a death, it shares its steps with a resumed crowd.
         kinds = ((),)
     strict = QueueRules(background_share=0.0, lifted_share=0.0)
     return Mix(

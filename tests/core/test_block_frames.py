@@ -165,7 +165,7 @@ def test_the_blocks_of_each_request_come_from_the_map() -> None:
 
 
 class Asked:
-    """Stands for the processes of a replica, and counts the requests for the state of the blocks."""
+    """Stands in for a replica's processes, and counts the requests for the state of its KV blocks."""
 
     count = 0
 
@@ -199,7 +199,7 @@ def test_the_history_asks_a_replica_seldom_and_takes_the_answers_that_operators_
         assert first.states == b"\1" and first.tenants == ["acme"] and first.request_blocks == [3]
         now += RECORDED_EVERY_S - 0.5
         assert maps.recent()["m-0"] is first and group.count == 1
-        # An operator gets a newer state, and the history takes the same map.
+        # An operator asks for the blocks and gets a newer map, which the history then uses too.
         reading = asyncio.create_task(maps.read())
         await asyncio.sleep(0)
         await asyncio.sleep(0)

@@ -52,7 +52,7 @@ def memory_files() -> int:
     """Return the number of open descriptors of memory files with texts."""
     found = 0
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # The listing's descriptor has been closed.
+        with contextlib.suppress(FileNotFoundError):  # os.listdir also lists its own descriptor.
             found += os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:texts")
     return found
 

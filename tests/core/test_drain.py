@@ -19,7 +19,7 @@ class FakeRequestManager:
     def __init__(self, told: list[str], looks: int) -> None:
         self.told, self.looks = told, looks
         self.state = self
-        """The fake request manager also serves as its `state` attribute."""
+        """The fake request manager also serves as its own `state` attribute."""
 
     def pause_admission(self, model: str | None, why: str, *, hold: bool = False) -> None:
         self.told.append(f"close {model} {hold}: {why}")

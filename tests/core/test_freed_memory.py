@@ -1,4 +1,4 @@
-"""Tests that an unload reports memory that was not returned, in a real core."""
+"""Tests, in a real core, that an unload reports memory that was not returned."""
 
 from __future__ import annotations
 

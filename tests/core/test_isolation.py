@@ -163,7 +163,7 @@ def test_urgent_requests_that_wait_for_their_share_count_for_the_limits_and_pred
     server.run(4.1)
     assert promised.refused is None and promised.met
     waiting = [one for one in flood if one.refused is None]
-    # A tenant gets at most four fifths of the places. The two other requests above also wait.
+    # A tenant gets at most four fifths of the queue. The two other requests above also wait in it.
     assert 5 <= len(waiting) <= 8 and not any(one.admitted_at for one in waiting)
     assert {one.refused.code for one in flood if one.refused is not None} == {"queue_full"}
     assert few.ttft_s < 2 * full_step_s(32) + 0.02

@@ -91,7 +91,7 @@ def test_connections_that_a_front_cannot_receive_are_answered_by_another_or_wait
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, limits[1]))
     clients = [service.connect("m 2") for _ in range(8)]
     if fronts == 1:
-        # The core sends the connections to the front again after each of the front's reports.
+        # The core tries to hand over the connections again after each of the front's reports.
         wait_until(lambda: service.admin.status().sockets[0].state == "waiting")
         time.sleep(0.5)
         assert not select.select(clients, [], [], 0)[0]
@@ -149,7 +149,7 @@ def test_a_step_that_takes_far_longer_than_announced_counts_as_a_hang(make_servi
     service = make_service("hang_timeout_s = 2")
     service.start()
     before = service.wait_ready().models[0].replicas[0]
-    # The replica is silent after 4.5 s, and killed after 15 s.
+    # The replica counts as silent after 4.5 s, and is killed after 15 s.
     (service.folder / "m" / "step.json").write_text('{"announced_s": 1.5, "seconds": 600}')
     wait_until(lambda: "m-0 is silent" in service.admin.status().reason)
     wait_until(lambda: service.admin.status().models[0].replicas[0].restarts == 1)

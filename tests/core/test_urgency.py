@@ -68,8 +68,8 @@ def test_a_tenant_is_asked_again_for_its_urgency_when_its_first_request_changes(
 
 
 def test_the_urgency_of_the_only_tenant_of_a_class_is_never_suspended() -> None:
-    """A tenant that alone sends P0 requests is not limited by fair sharing, because the fair shares are those
-    of the tenants of one class."""
+    """A tenant that alone sends P0 requests is not limited by fair sharing, because shares are computed only
+    among the tenants of one class."""
     queue, serial = RequestQueue[str](RULES), Serial()
     fair = queue.classes[0]
     fair.set_urgent(2, 1000)
@@ -197,8 +197,8 @@ def test_the_next_request_is_the_one_that_the_rule_describes_property(
 def _allowed_next(
     fair: FairQueue[str], waiting: list[Ticket[str]], urgency: int, *, only_reserved: bool
 ) -> list[Ticket[str]]:
-    """Return the requests that `FairQueue.next` may return: one for each of the tenants with the lowest
-    counter among those that have a request which may be next."""
+    """Return the requests that `FairQueue.next` may return. Of the tenants with a request that may be next,
+    those with the lowest counter have one request each in the result."""
     lines = {
         tenant: sorted(
             (one for one in waiting if one.tenant == tenant), key=lambda one: (one.due, one.serial)
@@ -223,8 +223,7 @@ def _allowed_next(
 
 
 def test_tenants_that_cannot_be_next_hide_no_other_tenant() -> None:
-    """Reproduces a bug: the search ended after eight tenants, whatever the reason for which it had skipped
-    them."""
+    """Reproduces a bug: the search ended after eight tenants, no matter why it had skipped them."""
     queue, serial = RequestQueue[str](RULES), Serial()
     fair = queue.classes[1]
     fair.set_urgent(2, 1000)

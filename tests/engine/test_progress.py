@@ -1,4 +1,4 @@
-"""Tests of the durations of a start's stages."""
+"""Tests of the measured durations of a replica's startup stages."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def test_reports_count_connections_streams_requests_tokens_and_cpu(own_front: Ow
 
 
 def descriptors(pid: int) -> set[int]:
-    """Return the descriptors of a process that is idle. It may open files for a moment to report."""
+    """Return an idle process's descriptors, except those of files that it opens briefly to send a report."""
     used, before = set[int](), {-1}
     while used != before:
         used, before = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}, used

@@ -273,7 +273,7 @@ def test_idle_connections_of_a_local_user_close_no_connection_of_a_tenant(
             tenant.sendall(head("GET", "/v1/models", {"Authorization": f"Bearer {KEY}"}))
             assert read_answer(tenant).status == 200
             idle = [opened.enter_context(connect(own)) for _ in range(20)]
-            # The first of them have been closed to free places.
+            # The oldest of them have been closed to make room for newer ones.
             assert idle[0].recv(1) == b""
 
 

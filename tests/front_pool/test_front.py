@@ -148,7 +148,8 @@ def test_a_front_that_takes_no_connections_is_given_a_bounded_number(
 
 
 def test_a_front_keeps_enough_descriptors_free_for_the_connections_that_it_is_given() -> None:
-    # One descriptor for each connection given, and one for each connection that is closed for it.
+    # One descriptor for each connection that is handed over, and one for each closed connection that it
+    # replaces.
     assert 2 * front_module._MAX_UNTAKEN < RESERVED_DESCRIPTORS
 
 

@@ -100,7 +100,7 @@ def spec_of(folder: Path, kv_heads: int | None, **changes: Any) -> ReplicaSpec:
 
 
 def tokens_of(made: LocalEngine) -> list[list[int]]:
-    """Return the answers to three runs: REQUESTS in one batch, FILTERED in one batch, and one request
+    """Return the answers of three runs: REQUESTS in one batch, FILTERED in one batch, and one request
     alone."""
     found = made.generate([*PROMPTS, *PROMPTS], REQUESTS)
     found += made.generate(PROMPTS, FILTERED)

@@ -1,6 +1,6 @@
 """Tests that the first and the last kernel of a decode step give the same results as torch on the same
-tables, with and without padding. All results are integers, so the interpreter (on a CPU, in CI) verifies them
-completely: the slots that are read, written or left unchanged. On a GPU, the same tests run."""
+tables, with and without padding. All results are integers, so the interpreter (on a CPU, in CI) verifies
+completely which slots are read, written or left unchanged. The same tests also run on a GPU."""
 
 from __future__ import annotations
 

@@ -206,8 +206,9 @@ def test_ties_with_the_last_kept_token_are_kept(
 
 
 def test_the_search_ends_for_any_logits() -> None:
-    """The logits cover the whole range of float32. Dividing this range by value does not converge, so the
-    search must continue by rank. Some tokens are banned."""
+    """The logits cover the whole range of float32. Equally spaced thresholds do not converge over such a
+    range, so the search must use thresholds with equally many float32 numbers between them. Some tokens are
+    banned."""
     params = [Params(1.0, top_k=k, top_p=p) for k in (3, 300) for p in (0.4, 1.0)]
     logits = _logits(len(params), 3000, spread=20.0)
     logits = logits.sign() * 10 ** logits.clamp(-30, 30)

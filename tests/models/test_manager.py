@@ -1,4 +1,4 @@
-"""Tests of the model manager with simulated processes: how replicas end, and calls of NVML."""
+"""Tests of the model manager with simulated processes: how replicas end, and NVML calls."""
 
 from __future__ import annotations
 

@@ -201,16 +201,16 @@ class Site:
         self.traffic(unit).uses.end(tenant, self.now)
 
     async def exchange(self, loaded: str, wanted: str) -> None:
-        """Wait until the first unit is loaded, exchange it for the second by a request, and answer the
-        request."""
+        """Wait until `loaded` is loaded, send a request that makes the service replace it with `wanted`, and
+        answer the request."""
         await self.until(lambda: self.manager.loaded(loaded), f"the load of {loaded}")
         self.ask(wanted)
         await self.until(lambda: self.manager.loaded(wanted), f"the exchange for {wanted}")
         self.answer(wanted)
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Advance the clock until the condition is true, for at most 60 s of real time. The clock has no
-        limit, because files are read and the database is written in real time."""
+        """Advance the clock until the condition is true, for at most 60 s of real time. Simulated time
+        is not limited, because files are read and the database is written in real time."""
         end = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < end, f"{what} did not happen; history: {self.manager.history}"
@@ -407,7 +407,7 @@ def test_a_command_loads_an_optional_model_of_the_settings(tmp_path: Path) -> No
         await site.until(loading.done, "the load")
         await loading
         assert site.manager.loaded(parked) and site.manager.is_parked(loaded[0])
-        site.ask(parked)  # a model with requests is not unloaded for a command
+        site.ask(parked)  # a model with requests is not unloaded to make room for the model of a command
         loading = asyncio.ensure_future(site.on_demand.load_declared(loaded[0]))
         await site.until(loading.done, "the refusal")
         with pytest.raises(LoadError, match="does not fit alongside the models that are loaded"):

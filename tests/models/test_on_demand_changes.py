@@ -1,4 +1,5 @@
-"""Tests of commands and requests that arrive while models leave the memory, with simulated replicas."""
+"""Tests of commands and requests that arrive while models are being removed from memory, with simulated
+replicas."""
 
 from __future__ import annotations
 

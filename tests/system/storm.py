@@ -128,7 +128,7 @@ def storm(running: Service, seconds: float, seed: int, clients: int = 8, kill_ev
 
 
 def without_row(running: Service, tally: Tally) -> list[str]:
-    """Wait until every request has an ended row in the log, but at most a minute. Return the ids of those
+    """Wait until every request has a closed row in the log, but for a minute at most. Return the ids of those
     that have none. The core may learn of a refused request a moment after the client."""
     deadline = time.monotonic() + 60
     while True:

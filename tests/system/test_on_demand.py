@@ -165,7 +165,7 @@ def test_groups_a_time_to_live_and_optional_models_of_the_settings(tmp_path: Pat
         + '[groups.rivals]\nmodels = ["a", "b"]\nload = "one"\n[on_demand]\nmin_residence_s = 1.0\n'
     )
     with service("--config", str(config)) as running:
-        # While a is loading, c is also shown as available.
+        # While model `a` is loading, `c` is also shown as available.
         running.wait_until(
             lambda: "c is unloaded: its time to live has expired" in running.log_path.read_text(),
             WITHIN_S,

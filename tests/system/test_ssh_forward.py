@@ -65,7 +65,7 @@ _COMMANDS = [
     for name in commands(get_command(app))
     if name not in _ACTIONS and name not in _LOCAL
 ]
-"""The commands that show what the service knows."""
+"""The commands that show data of the service, with their arguments."""
 _CHANGING = {
     *(
         "uptime_s",

@@ -185,8 +185,8 @@ async def show_lists(session: ConsoleSession, source: SnapshotSource) -> dict[st
 
 
 async def watch_lists(running: Service) -> tuple[float, dict[str, list[str]]]:
-    """Return the screens with lists of an idle service, and the time of their snapshot. The lists are the
-    same before and after that time."""
+    """Return the time of a snapshot of an idle service, and the content of the screens that show lists. The
+    lists are the same before and after that time."""
     source = LiveSource(running.run_dir, interval_s=1.0)
     snapshot = await source.next()
 
@@ -211,12 +211,12 @@ async def watch_lists(running: Service) -> tuple[float, dict[str, list[str]]]:
 
 
 def without_heading(screens: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Return the screens without their headings, which show values of the snapshot."""
+    """Return the screens without their first rows, the headings, which show values of the snapshot."""
     return {name: rows[1:] for name, rows in screens.items()}
 
 
 async def replay_lists(recording: RecordedPast, at: float) -> dict[str, list[str]]:
-    """Return the screens with lists at a recorded time, or nothing if it has not been recorded yet."""
+    """Return the screens that show lists, as of a recorded time. Empty if that time is not recorded yet."""
     source = ReplaySource(recording, at + 0.0005)
     session = ConsoleSession(source)
     if (await source.next()).at != at or source.instant is None:

@@ -1,4 +1,4 @@
-"""Defects of the service that the tests of attacks must detect, at least one for each file of tests.
+"""Defects of the service that the tests of attacks must detect, at least one for each test file.
 
     .venv/bin/python -m tests.system.attacks.defects          seed each one into a copy of the tree
     .venv/bin/python -m tests.system.attacks.defects framing  only those of test_framing.py
@@ -27,7 +27,7 @@ class Defect(NamedTuple):
     """A defect of the service."""
 
     tests: str
-    """The file of tests is `test_NAME.py`."""
+    """NAME in the name of the test file, `test_NAME.py`."""
     name: str
     source: str
     right: str
@@ -179,7 +179,7 @@ DEFECTS = (
 
 
 def main(words: list[str]) -> int:
-    """Seed the defects whose file of tests is named, or all, and return the number that was missed."""
+    """Seed the defects of the given test files, or all defects. Return how many of them the tests missed."""
     missed = 0
     for defect in DEFECTS:
         if words and defect.tests not in words:

@@ -39,7 +39,7 @@ def problem(running: Service, where: str, text: str, timeout_s: float = 120) -> 
 
 def past_problem(running: Service, where: str, text: str) -> None:
     """Wait until the status lists a problem in `where` that contains the given text, even if the problem has
-    ended already. A replica, for example, may be restarted before the next call of the status."""
+    already ended. A replica, for example, may be restarted before the status is read again."""
 
     def look() -> bool:
         return any(one["where"] == where and text in one["what"] for one in running.status()["problems"])

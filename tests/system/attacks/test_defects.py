@@ -1,5 +1,5 @@
-"""Checks that every seeded defect still matches the source, and that each file of attacks has one. Seeding
-them takes minutes (`tests.system.attacks.defects`)."""
+"""Checks that every seeded defect still matches the source, and that each file of attacks has at least one
+defect. `tests.system.attacks.defects` seeds them, which takes minutes."""
 
 from __future__ import annotations
 
