@@ -50,12 +50,12 @@ def run(tree: Path, *words: str) -> str:
     return done.stdout
 
 
-def test_the_page_tables_are_those_of_the_code() -> None:
+def test_the_tables_on_the_pages_match_the_code() -> None:
     run(ROOT, "scripts/generated_tables.py", "--check")
 
 
 @pytest.mark.system
-def test_a_field_added_in_its_one_place_is_everywhere(tree: Path, tmp_path: Path) -> None:
+def test_a_field_added_in_one_place_appears_everywhere(tree: Path, tmp_path: Path) -> None:
     service = Service(tmp_path)
     service.state_dir.mkdir(mode=0o700)
     database = service.state_dir / "control.db"

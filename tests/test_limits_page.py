@@ -169,7 +169,7 @@ def test_every_maximum_in_the_code_is_on_the_page_or_is_no_limit_that_a_caller_c
     assert sorted(name for name in INTERNAL if name not in found) == []
 
 
-def test_every_bound_of_the_page_names_a_test() -> None:
+def test_every_limit_on_the_page_names_a_test() -> None:
     columns: list[str] = []
     unnamed = []
     for line in PAGE.splitlines():

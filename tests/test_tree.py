@@ -19,7 +19,7 @@ def tracked() -> list[Path]:
     return [ROOT / name for name in listed.decode().split("\0") if name]
 
 
-def test_every_source_file_reads_in_one_sitting() -> None:
+def test_no_source_file_is_too_long() -> None:
     lengths = {
         path.relative_to(ROOT): len(path.read_text().splitlines())
         for path in tracked()
@@ -37,12 +37,12 @@ def test_the_service_keeps_its_modules_in_packages() -> None:
     assert 0 < len(loose) <= MOST_LOOSE_MODULES, loose
 
 
-def test_the_engine_and_the_kernels_mean_the_same_block() -> None:
+def test_the_engine_and_the_kernels_use_the_same_block_size() -> None:
     # The engine and the kernels both define the constant, because the message structs may not import torch.
     assert BLOCK_TOKENS == PAGE_TOKENS
 
 
-def test_documents_name_files_that_are_there() -> None:
+def test_files_named_in_documents_exist() -> None:
     missing = []
     for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         for name in re.findall(

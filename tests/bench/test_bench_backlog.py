@@ -107,7 +107,7 @@ def search(server: Server, first: int, duration_s: float, seed: int) -> Search:
     ],
     ids=["one slot, 2 s", "one slot, 20 s", "four slots", "64 slots", "256 uneven slots", "shared"],
 )
-def test_the_rate_that_is_found_is_the_capacity(server: Server, capacity: float, duration_s: float) -> None:
+def test_the_search_finds_the_capacity_of_the_server(server: Server, capacity: float, duration_s: float) -> None:
     found = [search(server, 4, duration_s, seed).best for seed in range(15)]
     held = [best for best in found if best is not None]
     assert len(held) == 15
@@ -139,12 +139,12 @@ def test_twice_the_capacity_leaves_half_of_the_requests_behind() -> None:
     assert over.backlog.allowed < 0.5 * 800**0.5
 
 
-def test_a_trial_shorter_than_two_responses_proves_nothing() -> None:
+def test_a_trial_shorter_than_two_responses_is_inconclusive() -> None:
     too_short = trial(queue(1000, 3.0), 100, 5, "seed")
     assert too_short.reasons == ["E2E p99 > 2.5 s, half a trial"]
 
 
-def test_requests_that_are_open_when_a_trial_is_stopped_are_behind() -> None:
+def test_requests_that_are_open_when_a_trial_is_stopped_count_as_backlog() -> None:
     # One request arrives every 1/8 s for 4 s. The first ten take 1/4 s each. The others are still open when
     # the trial is stopped at 6 s.
     due = [number / 8 for number in range(32)]

@@ -66,7 +66,7 @@ def target(fake: FakeServer) -> Target:
     return parse_url(fake.url, None)
 
 
-def test_percentiles_are_the_servers_own_times(fake: FakeServer, target: Target) -> None:
+def test_percentiles_match_the_response_times_of_the_server(fake: FakeServer, target: Target) -> None:
     fake.behaviour.ttft_s = lambda number: 0.3 if number == 3 else 0.05
     fake.behaviour.gap_s = 0.02
     summary = statistics(drive(target, 20, concurrency=4))
@@ -80,7 +80,7 @@ def test_percentiles_are_the_servers_own_times(fake: FakeServer, target: Target)
     assert (summary.output_tokens, summary.prompt_tokens) == (100, 320)
 
 
-def test_at_most_the_concurrency_runs_at_once_spread_over_workers(fake: FakeServer, target: Target) -> None:
+def test_the_concurrency_limit_is_divided_among_the_workers(fake: FakeServer, target: Target) -> None:
     fake.behaviour.ttft_s = lambda number: 0.3  # long enough for both workers to have started
     raw = drive(target, 24, concurrency=6, workers=2)
     summary = statistics(raw)
@@ -107,7 +107,7 @@ def test_each_worker_sends_the_requests_of_its_streams(requests: int, concurrenc
         assert abs(len(share) - per_stream * streams) < per_stream
 
 
-def test_no_two_requests_share_a_prompt_and_all_ask_for_the_whole_length(
+def test_no_two_requests_share_a_prompt_and_all_request_the_full_length(
     fake: FakeServer, target: Target
 ) -> None:
     drive(target, 12, concurrency=4, workers=2)
@@ -118,7 +118,7 @@ def test_no_two_requests_share_a_prompt_and_all_ask_for_the_whole_length(
         assert body["stream_options"] == {"include_usage": True}
 
 
-def test_a_server_that_closes_after_each_answer_gets_a_connection_each(
+def test_a_server_that_closes_after_each_answer_gets_one_connection_per_request(
     fake: FakeServer, target: Target
 ) -> None:
     fake.behaviour.keeps_alive = False
@@ -145,7 +145,7 @@ def test_chunks_of_several_tokens_are_measured(fake: FakeServer, target: Target)
     assert summary.itl_ms.p50 >= 18 and summary.tpot_ms.max < summary.itl_ms.max / 3
 
 
-def test_chunks_are_counted_where_there_is_no_usage(fake: FakeServer, target: Target) -> None:
+def test_chunks_are_counted_if_the_server_reports_no_usage(fake: FakeServer, target: Target) -> None:
     fake.behaviour.sends_usage = False
     summary = statistics(drive(target, 2, concurrency=1))
     assert (summary.output_tokens, summary.tokens_counted_by_client) == (10, True)
@@ -197,7 +197,7 @@ def test_a_server_that_does_not_listen_is_a_failure_to_connect() -> None:
     assert summary.failures["connect"].count == 2
 
 
-def test_in_open_loop_a_request_counts_from_when_it_was_due(fake: FakeServer, target: Target) -> None:
+def test_in_open_loop_latency_is_measured_from_the_time_a_request_was_due(fake: FakeServer, target: Target) -> None:
     # All requests are due at the same time, but the server handles them one at a time and takes 500 ms for
     # each. The last request therefore waits for the first three.
     fake.behaviour.at_once = 1
@@ -224,7 +224,7 @@ def test_a_run_that_reaches_its_time_limit_closes_its_requests(fake: FakeServer,
     wait_until(lambda: fake.left == 3)
 
 
-def test_progress_shows_what_runs_and_what_was_received(fake: FakeServer, target: Target) -> None:
+def test_progress_shows_running_requests_and_received_tokens(fake: FakeServer, target: Target) -> None:
     fake.behaviour.ttft_s = lambda number: 3.0
     seen: list[tuple[int, int]] = []
     drive(target, 3, concurrency=3, show=lambda raw: seen.append((raw.running, raw.chunks)))

@@ -57,7 +57,7 @@ def test_named_workloads_are_compared_in_one_table(cli: Run, fake: FakeServer) -
     assert [line.split()[0] for line in table] == ["workload", "b1_decode", "ttft8k"]
 
 
-def test_json_on_standard_output_is_the_only_output_there(cli: Run, fake: FakeServer) -> None:
+def test_with_json_on_standard_output_nothing_else_is_written_to_it(cli: Run, fake: FakeServer) -> None:
     outcome = cli("bench", "--base-url", fake.url, *SMALL, "--json", "-")
     assert json.loads(outcome.out)["results"][0]["runs"][0]["succeeded"] == 4
     assert "4 of 4 requests" in outcome.err
@@ -82,7 +82,7 @@ def test_arrivals_at_a_rate_report_goodput(cli: Run, fake: FakeServer, tmp_path:
         ("--requests 4", 4),
     ],
 )
-def test_every_mode_warms_up_unless_no_warm_up_is_given(
+def test_every_mode_warms_up_unless_the_no_warm_up_option_is_given(
     cli: Run, fake: FakeServer, tmp_path: Path, words: str, warm_up: int
 ) -> None:
     def asked(*more: str) -> int:
@@ -160,7 +160,7 @@ def test_answers_that_end_early_count_the_tokens_received(cli: Run, fake: FakeSe
     assert "ignores ignore_eos" in said and "the 12 tokens that were received" in said
 
 
-def test_chunks_of_several_tokens_are_noted(cli: Run, fake: FakeServer) -> None:
+def test_chunks_of_several_tokens_are_mentioned_in_the_output(cli: Run, fake: FakeServer) -> None:
     fake.behaviour.tokens_per_chunk = 2
     assert "a chunk contains 2.00 tokens" in cli("bench", "--base-url", fake.url, *SMALL).out
 
@@ -249,7 +249,7 @@ def test_a_run_that_fails_leaves_the_json_file_unchanged(cli: Run, tmp_path: Pat
     ],
     ids=" ".join,
 )
-def test_options_that_contradict_each_other_are_a_wrong_command_line(
+def test_contradictory_options_are_a_command_line_error(
     cli: Run, words: tuple[str, ...]
 ) -> None:
     outcome = cli("bench", *words)

@@ -59,7 +59,7 @@ def cut(data: bytes, cuts: list[int]) -> list[bytes]:
 
 
 @given(st.lists(st.integers(0, 1000)), st.sampled_from([CHUNKED, UNTIL_CLOSE]))
-def test_a_streamed_completion_is_the_same_however_it_is_cut(cuts: list[int], response: bytes) -> None:
+def test_a_streamed_completion_is_the_same_however_the_network_splits_it(cuts: list[int], response: bytes) -> None:
     exchange, connection = received(*cut(response, cuts), closes=response is UNTIL_CLOSE)
     assert exchange.done.done() and exchange.failure == ""
     assert (exchange.chunks, len(exchange.gaps_s)) == (2, 1)
@@ -68,7 +68,7 @@ def test_a_streamed_completion_is_the_same_however_it_is_cut(cuts: list[int], re
 
 
 @given(st.lists(st.integers(0, 200)))
-def test_a_refusal_after_an_interim_response_is_the_same_however_it_is_cut(cuts: list[int]) -> None:
+def test_a_refusal_after_an_interim_response_is_the_same_however_the_network_splits_it(cuts: list[int]) -> None:
     exchange, connection = received(*cut(b"HTTP/1.1 100 Continue\r\n\r\n" + REFUSED, cuts))
     assert (exchange.failure, exchange.message) == ("http 404", "wrong")
     assert connection.is_open
@@ -92,11 +92,11 @@ def test_a_connection_that_closes_during_a_response_is_a_failure() -> None:
         HEAD + b"Content-Length: 15\r\n\r\ndata: no JSON\n\n",
     ],
 )
-def test_what_is_not_a_completion_over_http_is_a_protocol_failure(wrong: bytes) -> None:
+def test_a_response_that_is_not_an_http_completion_is_a_protocol_failure(wrong: bytes) -> None:
     exchange, _ = received(wrong)
     assert exchange.failure == "protocol" and exchange.message
 
 
-def test_what_follows_a_complete_response_closes_the_connection() -> None:
+def test_data_after_a_complete_response_closes_the_connection() -> None:
     exchange, connection = received(REFUSED, b"more")
     assert exchange.failure == "http 404" and not connection.is_open

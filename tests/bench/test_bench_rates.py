@@ -54,7 +54,7 @@ def with_size(run: Run, requests: int) -> Run:
     return replace(run, requests=requests, rate=requests / DURATION_S)
 
 
-def test_arrivals_come_at_the_rate_with_exponential_gaps() -> None:
+def test_arrivals_have_the_given_rate_and_exponential_gaps() -> None:
     arrivals = poisson_arrivals(requests_at(100, 100), 100, "seed")
     gaps = [after - before for before, after in itertools.pairwise(arrivals)]
     assert len(arrivals) == 10_000
@@ -64,7 +64,7 @@ def test_arrivals_come_at_the_rate_with_exponential_gaps() -> None:
     assert list(arrivals) == sorted(arrivals) and arrivals[0] >= 0 and arrivals[-1] <= 100
 
 
-def test_a_seed_decides_the_arrivals() -> None:
+def test_the_seed_determines_the_arrivals() -> None:
     assert poisson_arrivals(50, 10, "a") == poisson_arrivals(50, 10, "a") != poisson_arrivals(50, 10, "b")
     assert requests_at(5, 10) == 50 and requests_at(0.001, 0.1) == 1
 
@@ -104,7 +104,7 @@ def test_a_rate_that_fails_while_the_client_is_late_is_noted() -> None:
     assert "client" in search(37.0, late_s=0.05).note
 
 
-def test_one_bad_moment_does_not_decide_and_a_stopped_trial_is_not_repeated() -> None:
+def test_one_bad_trial_is_repeated_but_a_stopped_trial_is_not() -> None:
     tried: list[int] = []
 
     def attempt(requests: int) -> Run:
@@ -128,7 +128,7 @@ def test_the_search_returns_its_best_trial_when_the_server_does_not_settle() -> 
     assert found.best is not None and (found.best.requests, found.note) == (20, "still busy")
 
 
-def test_a_rate_is_sustained_with_one_percent_of_failures_and_no_more() -> None:
+def test_a_rate_counts_as_sustained_with_at_most_one_percent_of_failures() -> None:
     failed = some(2, failure="http 503", first_at=None)
     assert trial([*some(99), *failed[:1]]).reasons == []
     assert trial([*some(98), *failed]).reasons[0] == "2 of 100 failed (http 503)"
@@ -149,7 +149,7 @@ def test_each_limit_is_named_when_it_is_missed() -> None:
     assert trial(some(100, first_at=None, gaps_s=[])).reasons == ["no answer contained a token"]
 
 
-def test_a_backlog_that_grew_is_a_reason_however_good_the_percentiles() -> None:
+def test_a_growing_backlog_is_a_reason_even_if_the_percentiles_are_good() -> None:
     assert trial(some(100), grew=True).reasons == ["backlog grew: 12 → 160 in 5 s"]
 
 
@@ -169,7 +169,7 @@ def printed(best: Run) -> str:
     return " ".join(written.getvalue().split())
 
 
-def test_the_report_names_what_few_requests_cannot_show() -> None:
+def test_the_report_states_the_uncertainty_of_trials_with_few_requests() -> None:
     assert "with only 99 requests per trial, the 99th percentile is the slowest request" in printed(
         trial(some(99))
     )

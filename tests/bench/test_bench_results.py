@@ -45,7 +45,7 @@ def summary(*records: Record, output_tokens: int = 4, slo: Slo | None = None, du
     return summarize(RawRun(START, 1, list(records)), load, slo or Slo(), duration_s)
 
 
-def test_one_request_gives_its_own_times() -> None:
+def test_the_statistics_of_one_request_are_its_own_times() -> None:
     run = summary(record())
     assert run.ttft_ms and run.itl_ms and run.tpot_ms and run.e2e_ms
     assert run.ttft_ms.p50 == pytest.approx(100)
@@ -68,7 +68,7 @@ def test_one_request_gives_its_own_times() -> None:
         ("b1_decode", [0.2, 0.3], 0.3),
     ],
 )
-def test_of_an_even_number_of_runs_the_worse_of_the_middle_two_is_shown(
+def test_for_an_even_number_of_runs_the_worse_of_the_middle_two_is_shown(
     name: str, seconds: list[float], typical: float
 ) -> None:
     times = iter(seconds)
@@ -83,7 +83,7 @@ def test_of_an_even_number_of_runs_the_worse_of_the_middle_two_is_shown(
     assert result.typical.seconds == pytest.approx(typical)
 
 
-def test_several_tokens_a_chunk_count_per_token_in_tpot_and_per_chunk_in_itl() -> None:
+def test_with_several_tokens_per_chunk_tpot_is_per_token_and_itl_is_per_chunk() -> None:
     run = summary(record(tokens=8), output_tokens=8)
     assert (run.output_tokens, run.chunks) == (8, 4)
     assert run.itl_ms and run.tpot_ms
@@ -91,12 +91,12 @@ def test_several_tokens_a_chunk_count_per_token_in_tpot_and_per_chunk_in_itl() -
     assert run.tpot_ms.p50 == pytest.approx(50 / 7)
 
 
-def test_tokens_are_chunks_if_the_server_does_not_count() -> None:
+def test_chunks_are_counted_as_tokens_if_the_server_reports_no_usage() -> None:
     run = summary(record(tokens=None, prompt_tokens=None))
     assert (run.output_tokens, run.prompt_tokens, run.tokens_counted_by_client) == (4, 8, True)
 
 
-def test_failures_count_by_kind_and_their_tokens_not_at_all() -> None:
+def test_failures_are_counted_by_kind_and_their_tokens_are_not_counted() -> None:
     failed = [record(failure="http 503", message="full") for _ in range(3)]
     run = summary(record(), *failed, record(failure="timeout"))
     assert {kind: one.count for kind, one in run.failures.items()} == {"http 503": 3, "timeout": 1}
@@ -112,7 +112,7 @@ def test_requests_that_were_open_when_a_run_was_stopped_are_unfinished_and_have_
     assert run.goodput == pytest.approx(1 / 9)
 
 
-def test_in_open_loop_time_without_arrivals_counts() -> None:
+def test_in_open_loop_time_without_arrivals_is_part_of_the_run() -> None:
     # One request in 2 s is 0.5 requests per second, regardless of when the request arrived and finished.
     assert summary(record(), duration_s=2.0).requests_s == pytest.approx(0.5)
 

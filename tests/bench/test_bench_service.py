@@ -82,7 +82,7 @@ def test_the_service_is_compared_with_its_engine(tmp_path: Path) -> None:
     ]
 
 
-def test_every_token_of_the_measured_model_is_text_of_its_own(tmp_path: Path) -> None:
+def test_every_token_of_the_measured_model_has_its_own_text(tmp_path: Path) -> None:
     vocabulary = runpy.run_path(str(SCRIPT))["write_checkpoint"]("tiny", tmp_path / "model")
     tokenizer = Tokenizer.load(tmp_path / "model")
     stream = tokenizer.stream()

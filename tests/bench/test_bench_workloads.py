@@ -9,7 +9,7 @@ from engine.bench import workloads as engine
 
 
 @pytest.mark.parametrize("name", engine.WORKLOADS)
-def test_a_workload_of_the_engine_has_the_same_numbers_here(name: str) -> None:
+def test_a_workload_has_the_same_parameters_as_in_the_engine_benchmark(name: str) -> None:
     theirs, ours = engine.WORKLOADS[name], WORKLOADS[name]
     assert ours.requests == theirs.requests
     assert ours.concurrency == (1 if theirs.one_at_a_time else theirs.requests)
@@ -25,7 +25,7 @@ def test_a_workload_of_the_engine_has_the_same_numbers_here(name: str) -> None:
     )
 
 
-def test_only_workloads_with_http_in_their_name_are_missing_in_the_engine() -> None:
+def test_only_workloads_with_http_in_their_name_are_missing_from_the_engine_benchmark() -> None:
     assert set(WORKLOADS) - set(engine.WORKLOADS) == {"http1", "http256", "http1024"}
     for name, streams in (("http1", 1), ("http256", 256), ("http1024", 1024)):
         workload = WORKLOADS[name]

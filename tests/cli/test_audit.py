@@ -70,14 +70,14 @@ def test_filters_narrow_the_list(cli: Run, state: Path, flags: tuple[object, ...
     assert [row["seq"] for row in json.loads(out)] == rows
 
 
-def test_json_has_old_and_new_value_as_objects(cli: Run, state: Path) -> None:
+def test_json_contains_the_old_and_the_new_value_as_objects(cli: Run, state: Path) -> None:
     made = json.loads(cli("audit", "list", "--state-dir", state, "--json").out)[2]
     assert (made["seq"], made["result_seq"], made["result"]) == (3, 4, "ok")
     assert made["params"] == {"name": "acme", "weight": 2.0}
     assert made["before"] is None and made["after"]["weight"] == 2.0
 
 
-def test_what_waits_in_the_spool_is_listed_too(cli: Run, state: Path) -> None:
+def test_entries_waiting_in_the_spool_are_listed_too(cli: Run, state: Path) -> None:
     control = ControlStore(state / "control.db")
     control.start()
     limit = "PRAGMA max_page_count=1"
@@ -93,7 +93,7 @@ def test_what_waits_in_the_spool_is_listed_too(cli: Run, state: Path) -> None:
     control.close()
 
 
-def test_a_sound_chain_is_said_to_be_whole_with_its_head(cli: Run, state: Path) -> None:
+def test_an_intact_chain_is_reported_as_complete_with_its_head(cli: Run, state: Path) -> None:
     outcome = cli("audit", "verify", "--state-dir", state)
     assert outcome.code == 0
     last = outcome.out.splitlines()
@@ -106,7 +106,7 @@ def test_a_sound_chain_is_said_to_be_whole_with_its_head(cli: Run, state: Path) 
     assert wrong.code == 1 and "row 5: this row or an earlier one was rewritten" in wrong.out
 
 
-def test_the_first_wrong_row_is_named_and_the_exit_code_says_so(cli: Run, state: Path) -> None:
+def test_the_first_wrong_row_is_named_and_the_exit_code_is_1(cli: Run, state: Path) -> None:
     forge(state, "UPDATE audit SET actor = 'uid:9' WHERE seq = 2")
     outcome = cli("audit", "verify", "--state-dir", state, "--json")
     found = json.loads(outcome.out)
@@ -114,7 +114,7 @@ def test_the_first_wrong_row_is_named_and_the_exit_code_says_so(cli: Run, state:
     assert found["problems"] == ["row 2: rewritten: its hash does not match its content"]
 
 
-def test_a_tail_that_was_cut_with_its_heads_shows_against_the_journals(
+def test_rows_removed_together_with_their_heads_are_detected_with_the_journal(
     cli: Run, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads = (state / "audit.heads").read_text()
@@ -148,7 +148,7 @@ def journalctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str
     return put
 
 
-def test_what_the_services_own_user_rewrote_shows_against_the_journal_without_asking_for_it(
+def test_a_rewrite_by_the_services_own_user_is_detected_with_the_journal_by_default(
     cli: Run,
     databases: Path,
     caplog: pytest.LogCaptureFixture,
@@ -187,7 +187,7 @@ def test_what_the_services_own_user_rewrote_shows_against_the_journal_without_as
         (None, "journalctl cannot be run here"),
     ],
 )
-def test_why_there_are_no_heads_of_the_journal_is_said_and_is_no_error(
+def test_missing_journal_heads_are_explained_and_are_not_an_error(
     cli: Run,
     state: Path,
     journalctl: Callable[[str], None],
@@ -207,7 +207,7 @@ def test_why_there_are_no_heads_of_the_journal_is_said_and_is_no_error(
     assert why in json.loads(cli("audit", "verify", "--state-dir", state, "--json").out)["journal_missing"]
 
 
-def test_a_journal_without_heads_is_no_proof(
+def test_a_requested_journal_without_heads_is_an_error(
     cli: Run, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "journalctl").write_text("#!/bin/sh\n")
@@ -217,7 +217,7 @@ def test_a_journal_without_heads_is_no_proof(
     assert outcome.code == 1 and "no audit heads of appliance.service" in outcome.err
 
 
-def test_a_file_of_heads_or_a_folder_that_is_not_there_is_said_with_what_to_name(
+def test_a_missing_file_of_heads_or_folder_is_reported_with_a_remedy(
     cli: Run, state: Path, run_dir: Path
 ) -> None:
     heads = cli("audit", "verify", "--state-dir", state, "--heads", state / "none")
@@ -228,12 +228,12 @@ def test_a_file_of_heads_or_a_folder_that_is_not_there_is_said_with_what_to_name
 
 
 @pytest.mark.parametrize("head", ["", "5", "5:abc", "x:" + "0" * 64])
-def test_a_head_that_is_none_is_refused_with_what_to_write(cli: Run, state: Path, head: str) -> None:
+def test_an_invalid_head_is_refused_with_the_expected_format(cli: Run, state: Path, head: str) -> None:
     outcome = cli("audit", "verify", "--state-dir", state, "--head", head)
     assert outcome.code == 2 and "write SEQ:HASH" in outcome.err
 
 
-def test_an_export_is_whole_signed_and_verified_anywhere(cli: Run, state: Path, tmp_path: Path) -> None:
+def test_an_export_is_complete_and_signed_and_can_be_verified_anywhere(cli: Run, state: Path, tmp_path: Path) -> None:
     target = tmp_path / "audit.jsonl"
     assert cli("audit", "export", target, "--state-dir", state) == (0, "", "")
     assert target.stat().st_mode & 0o777 == 0o600
@@ -253,7 +253,7 @@ def test_an_export_is_whole_signed_and_verified_anywhere(cli: Run, state: Path, 
     assert "not signed" in cli("audit", "export", target, "--state-dir", state).err
 
 
-def test_an_export_that_was_rewritten_as_a_whole_does_not_carry_the_signature(
+def test_a_completely_rewritten_export_is_detected_by_its_missing_signature(
     cli: Run, state: Path, tmp_path: Path
 ) -> None:
     """Only the missing signature reveals the change, because the forger recomputed all hashes."""
@@ -277,7 +277,7 @@ def test_an_export_that_was_rewritten_as_a_whole_does_not_carry_the_signature(
     assert cli("audit", "verify", "--file", target, "--state-dir", target.parent.parent / "none").code == 1
 
 
-def test_a_copy_by_itself_is_verified_too(cli: Run, state: Path, tmp_path: Path) -> None:
+def test_a_copy_of_the_database_alone_can_be_verified_too(cli: Run, state: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy.db"
     copy.write_bytes((state / "control.db").read_bytes())
     assert cli("audit", "verify", "--file", copy).code == 0
@@ -285,7 +285,7 @@ def test_a_copy_by_itself_is_verified_too(cli: Run, state: Path, tmp_path: Path)
     assert cli("audit", "verify", "--file", tmp_path / "none").code == 1
 
 
-def test_reading_takes_no_write_rights(state: Path, open_folder: Path, run_unprivileged_cli: Run) -> None:
+def test_reading_requires_no_write_permission(state: Path, open_folder: Path, run_unprivileged_cli: Run) -> None:
     state = shutil.copytree(state, open_folder / "state")
     state.chmod(0o755)
     if os.geteuid() == 0:
@@ -304,7 +304,7 @@ def test_reading_takes_no_write_rights(state: Path, open_folder: Path, run_unpri
 # ── backup ──
 
 
-def test_a_backup_of_a_stopped_service_is_made_and_said_not_to_be_audited(
+def test_a_backup_of_a_stopped_service_reports_that_it_is_not_audited(
     cli: Run, state: Path, tmp_path: Path, run_dir: Path
 ) -> None:
     target = tmp_path / "backup"
@@ -320,7 +320,7 @@ def test_a_backup_of_a_stopped_service_is_made_and_said_not_to_be_audited(
     assert again.code == 0 and json.loads(again.out)["path"].startswith(f"{target}/appliance-")
 
 
-def test_a_backup_of_a_running_service_reports_its_begin_and_its_end(
+def test_a_backup_of_a_running_service_records_its_begin_and_its_end(
     cli: Run, state: Path, tmp_path: Path, run_dir: Path, admin: AdminService
 ) -> None:
     last = read_audit(state / "control.db")[-1]
@@ -340,7 +340,7 @@ def test_a_backup_of_a_running_service_reports_its_begin_and_its_end(
 
 
 @pytest.mark.parametrize("complete", [True, False])
-def test_of_a_service_that_is_gone_by_the_end_the_command_says_that_it_is_not_recorded(
+def test_a_backup_warns_if_the_service_ended_before_the_result_was_recorded(
     cli: Run,
     state: Path,
     tmp_path: Path,
@@ -378,7 +378,7 @@ def test_a_backup_has_the_settings(cli: Run, state: Path, tmp_path: Path, run_di
     assert (target / "settings" / "conf.d" / "10-more.toml").read_text() == "fronts = 2\n"
 
 
-def test_a_chain_that_does_not_hold_is_not_backed_up(
+def test_a_service_with_a_broken_chain_is_not_backed_up(
     cli: Run, state: Path, tmp_path: Path, run_dir: Path
 ) -> None:
     forge(state, TAIL)

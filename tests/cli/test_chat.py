@@ -37,14 +37,14 @@ def test_lines_of_one_event_belong_together() -> None:
     assert list(events([b"data:one\ndata: two\n\n"])) == ["one\ntwo"]
 
 
-def test_an_event_that_was_broken_off_does_not_count() -> None:
+def test_an_incomplete_event_is_ignored() -> None:
     assert list(events([b"data: whole\n\ndata: half"])) == ["whole"]
 
 
 # ── one answer ──
 
 
-def test_a_prompt_is_answered_and_nothing_else_printed(cli: Run, api: ApiService, run_dir: Path) -> None:
+def test_a_prompt_is_answered_and_nothing_else_is_printed(cli: Run, api: ApiService, run_dir: Path) -> None:
     outcome = cli("chat", "--run-dir", run_dir, "--system", "Be brief.", "--max-tokens", 9, "Hi")
     assert (outcome.code, outcome.out, outcome.err) == (0, "Hello.\n", "")
     (asked,) = api.asked
@@ -70,14 +70,14 @@ def test_a_character_split_across_chunks_arrives_whole(cli: Run, api: ApiService
     assert cli("chat", "--run-dir", run_dir, "Hi").out == "Größe: 漢字 🙂\n"
 
 
-def test_another_model_is_asked_for_by_name(cli: Run, api: ApiService, run_dir: Path) -> None:
+def test_another_model_can_be_selected_by_name(cli: Run, api: ApiService, run_dir: Path) -> None:
     cli("chat", "--run-dir", run_dir, "-m", "other", "Hi")
     assert api.asked[0]["model"] == "other"
     outcome = cli("chat", "--run-dir", run_dir, "-m", "none", "Hi")
     assert outcome.code == 1 and "'none'" in outcome.err and "demo, other" in outcome.err
 
 
-def test_a_refusal_is_told_in_a_line(cli: Run, api: ApiService, run_dir: Path) -> None:
+def test_a_refusal_is_reported_in_one_line(cli: Run, api: ApiService, run_dir: Path) -> None:
     api.script = lambda handler: handler.answer(b'{"error": {"message": "the box is full"}}', 503)
     outcome = cli("chat", "--run-dir", run_dir, "Hi")
     assert (outcome.code, outcome.out, outcome.err) == (1, "", "appliance: the box is full (status 503)\n")
@@ -242,7 +242,7 @@ def test_ctrl_c_cancels_the_answer_and_keeps_the_chat(terminal: Terminal, api: A
     assert terminal.process.wait(60) == 0
 
 
-def test_an_answer_that_fails_is_told_and_may_be_asked_again(terminal: Terminal, api: ApiService) -> None:
+def test_a_failed_answer_is_reported_and_can_be_requested_again(terminal: Terminal, api: ApiService) -> None:
     api.script = lambda handler: handler.answer(b'{"error": {"message": "the box is full"}}', 503)
     terminal.wait_for("> ")
     terminal.type("hello\n")
@@ -254,7 +254,7 @@ def test_an_answer_that_fails_is_told_and_may_be_asked_again(terminal: Terminal,
     assert [message["content"] for message in api.asked[-1]["messages"]] == ["hello"]
 
 
-def test_an_answer_cannot_steer_the_terminal(terminal: Terminal, api: ApiService) -> None:
+def test_an_answer_cannot_control_the_terminal(terminal: Terminal, api: ApiService) -> None:
     api.script = lambda handler: stream(
         handler, delta("a\x1b[2J\x07b\tc\nd"), delta(None, "length"), usage(4), b"data: [DONE]\n\n"
     )
@@ -264,7 +264,7 @@ def test_an_answer_cannot_steer_the_terminal(terminal: Terminal, api: ApiService
     terminal.wait_for("ended by length")
 
 
-def test_ctrl_c_ends_a_single_answer_with_130(api: ApiService, run_dir: Path) -> None:
+def test_ctrl_c_ends_a_single_answer_with_exit_code_130(api: ApiService, run_dir: Path) -> None:
     stop = threading.Event()
 
     def endless(handler: object) -> None:

@@ -77,7 +77,7 @@ def found(findings: list[dict[str, Any]], area: str, level: str) -> str:
     return f"{match['text']} → {match['remedy']}"
 
 
-def test_a_sound_set_up_has_no_problem(doctor: Doctor, databases: Path) -> None:
+def test_a_correct_installation_has_no_problem(doctor: Doctor, databases: Path) -> None:
     code, findings = doctor()
     assert code == 0
     assert {finding["level"] for finding in findings} <= {"ok", "warning"}
@@ -100,7 +100,7 @@ def test_a_missing_model_folder_is_a_problem(doctor: Doctor) -> None:
     assert "the folder '/no/such/folder' does not exist" in found(findings, "models", "problem")
 
 
-def test_a_settings_file_with_a_mistake_hides_nothing_else(doctor: Doctor, databases: Path) -> None:
+def test_a_settings_file_with_an_error_hides_no_other_findings(doctor: Doctor, databases: Path) -> None:
     code, findings = doctor(settings="frontz = 3")
     assert code == 1
     assert "did you mean 'fronts'" in found(findings, "service", "problem")
@@ -128,7 +128,7 @@ def test_each_fault_of_the_settings_is_a_finding_with_its_remedy(doctor: Doctor)
         ),
     ],
 )
-def test_a_file_that_a_model_lacks_is_named(doctor: Doctor, model: Path, gone: str, said: str) -> None:
+def test_a_missing_file_of_a_model_is_named(doctor: Doctor, model: Path, gone: str, said: str) -> None:
     (model / gone).unlink()
     code, findings = doctor()
     assert code == 1 and said in found(findings, "models", "problem")
@@ -147,14 +147,14 @@ def test_a_file_that_a_model_lacks_is_named(doctor: Doctor, model: Path, gone: s
         ('device = "cuda"', "needs one GPU, but 0 are available"),
     ],
 )
-def test_a_model_that_cannot_run_here_is_told_before_it_is_loaded(
+def test_a_model_that_cannot_run_on_this_machine_is_reported_before_it_is_loaded(
     doctor: Doctor, model: Path, setting: str, said: str
 ) -> None:
     code, findings = doctor(settings=f'[models.m]\nfolder = "{model}"\n{setting}\n')
     assert code == 1 and said in found(findings, "models", "problem")
 
 
-def test_a_gpu_is_what_a_model_must_fit_into(
+def test_a_model_is_checked_against_the_memory_of_the_gpu(
     doctor: Doctor, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def box(memory_bytes: int) -> GpuReport:
@@ -169,7 +169,7 @@ def test_a_gpu_is_what_a_model_must_fit_into(
     assert "47.5 MiB usable" in found(findings, "models", "problem")
 
 
-def test_what_is_quantised_is_told_and_takes_less(doctor: Doctor, model: Path) -> None:
+def test_quantised_data_is_reported_and_needs_less_memory(doctor: Doctor, model: Path) -> None:
     def told(settings: str) -> str:
         _, findings = doctor(settings=f'[models.m]\nfolder = "{model}"\nkv_blocks = 64\n{settings}')
         return found(findings, "models", "ok")
@@ -181,14 +181,14 @@ def test_what_is_quantised_is_told_and_takes_less(doctor: Doctor, model: Path) -
     assert "64 KV blocks 10.6 MiB" in both
 
 
-def test_a_running_model_tells_what_it_is_held_in(run_dir: Path) -> None:
+def test_a_running_model_is_shown_with_its_dtypes(run_dir: Path) -> None:
     status = a_status(run_dir)
     change_replica(status, dtype="bfloat16", weights="bfloat16", kv_cache_dtype="fp8")
     finding = next(iter(running_models(status.models)))
     assert "demo-0 is running on cpu in bfloat16, KV fp8: 1.2 GiB used" in finding.text
 
 
-def test_where_memory_limits_the_length_that_nobody_asked_for_it_is_a_warning(
+def test_it_is_a_warning_if_memory_limits_the_sequences_to_less_than_the_checkpoint_allows(
     doctor: Doctor, model: Path
 ) -> None:
     code, findings = doctor(settings=f'[models.m]\nfolder = "{model}"\nkv_blocks = 4\n')
@@ -198,7 +198,7 @@ def test_where_memory_limits_the_length_that_nobody_asked_for_it_is_a_warning(
     assert "max_model_len = 256" in warning
 
 
-def test_a_directory_that_cannot_be_made_or_written_is_a_problem(doctor: Doctor, tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created_or_written_is_a_problem(doctor: Doctor, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     code, findings = doctor("--state-dir", tmp_path / "file")
     assert code == 1 and "is not a directory" in found(findings, "directories", "problem")
@@ -206,7 +206,7 @@ def test_a_directory_that_cannot_be_made_or_written_is_a_problem(doctor: Doctor,
     assert code == 1 and "may not create /proc/1/run" in found(findings, "directories", "problem")
 
 
-def test_a_directory_of_somebody_else_is_a_problem(run_dir: Path) -> None:
+def test_a_directory_of_another_user_is_a_problem(run_dir: Path) -> None:
     if os.geteuid():
         pytest.skip("needs root to switch to another user")
     from appliance.monitoring.places import directories
@@ -235,7 +235,7 @@ def test_a_damaged_database_is_a_problem(doctor: Doctor, databases: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["history.db", "audit.heads"])
-def test_a_pipe_in_place_of_a_file_of_the_state_directory_does_not_block(
+def test_a_pipe_in_place_of_a_file_of_the_state_directory_does_not_block_doctor(
     doctor: Doctor, databases: Path, name: str
 ) -> None:
     (databases / name).unlink(missing_ok=True)
@@ -253,7 +253,7 @@ def test_a_database_that_a_group_can_write_is_a_problem(doctor: Doctor, database
     assert code == 1 and "history.db is writable by other users (mode 660)" in said and "chmod go-w" in said
 
 
-def test_a_file_that_is_no_database_is_a_problem(doctor: Doctor, databases: Path) -> None:
+def test_a_file_that_is_not_a_database_is_a_problem(doctor: Doctor, databases: Path) -> None:
     (databases / "control.db").write_text("nothing of the kind " * 1000)
     code, findings = doctor()
     assert code == 1 and "is not a valid SQLite database" in found(findings, "databases", "problem")
@@ -292,7 +292,7 @@ def test_requests_left_open_by_a_dead_service_are_a_warning(
     assert RequestReader(tmp_path / "history.db").last_sequence() == 1
 
 
-def test_sockets_that_a_dead_service_left_are_a_warning(doctor: Doctor, run_dir: Path) -> None:
+def test_sockets_left_by_a_dead_service_are_a_warning(doctor: Doctor, run_dir: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(run_dir / "api.sock"))
     code, findings = doctor()
@@ -300,7 +300,7 @@ def test_sockets_that_a_dead_service_left_are_a_warning(doctor: Doctor, run_dir:
     assert "was left behind by a service that was killed" in found(findings, "leftovers", "warning")
 
 
-def test_a_service_that_holds_its_directory_but_does_not_answer_is_a_problem(
+def test_a_service_that_has_locked_its_directory_but_does_not_answer_is_a_problem(
     doctor: Doctor, run_dir: Path, tmp_path: Path
 ) -> None:
     lock = RunDirLock(run_dir, tmp_path)
@@ -312,7 +312,7 @@ def test_a_service_that_holds_its_directory_but_does_not_answer_is_a_problem(
     )
 
 
-def test_a_service_that_keeps_this_user_out_is_no_problem(run_dir: Path, tmp_path: Path) -> None:
+def test_a_service_that_denies_access_to_this_user_is_not_a_problem(run_dir: Path, tmp_path: Path) -> None:
     if os.geteuid():
         pytest.skip("needs root to switch to another user")
     from appliance.models import gpus
@@ -334,7 +334,7 @@ def test_a_service_that_keeps_this_user_out_is_no_problem(run_dir: Path, tmp_pat
     assert kept_out.level == "warning" and "permission denied for uid 65534" in kept_out.text
 
 
-def test_a_writer_of_the_databases_without_a_service_is_a_problem(doctor: Doctor, databases: Path) -> None:
+def test_a_process_that_writes_to_the_databases_without_a_service_is_a_problem(doctor: Doctor, databases: Path) -> None:
     with (databases / "control.db-lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         code, findings = doctor()
@@ -373,7 +373,7 @@ def test_a_foreign_package_named_kernels_is_a_problem(
     assert "pip uninstall kernels" in found(findings, "versions", "problem")
 
 
-def test_a_running_service_is_asked_what_is_wrong(
+def test_a_running_service_is_asked_for_its_problems(
     doctor: Doctor, admin: AdminService, api: ApiService
 ) -> None:
     _, findings = doctor()
@@ -382,7 +382,7 @@ def test_a_running_service_is_asked_what_is_wrong(
     assert "was removed: running replicas continue" in found(findings, "models", "problem")
 
 
-def test_why_the_api_is_not_ready_is_told_in_words(
+def test_the_reason_why_the_api_is_not_ready_is_reported(
     doctor: Doctor, admin: AdminService, api: ApiService
 ) -> None:
     api.ready = (b'{"status": "not_ready", "reason": "demo-0 is loading"}', 503)
@@ -391,7 +391,7 @@ def test_why_the_api_is_not_ready_is_told_in_words(
     assert said.endswith("api.sock responds but is not ready: demo-0 is loading")
 
 
-def test_what_the_service_complains_of_is_a_finding(
+def test_the_problems_that_the_service_reports_are_findings(
     doctor: Doctor, admin: AdminService, run_dir: Path, tmp_path: Path
 ) -> None:
     admin.status.state, admin.status.reason = "degraded", "demo-0 has failed"
@@ -414,7 +414,7 @@ def test_what_the_service_complains_of_is_a_finding(
     assert "api.sock does not respond: does not exist" in text
 
 
-def test_a_check_that_fails_does_not_end_the_visit(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_fails_does_not_stop_the_other_checks(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks() -> None:
         raise RuntimeError("no such thing")
 
@@ -425,7 +425,7 @@ def test_a_check_that_fails_does_not_end_the_visit(doctor: Doctor, monkeypatch: 
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_findings_fit_the_terminal_and_end_with_a_verdict(width: int) -> None:
+def test_findings_fit_the_terminal_and_end_with_a_summary(width: int) -> None:
     finding = Finding(
         area="models", subject="m", level="problem", text="too large " * 30, remedy="shrink " * 30
     )

@@ -40,7 +40,7 @@ def test_a_directory_in_tmp_never_precedes_systemds_service(system: Path, in_tmp
     assert find_run_dir(None) == system
 
 
-def test_a_directory_in_tmp_that_others_can_write_is_passed_over(system: Path, in_tmp: Path) -> None:
+def test_a_directory_in_tmp_that_others_can_write_is_skipped(system: Path, in_tmp: Path) -> None:
     (in_tmp / "admin.sock").touch()
     in_tmp.chmod(0o777)
     assert find_run_dir(None) == system
@@ -59,7 +59,7 @@ def test_a_private_directory_with_a_service_precedes_systemds(
 
 
 @pytest.mark.parametrize("words", [("status",), ("chat", "hello"), ("bench",), ("doctor",)], ids=" ".join)
-def test_where_a_unit_is_installed_no_second_service_is_recommended(
+def test_if_a_systemd_unit_is_installed_no_second_service_is_recommended(
     cli: Run, system: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr("appliance.client.start_remedy", rundir.start_remedy)
@@ -78,7 +78,7 @@ def test_a_service_does_not_start_in_a_directory_that_its_clients_refuse(tmp_pat
     prepare_directories(run, tmp_path)
 
 
-def test_a_directory_that_does_not_exist_is_nobodys(tmp_path: Path) -> None:
+def test_a_directory_that_does_not_exist_is_accepted(tmp_path: Path) -> None:
     assert trusted_directory(tmp_path / "missing", "--run-dir") == {0, os.geteuid()}
 
 

@@ -28,7 +28,7 @@ def fit(cli: Run, *words: object) -> tuple[int, dict[str, Any]]:
     return outcome.code, json.loads(outcome.out)
 
 
-def test_the_sum_and_the_number_of_sequences_are_told(cli: Run) -> None:
+def test_the_required_memory_and_the_number_of_sequences_are_reported(cli: Run) -> None:
     code, report = fit(cli, "--set", "kv_blocks=100", "--set", "max_num_seqs=8")
     assert code == 0 and report["fits"] and report["reason"] == ""
     assert report["needed_bytes"] == report["weight_bytes"] + report["workspace_bytes"] + report["kv_bytes"]
@@ -38,7 +38,7 @@ def test_the_sum_and_the_number_of_sequences_are_told(cli: Run) -> None:
     assert report["usable_bytes"] == int(2 * GIB * 0.95) and report["device"] == "cpu"
 
 
-def test_the_text_shows_the_same(cli: Run) -> None:
+def test_the_text_shows_the_same_as_the_json(cli: Run) -> None:
     outcome = cli("models", "fit", demo_model_folder(), "--set", "kv_blocks=100")
     assert outcome.code == 0
     for fact in ("weights", "41.3 MiB", "100 blocks, 6,400 tokens", "of 2.0 GiB that are available now"):
@@ -46,7 +46,7 @@ def test_the_text_shows_the_same(cli: Run) -> None:
     assert "2,048" in outcome.out and "the model fits" in outcome.out
 
 
-def test_a_model_that_does_not_fit_now_is_refused_with_the_sum(cli: Run) -> None:
+def test_a_model_that_does_not_fit_now_is_refused_with_the_required_memory(cli: Run) -> None:
     code, report = fit(cli, "--set", "kv_blocks=5000")
     assert code == 1 and not report["fits"] and report["sequences"] == []
     assert report["needed_bytes"] > report["usable_bytes"]

@@ -90,7 +90,7 @@ def loaded_by(*words: str) -> set[str]:
     return set(json.loads(done.stderr.splitlines()[-1]))
 
 
-def test_help_loads_nothing_heavy_and_little_else() -> None:
+def test_help_loads_few_modules_and_no_large_ones() -> None:
     """Counts loaded modules instead of measuring the startup time, because the count does not depend on the
     machine."""
     modules = loaded_by("--help")
@@ -126,7 +126,7 @@ def test_every_action_of_the_registry_is_a_command_with_its_parameters(action: A
         assert "yes" in offered
 
 
-def test_version_says_ours(cli: Run) -> None:
+def test_the_version_option_prints_the_version_of_the_product(cli: Run) -> None:
     outcome = cli("--version")
     assert outcome.code == 0 and outcome.out.startswith("appliance ")
 
@@ -134,7 +134,7 @@ def test_version_says_ours(cli: Run) -> None:
 @pytest.mark.parametrize(
     "words", [("bogus",), ("status", "--bogus"), ("requests", "--limit", "0"), ("serve", "--device", "tpu")]
 )
-def test_a_wrong_command_line_exits_2_and_says_so_on_stderr(cli: Run, words: tuple[str, ...]) -> None:
+def test_an_invalid_command_line_exits_with_2_and_prints_the_error_on_stderr(cli: Run, words: tuple[str, ...]) -> None:
     outcome = cli(*words)
     assert outcome.code == 2
     assert outcome.out == "" and "Error" in outcome.err and "Traceback" not in outcome.err

@@ -24,14 +24,14 @@ def commands() -> list[str]:
 
 
 @pytest.mark.parametrize("line", commands())
-def test_every_command_of_the_pages_exists_with_its_options(cli: Run, line: str) -> None:
+def test_every_command_on_the_pages_exists_with_its_options(cli: Run, line: str) -> None:
     # With --help, nothing is run, but unknown commands and options are still errors.
     outcome = cli(*shlex.split(line)[1:], "--help")
     assert outcome.code == 0, outcome.err
 
 
 @pytest.mark.parametrize("action", [a.name for a in ACTIONS])
-def test_every_action_of_operators_is_on_a_page(action: str) -> None:
+def test_every_operator_action_is_documented_on_a_page(action: str) -> None:
     words = action.split(".")
     command = " ".join(["appliance", *(words[:1] if words[0] == "backup" else words)])
     assert any(line == command or line.startswith(f"{command} ") for line in commands())
@@ -44,6 +44,6 @@ def test_the_table_of_contents_names_every_section() -> None:
     assert re.findall(r"^\| \[(.+)\]\(#", PAGE, re.MULTILINE) == sections
 
 
-def test_every_link_of_the_page_leads_somewhere() -> None:
+def test_every_link_on_the_page_has_an_existing_target() -> None:
     for link in re.findall(r"\]\(([^)#]+)\)", PAGE):
         assert (DOCS / link).exists(), link

@@ -87,7 +87,7 @@ def _read_settings(flags: Flags) -> int:
 
 
 @pytest.mark.parametrize("words", EVERY, ids=" ".join)
-def test_no_value_ends_in_a_traceback(
+def test_no_value_causes_a_traceback(
     cli: Run, admin: AdminService, api: ApiService, run_dir: Path, databases: Path, words: tuple[str, ...]
 ) -> None:
     command = EVERY[words]
@@ -118,13 +118,13 @@ def test_no_value_ends_in_a_traceback(
 DANGEROUS = [action for action in ACTIONS if action.danger != "none"]
 
 
-def test_actions_that_end_requests_or_rights_are_dangerous() -> None:
+def test_actions_that_end_requests_or_revoke_rights_are_dangerous() -> None:
     names = {action.name for action in DANGEROUS}
     assert {"drain", "keys.revoke", "tenants.delete", "tenants.suspend", "requests.cancel"} <= names
 
 
 @pytest.mark.parametrize("action", DANGEROUS, ids=lambda action: action.name)
-def test_without_a_terminal_a_dangerous_action_needs_yes(
+def test_without_a_terminal_a_dangerous_action_needs_the_yes_option(
     cli: Run, admin: AdminService, run_dir: Path, action: Action
 ) -> None:
     words = tuple(action.name.split("."))

@@ -37,7 +37,7 @@ def test_every_command_of_the_readme_exists_with_its_options(cli: Run, line: str
     assert outcome.code == 0, outcome.err
 
 
-def test_the_example_of_a_settings_file_is_one(tmp_path: Path) -> None:
+def test_the_example_of_a_settings_file_is_valid(tmp_path: Path) -> None:
     (example,) = blocks("toml")
     for name in ("chat", "small"):
         (tmp_path / name).mkdir()
@@ -48,12 +48,12 @@ def test_the_example_of_a_settings_file_is_one(tmp_path: Path) -> None:
     assert settings.unix.uids == [1000, 1001]
 
 
-def test_the_examples_in_python_are_python() -> None:
+def test_the_python_examples_are_valid_python() -> None:
     for example in blocks("python"):
         compile(example, "README.md", "exec")
 
 
-def test_every_file_that_the_readme_links_to_is_there() -> None:
+def test_every_file_that_the_readme_links_to_exists() -> None:
     root = Path(__file__).resolve().parents[2]
     links = re.findall(r"\]\(([^)#]+)\)", README)
     assert links

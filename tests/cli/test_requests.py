@@ -43,7 +43,7 @@ def ids(out: str) -> list[str]:
     return [row["request_id"] for row in json.loads(out)]
 
 
-def test_rows_come_as_a_json_list_the_newest_last(cli: Run, filled: Path) -> None:
+def test_rows_are_printed_as_a_json_list_with_the_newest_last(cli: Run, filled: Path) -> None:
     out = cli("requests", "--state-dir", filled, "--json").out
     assert ids(out) == ["req-old", "req-bad", "req-other", "req-last", "req-open"]
     row = json.loads(out)[3]
@@ -69,7 +69,7 @@ def test_filters_narrow_the_list(cli: Run, filled: Path, flags: tuple[object, ..
     assert ids(cli("requests", "--state-dir", filled, "--json", *flags).out) == found
 
 
-def test_a_person_reads_a_table(cli: Run, filled: Path) -> None:
+def test_without_the_json_option_the_command_prints_a_table(cli: Run, filled: Path) -> None:
     lines = cli("requests", "--state-dir", filled).out.splitlines()
     assert lines[0].split()[:2] == ["TIME", "REQUEST"]
     assert "503" in lines[2] and lines[2].endswith("the box is full")
@@ -82,13 +82,13 @@ def test_one_request_is_shown_with_every_field(cli: Run, filled: Path) -> None:
     assert fields["error"] == "the box is full" and fields["prompt_tokens"] == "12"
 
 
-def test_an_unknown_id_is_a_failure_with_a_remedy(cli: Run, filled: Path) -> None:
+def test_an_unknown_id_is_an_error_with_a_remedy(cli: Run, filled: Path) -> None:
     outcome = cli("requests", "--state-dir", filled, "--id", "req-none")
     assert outcome.code == 1 and "'req-none'" in outcome.err and "appliance requests" in outcome.err
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--since", "yesterdayish"), ("--status", "fine")])
-def test_a_value_that_cannot_be_used_is_named_with_its_option(
+def test_an_invalid_value_is_named_with_its_option(
     cli: Run, filled: Path, flag: str, value: str
 ) -> None:
     outcome = cli("requests", "--state-dir", filled, flag, value)
@@ -96,25 +96,25 @@ def test_a_value_that_cannot_be_used_is_named_with_its_option(
     assert flag in outcome.err and repr(value) in outcome.err and "Traceback" not in outcome.err
 
 
-def test_the_log_is_found_by_the_run_directory_after_the_service_stopped(
+def test_the_log_is_found_through_the_run_directory_after_the_service_has_stopped(
     cli: Run, databases: Path, run_dir: Path
 ) -> None:
     RunDirLock(run_dir, databases).release()
     assert ids(cli("requests", "--run-dir", run_dir, "--json").out) == ["req-1"]
 
 
-def test_where_no_service_ever_ran_the_missing_log_is_named(cli: Run, tmp_path: Path) -> None:
+def test_if_no_service_has_ever_run_the_missing_log_is_named(cli: Run, tmp_path: Path) -> None:
     outcome = cli("requests", "--state-dir", tmp_path / "none")
     assert outcome.code == 1 and str(tmp_path / "none" / "history.db") in outcome.err
 
 
-def test_a_log_without_rows_is_no_failure(cli: Run, history: History, tmp_path: Path) -> None:
+def test_a_log_without_rows_is_not_an_error(cli: Run, history: History, tmp_path: Path) -> None:
     assert cli("requests", "--state-dir", tmp_path, "--json").out == "[]\n"
     outcome = cli("requests", "--state-dir", tmp_path)
     assert (outcome.code, outcome.out) == (0, "") and "No matching requests" in outcome.err
 
 
-def test_a_file_that_is_no_database_is_told_in_a_line(cli: Run, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_database_is_reported_in_one_line(cli: Run, tmp_path: Path) -> None:
     (tmp_path / "history.db").write_text("not a database, " * 100)
     outcome = cli("requests", "--state-dir", tmp_path)
     assert outcome.code == 1 and "history.db" in outcome.err and len(outcome.err.splitlines()) == 1
@@ -160,7 +160,7 @@ def test_follow_prints_requests_as_they_end_and_each_once(history: History, tmp_
     assert follower.stdout.read() == "" and follower.stderr.read() == ""
 
 
-def test_a_request_that_ends_between_two_looks_is_shown_once(history: History, tmp_path: Path) -> None:
+def test_a_request_that_ends_between_two_polls_is_shown_once(history: History, tmp_path: Path) -> None:
     history.log.end(a_row("req-both"))
     history.log.end(a_row("req-new"))
     history.flush()
@@ -212,7 +212,7 @@ def test_a_log_that_is_followed_from_its_first_row_fits_the_terminal(
 
 
 @pytest.mark.parametrize("width", [40, 80, 120, 240])
-def test_a_table_never_exceeds_the_terminal_and_keeps_what_matters(width: int) -> None:
+def test_a_table_never_exceeds_the_terminal_and_keeps_the_important_columns(width: int) -> None:
     row = [printable("模型" * 20 if column.flexible else "12345") for column in _COLUMNS]
     layout = Layout(_COLUMNS, [row], width)
     if width >= 80:
@@ -229,12 +229,12 @@ def test_a_table_never_exceeds_the_terminal_and_keeps_what_matters(width: int) -
         ("模型模型", 5, "模型…"),
     ],
 )
-def test_what_is_cut_says_so(text: str, width: int, short: str) -> None:
+def test_text_that_is_cut_is_marked(text: str, width: int, short: str) -> None:
     assert shorten(text, width) == short
     assert cells(shorten(text, width)) <= width
 
 
-def test_a_conversation_is_shown_by_its_messages_without_what_steers_a_terminal(
+def test_a_conversation_is_shown_as_messages_without_control_characters(
     cli: Run, admin: AdminService, run_dir: Path
 ) -> None:
     conversation = '[{"role":"system","content":"Be\\nbrief"},{"role":"user","content":"\\u001b[2J hi"}]'

@@ -47,14 +47,14 @@ def test_without_a_service_a_command_says_how_to_start_one(
     )
 
 
-def test_a_socket_that_was_left_behind_is_no_service(cli: Run, run_dir: Path) -> None:
+def test_a_socket_without_a_process_does_not_count_as_a_service(cli: Run, run_dir: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(run_dir / "admin.sock"))
     outcome = cli("status", "--run-dir", run_dir)
     assert outcome.code == 1 and "no service is running" in outcome.err
 
 
-def test_a_run_directory_of_the_settings_file_is_found_though_a_model_is_gone(
+def test_the_run_directory_in_the_settings_file_is_used_although_a_model_is_missing(
     cli: Run, admin: AdminService, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tmp_path / "appliance.toml"
@@ -63,12 +63,12 @@ def test_a_run_directory_of_the_settings_file_is_found_though_a_model_is_gone(
     assert cli("status").code == 0
 
 
-def test_status_as_json_is_the_services_own_words(cli: Run, admin: AdminService, run_dir: Path) -> None:
+def test_status_as_json_is_the_complete_status_of_the_service(cli: Run, admin: AdminService, run_dir: Path) -> None:
     outcome = cli("status", "--run-dir", run_dir, "--json")
     assert msgspec.json.decode(outcome.out, type=Status) == admin.status
 
 
-def test_status_shows_what_an_operator_looks_for(cli: Run, admin: AdminService, run_dir: Path) -> None:
+def test_status_shows_the_most_important_facts(cli: Run, admin: AdminService, run_dir: Path) -> None:
     out = cli("status", "--run-dir", run_dir).out
     for fact in (
         "ready",
@@ -115,7 +115,7 @@ def test_status_shows_what_is_quantised(
         ),
     ],
 )
-def test_the_status_says_how_both_kinds_of_steps_go(
+def test_the_status_shows_the_duration_of_both_kinds_of_steps(
     run_dir: Path, steps: dict[str, float], shown: tuple[str, str]
 ) -> None:
     status = a_status(run_dir)
@@ -144,7 +144,7 @@ def test_a_failed_model_says_why_once(run_dir: Path) -> None:
     assert (text.count(why), text.count("restarts in 4.2 s")) == (1, 1)
 
 
-def test_the_status_says_how_long_each_class_waits_and_what_an_overload_costs(run_dir: Path) -> None:
+def test_the_status_shows_how_long_each_class_waits_and_what_an_overload_drops(run_dir: Path) -> None:
     status = a_status(run_dir)
     status.queue.classes = [
         ClassStatus(name="P0", waiting=0, oldest_wait_s=0.0, expected_wait_s=0.0, target_s=0.1),
@@ -181,14 +181,14 @@ def test_the_status_names_the_busiest_expert(run_dir: Path) -> None:
     )
 
 
-def test_what_others_named_cannot_steer_the_terminal(cli: Run, admin: AdminService, run_dir: Path) -> None:
+def test_names_chosen_by_others_cannot_control_the_terminal(cli: Run, admin: AdminService, run_dir: Path) -> None:
     admin.status.models[0].name = "de\x1b]0;owned\x07mo"
     admin.status.problems[0].what = "line\r\n\x1b[2Jbreak"
     out = cli("status", "--run-dir", run_dir).out
     assert not set(out) & {"\x1b", "\x07", "\r"}
 
 
-def test_a_new_key_is_printed_alone_so_that_a_script_can_take_it(
+def test_only_the_new_key_is_printed_so_that_a_script_can_use_it(
     cli: Run, admin: AdminService, run_dir: Path
 ) -> None:
     outcome = cli("keys", "create", "--name", "ci", "--run-dir", run_dir)
@@ -197,7 +197,7 @@ def test_a_new_key_is_printed_alone_so_that_a_script_can_take_it(
     assert admin.actions == [("keys.create", {"name": "ci", "tenant": "default"})]
 
 
-def test_a_new_key_as_json_has_id_and_key(cli: Run, admin: AdminService, run_dir: Path) -> None:
+def test_a_new_key_as_json_has_its_id_and_secret(cli: Run, admin: AdminService, run_dir: Path) -> None:
     outcome = cli("keys", "create", "--name", "ci", "--tenant", "t", "--json", "--run-dir", run_dir)
     made = json.loads(outcome.out)
     assert (made["id"], made["key"], made["tenant"]) == ("key_1", "ak-secret", "t")
@@ -226,7 +226,7 @@ def test_keys_are_listed_with_their_state(cli: Run, admin: AdminService, run_dir
     assert [each["id"] for each in listed] == ["key_good", "key_old", "key_gone"]
 
 
-def test_the_services_refusal_is_told_in_a_line(cli: Run, admin: AdminService, run_dir: Path) -> None:
+def test_a_refusal_by_the_service_is_reported_in_one_line(cli: Run, admin: AdminService, run_dir: Path) -> None:
     outcome = cli("keys", "revoke", "key_0", "--yes", "--run-dir", run_dir)
     assert (outcome.code, outcome.err) == (1, "appliance: no key has id 'key_0'\n")
 
@@ -236,7 +236,7 @@ def test_the_services_refusal_is_told_in_a_line(cli: Run, admin: AdminService, r
     [("keys", "create", "--name"), ("keys", "revoke", "--yes"), ("requests", "cancel", "--yes")],
     ids=" ".join,
 )
-def test_what_is_no_text_is_refused_in_a_line(
+def test_an_argument_that_is_not_valid_text_is_refused_in_one_line(
     cli: Run, admin: AdminService, run_dir: Path, words: tuple[str, ...]
 ) -> None:
     outcome = cli(*words, os.fsdecode(b"caf\xe9"), "--run-dir", run_dir)
@@ -244,7 +244,7 @@ def test_what_is_no_text_is_refused_in_a_line(
     assert admin.actions == []
 
 
-def test_a_reader_that_leaves_early_sees_no_traceback(admin: AdminService, run_dir: Path) -> None:
+def test_a_pipe_closed_early_causes_no_traceback(admin: AdminService, run_dir: Path) -> None:
     admin.keys = [
         Key(id=f"key_{number}", name="n" * 40, tenant="t", prefix="ak-", created_at=1.79e9)
         for number in range(4000)
@@ -254,7 +254,7 @@ def test_a_reader_that_leaves_early_sees_no_traceback(admin: AdminService, run_d
     assert done.stdout.startswith("ID") and done.stderr == ""
 
 
-def test_output_that_nobody_reads_is_no_reason_for_a_traceback() -> None:
+def test_closed_standard_output_causes_no_traceback() -> None:
     command = [sys.executable, "-m", "appliance.cli", "--version"]
     read_end, write_end = os.pipe()
     os.close(read_end)
@@ -267,14 +267,14 @@ def test_output_that_nobody_reads_is_no_reason_for_a_traceback() -> None:
     assert done.stderr == "appliance: cannot write the output: No space left on device\n"
 
 
-def test_colour_comes_on_a_terminal_and_not_with_no_color(admin: AdminService, run_dir: Path) -> None:
+def test_colour_is_used_on_a_terminal_unless_no_color_is_set(admin: AdminService, run_dir: Path) -> None:
     plain = on_a_terminal("status", "--run-dir", str(run_dir), NO_COLOR="1")
     painted = on_a_terminal("status", "--run-dir", str(run_dir))
     assert "\x1b[32mready\x1b[0m" in painted
     assert "\x1b" not in plain and "ready" in plain
 
 
-def test_flags_of_serve_reach_the_core(
+def test_the_options_of_serve_reach_the_core(
     cli: Run, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Flags] = []
@@ -302,14 +302,14 @@ def test_flags_of_serve_reach_the_core(
         assert (model.kv_blocks, model.max_model_len, model.replicas) == (99, 512, 3)
 
 
-def test_settings_that_cannot_be_used_are_told_in_a_line(cli: Run) -> None:
+def test_invalid_settings_are_reported_in_one_line(cli: Run) -> None:
     outcome = cli("serve", "--model", "a=/no/such/folder")
     # Exit code 78 is EX_CONFIG, which tells a service manager not to restart the service.
     assert outcome.code == 78 and "/no/such/folder" in outcome.err and "Traceback" not in outcome.err
     assert len(outcome.err.splitlines()) == 1
 
 
-def test_the_progress_of_a_load_is_that_of_the_models_replicas(
+def test_the_progress_of_a_load_is_the_progress_of_the_models_replicas(
     cli: Run, admin: AdminService, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[str] = []

@@ -39,7 +39,7 @@ def test_only_the_given_fields_are_sent(cli: Run, admin: AdminService, run_dir: 
     assert last(admin) == ("tenants.set", {"name": "acme", "weight": 2.5})
 
 
-def test_every_field_of_a_tenant_can_be_typed(cli: Run, admin: AdminService, run_dir: Path) -> None:
+def test_every_field_of_a_tenant_can_be_set_with_an_option(cli: Run, admin: AdminService, run_dir: Path) -> None:
     outcome = cli(
         *("tenants", "create", "acme", "--weight", 4, "--highest-class", "p0", "--default-class", 2),
         *("--default-max-tokens", 100, "--cache-group", "lab", "--log-policy", "full", "--log-days", 7),
@@ -72,7 +72,7 @@ def test_every_field_of_a_tenant_can_be_typed(cli: Run, admin: AdminService, run
     )
 
 
-def test_none_lifts_a_limit(cli: Run, admin: AdminService, run_dir: Path) -> None:
+def test_the_value_none_removes_a_limit(cli: Run, admin: AdminService, run_dir: Path) -> None:
     for flag, field in (
         ("--requests-per-minute", "requests_per_minute"),
         ("--concurrent-requests", "concurrent_requests"),
@@ -122,7 +122,7 @@ def test_none_lifts_a_limit(cli: Run, admin: AdminService, run_dir: Path) -> Non
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_cannot_be_meant_is_told_with_flag_value_and_remedy(
+def test_an_invalid_value_is_reported_with_option_value_and_remedy(
     cli: Run, admin: AdminService, run_dir: Path, words: tuple[str, ...], said: str
 ) -> None:
     outcome = cli(*words, "--run-dir", run_dir)
@@ -130,7 +130,7 @@ def test_what_cannot_be_meant_is_told_with_flag_value_and_remedy(
     assert admin.actions == []
 
 
-def test_a_key_gets_scopes_models_and_limits(cli: Run, admin: AdminService, run_dir: Path) -> None:
+def test_a_key_can_be_created_with_scopes_models_and_limits(cli: Run, admin: AdminService, run_dir: Path) -> None:
     outcome = cli(
         *("keys", "create", "--name", "ci", "--tenant", "acme", "--scopes", "inference, read"),
         *("--models", "a,b", "--highest-class", "P2", "--tokens-per-minute", 1000, "--run-dir", run_dir),
@@ -148,7 +148,7 @@ def test_a_key_gets_scopes_models_and_limits(cli: Run, admin: AdminService, run_
     }
 
 
-def test_a_rotated_key_is_printed_alone_and_the_old_ones_end_is_told(
+def test_a_rotated_key_is_printed_alone_and_the_expiry_of_the_old_key_is_reported(
     cli: Run, admin: AdminService, run_dir: Path
 ) -> None:
     outcome = cli("keys", "rotate", "key_1", "--overlap", "2h", "--yes", "--run-dir", run_dir)
@@ -196,7 +196,7 @@ def test_a_tenant_is_shown_with_every_limit(cli: Run, admin: AdminService, run_d
     assert unknown.code == 1 and "no tenant 'nobody'" in unknown.err and "tenants list" in unknown.err
 
 
-def test_a_tenant_is_shown_with_what_it_and_its_keys_use(
+def test_a_tenant_is_shown_with_its_own_usage_and_that_of_its_keys(
     cli: Run, admin: AdminService, run_dir: Path
 ) -> None:
     usage = [
@@ -278,7 +278,7 @@ def test_no_table_is_wider_than_the_terminal(
     assert max(map(cells, lines)) <= width
 
 
-def test_what_others_named_cannot_steer_the_terminal(cli: Run, admin: AdminService, run_dir: Path) -> None:
+def test_names_chosen_by_others_cannot_control_the_terminal(cli: Run, admin: AdminService, run_dir: Path) -> None:
     nasty = "x\x1b]0;owned\x07\r\ny"
     admin.tenants = [a_tenant(nasty, cache_group=nasty)]
     admin.keys = [Key(id="key_1", name=nasty, tenant=nasty, prefix="ak-", created_at=1.0, models=(nasty,))]
@@ -302,7 +302,7 @@ def test_what_others_named_cannot_steer_the_terminal(cli: Run, admin: AdminServi
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_a_person_is_asked_before_what_cannot_be_taken_back_lightly(
+def test_the_user_must_confirm_an_action_that_is_hard_to_undo(
     cli: Run,
     admin: AdminService,
     run_dir: Path,
@@ -322,7 +322,7 @@ def test_a_person_is_asked_before_what_cannot_be_taken_back_lightly(
         assert (len(admin.actions), outcome.code) == (done, 1 - done)
 
 
-def test_who_is_no_operator_shows_a_key(
+def test_an_operator_key_in_the_environment_is_sent(
     cli: Run, admin: AdminService, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cli("tenants", "list", "--run-dir", run_dir)

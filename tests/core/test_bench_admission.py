@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_benchmark_of_admission_decides_every_request_it_makes(tmp_path: Path) -> None:
+def test_every_request_of_the_admission_benchmark_gets_a_decision(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     sizes = ["--tenants", "20", "--queued", "400", "--requests", "200", "--json", str(out)]
     done = subprocess.run(

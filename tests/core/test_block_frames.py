@@ -134,7 +134,7 @@ def test_the_details_of_a_second_contain_the_maps_that_were_known_then() -> None
     assert encoded is not None and len(encoded[1]) < sizes[-1], "an unchanged map is not recorded again"
 
 
-def test_a_map_after_a_lost_frame_is_whole() -> None:
+def test_the_map_after_a_lost_frame_is_a_full_frame() -> None:
     chance, encoder = random.Random(4), DetailEncoder()
     encoder.encode(at(1000.0, []), {"a": a_map(chance, 100, ["r"])})
     encoder.lose()
@@ -177,7 +177,7 @@ def use(states: bytes) -> BlockUse:
     return BlockUse(1, states, b"\0" * len(states), b"\xff\xff" * len(states), [BlockOwner("r", 3, 1)])
 
 
-def test_the_history_asks_a_replica_seldom_and_takes_the_answers_that_operators_get(
+def test_the_history_rarely_asks_a_replica_and_uses_the_answers_to_operators(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 100.0

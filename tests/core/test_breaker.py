@@ -89,7 +89,7 @@ def test_a_replica_is_tried_again_when_its_files_change(make_service: Make) -> N
     assert (replica(service).breaker, replica(service).deaths) == ("closed", 0)
 
 
-def test_kills_spaced_outside_the_window_never_open_the_breaker(make_service: Make) -> None:
+def test_kills_further_apart_than_the_window_never_open_the_breaker(make_service: Make) -> None:
     service = make_service("[restarts]\nmax_deaths = 2\nwindow_s = 0.2\nretry_s = 3600").start_and_wait()
     for _ in range(6):
         wait_until(

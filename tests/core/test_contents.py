@@ -62,7 +62,7 @@ def stored(keeper: ContentKeeper, request_id: str) -> bool:
     return bool(read_contents(keeper.writer.path, request_id))
 
 
-def test_texts_of_further_requests_are_dropped_and_counted_while_256_wait(
+def test_the_texts_of_a_request_are_dropped_and_counted_while_256_requests_wait(
     keeper: ContentKeeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     read, may_read = contents.read_memory, threading.Event()

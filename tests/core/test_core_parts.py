@@ -26,7 +26,7 @@ from appliance.rundir import RunDirError, RunDirLock, new_rendezvous, prepare_di
 from appliance.settings import AdminSettings, ModelSettings
 
 
-def test_a_models_version_names_its_files_and_not_their_dates(tmp_path: Path) -> None:
+def test_the_version_of_a_model_depends_on_its_files_and_not_on_their_dates(tmp_path: Path) -> None:
     first = tmp_path / "first"
     first.mkdir()
     (first / "config.json").write_text('{"max_position_embeddings": 128, "vocab_size": 50}')
@@ -39,7 +39,7 @@ def test_a_models_version_names_its_files_and_not_their_dates(tmp_path: Path) ->
     assert (model.max_model_len, model.vocab_size, len(model.version)) == (64, 50, 12)
 
 
-def test_a_stale_socket_is_replaced_and_a_file_is_not(tmp_path: Path) -> None:
+def test_a_stale_socket_is_replaced_but_a_regular_file_is_not(tmp_path: Path) -> None:
     path = tmp_path / "api.sock"
     bind_unix(path, "0660").close()
     with bind_unix(path, "0640"):

@@ -170,7 +170,7 @@ def test_denied_actions_are_audited_a_limited_number_of_times_a_minute(service: 
     assert all(row.result.startswith("refused: this request needs a key with scope 'admin'") for row in rows)
 
 
-def test_each_change_is_audited_with_actor_host_before_and_after(service: Service) -> None:
+def test_each_change_is_audited_with_its_actor_and_host_and_the_old_and_new_values(service: Service) -> None:
     service.admin.act(CreateTenant(name="acme"))
     service.admin.act(SetTenant(name="acme", weight=3.0, requests_per_minute=60.0))
     with pytest.raises(AdminError, match="in use by uid 9"):
@@ -240,7 +240,7 @@ def test_running_requests_continue_unless_they_are_cancelled(service: Service) -
     wait_until(lambda: service.admin.in_flight() == [])
 
 
-def test_scope_read_allows_reading_and_scope_admin_allows_actions(service: Service) -> None:
+def test_the_read_scope_allows_reading_and_the_admin_scope_allows_actions(service: Service) -> None:
     reader, operator = new_key(service, scopes=["read"]), new_key(service, scopes=["admin"])
     app = new_key(service)
     with AdminClient(service.run_dir, key=reader.key) as looking:

@@ -68,7 +68,7 @@ def drain(service: FakeService, model: str | None = None, **options: Any) -> Dra
     return Drain(service.tools, model, **given)
 
 
-def test_nothing_is_refused_before_every_front_knows() -> None:
+def test_nothing_is_refused_before_every_front_has_applied_the_drain() -> None:
     async def check() -> None:
         service = FakeService()
         one = drain(service)

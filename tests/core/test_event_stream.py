@@ -127,7 +127,7 @@ def test_the_predicted_duration_of_a_drain_follows_the_requests(running: Service
     wait_until(lambda: eta_s() == 0.0, what="the end of the request")
 
 
-def test_a_reader_that_does_not_read_delays_nobody_and_costs_no_memory(running: Service) -> None:
+def test_a_client_that_does_not_read_its_stream_delays_nobody_and_takes_no_memory(running: Service) -> None:
     sock = socket.socket(socket.AF_UNIX)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.connect(str(running.run_dir / "admin.sock"))

@@ -47,12 +47,12 @@ def test_no_mix_of_requests_delays_a_short_one_by_more_than_two_full_steps_prope
         ((Load(0.1, "heavy", "P3", Shape(MAX_TOKENS, 1, 1)),), "the engine rejected the load"),
     ],
 )
-def test_a_mix_without_served_loads_does_not_pass(loads: tuple[Load, ...], message: str) -> None:
+def test_a_mix_without_served_loads_fails_the_check(loads: tuple[Load, ...], message: str) -> None:
     (reason,) = broken_promises(replace(random_mix(0), loads=loads))
     assert message in reason
 
 
-def test_the_mixes_have_probes_of_every_kind_and_size() -> None:
+def test_the_random_mixes_contain_probes_of_every_kind_and_size() -> None:
     probes = [random_mix(seed).probes for seed in range(300)]
     for kind in ("P0", "only P0", "light", "busy"):
         ours = [one for one in probes if one.kind == kind]
@@ -172,7 +172,7 @@ def test_urgent_requests_that_wait_for_their_share_count_for_the_limits_and_pred
 
 
 @pytest.mark.parametrize("promised", [True, False])
-def test_a_request_that_goes_before_better_classes_is_not_overtaken_by_them_in_the_engine(
+def test_a_request_that_goes_before_higher_classes_is_not_overtaken_by_them_in_the_engine(
     promised: bool,
 ) -> None:
     """A promised deadline is met, and the background class gets its share, although P1 prompts fill every

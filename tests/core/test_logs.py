@@ -94,7 +94,7 @@ def test_a_long_record_is_cut(pipe: tuple[int, LineQueue]) -> None:
     assert len(received) < MAX_LINE_CHARS + 200 and b"more characters cut" in received
 
 
-def test_without_a_reader_only_lines_are_lost() -> None:
+def test_without_a_reader_lines_are_lost_but_nothing_blocks() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     lines = LineQueue(UtcFormatter("test"), writer)

@@ -55,7 +55,7 @@ def test_requests_create_no_cyclic_garbage() -> None:
         assert garbage() == 0
 
 
-def test_the_core_keeps_few_of_the_requests_that_have_ended() -> None:
+def test_the_core_keeps_few_objects_of_requests_that_have_ended() -> None:
     service = SimulatedService()
     service.new_front()
     # All of these requests end long before their timeout of 50 s.

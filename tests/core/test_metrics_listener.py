@@ -39,7 +39,7 @@ def addresses(service: Service) -> list[str]:
 
 
 @pytest.mark.system
-def test_a_reload_opens_moves_and_closes_the_address_and_a_taken_one_changes_nothing(
+def test_a_reload_opens_moves_and_closes_the_address_and_one_in_use_changes_nothing(
     make_service: Make,
 ) -> None:
     service, (first, second, taken) = make_service(), [free_port() for _ in range(3)]
@@ -89,7 +89,7 @@ def test_concurrent_requests_share_a_scrape(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:9464", "[::]:9464", "192.0.2.1:9464"])
-def test_other_than_loopback_addresses_need_the_public_setting(tmp_path: Path, address: str) -> None:
+def test_addresses_other_than_loopback_need_the_public_setting(tmp_path: Path, address: str) -> None:
     path = tmp_path / "appliance.toml"
     path.write_text(f'[metrics]\nlisten = "{address}"\n')
     with pytest.raises(SettingsError) as refused:

@@ -94,7 +94,7 @@ def _newest(running: Service) -> float:
     return running.admin.call(calls.past_snapshot(SnapshotQuery())).at
 
 
-def test_neighbours_lead_through_all_seconds_in_both_directions(running: Service) -> None:
+def test_links_to_neighbours_lead_through_all_seconds_in_both_directions(running: Service) -> None:
     wait_until(lambda: len(_seconds(running)) >= 5)
     seconds = _seconds(running)
     forward = [running.admin.call(_snapshot(seconds[0])).at]
@@ -266,7 +266,7 @@ def test_a_logged_alert_has_the_state_of_the_time() -> None:
     assert [logged_alert(row, at).ended_at for at in (105.0, 125.0)] == [None, 120.0]
 
 
-def test_coarse_resolutions_take_requests_from_the_log(running: Service, tmp_path: Path) -> None:
+def test_coarse_resolutions_read_requests_from_the_request_log(running: Service, tmp_path: Path) -> None:
     """The test removes the one-second samples from a copy of the database, so only the one-minute samples and
     the request log remain."""
     import sqlite3

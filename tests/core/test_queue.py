@@ -34,7 +34,7 @@ def take_next(queue: RequestQueue[str], now: float, promises_from: float = 0.0) 
 # ── classes and ageing ──
 
 
-def test_better_classes_go_first() -> None:
+def test_higher_classes_go_first() -> None:
     queue, serial = RequestQueue[str](RULES), Serial()
     for number in (3, 2, 0, 1):
         queue.push(serial.ticket(request_class=number), 1.0, light=False)
@@ -48,7 +48,7 @@ def test_better_classes_go_first() -> None:
     output=st.integers(1, 1000),
     ahead=st.integers(0, 3),
 )
-def test_under_endless_load_of_better_classes_every_request_has_its_turn_in_a_bounded_time_property(
+def test_under_endless_load_of_higher_classes_every_request_has_its_turn_in_a_bounded_time_property(
     victim: int, sizes: list[tuple[int, int]], prompt: int, output: int, ahead: int
 ) -> None:
     queue, serial = RequestQueue[str](RULES), Serial()
@@ -72,7 +72,7 @@ def test_under_endless_load_of_better_classes_every_request_has_its_turn_in_a_bo
         assert given_to_others <= bound, f"other classes got {given_to_others}, more than the bound {bound}"
 
 
-def test_a_class_that_is_not_late_gets_nothing_while_a_better_one_waits() -> None:
+def test_a_class_that_is_not_late_gets_nothing_while_a_higher_one_waits() -> None:
     queue, serial = RequestQueue[str](RULES), Serial()
     queue.push(serial.ticket("b", 2), 1.0, light=False)
     for _ in range(200):
@@ -83,7 +83,7 @@ def test_a_class_that_is_not_late_gets_nothing_while_a_better_one_waits() -> Non
     assert "b" in {take_next(queue, now).tenant for _ in range(20)}
 
 
-def test_a_request_that_goes_before_better_classes_runs_as_one_of_them() -> None:
+def test_a_request_that_goes_before_higher_classes_runs_as_one_of_them() -> None:
     queue, serial = RequestQueue[str](RULES), Serial()
     background = serial.ticket("b", 3, prompt=10, output=1.0)
     queue.push(background, 1.0, light=False)
@@ -148,14 +148,14 @@ def test_idleness_is_not_saved_up() -> None:
     assert turns.count("late") in (5, 6)
 
 
-def test_inside_a_tenant_the_earliest_deadline_goes_first() -> None:
+def test_within_a_tenant_the_earliest_deadline_goes_first() -> None:
     queue, serial = RequestQueue[str](RULES), Serial()
     for due in (30.0, 10.0, 20.0):
         queue.push(serial.ticket(due=due), 1.0, light=False)
     assert [take_next(queue, 0.0).due for _ in range(3)] == [10.0, 20.0, 30.0]
 
 
-def test_what_must_begin_now_to_keep_its_promise_goes_before_other_tenants_and_not_sooner() -> None:
+def test_a_request_goes_before_other_tenants_only_when_it_must_begin_to_meet_its_deadline() -> None:
     queue, serial = RequestQueue[str](RULES), Serial()
     promised = serial.ticket("b", begin_by=10.0, due=12.0)
     queue.push(promised, 1.0, light=False, promised_s=2.0)
@@ -174,7 +174,7 @@ _OPERATIONS = st.lists(
 
 
 @given(operations=_OPERATIONS, at=st.integers(-1, 51))
-def test_a_timeline_sums_what_comes_before_property(
+def test_a_timeline_sums_the_work_that_comes_before_a_request_property(
     operations: list[tuple[bool, int, int, int]], at: int
 ) -> None:
     timeline, plain = Timeline[int](), []
@@ -193,7 +193,7 @@ def test_a_timeline_sums_what_comes_before_property(
 
 
 @given(operations=_OPERATIONS, time=st.integers(0, 50), work=st.integers(1, 50))
-def test_promises_know_when_serving_them_must_begin_property(
+def test_promises_know_the_latest_time_at_which_serving_must_begin_property(
     operations: list[tuple[bool, int, int, int]], time: int, work: int
 ) -> None:
     def latest(plain: list[tuple[float, float, float]]) -> float:
@@ -220,7 +220,7 @@ def test_promises_know_when_serving_them_must_begin_property(
 # ── learned values ──
 
 
-def test_answers_that_use_all_they_may_are_expected_to_do_so_again() -> None:
+def test_answers_that_reach_their_limit_are_expected_to_reach_it_again() -> None:
     lengths, nobody = OutputLengths(), OutputLengths()
     assert expected_tokens(lengths, nobody, 100.0) == 100.0
     for tokens in (20, 200, 60, 120, 90, 30, 40, 50):
@@ -229,7 +229,7 @@ def test_answers_that_use_all_they_may_are_expected_to_do_so_again() -> None:
     assert most_tokens(lengths, nobody, 777.0) == 777.0
 
 
-def test_the_length_of_answers_is_not_believed_while_most_of_them_still_run() -> None:
+def test_the_mean_answer_length_is_not_used_while_most_answers_still_run() -> None:
     lengths, nobody = OutputLengths(), OutputLengths()
     lengths.running = 10
     for _ in range(27):
@@ -240,7 +240,7 @@ def test_the_length_of_answers_is_not_believed_while_most_of_them_still_run() ->
     assert 10.0 < most_tokens(lengths, nobody, 1000.0) < 25.0
 
 
-def test_hardly_an_answer_is_longer_than_what_hardly_any_is() -> None:
+def test_few_answers_are_longer_than_the_likely_maximum_length() -> None:
     draw, lengths = random.Random(1), OutputLengths()
     for _ in range(3000):
         lengths.learn(int(draw.expovariate(1 / 100.0)), 1e6)
@@ -249,7 +249,7 @@ def test_hardly_an_answer_is_longer_than_what_hardly_any_is() -> None:
     assert lengths.likely_most(1e6) < 900.0
 
 
-def test_a_prompts_time_is_measured_though_its_tokens_are_told_in_an_earlier_report() -> None:
+def test_the_time_of_a_prompt_is_measured_even_if_its_tokens_are_in_an_earlier_report() -> None:
     rates = ReplicaRates()
     computed = 0
     for _ in range(200):
@@ -276,7 +276,7 @@ def test_a_prompts_time_is_measured_though_its_tokens_are_told_in_an_earlier_rep
 # ── overload ──
 
 
-def test_an_overload_gives_up_background_first_and_takes_all_back_when_it_is_over() -> None:
+def test_an_overload_sheds_background_load_first_and_all_load_is_accepted_again_afterwards() -> None:
     shedder, waits = LoadShedder(), [0.0, 20.0, 0.0, 0.0]
     steps = []
     for now in range(40):

@@ -67,7 +67,7 @@ def test_the_level_of_a_removed_limit_is_forgotten(history: Writer) -> None:
     assert used(again) == [0]
 
 
-def test_levels_that_a_full_writer_dropped_are_saved_the_next_time(history: Writer, tmp_path: Path) -> None:
+def test_levels_dropped_by_a_full_writer_are_saved_with_the_next_snapshot(history: Writer, tmp_path: Path) -> None:
     full = Writer(tmp_path / "other.db", HISTORY, synchronous="NORMAL")
     full.close()  # a closed writer drops everything
     quotas = fresh()
@@ -80,7 +80,7 @@ def test_levels_that_a_full_writer_dropped_are_saved_the_next_time(history: Writ
     assert used(again) == [300]
 
 
-def test_the_service_starts_with_unreadable_levels(
+def test_the_service_starts_even_if_the_levels_are_unreadable(
     tmp_path: Path, history: Writer, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "torn.db").write_bytes(b"no database" * 1000)

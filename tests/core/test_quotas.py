@@ -69,7 +69,7 @@ def used(of: Quotas, scope: str = "tenant", name: str = "acme") -> dict[str, int
     return {usage.limit: usage.used for usage in of.usage(scope, name)}
 
 
-def test_nobody_without_limits_is_held_up(time: Time) -> None:
+def test_a_tenant_without_limits_is_never_delayed(time: Time) -> None:
     of = quotas(time, tenant(), tenant("other", requests_per_minute=1))
     for _ in range(100):
         taken(of, most=10**9)
@@ -77,7 +77,7 @@ def test_nobody_without_limits_is_held_up(time: Time) -> None:
     assert [levels.name for levels in of.news(0.0)[0]] == ["other"]
 
 
-def test_what_is_reserved_is_prompt_and_the_most_that_may_be_produced(time: Time) -> None:
+def test_the_prompt_and_the_maximum_output_are_reserved(time: Time) -> None:
     of = quotas(time, tenant(tokens_per_minute=250))
     taken(of, 10, 90), taken(of, 10, 90)
     shortage = short(of, 10, 90)
@@ -89,7 +89,7 @@ def test_what_is_reserved_is_prompt_and_the_most_that_may_be_produced(time: Time
     taken(of, 10, 40)
 
 
-def test_what_was_not_used_comes_back_and_what_was_does_not(time: Time) -> None:
+def test_unused_tokens_are_returned_and_used_ones_are_not(time: Time) -> None:
     of = quotas(time, tenant(tokens_per_minute=100, requests_per_minute=2))
     held = taken(of)
     of.settle(held, 10 + 30)
@@ -100,7 +100,7 @@ def test_what_was_not_used_comes_back_and_what_was_does_not(time: Time) -> None:
     assert short(of, 0, 0).kind == "requests"
 
 
-def test_a_request_that_never_ran_took_nothing(time: Time) -> None:
+def test_a_request_that_never_ran_uses_no_quota(time: Time) -> None:
     of = quotas(time, tenant(tokens_per_minute=100, requests_per_minute=1))
     held = taken(of)
     of.settle(held, 0)
@@ -109,7 +109,7 @@ def test_a_request_that_never_ran_took_nothing(time: Time) -> None:
     assert [usage.held for usage in of.usage("tenant", "acme")] == [0, 0]
 
 
-def test_tenant_and_key_must_both_have_room_and_a_refusal_takes_nothing_of_either(time: Time) -> None:
+def test_tenant_and_key_must_both_have_quota_left_and_a_refusal_uses_neither(time: Time) -> None:
     keys = (key("a", quota=Quota(tokens_per_minute=100)), key("b"))
     of = quotas(time, tenant(tokens_per_minute=150), keys=keys)
     taken(of, key_id="a")
@@ -119,7 +119,7 @@ def test_tenant_and_key_must_both_have_room_and_a_refusal_takes_nothing_of_eithe
     taken(of, 10, 40, key_id="b")
 
 
-def test_of_several_short_limits_the_one_that_takes_longest_is_named(time: Time) -> None:
+def test_of_several_exceeded_limits_the_one_with_the_longest_wait_is_named(time: Time) -> None:
     of = quotas(time, tenant(tokens_per_minute=100, tokens_per_day=120, requests_per_minute=1))
     taken(of)
     shortage = short(of)
@@ -128,7 +128,7 @@ def test_of_several_short_limits_the_one_that_takes_longest_is_named(time: Time)
     assert not shortage.useful
 
 
-def test_a_request_that_no_waiting_helps_says_so(time: Time) -> None:
+def test_a_request_that_can_never_fit_is_refused_as_useless_to_retry(time: Time) -> None:
     of = quotas(time, tenant(tokens_per_minute=100, burst_s=30))
     shortage = short(of, 30, 21)
     assert (shortage.wait_s, shortage.useful) == (math.inf, False)
@@ -148,13 +148,13 @@ def test_buckets_refill_continuously_and_no_further_than_their_burst(time: Time)
     assert short(of, 1, 1).wait_s == 2.0
 
 
-def test_less_than_one_request_a_burst_is_still_one(time: Time) -> None:
+def test_a_burst_of_less_than_one_request_still_allows_one(time: Time) -> None:
     of = quotas(time, tenant(requests_per_minute=0.5))
     taken(of)
     assert short(of).wait_s == 120.0
 
 
-def test_an_answer_of_open_length_is_made_to_fit_what_is_left(time: Time) -> None:
+def test_an_answer_without_a_length_limit_is_shortened_to_the_remaining_quota(time: Time) -> None:
     of = quotas(time, tenant(tokens_per_minute=1000))
     held = taken(of, 100, 4000, may_lower=True, samples=4)
     assert (held.max_tokens, held.tokens) == (900, 1000)
@@ -164,7 +164,7 @@ def test_an_answer_of_open_length_is_made_to_fit_what_is_left(time: Time) -> Non
     assert short(of, 1, 1).useful
 
 
-def test_an_answer_of_open_length_waits_rather_than_being_a_stump(time: Time) -> None:
+def test_an_answer_without_a_length_limit_is_refused_rather_than_made_very_short(time: Time) -> None:
     of = quotas(time, tenant(tokens_per_minute=100))
     taken(of, 10, 70)
     shortage = reserve(of, 10, 4000, may_lower=True)
@@ -173,7 +173,7 @@ def test_an_answer_of_open_length_waits_rather_than_being_a_stump(time: Time) ->
     assert taken(of, 10, 8, may_lower=True).max_tokens == 8
 
 
-def test_what_a_long_request_did_not_use_comes_back_as_far_as_the_bucket_was_not_full(time: Time) -> None:
+def test_unused_tokens_of_a_long_request_are_returned_up_to_the_capacity(time: Time) -> None:
     of = quotas(time, tenant(tokens_per_minute=60))
     long = taken(of, 10, 50)
     time.now += 20
@@ -183,7 +183,7 @@ def test_what_a_long_request_did_not_use_comes_back_as_far_as_the_bucket_was_not
     assert used(of) == {"tokens_per_minute": 0}, "20 + 50 unused tokens exceed the capacity of 60"
 
 
-def test_what_many_requests_hold_at_once_comes_back_in_any_order(time: Time) -> None:
+def test_many_concurrent_reservations_are_returned_exactly_in_any_order(time: Time) -> None:
     of = quotas(time, tenant(tokens_per_minute=6000, burst_s=60))
     held = [taken(of, 1, 59 - number % 7) for number in range(100)]
     for number in (*range(1, 100, 2), *range(0, 100, 2)):
@@ -193,7 +193,7 @@ def test_what_many_requests_hold_at_once_comes_back_in_any_order(time: Time) -> 
     assert used(of) == {"tokens_per_minute": 1000}
 
 
-def test_a_raised_limit_gives_nothing_at_once_and_a_lowered_one_cuts_off(time: Time) -> None:
+def test_a_raised_limit_gives_no_tokens_immediately_and_a_lowered_one_caps_the_level(time: Time) -> None:
     of = quotas(time, tenant(tokens_per_minute=100))
     taken(of, 10, 60)
     time.now += 3
@@ -213,7 +213,7 @@ def test_an_idle_tenant_gains_nothing_from_a_limit_that_is_raised_after_a_long_t
     assert isinstance(reserve(of, 10, 91), Shortage)
 
 
-def test_requests_that_run_give_back_into_the_changed_limit_and_no_further(time: Time) -> None:
+def test_running_requests_return_tokens_up_to_the_capacity_of_the_changed_limit(time: Time) -> None:
     of = quotas(time, tenant(tokens_per_minute=1000, tokens_per_day=5000))
     held = taken(of, 10, 890)
     of.set_policies(Policies([tenant(tokens_per_minute=500)]))
@@ -223,7 +223,7 @@ def test_requests_that_run_give_back_into_the_changed_limit_and_no_further(time:
     assert used(of) == {"tokens_per_minute": 0}
 
 
-def test_a_limit_that_comes_while_requests_run_is_not_paid_by_them(time: Time) -> None:
+def test_a_new_limit_is_not_charged_for_requests_that_are_already_running(time: Time) -> None:
     of = quotas(time, tenant())
     held = taken(of, 10, 500)
     of.set_policies(Policies([tenant(tokens_per_minute=100)]))
@@ -232,7 +232,7 @@ def test_a_limit_that_comes_while_requests_run_is_not_paid_by_them(time: Time) -
     assert used(of) == {"tokens_per_minute": 0}
 
 
-def test_a_rotated_key_goes_on_with_what_its_former_left(time: Time) -> None:
+def test_a_rotated_key_continues_with_the_remaining_quota_of_the_old_key(time: Time) -> None:
     limits = Quota(tokens_per_minute=100)
     of = quotas(time, tenant(), keys=(key("old", quota=limits),))
     taken(of, 10, 50, key_id="old")
@@ -247,7 +247,7 @@ def test_a_rotated_key_goes_on_with_what_its_former_left(time: Time) -> None:
     assert used(of, "key", "new") == {"tokens_per_minute": 60}
 
 
-def test_a_clock_that_goes_back_neither_gives_nor_takes(time: Time) -> None:
+def test_a_clock_that_is_set_back_changes_no_level(time: Time) -> None:
     of = quotas(time, tenant(tokens_per_minute=60))
     taken(of, 10, 50)
     time.now -= 50
@@ -256,7 +256,7 @@ def test_a_clock_that_goes_back_neither_gives_nor_takes(time: Time) -> None:
     assert used(of) == {"tokens_per_minute": 59}
 
 
-def test_the_tightest_limit_of_each_kind_is_told(time: Time) -> None:
+def test_the_tightest_limit_of_each_kind_is_reported(time: Time) -> None:
     keys = (key("k", quota=Quota(tokens_per_minute=300, requests_per_minute=600)),)
     of = quotas(time, tenant(tokens_per_day=8640, requests_per_minute=60), keys=keys)
     taken(of, 10, 90, key_id="k")
@@ -281,21 +281,21 @@ def restarted(
     return again
 
 
-def test_a_clean_restart_keeps_what_was_left_and_refills_meanwhile(time: Time) -> None:
+def test_a_clean_restart_keeps_the_levels_and_refills_them_for_the_time_between(time: Time) -> None:
     of = quotas(time, tenant(tokens_per_minute=60, requests_per_minute=6))
     spent(of, 10, 50)
     again = restarted(time, of, 12.0)
     assert used(again) == {"requests_per_minute": 0, "tokens_per_minute": 48}
 
 
-def test_after_a_crash_open_requests_count_with_all_that_they_reserved(time: Time) -> None:
+def test_after_a_crash_open_requests_count_with_their_whole_reservations(time: Time) -> None:
     of = quotas(time, tenant(tokens_per_minute=60, requests_per_minute=6))
     taken(of, 10, 30)
     again = restarted(time, of, 0.0, Used("acme", "", 4999.0, 40))
     assert used(again) == used(of) == {"requests_per_minute": 1, "tokens_per_minute": 40}
 
 
-def test_after_a_crash_what_ended_since_counts_with_what_it_took(time: Time) -> None:
+def test_after_a_crash_requests_that_ended_since_the_snapshot_count_with_their_usage(time: Time) -> None:
     of = quotas(time, tenant(tokens_per_minute=60))
     held = taken(of, 10, 30)
     again = restarted(time, of, 1.0, Used("acme", "", 4999.0, 25), Used("acme", "", 5000.5, 9))
@@ -306,13 +306,13 @@ def test_after_a_crash_what_ended_since_counts_with_what_it_took(time: Time) -> 
     assert used(of) == {"tokens_per_minute": 33}
 
 
-def test_a_full_bucket_gains_nothing_before_what_was_used_since(time: Time) -> None:
+def test_a_full_bucket_is_not_refilled_before_later_usage_is_subtracted(time: Time) -> None:
     of = quotas(time, tenant(tokens_per_minute=60))
     again = restarted(time, of, 30.0, Used("acme", "", 5030.0, 60))
     assert used(again) == {"tokens_per_minute": 60}
 
 
-def test_a_key_rotated_just_before_a_crash_finds_its_formers_levels(time: Time) -> None:
+def test_a_key_rotated_just_before_a_crash_gets_the_levels_of_the_old_key(time: Time) -> None:
     limits = Quota(tokens_per_minute=100)
     of = quotas(time, tenant(), keys=(key("old", quota=limits),))
     spent(of, 10, 50, key_id="old")
@@ -325,7 +325,7 @@ def test_a_key_rotated_just_before_a_crash_finds_its_formers_levels(time: Time) 
     assert QuotaState(levels).levels[0].name == "old"
 
 
-def test_only_what_changed_is_news_and_what_was_not_written_is_news_again(time: Time) -> None:
+def test_only_changed_levels_are_reported_and_unwritten_ones_are_reported_again(time: Time) -> None:
     of = quotas(time, tenant(tokens_per_minute=60), tenant("quiet", tokens_per_minute=5))
     assert [one.name for one in of.news(1.0)[0]] == ["acme", "quiet"]
     assert of.news(2.0) == ([], [])
@@ -352,11 +352,11 @@ def test_only_what_changed_is_news_and_what_was_not_written_is_news_again(time: 
         (86400.0, "24h0m0s"),
     ],
 )
-def test_durations_are_written_as_openai_does(seconds: float, said: str) -> None:
+def test_durations_are_written_in_openais_format(seconds: float, said: str) -> None:
     assert duration(seconds) == said
 
 
-def test_refused_work_is_charged_as_far_as_there_is_anything_left(time: Time) -> None:
+def test_refused_work_is_charged_up_to_the_remaining_quota(time: Time) -> None:
     of = quotas(
         time,
         tenant(requests_per_minute=3, tokens_per_minute=1200),
@@ -374,13 +374,13 @@ def test_refused_work_is_charged_as_far_as_there_is_anything_left(time: Time) ->
     spent(of, 100, 100, "k")
 
 
-def test_work_that_no_request_pays_for_is_charged_to_the_token_limits_alone(time: Time) -> None:
+def test_work_outside_of_requests_is_charged_to_the_token_limits_only(time: Time) -> None:
     of = quotas(time, tenant(requests_per_minute=3, tokens_per_minute=1200))
     of.charge("acme", "k", 300, requests=0)
     assert used(of) == {"requests_per_minute": 0, "tokens_per_minute": 300}
 
 
-def test_a_charge_does_not_disturb_what_running_requests_give_back(time: Time) -> None:
+def test_a_charge_does_not_change_what_running_requests_return(time: Time) -> None:
     of = quotas(time, tenant(tokens_per_minute=1000))
     held = taken(of, 100, 500)
     of.charge("acme", "", 200)

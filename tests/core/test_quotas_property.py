@@ -53,7 +53,7 @@ class Ask:
     st.lists(st.tuples(st.booleans(), st.integers(0, 60), st.integers(0, 5)), max_size=60),
     st.sampled_from([Peaks.MAX, 3]),
 )
-def test_a_bucket_knows_how_high_it_was_since_each_take(
+def test_a_bucket_tracks_its_highest_level_since_each_reservation(
     happens: list[tuple[bool, int, int]], most: int
 ) -> None:
     peaks, exact = Peaks(), most == Peaks.MAX
@@ -76,7 +76,7 @@ def test_a_bucket_knows_how_high_it_was_since_each_take(
 
 @examples(400)
 @given(st.lists(st.tuples(st.sampled_from(["take", "settle", "wait"]), st.integers(0, 8)), max_size=40))
-def test_of_a_bucket_no_more_is_used_than_if_it_had_known_what_each_request_takes(
+def test_a_bucket_allows_no_more_usage_than_if_each_usage_had_been_known_in_advance(
     happens: list[tuple[str, int]],
 ) -> None:
     now = 0.0

@@ -145,7 +145,7 @@ def collected(client: AdminClient, call: calls.Call[Any]) -> tuple[list[Any], th
     return values, thread
 
 
-def test_a_follower_gets_each_request_once_when_it_ends(running: Service) -> None:
+def test_a_client_that_follows_gets_each_request_once_when_it_ends(running: Service) -> None:
     page = running.admin.call(calls.request_log(RequestLogQuery()))
     query = RequestLogQuery(after=page.sequence)
     ended, _ = collected(running.admin, calls.follow_request_log(query))
@@ -166,7 +166,7 @@ def test_a_follower_gets_each_request_once_when_it_ends(running: Service) -> Non
     assert ended[0].request_id == opened[0].request_id
 
 
-def test_a_follower_gets_each_action_when_it_begins_and_when_it_ends(running: Service) -> None:
+def test_a_client_that_follows_gets_each_action_when_it_begins_and_when_it_ends(running: Service) -> None:
     running.admin.act(CreateTenant(name="followed"))
     after = running.admin.call(calls.audit(AuditQuery())).sequence
     actions, _ = collected(running.admin, calls.follow_audit(AuditQuery(after=after, action="tenants.")))

@@ -175,7 +175,7 @@ def test_a_replica_that_is_being_stopped_leaves_the_service_ready(make_service: 
     assert {read_answer(stream)[-1] for stream in streams} == {"front-0 length"}
 
 
-def test_of_two_overlapping_changes_the_last_one_holds(make_service: Make) -> None:
+def test_of_two_overlapping_changes_the_last_one_takes_effect(make_service: Make) -> None:
     service = make_service("drain_grace_s = 60").start_and_wait()
     stream = service.connect("m 100")
     wait_until(lambda: len(service.rows()) == 1)

@@ -49,7 +49,7 @@ def test_nothing_runs_longer_than_it_may() -> None:
     assert eta_s(outstanding(generated_each=900.0), now=90.0) == pytest.approx(100 * STEP_S)
 
 
-def test_time_stands_in_for_tokens_that_are_not_reported_yet() -> None:
+def test_elapsed_time_replaces_token_counts_that_are_not_reported_yet() -> None:
     assert eta_s(outstanding(), now=5 * STEP_S) == pytest.approx(5 * STEP_S)
 
 

@@ -63,7 +63,7 @@ def test_a_request_is_admitted_while_the_replica_has_rows_and_tokens(service: Si
     assert [turn.request_id for turn in answers(front)][4:] == ["r4"]
 
 
-def test_token_credit_lets_one_request_through_whatever_its_size_and_then_waits(
+def test_token_credit_lets_one_request_of_any_size_through_and_then_waits(
     service: SimulatedService,
 ) -> None:
     front = service.new_front()
@@ -142,7 +142,7 @@ def test_requests_wait_while_the_model_loads_and_are_refused_when_it_takes_too_l
 
 
 @pytest.mark.parametrize("hours", [-1, 1])
-def test_who_waits_is_not_touched_when_somebody_sets_the_clock(service: SimulatedService, hours: int) -> None:
+def test_setting_the_clock_does_not_affect_waiting_requests(service: SimulatedService, hours: int) -> None:
     front = service.new_front()
     service.ask(front)
     service.ask(front)
@@ -170,7 +170,7 @@ def test_a_full_queue_refuses_with_retry_after(service: SimulatedService) -> Non
     assert refused.retry_after_s == 1.0
 
 
-def test_an_unknown_model_is_refused_with_404_and_the_names_there_are(service: SimulatedService) -> None:
+def test_an_unknown_model_is_refused_with_404_and_the_names_of_the_known_models(service: SimulatedService) -> None:
     front = service.new_front()
     service.ask(front)
     admit = front.to_core.pop()
@@ -181,7 +181,7 @@ def test_an_unknown_model_is_refused_with_404_and_the_names_there_are(service: S
     assert (refused.status, refused.message) == (404, "there is no model 'gpt'; available models: m")
 
 
-def test_a_failed_model_refuses_what_waits_and_what_comes_with_the_reason(service: SimulatedService) -> None:
+def test_a_failed_model_refuses_waiting_and_new_requests_with_the_reason(service: SimulatedService) -> None:
     front = service.new_front()
     service.ask(front)
     read_all(service)
@@ -208,7 +208,7 @@ def test_draining_refuses_new_requests_and_finishes_the_others(service: Simulate
     assert replica.account.available_slots == SLOTS - 1
 
 
-def test_a_model_that_is_closed_refuses_and_the_others_do_not(service: SimulatedService) -> None:
+def test_only_a_model_with_paused_admission_refuses_requests(service: SimulatedService) -> None:
     service.requests.add_model("other", "v1")
     front = service.new_front()
     service.new_replica()
@@ -228,7 +228,7 @@ def test_a_model_that_is_closed_refuses_and_the_others_do_not(service: Simulated
     service.check_end()
 
 
-def test_what_is_held_keeps_its_order_and_is_no_part_of_what_a_drain_waits_for(
+def test_held_requests_keep_their_order_and_a_drain_does_not_wait_for_them(
     service: SimulatedService,
 ) -> None:
     front = service.new_front()
@@ -252,7 +252,7 @@ def test_what_is_held_keeps_its_order_and_is_no_part_of_what_a_drain_waits_for(
     service.check_end()
 
 
-def test_what_is_held_is_bounded_in_number_and_time_and_refused_when_the_service_stops(
+def test_held_requests_are_bounded_in_number_and_time_and_refused_when_the_service_stops(
     service: SimulatedService,
 ) -> None:
     front = service.new_front()
@@ -279,7 +279,7 @@ def test_what_is_held_is_bounded_in_number_and_time_and_refused_when_the_service
     service.check_end()
 
 
-def test_the_prompts_of_what_is_held_are_bounded_together(service: SimulatedService) -> None:
+def test_the_total_length_of_the_prompts_of_held_requests_is_bounded(service: SimulatedService) -> None:
     front = service.new_front()
     service.new_replica()
     read_all(service)
@@ -296,7 +296,7 @@ def test_the_prompts_of_what_is_held_are_bounded_together(service: SimulatedServ
     assert service.requests.state.queue_stats().waiting_tokens == 0
 
 
-def test_an_overload_drops_what_waits_of_the_background_a_part_at_a_look() -> None:
+def test_an_overload_drops_waiting_background_requests_a_few_at_a_time() -> None:
     service = SimulatedService(queue_limit=10_000)
     front = service.new_front()
     for _ in range(MAX_DROPPED + 1):
@@ -313,7 +313,7 @@ def test_an_overload_drops_what_waits_of_the_background_a_part_at_a_look() -> No
     service.check_end()
 
 
-def test_a_retired_replica_finishes_what_it_has_and_gets_nothing_more(service: SimulatedService) -> None:
+def test_a_retired_replica_finishes_its_requests_and_gets_no_more(service: SimulatedService) -> None:
     front, old = service.new_front(), service.new_replica()
     service.ask(front)
     read_all(service)
@@ -328,7 +328,7 @@ def test_a_retired_replica_finishes_what_it_has_and_gets_nothing_more(service: S
     assert new.account.available_slots == old.account.available_slots == SLOTS
 
 
-def test_a_removed_model_refuses_what_waits_for_it_and_what_comes(service: SimulatedService) -> None:
+def test_a_removed_model_refuses_waiting_and_new_requests(service: SimulatedService) -> None:
     service.requests.add_model("other", "v1")
     front = service.new_front()
     service.ask(front)
@@ -343,7 +343,7 @@ def test_a_removed_model_refuses_what_waits_for_it_and_what_comes(service: Simul
 
 
 @pytest.mark.parametrize("order", ["settle first", "finished first"])
-def test_the_row_ends_with_what_the_front_delivered_and_the_engine_counted(
+def test_the_row_contains_the_counts_of_the_front_and_of_the_engine(
     service: SimulatedService, order: str
 ) -> None:
     front, replica = service.new_front(), service.new_replica()
@@ -367,7 +367,7 @@ def test_the_row_ends_with_what_the_front_delivered_and_the_engine_counted(
     service.check_end()
 
 
-def test_a_request_whose_replica_died_goes_on_elsewhere_ahead_of_others(service: SimulatedService) -> None:
+def test_a_request_whose_replica_died_continues_on_another_replica_ahead_of_others(service: SimulatedService) -> None:
     front, first = service.new_front(), service.new_replica()
     service.ask(front)
     read_all(service)
@@ -393,7 +393,7 @@ def test_a_request_whose_replica_died_goes_on_elsewhere_ahead_of_others(service:
     assert (row.generated_tokens, row.billed_tokens, row.resubmissions) == (6, 6, 1)
 
 
-def test_the_row_of_a_dead_fronts_request_says_so_and_bills_nothing(service: SimulatedService) -> None:
+def test_the_row_of_a_request_whose_front_died_names_the_cause_and_bills_nothing(service: SimulatedService) -> None:
     front, replica = service.new_front(), service.new_replica()
     service.ask(front)
     read_all(service)
@@ -449,7 +449,7 @@ def test_tenants_never_share_a_cache_salt(service: SimulatedService) -> None:
     assert isinstance(turn, Admitted) and turn.cache_salt == "salt of t"
 
 
-def test_a_request_that_the_front_refused_is_one_row(service: SimulatedService) -> None:
+def test_a_request_refused_by_the_front_has_one_row(service: SimulatedService) -> None:
     service.requests.reject(
         Rejected(
             request_id="x",
@@ -469,7 +469,7 @@ def test_a_request_that_the_front_refused_is_one_row(service: SimulatedService) 
     assert (row.status, row.error, row.key_id, row.finished_at) == (400, "too long", "key_1", 1000.0)
 
 
-def test_a_second_request_with_an_id_in_flight_is_refused_and_leaves_the_first_alone(
+def test_a_second_request_with_the_id_of_a_running_one_is_refused_and_the_first_continues(
     service: SimulatedService,
 ) -> None:
     front, other = service.new_front(), service.new_front()

@@ -51,7 +51,7 @@ def ask_with(service: SimulatedService, front: FakeFront, **changes: object) -> 
     return request_id
 
 
-def test_what_a_request_may_need_is_reserved_before_it_waits(service: SimulatedService) -> None:
+def test_the_maximum_usage_of_a_request_is_reserved_before_it_waits(service: SimulatedService) -> None:
     front = service.new_front()
     for _ in range(5):
         service.ask(front)
@@ -65,7 +65,7 @@ def test_what_a_request_may_need_is_reserved_before_it_waits(service: SimulatedS
     assert service.rows.ended[0].quota_tokens == 0
 
 
-def test_a_request_that_can_never_run_is_told_that_trying_again_is_useless(service: SimulatedService) -> None:
+def test_a_request_that_can_never_run_is_refused_as_useless_to_retry(service: SimulatedService) -> None:
     front = service.new_front()
     service.ask(front, tokens=56)
     read_all(service)
@@ -74,7 +74,7 @@ def test_a_request_that_can_never_run_is_told_that_trying_again_is_useless(servi
     assert (refused.status, refused.retry_after_s, refused.useless) == (429, None, True)
 
 
-def test_what_was_not_delivered_comes_back_with_the_end(service: SimulatedService) -> None:
+def test_undelivered_tokens_are_returned_when_a_request_ends(service: SimulatedService) -> None:
     front = service.new_front()
     service.new_replica()
     service.ask(front)
@@ -88,7 +88,7 @@ def test_what_was_not_delivered_comes_back_with_the_end(service: SimulatedServic
     assert [row.quota_tokens for row in service.rows.ended] == [11]
 
 
-def test_what_left_the_queue_without_a_turn_used_nothing(service: SimulatedService) -> None:
+def test_a_request_that_left_the_queue_without_running_uses_no_quota(service: SimulatedService) -> None:
     front = service.new_front()
     for _ in range(4):
         service.ask(front)
@@ -104,7 +104,7 @@ def test_what_left_the_queue_without_a_turn_used_nothing(service: SimulatedServi
     service.check_end()
 
 
-def test_a_front_that_dies_is_charged_what_was_generated(service: SimulatedService) -> None:
+def test_requests_of_a_front_that_dies_are_charged_the_generated_tokens(service: SimulatedService) -> None:
     front = service.new_front()
     service.new_replica()
     service.ask(front)
@@ -116,7 +116,7 @@ def test_a_front_that_dies_is_charged_what_was_generated(service: SimulatedServi
     assert (service.rows.ended[0].billed_tokens, service.rows.ended[0].quota_tokens) == (0, 13)
 
 
-def test_where_the_count_dies_too_all_that_was_reserved_is_charged(service: SimulatedService) -> None:
+def test_if_replica_and_front_die_the_whole_reservation_is_charged(service: SimulatedService) -> None:
     front, replica = service.new_front(), service.new_replica()
     service.ask(front, tokens=2)
     read_all(service)
@@ -145,7 +145,7 @@ def test_a_lost_replica_keeps_the_reservation_and_the_answer_is_charged_once(
     assert used(service) == (11, 0)
 
 
-def test_a_resubmission_that_is_refused_is_billed_what_its_client_had(service: SimulatedService) -> None:
+def test_a_refused_resubmission_is_billed_the_tokens_that_its_client_received(service: SimulatedService) -> None:
     front, replica = service.new_front(), service.new_replica()
     service.ask(front)
     read_all(service)
@@ -162,7 +162,7 @@ def test_a_resubmission_that_is_refused_is_billed_what_its_client_had(service: S
     service.check_end()
 
 
-def test_without_max_tokens_no_more_may_be_produced_than_is_left(service: SimulatedService) -> None:
+def test_without_max_tokens_the_output_is_limited_to_the_remaining_quota(service: SimulatedService) -> None:
     front = service.new_front()
     service.new_replica()
     ask_with(service, front, max_tokens=1000, may_lower=True, num_seqs=2)
@@ -173,7 +173,7 @@ def test_without_max_tokens_no_more_may_be_produced_than_is_left(service: Simula
     assert used(service) == (60, 60)
 
 
-def test_a_keys_limit_holds_beside_its_tenants(service: SimulatedService) -> None:
+def test_the_limits_of_a_key_and_of_its_tenant_both_apply(service: SimulatedService) -> None:
     limited(service, Quota(requests_per_minute=1.0), tokens_per_minute=60.0)
     front = service.new_front()
     service.new_replica()
@@ -189,7 +189,7 @@ def test_a_keys_limit_holds_beside_its_tenants(service: SimulatedService) -> Non
     assert third.rate_limits is not None and third.rate_limits.limit_requests is None
 
 
-def test_a_limit_that_is_changed_holds_for_the_next_request(service: SimulatedService) -> None:
+def test_a_changed_limit_applies_to_the_next_request(service: SimulatedService) -> None:
     front = service.new_front()
     service.new_replica()
     service.ask(front)
@@ -208,7 +208,7 @@ def running(front: FakeFront) -> list[str]:
     return sorted(answer.request_id for answer in answers(front) if isinstance(answer, Admitted))
 
 
-def test_who_lost_a_replica_keeps_its_place_among_those_that_may_run(service: SimulatedService) -> None:
+def test_a_request_that_lost_its_replica_keeps_its_place_among_the_concurrent_requests(service: SimulatedService) -> None:
     limited(service, concurrent_requests=1)
     front, replica = service.new_front(), service.new_replica()
     service.new_replica()
@@ -230,7 +230,7 @@ def test_who_lost_a_replica_keeps_its_place_among_those_that_may_run(service: Si
     service.check_end()
 
 
-def test_who_lost_a_replica_and_leaves_makes_place(service: SimulatedService) -> None:
+def test_a_request_that_lost_its_replica_and_is_cancelled_frees_its_place(service: SimulatedService) -> None:
     limited(service, concurrent_requests=1)
     front, replica = service.new_front(), service.new_replica()
     service.ask(front), service.ask(front)
@@ -245,7 +245,7 @@ def test_who_lost_a_replica_and_leaves_makes_place(service: SimulatedService) ->
     assert running(front) == ["r1"]
 
 
-def test_a_keys_requests_wait_for_each_other_over_all_models(service: SimulatedService) -> None:
+def test_the_concurrency_limit_of_a_key_covers_all_models(service: SimulatedService) -> None:
     limited(service, Quota(concurrent_requests=1))
     service.requests.add_model("other", "v1")
     account = CreditAccount("o-0", "other", "cpu")
@@ -266,7 +266,7 @@ def test_a_keys_requests_wait_for_each_other_over_all_models(service: SimulatedS
     assert running(front) == ["r0", "r1"]
 
 
-def test_rotating_a_key_gives_no_second_share(service: SimulatedService) -> None:
+def test_rotating_a_key_does_not_double_its_limits(service: SimulatedService) -> None:
     def key(key_id: str, **fields: Any) -> KeyRecord:
         return KeyRecord(id=key_id, name="k", tenant="t", prefix="", sha256=key_id, created_at=0.0, **fields)
 
@@ -284,7 +284,7 @@ def test_rotating_a_key_gives_no_second_share(service: SimulatedService) -> None
     assert [row.key_id for row in service.rows.ended] == ["old", "new"]
 
 
-def test_what_a_key_has_in_flight_when_it_is_rotated_counts_for_its_successor(
+def test_running_requests_of_a_rotated_key_count_for_the_new_key(
     service: SimulatedService,
 ) -> None:
     def key(key_id: str, successor: str | None = None) -> KeyRecord:
@@ -315,7 +315,7 @@ def test_what_a_key_has_in_flight_when_it_is_rotated_counts_for_its_successor(
     assert [one.used for one in service.requests.state.usage("key", "new")] == [0]
 
 
-def test_a_share_of_the_kv_blocks_is_held_by_the_most_that_requests_may_keep(
+def test_the_maximum_kv_blocks_of_a_request_count_against_the_tenants_share(
     service: SimulatedService,
 ) -> None:
     front, replica = service.new_front(), service.new_replica()

@@ -10,7 +10,7 @@ from tests.core.simulated_clients import backlogged, fixed
 from tests.core.simulated_server import Shape, SimulatedServer
 
 
-def test_backlogged_tenants_are_served_by_their_weights_whatever_they_ask() -> None:
+def test_backlogged_tenants_are_served_by_their_weights_whatever_they_request() -> None:
     figures = shares(seconds=30.0)
     assert figures["spread"] <= 0.05, figures
     assert figures["jain"] >= 0.99, figures
@@ -35,7 +35,7 @@ event, when deadlines are still promised based on the rates before the event."""
 
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("mix", MIXES)
-def test_who_was_promised_a_deadline_meets_it_under_three_times_the_load(mix: str, event: str) -> None:
+def test_promised_deadlines_are_met_under_three_times_the_load(mix: str, event: str) -> None:
     figures = deadlines(mix=mix, event=event, seconds=10.0)
     assert figures["met_but_those_at_a_death"] >= LEAST_MET.get((mix, event), 0.97), figures
     assert figures["refused_within_ms"] <= 10.0, figures

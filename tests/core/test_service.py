@@ -327,7 +327,7 @@ def test_a_stop_does_not_wait_for_loading_replicas(make_service: Make) -> None:
     assert time.monotonic() - began < 30
 
 
-def test_a_replica_that_always_ends_at_once_is_restarted_with_growing_delays(make_service: Make) -> None:
+def test_a_replica_that_always_exits_immediately_is_restarted_with_growing_delays(make_service: Make) -> None:
     service = make_service()
     (service.folder / "m" / "fake.json").write_text(json.dumps({"exit": 3}))
     service.start()

@@ -29,7 +29,7 @@ def load(folder: Path, text: str, environ: dict[str, str] | None = None, **flags
     return load_settings(Flags(config=str(path), **flags), environ or {"HOME": str(folder)})  # type: ignore[arg-type]
 
 
-def test_without_anything_the_shipped_model_is_served_on_a_private_socket(tmp_path: Path) -> None:
+def test_without_settings_the_shipped_model_is_served_on_a_private_socket(tmp_path: Path) -> None:
     settings = load_settings(Flags(), {"HOME": str(tmp_path), "XDG_RUNTIME_DIR": "/run/user/7"})
     assert {name: model.folder for name, model in settings.models.items()} == {
         "demo": str(demo_model_folder())
@@ -40,7 +40,7 @@ def test_without_anything_the_shipped_model_is_served_on_a_private_socket(tmp_pa
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_a_file_that_may_not_be_looked_for_is_named(
+def test_a_file_in_an_inaccessible_folder_is_named(
     tmp_path: Path, named: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / ".config" / "appliance" / "appliance.toml"
@@ -59,7 +59,7 @@ def test_a_file_that_may_not_be_looked_for_is_named(
     )
 
 
-def test_the_directories_that_systemd_gives_are_used(tmp_path: Path) -> None:
+def test_the_directories_set_by_systemd_are_used(tmp_path: Path) -> None:
     environ = {
         "HOME": str(tmp_path),
         "RUNTIME_DIRECTORY": "/run/appliance",
@@ -108,13 +108,13 @@ def test_flags_override_the_file_and_a_flagged_model_replaces_its_models(tmp_pat
         ("a = = 1", "is not valid TOML"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_used_is_named_with_its_place_and_remedy(tmp_path: Path, text: str, said: str) -> None:
+def test_an_invalid_setting_is_named_with_its_place_and_remedy(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(SettingsError) as error:
         load(tmp_path, text)
     assert said in str(error.value)
 
 
-def test_wrong_flags_are_named_too(tmp_path: Path) -> None:
+def test_invalid_flags_are_named_too(tmp_path: Path) -> None:
     for flags, said in (
         ({"dtype": "int3"}, "dtype = 'int3' is not valid"),
         ({"models": ["=x"]}, "--model: '=x' is not FOLDER or NAME=FOLDER"),
@@ -126,7 +126,7 @@ def test_wrong_flags_are_named_too(tmp_path: Path) -> None:
             load_settings(Flags(**flags), {"HOME": str(tmp_path)})
 
 
-def test_the_settings_file_is_the_first_of_flag_environment_and_home(tmp_path: Path) -> None:
+def test_the_settings_file_comes_from_the_flag_or_the_environment_or_the_home_directory(tmp_path: Path) -> None:
     home = tmp_path / "appliance" / "appliance.toml"
     home.parent.mkdir()
     home.touch()
@@ -138,7 +138,7 @@ def test_the_settings_file_is_the_first_of_flag_environment_and_home(tmp_path: P
     assert find_config(str(home), environ | {"APPLIANCE_CONFIG": str(other)}) == home
 
 
-def test_files_in_conf_d_are_laid_over_the_main_one_in_order_of_their_names(tmp_path: Path) -> None:
+def test_files_in_conf_d_override_the_main_file_in_the_order_of_their_names(tmp_path: Path) -> None:
     drop_ins = tmp_path / "conf.d"
     drop_ins.mkdir()
     (drop_ins / "20-more.toml").write_text("fronts = 3\n[models.a]\nmax_num_seqs = 16\n[unix]\nuids = [7]\n")
@@ -160,7 +160,7 @@ def test_files_in_conf_d_are_laid_over_the_main_one_in_order_of_their_names(tmp_
     assert (settings.unix.uids, settings.unix.api_mode) == ([7], "0666")
 
 
-def test_conf_d_alone_is_enough(tmp_path: Path) -> None:
+def test_conf_d_works_without_a_main_file(tmp_path: Path) -> None:
     drop_ins = tmp_path / "appliance" / "conf.d"
     drop_ins.mkdir(parents=True)
     (drop_ins / "a.toml").write_text("fronts = 4")
@@ -168,7 +168,7 @@ def test_conf_d_alone_is_enough(tmp_path: Path) -> None:
     assert (settings.fronts, settings.config_file) == (4, str(drop_ins / "a.toml"))
 
 
-def test_a_settings_place_is_the_file_line_or_flag_that_had_the_last_word(tmp_path: Path) -> None:
+def test_the_place_of_a_setting_is_the_file_and_line_or_flag_that_set_it_last(tmp_path: Path) -> None:
     (tmp_path / "conf.d").mkdir()
     (tmp_path / "conf.d" / "x.toml").write_text("\n[queue]\nlimit = 9\n")
     main = tmp_path / "appliance.toml"
@@ -182,7 +182,7 @@ def test_a_settings_place_is_the_file_line_or_flag_that_had_the_last_word(tmp_pa
     assert ("listen",) not in places
 
 
-def test_every_fault_of_every_file_is_told_with_its_line(tmp_path: Path) -> None:
+def test_every_error_in_every_file_is_reported_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "conf.d").mkdir()
     extra = tmp_path / "conf.d" / "x.toml"
     extra.write_text("[limits]\nmax_body_bytes = 'much'\nmax_conections = 3\n")
@@ -279,7 +279,7 @@ def test_every_number_has_an_upper_bound_that_its_error_names(
         ),
     ],
 )
-def test_contradictions_about_loading_are_refused(tmp_path: Path, text: str, field: str, what: str) -> None:
+def test_contradictory_settings_about_loading_are_refused(tmp_path: Path, text: str, field: str, what: str) -> None:
     models = "".join(f'models.{name}.folder = "{demo_model_folder()}"\n' for name in "ab")
     with pytest.raises(SettingsError) as caught:
         load(tmp_path, f"{models}models.b.required = false\n{text}\n")
@@ -312,7 +312,7 @@ def test_every_number_in_an_array_of_tables_has_an_upper_bound(tmp_path: Path, p
         assert fault.place.line == 2 + required.count("\n")
 
 
-def test_faults_in_an_array_of_tables_have_their_lines(tmp_path: Path) -> None:
+def test_errors_in_an_array_of_tables_have_their_lines(tmp_path: Path) -> None:
     text = '[[alerts.rules]]\nname = "a"\nfigure = "queue.waiting"\nabove = 1\n\n'
     with pytest.raises(SettingsError) as caught:
         load(tmp_path, text + text.replace('"a"', '"b"').replace("above = 1", 'above = "x"'))
@@ -358,7 +358,7 @@ def test_an_origin_is_written_without_a_path(tmp_path: Path) -> None:
         ("[x]\n[y]\n[x]\n", 3),
     ],
 )
-def test_what_is_not_toml_is_told_with_its_line(tmp_path: Path, text: str, line: int) -> None:
+def test_invalid_toml_is_reported_with_its_line(tmp_path: Path, text: str, line: int) -> None:
     with pytest.raises(SettingsError) as error:
         load(tmp_path, text)
     (fault,) = error.value.faults
@@ -366,7 +366,7 @@ def test_what_is_not_toml_is_told_with_its_line(tmp_path: Path, text: str, line:
     assert "the file is not valid TOML" in str(error.value)
 
 
-def test_lines_are_found_whatever_a_value_looks_like() -> None:
+def test_the_line_of_a_setting_is_found_whatever_its_value_looks_like() -> None:
     text = """\
 # [not a table]
 one = '''
@@ -396,7 +396,7 @@ inline = { x = 1, "y z" = { w = 2 } }
     }
 
 
-def test_the_page_of_settings_says_what_the_settings_say() -> None:
+def test_the_settings_page_is_up_to_date() -> None:
     check_page("configuration_page.py")
 
 

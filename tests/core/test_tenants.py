@@ -17,7 +17,7 @@ def key(tenant: str, most: int) -> KeyRecord:
     return KeyRecord(id="k", name="k", tenant=tenant, prefix="", sha256="k", created_at=0.0, quota=quota)
 
 
-def test_only_the_tenants_are_changed_that_a_decision_is_about() -> None:
+def test_a_policy_change_updates_only_the_tenants_that_it_affects() -> None:
     tenants = Tenants()
     a, b, c = (tenants.of(name) for name in "abc")
     told = [

@@ -16,7 +16,7 @@ NEVER = float("inf")
 ALL_LEVELS = (1 << LEVELS) - 1
 
 
-def test_urgent_requests_have_their_turn_where_no_level_is_open_to_others() -> None:
+def test_urgent_requests_have_their_turn_even_if_no_other_level_is_open() -> None:
     queue, serial = RequestQueue[str](RULES), Serial()
     for fair in queue.classes:
         fair.set_urgent(2, 1000)
@@ -50,7 +50,7 @@ def test_urgent_requests_have_their_turn_where_no_level_is_open_to_others() -> N
     assert queue.next(0, 0.0, 0.0) is None
 
 
-def test_a_tenant_is_asked_again_for_its_urgency_when_its_first_request_changes() -> None:
+def test_the_urgency_of_a_tenant_is_updated_when_its_first_request_changes() -> None:
     queue, serial = RequestQueue[str](RULES), Serial()
     fair = queue.classes[1]
     fair.set_urgent(1, 1000)
@@ -113,7 +113,7 @@ def test_a_request_overtakes_less_urgent_requests_of_its_own_tenant() -> None:
     assert queue.next(levels((0, 1), (0, 5)), 0.0, 0.0) == (long[0], level_of(0, 1))
 
 
-def test_more_urgent_requests_have_their_turn_where_many_less_urgent_ones_wait() -> None:
+def test_more_urgent_requests_have_their_turn_even_if_many_less_urgent_ones_wait() -> None:
     """Reproduces a bug: only the lowest open urgency was considered. If many requests of a tenant had that
     urgency and its first request had none, the tenant's more urgent requests waited too."""
     queue, serial = RequestQueue[str](RULES), Serial()
@@ -163,7 +163,7 @@ _CHANGES = st.one_of(
 
 
 @given(changes=st.lists(_CHANGES, min_size=20, max_size=60))
-def test_the_next_request_is_the_one_that_the_rule_describes_property(
+def test_the_next_request_is_the_one_that_the_rule_selects_property(
     changes: list[tuple[Any, ...]],
 ) -> None:
     """Compare `FairQueue.next` with a search over all waiting requests."""
@@ -222,7 +222,7 @@ def _allowed_next(
     return [ticket for counter, ticket in found if counter == lowest]
 
 
-def test_tenants_that_cannot_be_next_hide_no_other_tenant() -> None:
+def test_tenants_that_cannot_be_next_do_not_hide_other_tenants() -> None:
     """Reproduces a bug: the search ended after eight tenants, no matter why it had skipped them."""
     queue, serial = RequestQueue[str](RULES), Serial()
     fair = queue.classes[1]

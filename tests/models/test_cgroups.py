@@ -41,7 +41,7 @@ def test_the_processes_of_a_replica_get_its_limits(tmp_path: Path) -> None:
     assert (tree.base / "service").is_dir()
 
 
-def test_a_limit_that_is_not_set_is_lifted(tmp_path: Path) -> None:
+def test_a_limit_that_is_not_set_is_removed(tmp_path: Path) -> None:
     tree = Tree(tmp_path)
     tree.groups.limit("m-0", [41], LIMITS)
     tree.groups.limit("m-0", [41], LIMITS._replace(cpus=None))
@@ -49,7 +49,7 @@ def test_a_limit_that_is_not_set_is_lifted(tmp_path: Path) -> None:
     assert tree.text("replica-m-0/memory.max") == "4000000000"
 
 
-def test_without_limits_no_group_is_made(tmp_path: Path) -> None:
+def test_without_limits_no_group_is_created(tmp_path: Path) -> None:
     tree = Tree(tmp_path)
     assert tree.groups.limit("m-0", [41], ReplicaLimits()) == ""
     assert sorted(path.name for path in tree.base.iterdir()) == ["cgroup.controllers", "cgroup.procs"]

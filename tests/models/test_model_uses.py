@@ -25,15 +25,15 @@ def test_the_setting_applies_without_a_request() -> None:
 @pytest.mark.parametrize(
     ("keep_alive_s", "expected"), [(None, 70.0), (0.0, 10.0), (90.0, 100.0), (-1.0, math.inf)]
 )
-def test_the_only_tenant_decides(keep_alive_s: float | None, expected: float) -> None:
+def test_the_keep_alive_of_the_only_tenant_applies(keep_alive_s: float | None, expected: float) -> None:
     assert leaves_at(("a", 10.0, keep_alive_s)) == expected
 
 
-def test_the_latest_request_of_a_tenant_counts() -> None:
+def test_the_keep_alive_of_the_latest_request_of_a_tenant_applies() -> None:
     assert leaves_at(("a", 10.0, -1.0), ("a", 20.0, 0.0)) == 20.0
 
 
-def test_the_longest_time_of_all_tenants_counts() -> None:
+def test_the_longest_keep_alive_of_all_tenants_applies() -> None:
     assert leaves_at(("a", 10.0, None), ("b", 20.0, 0.0)) == 70.0
     assert leaves_at(("a", 10.0, 5.0), ("b", 20.0, 0.0)) == 20.0
     assert leaves_at(("a", 10.0, -1.0), ("b", 20.0, 0.0)) == math.inf

@@ -245,7 +245,7 @@ def test_a_rollback_uses_a_version_again_that_is_still_draining(world: World) ->
     run(scenario)
 
 
-def test_a_swap_without_room_holds_requests_until_the_new_version_is_loaded(world: World) -> None:
+def test_a_swap_without_enough_memory_holds_requests_until_the_new_version_is_loaded(world: World) -> None:
     async def scenario() -> None:
         world.manager.room = 1
         await world.operations.load(world.version(1))

@@ -53,7 +53,7 @@ def problem(folder: Path, **arguments: object) -> str:
     return str(found)
 
 
-def test_a_complete_model_has_no_problem_and_tells_its_memory(model: Path) -> None:
+def test_a_complete_model_has_no_problem_and_its_memory_is_reported(model: Path) -> None:
     (finding,) = check(model)
     assert finding.level == "ok"
     assert "10.8 M parameters in float32: weights 41.3 MiB" in finding.text
@@ -81,7 +81,7 @@ def test_a_missing_shard_is_named_with_the_index_that_lists_it(model: Path) -> N
     ],
     ids=["expert_parallel", "max_model_len"],
 )
-def test_the_engines_cause_and_remedy_are_separate(
+def test_the_cause_and_the_remedy_from_the_engine_are_separate(
     model: Path, settings: dict[str, object], cause: str, remedy: str
 ) -> None:
     found = problem_of(check(model, **settings))
@@ -133,7 +133,7 @@ def hub_cache(model: Path, root: Path) -> Path:
     return repository / "snapshots" / "aaaa"
 
 
-def test_the_root_of_a_hub_cache_is_answered_with_the_snapshot_to_use(model: Path, tmp_path: Path) -> None:
+def test_for_the_root_of_a_hub_cache_the_error_names_the_snapshot_to_use(model: Path, tmp_path: Path) -> None:
     snapshot = hub_cache(model, tmp_path / "home" / "hub")
     for folder in (tmp_path / "home", tmp_path / "home" / "hub"):
         found = problem(folder)
@@ -169,7 +169,7 @@ def test_a_directory_that_the_user_may_not_enter_is_named(model: Path) -> None:
     assert f"may not enter the directory {model.parent}" in found and f"chmod a+x {model.parent}" in found
 
 
-def test_the_kernel_decides_for_the_process_that_reads(model: Path) -> None:
+def test_file_access_is_checked_with_the_rights_of_the_reading_process(model: Path) -> None:
     if os.geteuid():
         pytest.skip("needs root to switch to another user")
     (model / SHARD).chmod(0o600)
@@ -181,7 +181,7 @@ def test_the_kernel_decides_for_the_process_that_reads(model: Path) -> None:
     assert "cannot be read by" in found and "(uid 65534)" in found
 
 
-def test_root_checks_with_the_rights_of_the_services_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_root_checks_file_access_with_the_rights_of_the_services_user(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.geteuid():
         pytest.skip("needs root")
     monkeypatch.setenv("APPLIANCE_SERVICE_USER", "nobody")
@@ -240,7 +240,7 @@ def test_a_model_without_a_template_is_a_warning_unless_another_template_is_give
     assert "chat_template = '/nowhere.jinja' cannot be read" in missing and "No such file" in missing
 
 
-def test_a_model_that_can_never_fit_is_refused_with_the_sum(model: Path) -> None:
+def test_a_model_that_can_never_fit_is_refused_with_the_required_memory(model: Path) -> None:
     found = problem(model, kv_blocks=1_000_000)
     assert "does not fit into memory" in found and "weights 41.3 MiB, working memory" in found
     assert "1,000,000 KV blocks" in found and "usable of 8.0 GiB" in found
@@ -252,7 +252,7 @@ def test_a_model_that_does_not_fit_at_the_moment_is_a_warning(model: Path) -> No
     assert warning.level == "warning" and "not enough memory is free at the moment" in warning.text
 
 
-def test_memory_that_other_processes_use_on_a_gpu_is_told(model: Path) -> None:
+def test_memory_used_by_other_processes_on_a_gpu_is_reported(model: Path) -> None:
     gpus = [DetectedGpu(0, "NVIDIA H200", 140 * GIB, 139 * GIB, "9.0")]
     busy = MachineMemory(gpus=gpus, available_bytes=8 * GIB, total_bytes=8 * GIB)
     (warning,) = check(model, busy)
@@ -272,7 +272,7 @@ def test_a_model_that_may_run_on_the_cpu_is_checked_for_the_cpu(model: Path, gpu
     assert problem_of(too_large) is not None
 
 
-def test_a_separate_process_finds_the_same(model: Path) -> None:
+def test_a_separate_process_finds_the_same_problems(model: Path) -> None:
     (model / "chat_template.jinja").write_text("{% for %}")
     (template := model.parent / "other.jinja").write_text("{{ messages }}")
     sound = ModelSettings(folder=str(demo_model_folder()))
@@ -290,7 +290,7 @@ def test_a_separate_process_finds_the_same(model: Path) -> None:
     assert "is not valid Jinja2" in str(problem_of(found["bad"]))
 
 
-def test_a_check_that_dies_is_a_problem_of_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_whose_process_dies_is_a_problem_of_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.launch.module_command", lambda module: ["false"])
     found = check_apart({"m": ModelSettings(folder="/")})
     assert "the check of the model's files failed" in str(problem_of(found["m"]))

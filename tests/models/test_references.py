@@ -31,7 +31,7 @@ def test_a_fallback_may_be_another_model_or_alias(fallback: str) -> None:
 
 
 @pytest.mark.parametrize("fallback", ["large", "smal", "chat@1"])
-def test_another_fallback_is_a_fault_with_its_place_value_and_remedy(fallback: str) -> None:
+def test_an_unknown_fallback_is_an_error_with_its_place_value_and_remedy(fallback: str) -> None:
     [fault] = fallback_faults(loaded(large=fallback, other=""), REGISTRY)
     assert (str(fault.place), fault.field) == ("a.toml:7", "models.large.fallback")
     assert fault.what == f"models.large.fallback = {fallback!r} does not name another model or alias"

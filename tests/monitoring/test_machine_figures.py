@@ -166,7 +166,7 @@ def test_a_short_observation_predicts_nothing() -> None:
     assert rates.exhausted_in_s(3.0, "a", usage(300)) is None
 
 
-def test_the_tenants_of_snapshots_change_seldom_if_there_are_too_many() -> None:
+def test_the_set_of_tenants_in_snapshots_changes_rarely_if_there_are_too_many() -> None:
     now = [0.0]
     names, choice = [f"tenant-{number:03}" for number in range(300)], TenantChoice(lambda: now[0])
     first = choice.choose(names, {"tenant-299"})
@@ -178,7 +178,7 @@ def test_the_tenants_of_snapshots_change_seldom_if_there_are_too_many() -> None:
     assert later == sorted(later)
 
 
-def test_beyond_a_number_of_requests_the_latencies_cover_a_shorter_time(
+def test_with_many_requests_the_latencies_cover_a_shorter_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [1000.0]

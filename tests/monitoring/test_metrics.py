@@ -46,7 +46,7 @@ def counted(*tenants: str, most: int = 200) -> CountedRows:
 
 
 @given(st.lists(st.tuples(st.text(), st.floats()), unique_by=lambda pair: pair[0]))
-def test_a_parser_that_others_wrote_reads_every_label_and_number_back(
+def test_an_independent_parser_reads_back_every_label_and_number(
     series: list[tuple[str, float]],
 ) -> None:
     family = Numbers("gauge", "g", "A gauge.", "label")
@@ -90,7 +90,7 @@ def test_a_summary_is_a_count_and_a_sum() -> None:
 # ── counted tenants ──
 
 
-def test_every_ended_row_is_counted_once_and_handed_on() -> None:
+def test_every_ended_row_is_counted_once_and_passed_on() -> None:
     rows = Rows()
     metrics = CountedRows(rows, ShownTenants(5, lambda: ("acme", "quiet")))
     metrics.open(row(1))
@@ -107,7 +107,7 @@ def test_every_ended_row_is_counted_once_and_handed_on() -> None:
     assert values(text, "appliance_time_to_first_token_seconds_sum") == {("m", "P1"): 0.02}
 
 
-def test_outcomes_are_of_the_status_that_the_client_was_told() -> None:
+def test_outcomes_follow_the_status_that_the_client_received() -> None:
     said = {status: outcome(row(status=status)) for status in (200, 400, 404, 409, 422, 429, 499, 500, 503)}
     assert said == {
         200: "ok",
@@ -123,7 +123,7 @@ def test_outcomes_are_of_the_status_that_the_client_was_told() -> None:
     assert outcome(row(status=200, error="the replica died for good")) == "failed"
 
 
-def test_answers_that_were_repeated_are_requests_but_no_measure_of_latency() -> None:
+def test_repeated_answers_count_as_requests_but_not_for_latency() -> None:
     metrics = counted("acme")
     metrics.end(row(1, ttft_ms=20.0, e2e_ms=30.0))
     metrics.end(row(2, ttft_ms=0.1, e2e_ms=0.2, retry="repeated", retry_of="r1"))
@@ -133,7 +133,7 @@ def test_answers_that_were_repeated_are_requests_but_no_measure_of_latency() -> 
     assert values(text, "appliance_request_seconds_count") == {("m", "P1"): 1}
 
 
-def test_names_that_clients_make_up_are_never_labels() -> None:
+def test_names_invented_by_clients_are_never_labels() -> None:
     metrics = counted("acme")
     for number in range(1000):
         metrics.end(row(number, model=f'no\n"such"\\{number}', version=None, status=404))
@@ -142,7 +142,7 @@ def test_names_that_clients_make_up_are_never_labels() -> None:
     assert b"such" not in text
 
 
-def test_tenants_beyond_the_bound_are_summed_up_and_nobody_is_lost() -> None:
+def test_tenants_beyond_the_limit_are_combined_and_no_request_is_lost() -> None:
     names = [f"tenant-{number}" for number in range(500)]
     metrics = counted(*names, most=200)
     for number, name in enumerate(names):
@@ -157,7 +157,7 @@ def test_tenants_beyond_the_bound_are_summed_up_and_nobody_is_lost() -> None:
     assert list(metrics.tenants) == names[:200]
 
 
-def test_a_deleted_tenant_leaves_its_place_and_what_still_ends_of_it_is_not_lost() -> None:
+def test_a_deleted_tenant_frees_its_label_and_its_last_requests_are_not_lost() -> None:
     known = {"acme", "brief"}
     shown = ShownTenants(2, lambda: known)
     assert [shown.label(name) for name in ("acme", "brief", "late")] == ["acme", "brief", OTHERS]
@@ -168,7 +168,7 @@ def test_a_deleted_tenant_leaves_its_place_and_what_still_ends_of_it_is_not_lost
     assert [shown.label(name) for name in ("acme", "brief", "late")] == ["acme", OTHERS, "late"]
 
 
-def test_series_of_what_is_gone_are_forgotten() -> None:
+def test_series_of_removed_objects_are_dropped() -> None:
     family = Numbers("counter", "c_total", "A counter.", "tenant", "outcome")
     for name in ("acme", "brief"):
         family.add(1, name, "ok")
@@ -179,7 +179,7 @@ def test_series_of_what_is_gone_are_forgotten() -> None:
 # ── the documentation ──
 
 
-def test_the_page_has_every_metric_with_its_kind_and_labels_and_no_other() -> None:
+def test_the_page_documents_exactly_the_existing_metrics_with_kind_and_labels() -> None:
     told = {}
     for line in PAGE.read_text().splitlines():
         if found := re.match(r"\| `([\w:]+)` \| (\w+) \| (.*?) \|", line):
@@ -187,7 +187,7 @@ def test_the_page_has_every_metric_with_its_kind_and_labels_and_no_other() -> No
     assert told == {family.name: (family.kind, family.labels) for family in Families()}
 
 
-def test_what_operators_are_told_to_watch_is_there() -> None:
+def test_the_metrics_that_operators_are_told_to_watch_exist() -> None:
     names = {family.name for family in Families()}
     rules = re.findall(r"^ +expr: (.+)$", (PAGE.parent / "operating.md").read_text(), re.MULTILINE)
     used = {name for rule in rules for name in re.findall(r"\b(?:appliance_|vllm:)\w+", rule)}

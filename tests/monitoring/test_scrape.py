@@ -32,7 +32,7 @@ def parts(tmp_path: Path) -> Iterator[Parts]:
     made.close()
 
 
-def test_no_request_is_looked_at(parts: Parts) -> None:
+def test_a_scrape_does_not_iterate_over_requests(parts: Parts) -> None:
     requests: Any = parts.serving.requests
     parts.counted.end(row(tenant="local"))
     for number in range(30):
@@ -50,7 +50,7 @@ def test_no_request_is_looked_at(parts: Parts) -> None:
     assert values(text, "vllm:kv_cache_usage_perc") == {("demo",): 1.0}
 
 
-def test_texts_are_made_anew_after_a_moment_and_not_for_everybody_who_asks_meanwhile(
+def test_the_text_is_cached_for_a_moment_and_shared_by_concurrent_scrapes(
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0

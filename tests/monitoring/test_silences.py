@@ -29,7 +29,7 @@ def test_silences_are_limited_and_an_ended_one_makes_room() -> None:
     assert manager.silence("*", "*", 60.0, "", "uid:0").until == now[0] + 60
 
 
-def test_a_silence_of_no_rule_is_refused_with_the_names_of_the_rules() -> None:
+def test_a_silence_that_matches_no_rule_is_refused_with_the_names_of_the_rules() -> None:
     nothing: Any = Nothing()
     manager = AlertManager(effective_rules([], []), nothing, nothing)
     with pytest.raises(LookupError, match=r"no rule matches 'replca-\*': use one of .*replica-"):

@@ -53,7 +53,7 @@ def forge(connection: sqlite3.Connection, first: int) -> None:
         )
 
 
-def test_a_whole_chain_is_found_whole():
+def test_an_intact_chain_passes_verification():
     connection = chain(20)
     verdict = audit.verify(connection, [audit.head(connection)])
     assert verdict.ok and verdict.rows == 20 and verdict.head == audit.head(connection)
@@ -74,7 +74,7 @@ def test_anybody_can_check_a_hash_with_the_documented_recipe():
     assert row["params"] == '{"id":2,"name":"n2"}'
 
 
-def test_rows_from_before_there_were_intents_keep_their_hashes():
+def test_rows_written_before_intents_existed_keep_their_hashes():
     connection = sqlite3.connect(":memory:", isolation_level=None)
     *before, phases = CONTROL.migrations
     for migration in before:
@@ -132,7 +132,7 @@ def test_one_changed_byte_anywhere_is_found_at_its_row(data):
 
 
 @pytest.mark.parametrize("value", [b"uid:0", b"\xff"], ids=["no text", "no UTF-8"])
-def test_what_is_no_text_any_more_is_found_at_its_row(value):
+def test_a_value_that_is_no_longer_text_is_found_at_its_row(value):
     connection = chain(3)
     cast = "?" if value == b"uid:0" else "CAST(? AS TEXT)"
     connection.execute(f"UPDATE audit SET actor = {cast} WHERE seq = 2", (value,))
@@ -140,7 +140,7 @@ def test_what_is_no_text_any_more_is_found_at_its_row(value):
 
 
 @pytest.mark.parametrize("column", ["host", "act", "phase", "after"])
-def test_a_value_that_is_gone_or_new_is_found_at_its_row(column):
+def test_a_removed_or_added_value_is_found_at_its_row(column):
     connection = chain(3)
     connection.execute(f"UPDATE audit SET {column} = NULL WHERE seq = 2")
     assert audit.verify(connection).broken_seq == 2
@@ -166,7 +166,7 @@ _RENUMBER = "".join(f"UPDATE audit SET seq = {seq - 1} WHERE seq = {seq};" for s
     ],
     ids=["middle", "first", "renumbered", "end"],
 )
-def test_removed_rows_are_found_without_a_recorded_head(removal, broken_seq, problem):
+def test_removed_rows_are_detected_without_a_recorded_head(removal, broken_seq, problem):
     connection = chain(10)
     connection.executescript(removal)
     verdict = audit.verify(connection)
@@ -180,7 +180,7 @@ def test_removed_rows_are_found_without_a_recorded_head(removal, broken_seq, pro
         ("DELETE FROM audit; DELETE FROM sqlite_sequence", 1),
     ],
 )
-def test_rows_that_were_removed_from_the_end_without_a_trace_need_a_recorded_head(removal, broken_seq):
+def test_rows_removed_from_the_end_without_a_trace_are_detected_only_with_a_recorded_head(removal, broken_seq):
     connection = chain(10)
     recorded = audit.head(connection)
     connection.executescript(removal)
@@ -188,7 +188,7 @@ def test_rows_that_were_removed_from_the_end_without_a_trace_need_a_recorded_hea
     assert audit.verify(connection, [recorded]).broken_seq == broken_seq
 
 
-def test_a_chain_rewritten_with_new_hashes_shows_against_a_recorded_head():
+def test_a_chain_rewritten_with_new_hashes_is_detected_with_a_recorded_head():
     connection = chain(10)
     recorded = audit.head(connection)
     connection.execute("UPDATE audit SET actor = 'uid:1000' WHERE seq = 4")
@@ -198,7 +198,7 @@ def test_a_chain_rewritten_with_new_hashes_shows_against_a_recorded_head():
     assert verdict.broken_seq == 10 and "but a recorded head has" in (verdict.problem or "")
 
 
-def test_the_recorded_heads_tell_where_a_rewritten_chain_stops_being_the_same():
+def test_the_recorded_heads_show_from_which_row_on_a_chain_was_rewritten():
     connection = chain(10)
     recorded = [audit.Head(row.seq, row.hash) for row in audit.all_rows(connection) if row.seq in (2, 6, 10)]
     connection.execute("UPDATE audit SET actor = 'uid:1000' WHERE seq = 4")
@@ -208,14 +208,14 @@ def test_the_recorded_heads_tell_where_a_rewritten_chain_stops_being_the_same():
     assert "an earlier one was rewritten (rows up to 2 are correct)" in (verdict.problem or "")
 
 
-def test_two_records_of_one_row_that_disagree_are_a_fault():
+def test_two_recorded_heads_of_one_row_that_differ_are_a_fault():
     connection = chain(3)
     good = audit.head(connection)
     assert audit.verify(connection, [good, good]).ok
     assert audit.verify(connection, [good, audit.Head(3, "1" * 64)]).broken_seq == 3
 
 
-def test_an_intent_without_a_result_is_known_until_its_result_comes():
+def test_an_intent_is_listed_as_unfinished_until_it_has_a_result():
     connection = chain(2)
     actor = audit.Actor("uid:0", None, "open")
     for made in (audit.intent(actor, "models.load", {}), audit.intent(actor._replace(act="x"), "a.b", {})):
@@ -230,20 +230,20 @@ def test_an_intent_without_a_result_is_known_until_its_result_comes():
     assert [row.act for row in audit.unfinished(connection, 100)] == ["x"]
 
 
-def test_a_chain_that_lost_its_end_does_not_grow_over_the_gap():
+def test_a_chain_that_lost_its_end_does_not_hide_the_gap_when_it_grows():
     connection = chain(5)
     connection.execute("DELETE FROM audit WHERE seq > 3")
     assert append(connection, 9).seq == 6
     assert audit.verify(connection).broken_seq == 4
 
 
-def test_an_audit_row_needs_the_transaction_of_its_change():
+def test_an_audit_row_can_be_appended_only_within_a_transaction():
     connection = chain(1)
     with pytest.raises(ValueError, match=r"keys\.create was appended outside a transaction"):
         audit.append(connection, entry(1))
 
 
-def test_what_is_not_json_is_refused():
+def test_values_that_are_not_json_are_refused():
     with pytest.raises(ValueError, match="JSON"):
         audit.outcome("uid:0", "b", {"x": float("nan")}, "ok")
     with pytest.raises(TypeError):

@@ -58,7 +58,7 @@ def take(state: Path, target: Path, **options: object) -> backup.Backup:
     return backup.back_up(state, target, others={}, **options)  # type: ignore[arg-type]
 
 
-def test_a_running_service_is_copied_whole_for_its_owner_only(running, tmp_path_factory):
+def test_a_backup_of_a_running_service_is_complete_and_readable_only_by_its_owner(running, tmp_path_factory):
     settings = running / "appliance.toml"
     settings.write_text("fronts = 2\n")
     target = tmp_path_factory.mktemp("backups") / "one"
@@ -86,7 +86,7 @@ def test_a_running_service_is_copied_whole_for_its_owner_only(running, tmp_path_
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("delete",)
 
 
-def test_a_backup_starts_a_service_that_goes_on_with_its_chain(running, tmp_path):
+def test_a_service_started_from_a_backup_continues_the_audit_chain(running, tmp_path):
     target = tmp_path / "restored"
     take(running, target)
     control = ControlStore(target / "control.db")
@@ -97,7 +97,7 @@ def test_a_backup_starts_a_service_that_goes_on_with_its_chain(running, tmp_path
     assert findings.ok and findings.verdict.rows == 2
 
 
-def test_an_existing_folder_gets_a_backup_named_by_the_time(running, tmp_path):
+def test_a_backup_into_an_existing_folder_is_named_by_the_time(running, tmp_path):
     place = tmp_path / "place"
     place.mkdir()
     done = take(running, place)
@@ -106,7 +106,7 @@ def test_an_existing_folder_gets_a_backup_named_by_the_time(running, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["state.tar", "state.tar.gz", "state.tgz"])
-def test_an_archive_holds_one_folder_and_is_for_its_owner_only(running, tmp_path, name):
+def test_an_archive_contains_one_folder_and_is_readable_only_by_its_owner(running, tmp_path, name):
     done = take(running, tmp_path / name, contents=False)
     assert done.path.stat().st_mode & 0o777 == 0o600
     with tarfile.open(done.path) as archive:
@@ -119,7 +119,7 @@ def test_an_archive_holds_one_folder_and_is_for_its_owner_only(running, tmp_path
         ]
 
 
-def test_nothing_is_overwritten(running, tmp_path):
+def test_an_existing_file_is_not_overwritten(running, tmp_path):
     taken = tmp_path / "there.tar"
     taken.write_text("mine")
     with pytest.raises(StoreError, match=r"there\.tar already exists: choose another path"):
@@ -127,7 +127,7 @@ def test_nothing_is_overwritten(running, tmp_path):
     assert taken.read_text() == "mine"
 
 
-def test_a_target_that_may_not_be_looked_at_is_named(running, tmp_path, monkeypatch):
+def test_an_inaccessible_target_is_named(running, tmp_path, monkeypatch):
     # A folder owned by another user raises this error for every caller except root.
     def refuse(*asked, **options):
         raise PermissionError(13, "Permission denied", str(tmp_path / "theirs"))
@@ -138,7 +138,7 @@ def test_a_target_that_may_not_be_looked_at_is_named(running, tmp_path, monkeypa
         take(running, tmp_path / "theirs" / "copy")
 
 
-def test_a_broken_chain_is_no_backup_and_leaves_nothing(running, tmp_path):
+def test_a_broken_chain_makes_the_backup_fail_and_leaves_no_files(running, tmp_path):
     place = tmp_path / "place"
     place.mkdir()
     with pytest.raises(CorruptDatabaseError, match=r"row 2: rows 2 to 9 are missing"):
@@ -146,7 +146,7 @@ def test_a_broken_chain_is_no_backup_and_leaves_nothing(running, tmp_path):
     assert list(place.iterdir()) == []
 
 
-def test_a_damaged_database_is_no_backup_and_leaves_nothing(running, tmp_path, history):
+def test_a_damaged_database_makes_the_backup_fail_and_leaves_no_files(running, tmp_path, history):
     history.close()
     with (running / "history.db").open("r+b") as file:
         file.seek(4096 * 2)
@@ -158,7 +158,7 @@ def test_a_damaged_database_is_no_backup_and_leaves_nothing(running, tmp_path, h
     assert list(place.iterdir()) == []
 
 
-def test_what_goes_away_meanwhile_is_named_without_the_remedy_of_a_lost_database(
+def test_a_file_removed_during_the_backup_is_named_without_the_remedy_for_a_lost_database(
     running, tmp_path_factory, monkeypatch
 ):
     target = tmp_path_factory.mktemp("backups") / "x"
@@ -174,14 +174,14 @@ def test_what_goes_away_meanwhile_is_named_without_the_remedy_of_a_lost_database
     assert "restore" not in str(caught.value) and not [*target.parent.iterdir()]
 
 
-def test_a_full_target_says_so_and_leaves_nothing(running, tiny_disk):
+def test_a_full_target_disk_is_reported_and_no_files_are_left(running, tiny_disk):
     (tiny_disk / "ballast").write_bytes(b"\0" * (900 << 10))
     with pytest.raises(StorageFaultError, match=r"free (disk )?space"):
         take(running, tiny_disk / "b")
     assert [path.name for path in tiny_disk.iterdir()] == ["ballast"]
 
 
-def test_the_writer_does_not_wait_for_a_backup_which_is_of_one_moment(
+def test_a_backup_is_a_consistent_snapshot_and_does_not_delay_the_writer(
     history, request_row, tmp_path, eventually
 ):
     folder = history.path.parent

@@ -25,7 +25,7 @@ def create(control: ControlStore, name: str = "laptop", **options: float):
     return control.create_key(actor="uid:0", name=name, tenant="default", **options).result(60)
 
 
-def test_a_new_key_opens_the_door_and_names_its_tenant(control):
+def test_a_new_key_is_valid_and_names_its_tenant(control):
     created = create(control)
     assert re.fullmatch(r"ak-[A-Za-z0-9_-]{43}", created.key)
     found = control.lookup(created.key)
@@ -35,12 +35,12 @@ def test_a_new_key_opens_the_door_and_names_its_tenant(control):
 
 
 @pytest.mark.parametrize("guess", ["", "ak-", "ak-" + "A" * 43, "\ud800", "x" * 100_000])
-def test_other_texts_open_nothing(control, guess):
+def test_other_texts_are_not_valid_keys(control, guess):
     create(control)
     assert control.lookup(guess) is None
 
 
-def test_the_secret_is_nowhere_on_the_disk_and_its_hash_is(tmp_path, control):
+def test_the_disk_contains_the_hash_of_a_secret_but_not_the_secret(tmp_path, control):
     created = create(control)
     control.close()
     content = b"".join(file.read_bytes() for file in tmp_path.iterdir())
@@ -49,7 +49,7 @@ def test_the_secret_is_nowhere_on_the_disk_and_its_hash_is(tmp_path, control):
     assert hashlib.sha256(created.key.encode()).hexdigest().encode() in content
 
 
-def test_a_revoked_key_opens_nothing_from_then_on(control):
+def test_a_revoked_key_is_no_longer_valid(control):
     created = create(control)
     revoked = control.revoke_key(actor="uid:0", key_id=created.record.id).result(60).after
     assert revoked.revoked_at is not None
@@ -58,13 +58,13 @@ def test_a_revoked_key_opens_nothing_from_then_on(control):
     assert again.revoked_at == revoked.revoked_at
 
 
-def test_revoking_an_unknown_key_fails_by_name_and_leaves_no_audit_row(control):
+def test_revoking_an_unknown_key_names_it_and_leaves_no_audit_row(control):
     with pytest.raises(UnknownKeyError, match="key_none"):
         control.revoke_key(actor="uid:0", key_id="key_none").result(60)
     assert read_audit(control.path) == []
 
 
-def test_an_expired_key_opens_nothing(control, monkeypatch):
+def test_an_expired_key_is_not_valid(control, monkeypatch):
     created = create(control, expires_at=time.time() + 1000)
     assert control.lookup(created.key) is not None
     later = time.time() + 1001
@@ -72,7 +72,7 @@ def test_an_expired_key_opens_nothing(control, monkeypatch):
     assert control.lookup(created.key) is None
 
 
-def test_senseless_keys_are_refused_with_the_value(control):
+def test_invalid_fields_of_a_key_are_refused_with_the_value(control):
     with pytest.raises(ValueError, match=r"expires_at is 5\.0, which is in the past"):
         control.create_key(actor="uid:0", name="a", tenant="default", expires_at=5.0)
     for name in ("", "a\nb", "x" * 201, "\ud800"):
@@ -80,7 +80,7 @@ def test_senseless_keys_are_refused_with_the_value(control):
             control.create_key(actor="uid:0", name=name, tenant="default")
 
 
-def test_keys_are_there_after_a_restart(tmp_path, control):
+def test_keys_survive_a_restart(tmp_path, control):
     kept, revoked = create(control, "kept"), create(control, "revoked")
     control.revoke_key(actor="uid:0", key_id=revoked.record.id).result(60)
     control.close()
@@ -107,7 +107,7 @@ def test_each_change_is_in_the_audit_chain_without_the_secret(control):
     assert verify_audit(control.path, [read_audit_head(control.path)]).ok
 
 
-def test_a_change_and_its_audit_row_stand_or_fall_together(control):
+def test_a_change_and_its_audit_row_are_committed_or_rolled_back_together(control):
     def half(connection: sqlite3.Connection) -> None:
         connection.execute("DELETE FROM keys")
         raise RuntimeError("halfway")
@@ -126,7 +126,7 @@ def test_a_change_and_its_audit_row_stand_or_fall_together(control):
     assert [row.action for row in read_audit(control.path)] == ["keys.create"]
 
 
-def test_audit_rows_resist_plain_sql(control):
+def test_plain_sql_cannot_change_audit_rows(control):
     create(control)
     control.close()
     with closing(sqlite3.connect(control.path)) as connection:
@@ -135,7 +135,7 @@ def test_audit_rows_resist_plain_sql(control):
                 connection.execute(statement)
 
 
-def test_a_hundred_keys_made_at_once_make_one_chain(control):
+def test_a_hundred_keys_created_concurrently_form_one_audit_chain(control):
     futures = [
         control.create_key(actor="uid:0", name=f"k{number}", tenant="default") for number in range(100)
     ]
@@ -153,7 +153,7 @@ def test_every_commit_of_control_state_reaches_the_disk(control):
     assert control.change(actor="uid:0", action="test", params={}, apply=synchronous).result(60) == full
 
 
-def test_what_a_future_has_confirmed_survives_kill_9(tmp_path):
+def test_a_change_confirmed_by_a_future_survives_kill_9(tmp_path):
     source = """
 import os, signal, sys; from pathlib import Path
 from store.control import ControlStore
@@ -170,7 +170,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert verify_audit(path).rows == 1
 
 
-def test_a_full_disk_refuses_new_keys_and_keeps_the_old_ones_working(tiny_disk):
+def test_on_a_full_disk_new_keys_are_refused_and_existing_keys_remain_valid(tiny_disk):
     control = ControlStore(tiny_disk / "control.db")
     control.start()
     created = create(control)
@@ -189,7 +189,7 @@ def test_a_full_disk_refuses_new_keys_and_keeps_the_old_ones_working(tiny_disk):
     assert verify_audit(control.path).ok
 
 
-def test_a_first_start_on_a_full_disk_says_that_it_is_full(tiny_disk):
+def test_a_first_start_on_a_full_disk_names_the_cause(tiny_disk):
     ballast = tiny_disk / "ballast"
     with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
         while True:

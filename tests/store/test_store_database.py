@@ -34,7 +34,7 @@ def make_notes(path: Path, *texts: str) -> None:
     database.close()
 
 
-def test_a_new_database_has_the_pragmas_that_the_design_asks_for(tmp_path):
+def test_a_new_database_has_the_required_pragmas(tmp_path):
     database = WritableDatabase(tmp_path / "notes.db", NOTES, "FULL")
     connection = database.connection
     found = {name: pragma(connection, name) for name in ("journal_mode", "auto_vacuum", "synchronous")}
@@ -55,7 +55,7 @@ def test_a_clean_stop_leaves_one_complete_file_that_is_not_in_wal_mode(tmp_path)
         assert connection.execute("SELECT text FROM notes").fetchall() == [("kept",)]
 
 
-def test_an_auditor_without_write_rights_opens_a_stopped_file_with_plain_sqlite(
+def test_an_auditor_without_write_permission_opens_the_file_of_a_stopped_service_with_plain_sqlite(
     public_folder, run_unprivileged
 ):
     path = public_folder / "notes.db"
@@ -81,7 +81,7 @@ print(store.database.open_readonly(Path(sys.argv[1])).execute("SELECT text FROM 
     database.close()
 
 
-def test_a_copy_in_wal_mode_is_read_where_its_shared_memory_cannot_be_made(public_folder, run_unprivileged):
+def test_a_copy_in_wal_mode_can_be_read_where_its_shared_memory_file_cannot_be_created(public_folder, run_unprivileged):
     path = public_folder / "notes.db"
     path.touch(0o644)
     database = WritableDatabase(path, NOTES, "FULL")
@@ -115,7 +115,7 @@ def test_a_reader_cannot_write(tmp_path):
         connection.execute("INSERT INTO notes VALUES ('no')")
 
 
-def test_a_reader_that_stays_does_not_hinder_the_stop_or_the_next_start(tmp_path, caplog, monkeypatch):
+def test_an_open_reader_does_not_prevent_the_stop_or_the_next_start(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("store.database._LEAVE_WAL_TIMEOUT_S", 0.05)
     path = tmp_path / "notes.db"
     database = WritableDatabase(path, NOTES, "FULL")
@@ -128,7 +128,7 @@ def test_a_reader_that_stays_does_not_hinder_the_stop_or_the_next_start(tmp_path
         assert reader.execute("SELECT count(*) FROM notes").fetchone() == (2,)
 
 
-def test_there_is_one_writer_at_a_time_and_the_second_learns_which(tmp_path):
+def test_only_one_writer_is_allowed_and_the_second_one_gets_its_process_id(tmp_path):
     path = tmp_path / "notes.db"
     first = WritableDatabase(path, NOTES, "FULL")
     with pytest.raises(DatabaseInUseError, match=f"process {os.getpid()}"):
@@ -137,7 +137,7 @@ def test_there_is_one_writer_at_a_time_and_the_second_learns_which(tmp_path):
     WritableDatabase(path, NOTES, "FULL").close()
 
 
-def test_the_lock_of_a_killed_writer_is_free(tmp_path):
+def test_the_lock_of_a_killed_writer_is_released(tmp_path):
     path = tmp_path / "notes.db"
     source = """
 import os, signal, sys; from pathlib import Path; from store.database import WritableDatabase
@@ -149,7 +149,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     make_notes(path)
 
 
-def test_a_file_that_is_no_database_is_refused_by_name_with_a_remedy(tmp_path):
+def test_a_file_that_is_not_a_database_is_refused_by_name_with_a_remedy(tmp_path):
     path = tmp_path / "notes.db"
     path.write_bytes(b"this is not a database" * 100)
     for attempt in (lambda: WritableDatabase(path, NOTES, "FULL"), lambda: open_readonly(path)):
@@ -158,7 +158,7 @@ def test_a_file_that_is_no_database_is_refused_by_name_with_a_remedy(tmp_path):
     assert path.read_bytes().startswith(b"this is not")
 
 
-def test_a_file_of_a_newer_version_is_refused_untouched(tmp_path):
+def test_a_file_of_a_newer_version_is_refused_unchanged(tmp_path):
     path = tmp_path / "notes.db"
     newer = Schema("notes", (*NOTES.migrations, Migration("more", ("CREATE TABLE more (text TEXT)",))))
     WritableDatabase(path, newer, "FULL").close()
@@ -188,7 +188,7 @@ def test_missing_files_and_folders_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("folder_mode", "named"), [(0o555, "{folder} is not writable"), (0o777, "{file} is not writable")]
 )
-def test_a_file_or_folder_without_write_rights_is_named(public_folder, run_unprivileged, folder_mode, named):
+def test_a_file_or_folder_without_write_permission_is_named(public_folder, run_unprivileged, folder_mode, named):
     path = public_folder / "notes.db"
     make_notes(path)
     path.chmod(0o444)
@@ -203,7 +203,7 @@ except store.database.NotWritableError as error:
     assert named.format(folder=public_folder, file=path) in run_unprivileged(source, path)
 
 
-def test_migrations_run_once_in_order_and_keep_what_is_there(tmp_path):
+def test_migrations_run_once_in_order_and_keep_the_existing_data(tmp_path):
     path = tmp_path / "notes.db"
     make_notes(path, "old")
     newer = Schema(
@@ -227,7 +227,7 @@ def test_a_migration_that_fails_halfway_leaves_nothing_behind(tmp_path):
         assert connection.execute("SELECT name FROM sqlite_master WHERE name = 'half'").fetchall() == []
 
 
-def test_the_integrity_check_sees_a_damaged_page(tmp_path):
+def test_the_integrity_check_detects_a_damaged_page(tmp_path):
     path = tmp_path / "history.db"
     WritableDatabase(path, HISTORY, "NORMAL").close()
     assert integrity_problems(path) == []
@@ -241,7 +241,7 @@ def test_the_integrity_check_sees_a_damaged_page(tmp_path):
     assert integrity_problems(damaged)
 
 
-def test_reading_and_opening_a_current_file_import_nothing_heavy(tmp_path):
+def test_reading_or_opening_an_up_to_date_file_imports_no_large_modules(tmp_path):
     WritableDatabase(tmp_path / "history.db", HISTORY, "NORMAL").close()
     source = """
 import sys; from pathlib import Path

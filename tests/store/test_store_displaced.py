@@ -49,7 +49,7 @@ def test_deleted_files_are_written_back(writer, suffixes, eventually):
     assert (writer.state().dropped_rows, writer.state().last_error) == (0, None)
 
 
-def test_an_idle_writer_notices_too(writer, eventually):
+def test_an_idle_writer_notices_a_deleted_file_too(writer, eventually):
     writer.path.unlink()
     eventually(writer.path.exists)
     assert numbers(writer.path) == list(range(100))
@@ -69,7 +69,7 @@ def test_a_foreign_file_at_the_path_is_moved_aside(writer, tmp_path):
     assert numbers(aside) == [7777]
 
 
-def test_rows_wait_while_the_folder_is_gone(writer, eventually):
+def test_rows_wait_while_the_folder_is_missing(writer, eventually):
     shutil.rmtree(writer.path.parent)
     for number in range(100, 200):
         writer.submit(insert(number))
@@ -80,7 +80,7 @@ def test_rows_wait_while_the_folder_is_gone(writer, eventually):
     assert writer.state().last_error is None
 
 
-def test_a_file_that_is_deleted_just_before_the_stop_is_there_afterwards(writer):
+def test_a_file_deleted_just_before_the_stop_is_restored(writer):
     writer.path.unlink()
     writer.close()
     assert numbers(writer.path) == list(range(100))

@@ -36,7 +36,7 @@ def state(history, request_row):
     control.close()
 
 
-def test_the_pages_queries_run(state):
+def test_the_queries_on_the_page_run(state):
     ran = 0
     for block in blocks("sql"):
         name = re.match(r"-- (\S+)\n", block)
@@ -48,7 +48,7 @@ def test_the_pages_queries_run(state):
     assert ran >= 7
 
 
-def test_the_pages_chain_check_agrees_and_finds_a_forgery(state):
+def test_the_chain_check_on_the_page_accepts_the_chain_and_finds_a_forgery(state):
     [source] = blocks("python")
     path = state / "control.db"
 
@@ -64,7 +64,7 @@ def test_the_pages_chain_check_agrees_and_finds_a_forgery(state):
     assert check().stderr.strip() == "broken at row 2"
 
 
-def test_the_page_names_every_table_column_and_view(state):
+def test_the_page_documents_every_table_column_and_view(state):
     page = PAGE.read_text()
     for name in ("history.db", "control.db", "contents.db"):
         with closing(sqlite3.connect(f"file:{state / name}?mode=ro", uri=True)) as connection:

@@ -46,7 +46,7 @@ def test_the_records_survive_a_restart(registry: ModelRegistry, tmp_path: Path) 
     assert read.aliases["gpt"].target == "chat@1"
 
 
-def test_the_former_default_is_remembered(registry: ModelRegistry) -> None:
+def test_the_previous_default_version_is_stored(registry: ModelRegistry) -> None:
     add(registry), add(registry)
     registry.set_default(actor="uid:0", action="models.default", model="chat", version=2).result(60)
     model = registry.current.models["chat"]
@@ -108,7 +108,7 @@ def test_a_split_survives_a_restart_and_is_replaced_as_a_whole(
         registry.set_split(actor="uid:0", name="chat", weights=None).result(60)
 
 
-def test_a_version_that_a_split_names_cannot_be_removed(registry: ModelRegistry) -> None:
+def test_a_version_in_a_split_cannot_be_removed(registry: ModelRegistry) -> None:
     add(registry), add(registry)
     registry.set_alias(actor="uid:0", name="gpt", target="chat").result(60)
     split(registry, "gpt", v1=1, v2=1)

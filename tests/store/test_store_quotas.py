@@ -19,12 +19,12 @@ def read(history) -> QuotaState:
     return read_quotas(history.path)
 
 
-def test_nothing_was_ever_written_down_is_no_use_either(history, request_row):
+def test_without_a_stored_snapshot_there_is_no_usage(history, request_row):
     history.log.open(request_row(tenant="acme", quota_tokens=9))
     assert read(history) == QuotaState([], [])
 
 
-def test_the_latest_levels_are_found_and_those_that_are_gone_are_not(history, quota_log):
+def test_the_latest_levels_are_found_and_deleted_ones_are_not(history, quota_log):
     quota_log.save([tenant(tokens_per_minute=5.5), tenant("other", requests_per_minute=2.0)])
     quota_log.save(
         [tenant(at=1_000_002.0, tokens_per_minute=-3.25, tokens_per_day=7.0)], [("tenant", "other")]
@@ -32,7 +32,7 @@ def test_the_latest_levels_are_found_and_those_that_are_gone_are_not(history, qu
     assert read(history).levels == [tenant(at=1_000_002.0, tokens_per_minute=-3.25, tokens_per_day=7.0)]
 
 
-def test_what_was_used_after_the_snapshot_is_found_and_what_before_is_in_it(history, request_row, quota_log):
+def test_only_usage_after_the_snapshot_is_listed(history, request_row, quota_log):
     history.log.end(request_row("before", tenant="acme", quota_tokens=100, finished_at=1_000_001.0))
     history.log.open(request_row("runs on", tenant="acme", key_id="key_1", quota_tokens=50))
     history.log.open(request_row("ends after", tenant="acme", quota_tokens=70))
@@ -47,7 +47,7 @@ def test_what_was_used_after_the_snapshot_is_found_and_what_before_is_in_it(hist
     ]
 
 
-def test_rows_that_a_start_sealed_are_used_until_the_next_snapshot(history, request_row, quota_log):
+def test_rows_closed_at_startup_count_as_usage_until_the_next_snapshot(history, request_row, quota_log):
     history.log.open(request_row(tenant="acme", quota_tokens=50))
     quota_log.save([tenant(tokens_per_minute=5.0)])
     for _ in range(2):
@@ -57,7 +57,7 @@ def test_rows_that_a_start_sealed_are_used_until_the_next_snapshot(history, requ
     assert read(history).used == []
 
 
-def test_levels_that_did_not_change_stay_right(history, request_row, quota_log):
+def test_levels_that_did_not_change_stay_valid(history, request_row, quota_log):
     quota_log.save([tenant("quiet", tokens_per_minute=1.0), tenant(tokens_per_minute=9.0)])
     history.log.end(request_row(tenant="acme", quota_tokens=3, finished_at=1_000_001.0))
     quota_log.save([tenant(tokens_per_minute=6.0)])

@@ -55,7 +55,7 @@ def plain(path: Path, sql: str) -> list[tuple[object, ...]]:
         return connection.execute(sql).fetchall()
 
 
-def test_a_request_is_open_from_its_admission_and_ends_with_every_figure(history, request_row):
+def test_a_request_is_open_from_its_admission_and_ends_with_all_values(history, request_row):
     history.log.open(request_row())
     assert history.writer.flush()
     [opened] = history.reader.changes(0)
@@ -112,14 +112,14 @@ def test_an_opening_after_the_end_does_not_reopen_the_request(history, request_r
     assert "opened twice" in caplog.text
 
 
-def test_rows_at_the_wrong_door_are_refused(history, request_row):
+def test_rows_passed_to_the_wrong_method_are_refused(history, request_row):
     with pytest.raises(ValueError, match=r"req-1 has finished_at 5\.0: pass a row"):
         history.log.open(request_row(finished_at=5.0))
     with pytest.raises(ValueError, match="req-1 has no finished_at"):
         history.log.end(request_row())
 
 
-def test_hostile_text_costs_no_row(history, request_row):
+def test_malicious_text_loses_no_row(history, request_row):
     history.log.end(request_row("req-\udc80", finished_at=1.0, model="\ud800 model", error="x" * 1_000_000))
     history.log.end(request_row("req-\udc80", finished_at=2.0))
     assert history.writer.flush()
@@ -130,7 +130,7 @@ def test_hostile_text_costs_no_row(history, request_row):
     assert history.reader.query(RequestFilter(model="\ud800 model"), 10) == [row]
 
 
-def test_a_start_after_a_crash_seals_what_was_open_and_nothing_else(tmp_path, open_history, request_row):
+def test_a_start_after_a_crash_closes_the_open_rows_and_no_others(tmp_path, open_history, request_row):
     first = open_history(tmp_path)
     first.log.end(request_row("done", **FULL_END))
     for number in range(3):
@@ -167,7 +167,7 @@ def test_followers_see_each_opening_and_each_end_in_order(history, request_row):
     assert history.reader.changes(seen[-1].sequence) == []
 
 
-def test_following_goes_on_over_a_restart(tmp_path, open_history, request_row):
+def test_following_continues_across_a_restart(tmp_path, open_history, request_row):
     first = open_history(tmp_path)
     first.log.end(request_row("a", finished_at=2.0))
     first.close()
@@ -178,7 +178,7 @@ def test_following_goes_on_over_a_restart(tmp_path, open_history, request_row):
     assert [row.request_id for row in second.reader.changes(last)] == ["b"]
 
 
-def test_queries_find_the_youngest_that_match_oldest_first(history, request_row):
+def test_queries_return_the_newest_matching_rows_oldest_first(history, request_row):
     for number in range(10):
         history.log.end(
             request_row(
@@ -212,7 +212,7 @@ def test_queries_find_the_youngest_that_match_oldest_first(history, request_row)
         found(limit=0)
 
 
-def test_the_questions_people_ask_use_an_index(history):
+def test_common_queries_use_an_index(history):
     for where, index in (
         ("WHERE sequence > 5 ORDER BY sequence", "requests_sequence"),
         ("WHERE created_at >= 5", "requests_created_at"),
@@ -225,7 +225,7 @@ def test_the_questions_people_ask_use_an_index(history):
         assert index in plan and "TEMP B-TREE" not in plan
 
 
-def test_the_views_give_an_auditor_times_usage_and_failures(history, request_row):
+def test_the_views_show_times_usage_and_failures(history, request_row):
     day = 86_400.0
     history.log.end(request_row("a", **{**FULL_END, "created_at": day, "finished_at": day + 1.5}))
     history.log.end(request_row("b", **{**FULL_END, "created_at": day + 10, "finished_at": day + 11}))
@@ -248,12 +248,12 @@ def test_the_views_give_an_auditor_times_usage_and_failures(history, request_row
     ]
 
 
-def test_a_log_that_is_not_there_is_named(tmp_path):
+def test_a_missing_log_is_named(tmp_path):
     with pytest.raises(MissingDatabaseError, match=r"history\.db does not exist"):
         RequestReader(tmp_path / "history.db").changes(0)
 
 
-def test_an_auditor_without_write_rights_tails_the_live_log(
+def test_an_auditor_without_write_permission_can_follow_the_log_of_a_running_service(
     public_folder, open_history, request_row, run_unprivileged
 ):
     (public_folder / "history.db").touch(0o644)
@@ -264,7 +264,7 @@ def test_an_auditor_without_write_rights_tails_the_live_log(
     assert run_unprivileged(source, history.path) == "a"
 
 
-def test_kill_9_loses_no_row_that_was_seen_and_a_restart_seals_the_open_ones(
+def test_kill_9_loses_no_visible_row_and_a_restart_closes_the_open_ones(
     tmp_path, open_history, eventually
 ):
     source = """
@@ -347,7 +347,7 @@ def test_the_usage_of_a_day_outlives_the_rows_of_its_requests(history, request_r
     assert read_usage(history.path, UsageFilter(until_day="1970-01-12", tenant="t"), 10, None) == [row]
 
 
-def test_requests_that_were_unfinished_at_a_time_are_found(history, request_row, monkeypatch):
+def test_requests_that_were_unfinished_at_a_given_time_are_found(history, request_row, monkeypatch):
     for number in range(6):
         row = request_row(f"req-{number}", created_at=100.0 + number)
         history.log.open(row)

@@ -46,7 +46,7 @@ def until_done(writer: Writer, operation: object) -> list[retention.Removed]:
     return done
 
 
-def test_ended_requests_go_after_their_time_in_small_batches_and_open_ones_stay(history, request_row):
+def test_expired_requests_are_removed_in_small_batches_and_open_ones_are_kept(history, request_row):
     for number in range(250):
         history.log.end(request_row(f"req-{number}", created_at=float(number), finished_at=number + 1.0))
     history.log.open(request_row("req-open", created_at=0.0))
@@ -58,7 +58,7 @@ def test_ended_requests_go_after_their_time_in_small_batches_and_open_ones_stay(
     assert left == {"req-open", "req-new", *(f"req-{number}" for number in range(200, 250))}
 
 
-def test_the_row_that_changed_last_stays_so_that_followers_never_count_again(history, request_row):
+def test_the_last_changed_row_is_kept_so_that_clients_that_follow_can_continue(history, request_row):
     for number in range(3):
         history.log.end(request_row(f"req-{number}", created_at=0.0, finished_at=1.0))
     history.writer.flush()
@@ -67,7 +67,7 @@ def test_the_row_that_changed_last_stays_so_that_followers_never_count_again(his
     assert history.reader.last_sequence() == 3
 
 
-def test_contents_go_after_their_tenants_time_or_the_common_one(contents):
+def test_contents_are_removed_after_the_tenants_retention_time_or_the_default_one(contents):
     log = ContentLog(contents)
     for tenant in ("short", "long", "ever", "gone"):
         for age in (1, 5, 9):
@@ -80,7 +80,7 @@ def test_contents_go_after_their_tenants_time_or_the_common_one(contents):
     assert left == ["ever-1", "ever-5", "ever-9", "gone-1", "gone-5", "long-1", "long-5", "short-1"]
 
 
-def test_room_goes_back_to_the_disk_and_no_batch_takes_much(contents):
+def test_space_is_returned_to_the_disk_in_small_batches(contents):
     log = ContentLog(contents)
     text = "word " * 20_000
     for number in range(100):
@@ -98,7 +98,7 @@ def test_room_goes_back_to_the_disk_and_no_batch_takes_much(contents):
     assert contents.path.stat().st_size == left * 4096
 
 
-def test_what_went_is_nowhere_in_the_file(contents):
+def test_removed_contents_are_nowhere_in_the_file(contents):
     log = ContentLog(contents)
     log.keep(
         [content("req-1", text="a most secret phrase"), content("req-2", text="another", created_at=50.0)]
@@ -110,7 +110,7 @@ def test_what_went_is_nowhere_in_the_file(contents):
     assert b"another" in data and b"secret phrase" not in data
 
 
-def test_contents_are_read_back_prompts_first_for_the_services_user_only(contents):
+def test_contents_are_read_back_prompts_first_and_only_by_the_services_user(contents):
     log = ContentLog(contents)
     answer = Content(
         request_id="req-1",
@@ -133,7 +133,7 @@ def test_contents_are_read_back_prompts_first_for_the_services_user_only(content
         assert contents.path.with_name(f"contents.db{suffix}").stat().st_mode & 0o777 == 0o600, suffix
 
 
-def test_texts_that_wait_take_a_bounded_share_of_memory(contents):
+def test_waiting_texts_take_a_bounded_amount_of_memory(contents):
     contents.close()
     # The writer has not been started, so nothing is committed.
     stuck = Writer(contents.path, CONTENTS, synchronous="NORMAL")
@@ -153,7 +153,7 @@ def busy_timeout(connection: sqlite3.Connection) -> int:
     return int(connection.execute("PRAGMA busy_timeout").fetchone()[0])
 
 
-def test_a_reader_is_not_waited_for_when_the_log_is_emptied(contents):
+def test_emptying_the_log_does_not_wait_for_readers(contents):
     log = ContentLog(contents)
     log.keep([content("req-1", text="a most secret phrase", created_at=1.0)])
     contents.flush()
@@ -174,7 +174,7 @@ def test_a_reader_is_not_waited_for_when_the_log_is_emptied(contents):
     assert patience > 0 and contents.call(busy_timeout).result(60) == 60000
 
 
-def test_what_was_removed_is_nowhere_in_the_files_once_the_log_is_emptied(contents):
+def test_removed_contents_are_in_no_file_once_the_log_is_emptied(contents):
     log = ContentLog(contents)
     for number in range(20):
         log.keep([content(f"req-{number}", text="a most secret phrase", created_at=1.0)])

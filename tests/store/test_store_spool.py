@@ -40,7 +40,7 @@ class FullDatabase:
 LONG = "x" * 5000
 
 
-def test_what_the_database_refuses_is_spooled_and_comes_into_the_chain_in_order(control, tmp_path, caplog):
+def test_entries_that_the_database_refuses_are_spooled_and_reach_the_chain_in_order(control, tmp_path, caplog):
     control.create_tenant(actor=ROOT, name="before", changes={}).result(60)
     with FullDatabase(control):
         actors = []
@@ -71,7 +71,7 @@ def test_what_the_database_refuses_is_spooled_and_comes_into_the_chain_in_order(
     assert evidence.examine_folder(tmp_path).ok
 
 
-def test_a_change_that_is_refused_for_want_of_room_is_audited_all_the_same(control):
+def test_a_change_refused_for_lack_of_space_is_still_audited(control):
     with FullDatabase(control):
         actor = announced(control, "keys.create", name=LONG)
         with pytest.raises(StorageFaultError) as raised:
@@ -87,7 +87,7 @@ def test_a_change_that_is_refused_for_want_of_room_is_audited_all_the_same(contr
     ]
 
 
-def test_what_waits_outlives_the_service(tmp_path):
+def test_waiting_entries_survive_the_end_of_the_service(tmp_path):
     first = ControlStore(tmp_path / "control.db")
     first.start()
     with FullDatabase(first):
@@ -107,7 +107,7 @@ def test_what_waits_outlives_the_service(tmp_path):
     assert not (tmp_path / "audit.spool").exists()
 
 
-def test_a_line_that_somebody_changed_while_it_waited_is_marked(tmp_path):
+def test_a_spool_line_that_was_changed_is_marked(tmp_path):
     first = ControlStore(tmp_path / "control.db")
     first.start()
     with FullDatabase(first):
@@ -129,7 +129,7 @@ def test_a_line_that_somebody_changed_while_it_waited_is_marked(tmp_path):
     assert marked == ["uid:9"]
 
 
-def test_a_line_that_nobody_can_read_is_recorded_as_such(tmp_path):
+def test_an_unreadable_spool_line_is_recorded(tmp_path):
     fill(tmp_path)
     (tmp_path / "audit.spool").write_bytes(b"not a line\n")
     control = ControlStore(tmp_path / "control.db")
@@ -149,7 +149,7 @@ def entry(number: int, size: int = 100) -> object:
     return outcome(ROOT, "a.b", {"number": number, "filler": "x" * size}, "ok")
 
 
-def test_a_full_disk_takes_entries_into_the_reserved_space(tiny_disk):
+def test_on_a_full_disk_entries_go_into_the_reserved_space(tiny_disk):
     key = heads.make_or_read_key(tiny_disk)
     spool = Spool(tiny_disk / "audit.spool", key)
     spool.start()
@@ -186,7 +186,7 @@ def test_entries_beyond_the_reserved_space_wait_in_memory_until_the_disk_has_spa
     assert path.read_bytes().strip(b"\0") == b""
 
 
-def test_entries_wait_in_memory_while_the_file_cannot_be_made(tmp_path):
+def test_entries_wait_in_memory_while_the_file_cannot_be_created(tmp_path):
     spool = Spool(tmp_path / "missing" / "audit.spool", heads.make_or_read_key(tmp_path))
     spool.put(entry(1))
     assert (spool.state().in_memory, spool.state().path) == (1, None)
@@ -195,7 +195,7 @@ def test_entries_wait_in_memory_while_the_file_cannot_be_made(tmp_path):
     assert (spool.state().in_memory, spool.state().path) == (0, tmp_path / "missing" / "audit.spool")
 
 
-def test_a_spool_is_no_more_than_its_bound(tmp_path, monkeypatch, caplog):
+def test_the_size_of_the_spool_is_bounded(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("store.spool.MAX_ENTRIES", 2)
     spool = Spool(tmp_path / "audit.spool", heads.make_or_read_key(tmp_path))
     for number in range(3):

@@ -345,7 +345,7 @@ def test_numbers_that_do_not_fill_the_rows_are_refused():
         unpack(pack([array("d", [1.0, 2.0])]), 3)
 
 
-def test_a_sample_knows_its_tree():
+def test_a_sample_can_be_converted_back_to_its_tree():
     assert TelemetrySample(START, TelemetryLayout(b'{"a":0}'), array("d", [math.nan])).tree() == {"a": None}
 
 

@@ -36,7 +36,7 @@ def last_row(control: ControlStore) -> tuple[AuditRow, dict[str, Any]]:
     return row, {**json.loads(row.params), **values}
 
 
-def test_two_tenants_are_there_from_the_first_start(control):
+def test_two_tenants_exist_from_the_first_start(control):
     assert list(control.policies.tenants) == ["default", "local"]
     assert control.policies.tenants["local"] == TenantRecord(
         name="local", created_at=control.policies.tenants["local"].created_at
@@ -72,13 +72,13 @@ def test_memory_and_file_agree_after_every_change(control):
     assert verify_audit(control.path).ok
 
 
-def test_changing_one_limit_leaves_the_others_and_none_lifts_it(control):
+def test_changing_one_limit_keeps_the_others_and_none_removes_it(control):
     tenant(control, quota={"requests_per_minute": 60.0, "concurrent_requests": 4})
     control.set_tenant(actor=WHO, name="acme", changes={"quota": {"requests_per_minute": None}}).result(60)
     assert control.policies.tenants["acme"].quota == Quota(concurrent_requests=4)
 
 
-def test_the_audit_row_has_what_was_there_before_and_after(control):
+def test_the_audit_row_contains_the_old_and_new_values(control):
     tenant(control, weight=2.0)
     row, params = last_row(control)
     assert (row.action, params["name"], params["before"]) == ("tenants.create", "acme", None)
@@ -122,7 +122,7 @@ def test_the_audit_row_has_what_was_there_before_and_after(control):
         ({"suspended_at": 1.0}, "suspended_at cannot be set"),
     ],
 )
-def test_values_that_cannot_be_are_refused_by_name_and_change_nothing(control, changes, said):
+def test_invalid_values_are_refused_by_name_and_change_nothing(control, changes, said):
     before = tenant(control)
     with pytest.raises(ValueError, match=said):
         control.set_tenant(actor=WHO, name="acme", changes=changes).result(60)
@@ -132,12 +132,12 @@ def test_values_that_cannot_be_are_refused_by_name_and_change_nothing(control, c
 
 
 @pytest.mark.parametrize("name", ["", "-x", "a b", "a/b", "ä", "x" * 65, "a\n"])
-def test_a_tenants_name_can_stand_anywhere(control, name):
+def test_names_of_tenants_that_are_unsafe_in_urls_or_file_names_are_refused(control, name):
     with pytest.raises(ValueError, match="name is"):
         tenant(control, name)
 
 
-def test_names_that_are_taken_unknown_or_built_in_are_told_apart(control):
+def test_errors_distinguish_names_that_are_taken_unknown_or_built_in(control):
     tenant(control)
     with pytest.raises(ConflictError, match="tenant 'acme' already exists"):
         tenant(control)
@@ -156,7 +156,7 @@ def test_names_that_are_taken_unknown_or_built_in_are_told_apart(control):
     assert control.list_keys() == []
 
 
-def test_a_tenant_goes_only_when_nobody_can_be_it(control):
+def test_a_tenant_can_be_deleted_only_when_no_key_or_peer_uses_it(control):
     tenant(control)
     made = control.create_key(actor=WHO, name="k", tenant="acme").result(60)
     control.map_peer(actor=WHO, kind="gid", number=7, tenant="acme").result(60)
@@ -171,7 +171,7 @@ def test_a_tenant_goes_only_when_nobody_can_be_it(control):
     assert [key.tenant for key in control.list_keys()] == ["acme"]
 
 
-def test_suspending_keeps_its_first_time_and_resuming_ends_it(control):
+def test_suspending_twice_keeps_the_first_time_and_resuming_clears_it(control):
     tenant(control)
     first = control.suspend_tenant(actor=WHO, name="acme").result(60).after
     assert isinstance(first, TenantRecord) and first.suspended_at is not None
@@ -180,7 +180,7 @@ def test_suspending_keeps_its_first_time_and_resuming_ends_it(control):
     assert control.policies.tenants["acme"].suspended_at is None
 
 
-def test_a_rotated_key_and_its_successor_open_the_same_for_a_while(control, monkeypatch):
+def test_a_rotated_key_and_the_new_key_are_both_valid_for_a_while(control, monkeypatch):
     tenant(control)
     old = control.create_key(
         actor=WHO, name="k", tenant="acme", scopes=("inference", "read"), models=("m",), highest_class=3
@@ -202,7 +202,7 @@ def test_a_rotated_key_and_its_successor_open_the_same_for_a_while(control, monk
     assert new.key.encode() not in everything
 
 
-def test_a_rotation_never_lengthens_the_old_key_and_gives_the_new_one_the_same_span(control):
+def test_a_rotation_never_extends_the_old_key_and_gives_the_new_one_the_same_lifetime(control):
     expires_at = time.time() + 50
     old = control.create_key(actor=WHO, name="k", tenant="default", expires_at=expires_at).result(60)
     rotated = control.rotate_key(actor=WHO, key_id=old.record.id, overlap_s=1000.0).result(60)
@@ -249,14 +249,14 @@ def test_a_key_is_rotated_once_and_only_while_it_is_valid(control):
         ({"sha256": "00"}, "sha256 cannot be set"),
     ],
 )
-def test_rights_of_a_key_that_cannot_be_are_refused_by_name(control, changes, said):
+def test_invalid_rights_of_a_key_are_refused_by_name(control, changes, said):
     key = control.create_key(actor=WHO, name="k", tenant="default").result(60).record
     with pytest.raises(ValueError, match=said):
         control.set_key(actor=WHO, key_id=key.id, changes=changes).result(60)
     assert control.list_keys() == [key]
 
 
-def test_a_keys_rights_can_change(control):
+def test_the_rights_of_a_key_can_be_changed(control):
     key = control.create_key(actor=WHO, name="k", tenant="default").result(60).record
     changes = {"scopes": ("admin",), "models": ("m",), "quota": {"tokens_per_minute": 10.0}}
     control.set_key(actor=WHO, key_id=key.id, changes=changes).result(60)
@@ -266,14 +266,14 @@ def test_a_keys_rights_can_change(control):
 
 
 @pytest.mark.parametrize(("kind", "number"), [("pid", 1), ("uid", -1), ("gid", 2**32 - 1)])
-def test_what_is_no_user_or_group_cannot_be_mapped(control, kind, number):
+def test_only_valid_users_and_groups_can_be_mapped(control, kind, number):
     with pytest.raises(ValueError, match=r"use uid or gid|use a Linux"):
         control.map_peer(actor=WHO, kind=kind, number=number, tenant="local").result(60)
     with pytest.raises(UnknownPeerError, match="is not mapped"):
         control.unmap_peer(actor=WHO, kind=kind, number=number).result(60)
 
 
-def test_a_file_from_before_tenants_keeps_its_keys_and_gets_their_tenants(tmp_path: Path) -> None:
+def test_a_file_from_before_tenants_existed_keeps_its_keys_and_gets_their_tenants(tmp_path: Path) -> None:
     path = tmp_path / "control.db"
     before = Schema(CONTROL.name, CONTROL.migrations[:2])
     old = WritableDatabase(path, before, "FULL")
@@ -313,7 +313,7 @@ def test_an_auditor_reads_tenants_and_keys_with_plain_sql(control):
         assert connection.execute("SELECT scopes, quota FROM key_list").fetchall() == [('["read"]', "{}")]
 
 
-def test_policies_that_others_hold_do_not_change(control):
+def test_policies_objects_are_immutable(control):
     held = control.policies
     tenant(control)
     assert "acme" not in held.tenants and control.policies is not held

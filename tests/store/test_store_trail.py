@@ -29,7 +29,7 @@ def recorded_heads(path: Path) -> list[Head]:
 # ── intents and results ──
 
 
-def test_what_changes_nothing_in_the_database_has_its_result_once(control):
+def test_an_action_without_a_database_change_has_its_result_once(control):
     actor = announced(control, "requests.cancel", request_id="r")
     for _ in range(2):
         control.trail.conclude(actor, "requests.cancel", {"request_id": "r"}, "ok").result(60)
@@ -43,7 +43,7 @@ def test_two_changes_of_one_action_are_both_recorded(control):
     assert [row.phase for row in read_audit(control.path)] == ["intent", "result", "result"]
 
 
-def test_an_intent_that_outlived_its_service_gets_a_result_that_says_so(tmp_path):
+def test_an_intent_left_by_an_ended_service_gets_the_result_unknown(tmp_path):
     first = ControlStore(tmp_path / "control.db")
     first.start()
     announced(first, "models.load", name="demo")
@@ -58,7 +58,7 @@ def test_an_intent_that_outlived_its_service_gets_a_result_that_says_so(tmp_path
     assert evidence.examine_folder(tmp_path).ok
 
 
-def test_one_line_an_action_for_people(control):
+def test_a_view_shows_one_line_per_action(control):
     actor = announced(control, "tenants.create", name="acme")
     control.create_tenant(actor=actor, name="acme", changes={}).result(60)
     announced(control, "requests.cancel", request_id="r")
@@ -75,7 +75,7 @@ def test_one_line_an_action_for_people(control):
 # ── heads ──
 
 
-def test_heads_are_signed_into_a_file_and_the_log_at_start_stop_and_after_some_rows(tmp_path, caplog):
+def test_signed_heads_are_written_to_a_file_and_the_log_at_start_and_stop_and_after_some_rows(tmp_path, caplog):
     caplog.set_level("INFO", "store.heads")
     control = ControlStore(tmp_path / "control.db")
     control.start()
@@ -94,7 +94,7 @@ def test_heads_are_signed_into_a_file_and_the_log_at_start_stop_and_after_some_r
     assert (findings.ok, findings.heads, findings.confirmed_seq, findings.notes) == (True, 4, 20, [])
 
 
-def test_a_head_is_recorded_on_request_once(control, tmp_path):
+def test_a_head_is_recorded_only_once_on_request(control, tmp_path):
     for _ in range(2):
         announced(control, "a.b")
     for _ in range(3):
@@ -103,7 +103,7 @@ def test_a_head_is_recorded_on_request_once(control, tmp_path):
     assert [head.seq for head in recorded_heads(tmp_path)] == [1, 2]
 
 
-def test_the_key_is_the_services_alone_and_stays(tmp_path):
+def test_the_signing_key_is_readable_only_by_the_service_and_does_not_change(tmp_path):
     for _ in range(2):
         control = ControlStore(tmp_path / "control.db")
         control.start()
@@ -114,14 +114,14 @@ def test_the_key_is_the_services_alone_and_stays(tmp_path):
     assert key.read_text() == known and len(bytes.fromhex(known.strip())) == 32
 
 
-def test_a_key_that_is_none_stops_the_start_by_name(tmp_path):
+def test_an_invalid_signing_key_is_named_and_prevents_the_start(tmp_path):
     (tmp_path / "audit.key").write_text("short")
     with pytest.raises(NotWritableError, match=r"audit\.key does not contain a key"):
         ControlStore(tmp_path / "control.db").start()
 
 
 @pytest.mark.parametrize("how", ["gone", "emptied", "cut"])
-def test_a_start_with_less_than_heads_vouch_for_says_so(tmp_path, caplog, how):
+def test_a_start_with_fewer_rows_than_the_recorded_heads_confirm_is_reported(tmp_path, caplog, how):
     fill(tmp_path)
     path = tmp_path / "control.db"
     if how == "gone":
@@ -141,7 +141,7 @@ def test_a_start_with_less_than_heads_vouch_for_says_so(tmp_path, caplog, how):
     )
 
 
-def test_a_whole_chain_is_not_missed_and_neither_is_what_another_key_signed(tmp_path, caplog):
+def test_neither_a_complete_chain_nor_a_head_of_another_key_causes_a_report_of_missing_rows(tmp_path, caplog):
     fill(tmp_path)
     with (tmp_path / "audit.heads").open("a") as file:
         file.write(f"audit head seq=99 hash={'0' * 64} at=2026-11-20T23:16:01+00:00 sig={'0' * 64}\n")
@@ -152,7 +152,7 @@ def test_a_whole_chain_is_not_missed_and_neither_is_what_another_key_signed(tmp_
     assert "ends at row" not in caplog.text
 
 
-def test_a_forged_head_is_known_by_its_signature(tmp_path):
+def test_a_forged_head_is_detected_by_its_signature(tmp_path):
     fill(tmp_path)
     newest = evidence.read_audit_head(tmp_path / "control.db")
     forged = heads.SigningKey(b"another").sign_head(newest, "2026-01-01T00:00:00+00:00")
@@ -161,7 +161,7 @@ def test_a_forged_head_is_known_by_its_signature(tmp_path):
     assert evidence.examine(tmp_path / "control.db", recorded).ok
 
 
-def test_a_forged_head_accuses_no_row(tmp_path):
+def test_a_forged_head_does_not_make_a_row_look_wrong(tmp_path):
     fill(tmp_path)
     forged = heads.SigningKey(b"another").sign_head(Head(2, "0" * 64), "2026-01-01T00:00:00+00:00")
     findings = evidence.examine_folder(tmp_path, evidence.recorded_in([forged.line], "journal"))
@@ -183,7 +183,7 @@ def fill_nothing(folder: Path) -> None:
     control.close()
 
 
-def test_a_new_key_is_a_row_and_heads_of_the_old_one_are_no_problem_for_ever(tmp_path):
+def test_a_new_signing_key_is_an_audit_row_and_heads_of_the_old_key_stay_valid(tmp_path):
     fill(tmp_path)
     old = read_key(tmp_path / "audit.key").id
     renew_key(tmp_path)
@@ -198,7 +198,7 @@ def test_a_new_key_is_a_row_and_heads_of_the_old_one_are_no_problem_for_ever(tmp
 
 
 @pytest.mark.parametrize("row", [1, 4])
-def test_a_new_key_hides_no_rewrite(tmp_path, row):
+def test_a_new_signing_key_does_not_hide_a_rewrite(tmp_path, row):
     """The forger has the rights of the service's user but cannot change the journal."""
     fill(tmp_path)
     journal = evidence.recorded_in(renew_key(tmp_path), "journal")
@@ -210,7 +210,7 @@ def test_a_new_key_hides_no_rewrite(tmp_path, row):
 
 
 @pytest.mark.parametrize("left", [2, 4])
-def test_a_new_key_hides_no_rows_that_were_cut_off_before_it(tmp_path, left):
+def test_a_new_signing_key_does_not_hide_rows_removed_before_it(tmp_path, left):
     fill(tmp_path)
     lines = (tmp_path / "audit.heads").read_text().splitlines(keepends=True)
     forge(
@@ -229,7 +229,7 @@ def renew_key_without_heads(folder: Path) -> None:
     renew_key(folder)
 
 
-def test_another_key_that_no_row_names_signs_nothing(tmp_path):
+def test_heads_signed_with_a_key_that_no_row_names_are_refused(tmp_path):
     fill(tmp_path)
     newest = evidence.read_audit_head(tmp_path / "control.db")
     other = heads.SigningKey(b"another").sign_head(newest, "2026-01-01T00:00:00+00:00")
@@ -243,7 +243,7 @@ def test_another_key_that_no_row_names_signs_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("key", [None, "no key"])
-def test_a_key_that_is_gone_is_missed(tmp_path, key):
+def test_a_missing_signing_key_is_reported(tmp_path, key):
     fill(tmp_path)
     (tmp_path / "audit.key").unlink()
     if key is not None:
@@ -252,7 +252,7 @@ def test_a_key_that_is_gone_is_missed(tmp_path, key):
 
 
 @pytest.mark.parametrize("left", [0, 1])
-def test_heads_that_were_cut_out_of_their_file_are_missed(control, tmp_path, left):
+def test_heads_removed_from_their_file_are_reported(control, tmp_path, left):
     """Without chain heads, a rewritten chain cannot be distinguished from the original."""
     for number in range(40):
         control.create_tenant(actor=ROOT, name=f"t{number}", changes={}).result(60)
@@ -262,7 +262,7 @@ def test_heads_that_were_cut_out_of_their_file_are_missed(control, tmp_path, lef
     assert f"confirms the last {40 - left} rows" in evidence.examine_folder(tmp_path).problems[0]
 
 
-def test_heads_that_are_gone_are_missed(tmp_path):
+def test_a_missing_file_of_heads_is_reported(tmp_path):
     fill(tmp_path)
     (tmp_path / "audit.heads").unlink()
     assert (
@@ -271,7 +271,7 @@ def test_heads_that_are_gone_are_missed(tmp_path):
     )
 
 
-def test_rows_that_no_head_vouches_for_are_counted(control, tmp_path):
+def test_rows_not_confirmed_by_a_head_are_counted(control, tmp_path):
     for number in range(18):
         control.create_tenant(actor=ROOT, name=f"t{number}", changes={}).result(60)
     findings = evidence.examine_folder(tmp_path)
@@ -281,14 +281,14 @@ def test_rows_that_no_head_vouches_for_are_counted(control, tmp_path):
 @pytest.mark.parametrize(
     "text", ["", "audit head seq=1 hash=0 at=x sig=y", "audit head seq=", "\x00\xff" * 50]
 )
-def test_what_is_no_head_is_none(text):
+def test_text_that_is_not_a_head_is_ignored(text):
     assert list(heads_in([text])) == []
 
 
 # ── exports ──
 
 
-def test_an_export_says_by_itself_whether_it_is_whole(tmp_path):
+def test_an_export_shows_by_itself_whether_it_is_complete(tmp_path):
     from store import exports
 
     fill(tmp_path)
@@ -314,7 +314,7 @@ def test_an_export_says_by_itself_whether_it_is_whole(tmp_path):
     assert problems("".join(exports.lines_of(read_audit(tmp_path / "control.db"), None)), None) == []
 
 
-def test_the_pages_recipe_for_a_heads_signature_holds(tmp_path):
+def test_the_documented_recipe_for_checking_a_signature_works(tmp_path):
     fill(tmp_path)
     line = (tmp_path / "audit.heads").read_text().splitlines()[-1]
     seq, digest, at, _, signature = (part.partition("=")[2] for part in line.split()[2:])

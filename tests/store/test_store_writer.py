@@ -48,7 +48,7 @@ def limit_pages(writer: Writer, pages: int) -> None:
     )
 
 
-def test_a_row_is_committed_within_the_interval_without_being_asked(writer, eventually):
+def test_a_row_is_committed_within_the_interval_without_a_flush(writer, eventually):
     writer.submit(insert(1))
     eventually(lambda: numbers(writer.path) == [1])
     assert COMMIT_INTERVAL_S == 0.2  # as documented, a crash loses at most this many seconds of writes
@@ -165,7 +165,7 @@ def fill(ballast: Path) -> None:
             pass
 
 
-def test_a_full_spool_drops_the_newest_rows_counts_them_and_says_so(tmp_path, caplog):
+def test_a_full_spool_drops_the_newest_rows_and_counts_and_reports_them(tmp_path, caplog):
     writer = Writer(tmp_path / "notes.db", NOTES, synchronous="NORMAL", spool_rows=10)
     writer.start()
     limit_pages(writer, 1)
@@ -178,7 +178,7 @@ def test_a_full_spool_drops_the_newest_rows_counts_them_and_says_so(tmp_path, ca
     assert "10 rows lost" in caplog.text
 
 
-def test_one_row_that_cannot_be_written_does_not_hold_up_the_others(writer, caplog):
+def test_one_row_that_cannot_be_written_does_not_block_the_others(writer, caplog):
     for number in (1, 2, 2, 3):
         writer.submit(insert(number))
     writer.submit(lambda connection: connection.execute("INSERT INTO nowhere VALUES (1)"))
@@ -191,7 +191,7 @@ def test_one_row_that_cannot_be_written_does_not_hold_up_the_others(writer, capl
     assert "nowhere" in caplog.text
 
 
-def test_a_failing_disk_costs_the_connection_but_no_row(writer, eventually):
+def test_a_failing_disk_loses_the_connection_but_no_row(writer, eventually):
     connections: list[sqlite3.Connection] = []
 
     def fails_twice(connection: sqlite3.Connection) -> None:
@@ -211,7 +211,7 @@ def test_a_failing_disk_costs_the_connection_but_no_row(writer, eventually):
     assert writer.state().last_error is None
 
 
-def test_a_follow_up_that_raises_does_not_undo_or_repeat_the_commit(writer, caplog):
+def test_an_after_commit_callback_that_raises_does_not_undo_or_repeat_the_commit(writer, caplog):
     with pytest.raises(ZeroDivisionError):
         writer.call(insert(1), after_commit=lambda result: 1 / 0).result(60)
     writer.call(insert(2)).result(60)
@@ -219,7 +219,7 @@ def test_a_follow_up_that_raises_does_not_undo_or_repeat_the_commit(writer, capl
     assert "the callback for a committed change failed" in caplog.text
 
 
-def test_a_call_that_raises_undoes_all_it_did_and_the_writer_goes_on(writer):
+def test_a_call_that_raises_is_rolled_back_and_the_writer_continues(writer):
     def half(connection):
         insert(1)(connection)
         raise UnknownKeyError("no")
@@ -230,7 +230,7 @@ def test_a_call_that_raises_undoes_all_it_did_and_the_writer_goes_on(writer):
     assert numbers(writer.path) == [2]
 
 
-def test_a_call_is_on_disk_and_followed_up_when_its_future_resolves(writer):
+def test_a_call_is_on_disk_and_its_callback_has_run_when_its_future_resolves(writer):
     seen: list[object] = []
     future = writer.call(
         lambda connection: insert(1)(connection).rowcount,
@@ -250,7 +250,7 @@ def test_calls_and_rows_keep_their_order(writer):
     assert order == [0, 100, 1, 2, 3, 103, 4, 5, 6, 106, 7, 8, 9, 109]
 
 
-def test_close_writes_what_waits_and_refuses_what_comes_after(writer):
+def test_close_writes_the_waiting_rows_and_refuses_later_ones(writer):
     for number in range(100):
         writer.submit(insert(number))
     writer.close()
@@ -291,7 +291,7 @@ def test_rows_from_many_threads_all_arrive(writer):
     assert numbers(writer.path) == list(range(4000))
 
 
-def test_what_only_a_person_can_mend_stops_the_start(writer, tmp_path):
+def test_a_problem_that_only_an_operator_can_fix_prevents_the_start(writer, tmp_path):
     with pytest.raises(DatabaseInUseError):
         Writer(writer.path, NOTES, synchronous="NORMAL").start()
     (tmp_path / "broken.db").write_bytes(b"nothing of use" * 500)
@@ -302,7 +302,7 @@ def test_what_only_a_person_can_mend_stops_the_start(writer, tmp_path):
     broken.close()
 
 
-def test_what_was_committed_without_being_asked_survives_kill_9(tmp_path, eventually):
+def test_rows_committed_by_time_survive_kill_9(tmp_path, eventually):
     source = """
 import sys, time; from pathlib import Path
 from store.migrations import Migration, Schema
@@ -331,7 +331,7 @@ for number in range(10**9):
     assert len(found) >= len(seen) and found == list(range(len(found)))
 
 
-def test_a_call_that_does_not_begin_in_time_is_never_made(writer):
+def test_a_call_that_does_not_begin_in_time_never_runs(writer):
     with closing(sqlite3.connect(writer.path, isolation_level=None)) as intruder:
         intruder.execute("BEGIN IMMEDIATE")
         first = writer.call(insert(1), within_s=60)  # waits for the lock until the attempt times out

@@ -46,7 +46,7 @@ def test_a_question_about_the_library_is_answered_with_the_documented_purpose(cl
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-def test_a_stream_says_the_same_and_ends_with_usage(client: openai.OpenAI) -> None:
+def test_a_stream_has_the_same_text_and_ends_with_usage(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0)
     chunks = list(
         client.chat.completions.create(
@@ -78,7 +78,7 @@ def test_three_samples_are_three_answers_and_the_same_seed_gives_them_again(clie
     assert texts(5) != texts(6)
 
 
-def test_log_probabilities_come_in_both_shapes(client: openai.OpenAI) -> None:
+def test_log_probabilities_have_the_shapes_of_both_endpoints(client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(
         model="demo", messages=QUESTION, temperature=0, max_tokens=5, logprobs=True, top_logprobs=3
     )
@@ -100,7 +100,7 @@ def test_log_probabilities_come_in_both_shapes(client: openai.OpenAI) -> None:
     assert plain.choices[0].text.startswith("import os\n")
 
 
-def test_leaving_a_stream_gives_back_its_blocks_and_rows(client: openai.OpenAI, demo: Service) -> None:
+def test_a_disconnect_from_a_stream_releases_its_blocks_and_slots(client: openai.OpenAI, demo: Service) -> None:
     demo.wait_until(lambda: demo.replica()["running"] == 0, 60, "an idle replica")
     stream = client.completions.create(
         model="demo",
@@ -147,7 +147,7 @@ def test_twenty_of_the_frozen_questions_are_answered_as_documented(demo: Service
     assert right >= 17
 
 
-def test_sixty_four_streams_are_spread_over_both_fronts(demo: Service) -> None:
+def test_64_streams_are_spread_over_both_fronts(demo: Service) -> None:
     # Fronts report every half second. The second report from now is the first that is sure to cover all
     # earlier work.
     for _ in range(2):

@@ -113,7 +113,7 @@ def read_as_auditor(state_dir: Path, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["module", "program"])
-def test_an_auditor_reads_the_request_log_without_write_rights(record: Record, how: str) -> None:
+def test_an_auditor_reads_the_request_log_without_write_permission(record: Record, how: str) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root to act as a user without write permission")
     if how == "program" and shutil.which("sqlite3") is None:
@@ -123,7 +123,7 @@ def test_an_auditor_reads_the_request_log_without_write_rights(record: Record, h
     assert read_as_auditor(record.state_dir, how).splitlines() == expected
 
 
-def test_every_action_is_there_with_who_what_and_the_old_and_new_value(record: Record) -> None:
+def test_every_action_is_recorded_with_its_actor_and_the_old_and_new_values(record: Record) -> None:
     with closing(sqlite3.connect(f"file:{record.state_dir}/control.db?mode=ro", uri=True)) as database:
         database.row_factory = sqlite3.Row
         actions = [dict(row) for row in database.execute("SELECT * FROM audit_actions ORDER BY seq")]
@@ -143,7 +143,7 @@ def test_every_action_is_there_with_who_what_and_the_old_and_new_value(record: R
 # ── tampering ──
 
 
-def test_the_record_is_whole_while_the_service_runs_and_after(record: Record) -> None:
+def test_the_audit_trail_is_complete_while_the_service_runs_and_afterwards(record: Record) -> None:
     for found in (record.verified_while_running, verify(record.state_dir, "--heads", str(record.log))):
         assert (found["code"], found["ok"], found["rows"]) == (0, True, 12)
     assert found["confirmed_seq"] == 12, "after a clean stop, the heads must confirm every row"
@@ -178,7 +178,7 @@ def rewrite(state_dir: Path, seq: int, **changes: str) -> list[AuditRow]:
         return list(audit.all_rows(database))
 
 
-def test_a_rewrite_with_new_signed_heads_is_found_by_those_in_the_journal(copy: Path, record: Record) -> None:
+def test_a_rewrite_with_newly_signed_heads_is_detected_with_the_heads_in_the_journal(copy: Path, record: Record) -> None:
     """The forger has the same permissions as the service itself. Only chain heads that are stored outside the
     machine reveal the change."""
     forged = rewrite(copy, 6, after='{"name":"somebody else"}')
@@ -229,7 +229,7 @@ def actions(running: Service) -> list[tuple[str, str]]:
     return [(row["action"], row["result"]) for row in running.command("audit", "list", "--limit", "1000")]
 
 
-def test_a_full_disk_costs_neither_service_nor_record(small_disk: Path) -> None:
+def test_a_full_disk_stops_neither_the_service_nor_the_audit_trail(small_disk: Path) -> None:
     with service("--state-dir", str(small_disk)) as running:
         running.state_dir = small_disk
         running.command("tenants", "create", "acme")
@@ -287,7 +287,7 @@ def test_a_full_disk_costs_neither_service_nor_record(small_disk: Path) -> None:
         assert running.status()["databases"][1]["dropped_rows"] == 0
 
 
-def test_what_waits_when_the_service_is_killed_is_in_the_chain_after_the_next_start(small_disk: Path) -> None:
+def test_entries_spooled_when_the_service_is_killed_are_in_the_chain_after_the_next_start(small_disk: Path) -> None:
     with service("--state-dir", str(small_disk)) as running:
         filler = fill(small_disk)
         assert "full" in refused(running, "keys", "create", "--name", "k", "--tenant", "default")

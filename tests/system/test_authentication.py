@@ -1,7 +1,7 @@
 """Tests authentication on every route of the fronts and of the admin API, as listed in their route tables.
 Permitted and denied callers request each route, on every socket and in every spelling of its path.
 
-For a new route, `test_every_route_has_a_rule` fails until the route's permitted callers are listed here. A
+For a new route, `test_every_route_has_its_permitted_callers_listed` fails until the route's permitted callers are listed here. A
 route cannot be created without a scope (`appliance.scopes`).
 """
 
@@ -213,7 +213,7 @@ def holes(found: Iterable[str]) -> str:
     return f"{len(listed)} holes:\n" + "\n".join(listed)
 
 
-def test_every_route_has_a_rule() -> None:
+def test_every_route_has_its_permitted_callers_listed() -> None:
     for found, rules in (
         (front_table(), FRONT_RULES),
         (admin_table(), ADMIN_RULES),
@@ -224,7 +224,7 @@ def test_every_route_has_a_rule() -> None:
         assert len(found) == len(declared)
 
 
-def test_the_running_processes_have_the_routes_of_the_tables(box: Matrix) -> None:
+def test_the_running_processes_serve_the_routes_in_the_tables(box: Matrix) -> None:
     for caller, found in (
         (box.callers["inference"][0], front_table()),
         (box.operators["admin"][0], admin_table()),
@@ -240,7 +240,7 @@ def test_the_running_processes_have_the_routes_of_the_tables(box: Matrix) -> Non
         assert described == known - aliases - {("GET", "/openapi.json")}
 
 
-def test_nobody_else_serves_http() -> None:
+def test_no_other_code_serves_http() -> None:
     """Fails if new code creates an `HttpServer` or another server. If it fails, extend the tests in this
     file."""
     serving = set()
@@ -255,7 +255,7 @@ def test_nobody_else_serves_http() -> None:
     assert serving == SERVERS
 
 
-def test_on_the_fronts_each_route_is_open_to_those_who_may_and_to_nobody_else(
+def test_each_route_of_the_fronts_is_open_only_to_permitted_callers(
     box: Matrix, askers: Askers
 ) -> None:
     found, asked = [], 0
@@ -281,7 +281,7 @@ def expected_of_front(route: Route, who: str, status: int, body: str) -> bool:
     return status in ((200,) if route.method == "GET" else (400,))
 
 
-def test_on_the_fronts_no_spelling_and_no_method_gets_round_the_gate(box: Matrix, askers: Askers) -> None:
+def test_on_the_fronts_no_spelling_of_a_path_and_no_method_bypasses_authentication(box: Matrix, askers: Askers) -> None:
     open_paths = {route.path for route in front_table() if route.wanted == OPEN}
     others = [(method, path) for method, path in itertools.product(METHODS, NOWHERE)]
     for route in front_table():
@@ -310,7 +310,7 @@ def test_on_the_fronts_no_spelling_and_no_method_gets_round_the_gate(box: Matrix
     assert not found, holes(found)
 
 
-def test_who_may_meets_no_server_error_in_any_spelling(box: Matrix, askers: Askers) -> None:
+def test_permitted_callers_get_no_server_error_with_any_spelling_of_a_path(box: Matrix, askers: Askers) -> None:
     found = []
     for route in front_table():
         path = concrete(route.path)
@@ -323,7 +323,7 @@ def test_who_may_meets_no_server_error_in_any_spelling(box: Matrix, askers: Aske
     assert not found, holes(found)
 
 
-def test_on_the_admin_socket_each_route_is_open_to_those_who_may_and_to_nobody_else(
+def test_each_route_of_the_admin_socket_is_open_only_to_permitted_callers(
     box: Matrix, askers: Askers
 ) -> None:
     found, asked = [], 0
@@ -351,7 +351,7 @@ def expected_of_admin(route: Route, who: str, status: int) -> bool:
     return status == (200 if route.method == "GET" else 400)
 
 
-def test_on_the_admin_socket_no_spelling_and_no_method_gets_round_the_door(
+def test_on_the_admin_socket_no_spelling_of_a_path_and_no_method_bypasses_authentication(
     box: Matrix, askers: Askers
 ) -> None:
     others = [(method, path) for method, path in itertools.product(METHODS, NOWHERE)]
@@ -380,7 +380,7 @@ def test_on_the_admin_socket_no_spelling_and_no_method_gets_round_the_door(
     assert not found, holes(found)
 
 
-def test_on_the_metrics_address_there_are_metrics_and_nothing_else(box: Matrix) -> None:
+def test_the_metrics_address_serves_only_metrics(box: Matrix) -> None:
     address, found = ["127.0.0.1", box.metrics_port], []
     others = [(method, path) for method, path in itertools.product(METHODS, NOWHERE)]
     for route in (*front_table(), *admin_table(), *metrics_table()):
@@ -400,7 +400,7 @@ def test_on_the_metrics_address_there_are_metrics_and_nothing_else(box: Matrix) 
     assert not found, holes(found)
 
 
-def test_the_admin_api_is_on_no_other_socket(box: Matrix) -> None:
+def test_the_admin_api_is_served_on_no_other_socket(box: Matrix) -> None:
     key = box.callers["inference"][1]
     for route in admin_table():
         if route.path == "/openapi.json":
@@ -409,7 +409,7 @@ def test_the_admin_api_is_on_no_other_socket(box: Matrix) -> None:
         assert status == 404, route
 
 
-def test_what_an_operator_decides_holds_for_the_next_connection(box: Matrix) -> None:
+def test_a_change_by_an_operator_applies_to_the_next_connection(box: Matrix) -> None:
     """The test need not wait, because a front receives the change before it accepts any later connection."""
     address = box.callers["inference"][0].address
 
@@ -430,7 +430,7 @@ def test_what_an_operator_decides_holds_for_the_next_connection(box: Matrix) -> 
         admin.act(DeleteTenant(name="brief"))
 
 
-def test_a_keep_alive_connection_is_asked_anew_for_each_request(box: Matrix) -> None:
+def test_each_request_on_a_keep_alive_connection_is_authenticated_again(box: Matrix) -> None:
     right = box.callers["inference"][0]
     with httpx.Client(base_url=f"http://127.0.0.1:{right.address[1]}", timeout=60) as http:
         good = http.get("/v1/models", headers=dict(right.headers))
@@ -439,7 +439,7 @@ def test_a_keep_alive_connection_is_asked_anew_for_each_request(box: Matrix) -> 
         assert http.get("/v1/models", headers={"Authorization": "Bearer ak-wrong"}).status_code == 401
 
 
-def test_a_key_that_expires_or_is_revoked_ends_with_a_connection_still_open(box: Matrix) -> None:
+def test_an_expired_or_revoked_key_is_refused_even_on_an_open_connection(box: Matrix) -> None:
     running = box.running
     address = box.callers["inference"][0].address
     revoked = running.act(CreateKey(name="revoked-soon"))

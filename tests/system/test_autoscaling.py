@@ -75,7 +75,7 @@ class Clients:
                 self.failures.append(f"{stream.error}, {len(stream.token_ids)} tokens")
 
 
-def test_a_recorded_load_adds_a_replica_in_time_and_removes_it_once_without_a_failed_request(
+def test_a_recorded_load_adds_a_replica_in_time_and_removes_it_once_and_no_request_fails(
     tmp_path: Path,
 ) -> None:
     config = tmp_path / "appliance.toml"

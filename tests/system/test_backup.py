@@ -23,7 +23,7 @@ pytestmark = pytest.mark.system
 RESTORED = ("control.db", "history.db", "contents.db", "audit.heads", "audit.key")
 
 
-def test_a_backup_is_taken_under_load_and_a_service_begins_with_it(tmp_path: Path) -> None:
+def test_a_service_starts_from_a_backup_made_under_load(tmp_path: Path) -> None:
     with service() as running:
         running.tenant("acme", log_policy="full")
         key = running.key("k", "acme")

@@ -12,7 +12,7 @@ from tests.system.bursts import Bursts, Findings, Round, check_round, check_rows
 
 
 @pytest.mark.system
-def test_no_burst_oversteps_a_quota_whoever_leaves_or_dies() -> None:
+def test_no_burst_exceeds_a_quota_when_clients_disconnect_or_processes_die() -> None:
     with tiny_service() as running:
         bursts = Bursts(running, seed=7, front_every=3, rank_every=5)
         for number in range(5):
@@ -51,7 +51,7 @@ def found_in(this: Round, rows: dict[str, dict[str, Any]]) -> set[str]:
     return {name for name, value in vars(found).items() if value and name != "examples"}
 
 
-def test_what_is_right_is_not_found() -> None:
+def test_a_correct_round_has_no_findings() -> None:
     assert found_in(*a_round()) == set()
 
 
@@ -67,17 +67,17 @@ def test_what_is_right_is_not_found() -> None:
         ({"error": "the front process died", "quota_tokens": 7}, {"wrong_charges"}),
     ],
 )
-def test_what_is_wrong_with_a_row_is_found(changes: dict[str, Any], what: set[str]) -> None:
+def test_an_error_in_a_row_is_found(changes: dict[str, Any], what: set[str]) -> None:
     assert found_in(*a_round(**changes)) == what
 
 
-def test_what_clients_got_beyond_the_quota_is_found() -> None:
+def test_tokens_received_beyond_the_quota_are_found() -> None:
     this, rows = a_round()
     this.got += [Got(5, tokens=3)]
     assert found_in(this, rows) == {"overshoot_tokens"}
 
 
-def test_what_is_held_for_nobody_and_who_left_no_row_is_found() -> None:
+def test_leaked_reservations_and_missing_rows_are_found() -> None:
     this, rows = a_round()
     this.usage[0].held = 2
     del rows["b"]

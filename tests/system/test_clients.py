@@ -113,7 +113,7 @@ DEFAULTS = [
 
 
 @pytest.mark.parametrize("default", DEFAULTS, ids=lambda default: default.client)
-def test_what_a_client_sends_by_default_is_answered(default: Default, base: str, key: str) -> None:
+def test_the_default_request_of_each_client_is_answered(default: Default, base: str, key: str) -> None:
     bearer = default.key_header == "Authorization"
     headers = {**default.headers, default.key_header: f"Bearer {key}" if bearer else key}
     with httpx.Client(base_url=base, timeout=60) as http:
@@ -133,7 +133,7 @@ def test_what_a_client_sends_by_default_is_answered(default: Default, base: str,
     assert bool(documents[-1].get("usage")) == wanted
 
 
-def test_what_clients_ask_first_is_there_without_a_key(base: str, key: str) -> None:
+def test_the_paths_that_clients_probe_first_respond_without_a_key(base: str, key: str) -> None:
     with httpx.Client(base_url=base, timeout=60) as http:
         assert http.get("/health").status_code == 200
         assert http.get("/v1/models").status_code == 401
@@ -141,7 +141,7 @@ def test_what_clients_ask_first_is_there_without_a_key(base: str, key: str) -> N
     assert [model["id"] for model in models["data"]] == ["demo"]
 
 
-def test_bad_words_and_best_of_hold_across_the_death_of_a_replica() -> None:
+def test_bad_words_and_best_of_apply_across_the_death_of_a_replica() -> None:
     """Tokens generated before the replica's death must still be checked against bad words, and must still
     count towards the choice of the best answer."""
     words = ["import os", "self", "the"]
@@ -243,7 +243,7 @@ def test_curl_gets_heads_without_bodies_on_one_connection(base: str, key: str) -
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_curl_that_offers_http_2_gets_the_answer_to_its_body(base: str, key: str) -> None:
+def test_curl_that_offers_http_2_gets_an_answer_over_http_1_1(base: str, key: str) -> None:
     """With `--http2`, curl sends `Upgrade: h2c` with the POST request. The server may ignore the offer."""
     body = json.dumps({"model": "demo", "messages": HI, "max_tokens": 8})
     answer = run(
@@ -308,7 +308,7 @@ print(json.dumps({
 """
 
 
-def test_litellm(demo: Service, base: str, key: str) -> None:
+def test_litellm_works(demo: Service, base: str, key: str) -> None:
     demo.tenant("limited", requests_per_minute=1.0)
     keys = [key, demo.key("limited", "limited")]
     environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
@@ -326,7 +326,7 @@ def test_litellm(demo: Service, base: str, key: str) -> None:
 
 @pytest.mark.skipif(shutil.which("guidellm") is None, reason="guidellm is not installed")
 @pytest.mark.parametrize("path", [CHAT, COMPLETION])
-def test_guidellm(base: str, key: str, tmp_path: Path, path: str) -> None:
+def test_the_requests_of_guidellm_are_answered(base: str, key: str, tmp_path: Path, path: str) -> None:
     """guidellm is not a dependency of the tests, because it takes 315 MB. It asks `/health` before a
     benchmark, and requests streams."""
     report = tmp_path / "report.json"
@@ -343,7 +343,7 @@ def test_guidellm(base: str, key: str, tmp_path: Path, path: str) -> None:
     assert not benchmark["requests"]["errored"]
 
 
-def test_langchain(base: str, key: str) -> None:
+def test_langchain_works(base: str, key: str) -> None:
     model = langchain_openai.ChatOpenAI(
         base_url=base + "/v1", api_key=SecretStr(key), model="demo", max_completion_tokens=8, temperature=0
     )
@@ -362,7 +362,7 @@ LLM_MODELS = """
 """
 
 
-def test_the_command_llm(base: str, key: str, tmp_path: Path) -> None:
+def test_the_llm_command_works(base: str, key: str, tmp_path: Path) -> None:
     (tmp_path / "extra-openai-models.yaml").write_text(LLM_MODELS.format(base=base))
     (tmp_path / "keys.json").write_text(json.dumps({"appliance": key}))
     words = [
@@ -400,7 +400,7 @@ console.log(answer.status, text.trimEnd().endsWith("data: [DONE]"));
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
-def test_the_fetch_of_node(base: str, key: str) -> None:
+def test_fetch_in_node_works(base: str, key: str) -> None:
     assert run("node", "--input-type=module", "-e", JAVASCRIPT, base, key).split() == ["200", "true"]
 
 
@@ -424,7 +424,7 @@ public class Ask {
 
 
 @pytest.mark.skipif(shutil.which("java") is None, reason="java is not installed")
-def test_the_http_client_of_java(base: str, key: str, tmp_path: Path) -> None:
+def test_the_http_client_of_java_works(base: str, key: str, tmp_path: Path) -> None:
     source = tmp_path / "Ask.java"
     source.write_text(JAVA)
     assert run("java", str(source), base, key).split() == ["200", "true"]

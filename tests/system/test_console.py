@@ -115,13 +115,13 @@ def test_an_operator_loads_limits_drains_and_cancels_in_the_console(running: Ser
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_the_terminal_is_sane_after_a_signal(terminal: Tmux, number: signal.Signals) -> None:
+def test_the_terminal_is_restored_after_a_signal(terminal: Tmux, number: signal.Signals) -> None:
     subprocess.run(["kill", f"-{number.value}", str(terminal.pid())], check=True)
     assert terminal.modes() >= SANE
     assert terminal.marker.read_text().strip() == str(128 + number)
 
 
-def test_the_terminal_is_sane_if_the_console_is_continued_without_having_been_suspended(
+def test_the_terminal_is_restored_if_the_console_is_continued_without_having_been_suspended(
     terminal: Tmux,
 ) -> None:
     psutil.Process(terminal.pid()).send_signal(signal.SIGCONT)
@@ -136,7 +136,7 @@ def test_the_console_ends_when_its_terminal_is_lost(terminal: Tmux) -> None:
     assert psutil.wait_procs([console], timeout=60)[0] == [console]
 
 
-def test_the_console_stays_reconnects_and_leaves_a_sane_terminal(running: Service, terminal: Tmux) -> None:
+def test_the_console_survives_restarts_of_the_service_and_restores_the_terminal(running: Service, terminal: Tmux) -> None:
     """Up to six reconnections are tried until three of them are fast. At a load average of 12 on two cores, a
     reconnection took 0.3 to 0.4 s. A machine that is busier for a while may delay three of the six."""
     waits: list[float] = []

@@ -92,7 +92,7 @@ TOKENS_OF_RANKS = 150
 """Number of tokens per stream in a test with two ranks. The ranks share this machine's cores."""
 
 
-def test_a_killed_rank_takes_its_group_along_and_the_streams_go_on() -> None:
+def test_a_killed_rank_ends_its_group_and_the_streams_continue() -> None:
     with service("--tensor-parallel-size", "2") as running:
         undisturbed = Stream(running, max_tokens=TOKENS_OF_RANKS)
         undisturbed.join(180)
@@ -177,7 +177,7 @@ def test_a_killed_front_closes_its_connections_and_no_others() -> None:
         running.wait_until(lambda: len(running.descendants()) == 3, 60, "two fronts and a rank")
 
 
-def test_a_killed_core_takes_everyone_along_and_the_rows_survive() -> None:
+def test_a_killed_core_ends_all_processes_and_the_rows_survive() -> None:
     with service("--fronts", "2") as running:
         for _ in range(3):
             answer(running)

@@ -100,7 +100,7 @@ def test_a_demo_that_is_terminated_restores_the_terminal_and_stops_the_service(t
         terminal.tmux("kill-server")
 
 
-def test_in_a_terminal_ctrl_c_is_the_chats_and_ctrl_d_ends_the_demo() -> None:
+def test_in_a_terminal_ctrl_c_cancels_the_answer_and_ctrl_d_ends_the_demo() -> None:
     demo = Terminal([*COMMAND, "--chat"])
     demo.expect(PURPOSE)
     demo.expect("Ctrl-D exits.")
@@ -114,7 +114,7 @@ def test_in_a_terminal_ctrl_c_is_the_chats_and_ctrl_d_ends_the_demo() -> None:
     assert demo.exit_code() == 0
 
 
-def test_an_installation_shows_signs_of_life(tmp_path: Path) -> None:
+def test_an_installation_shows_its_progress(tmp_path: Path) -> None:
     """A stand-in for pip installs the packages and takes a while."""
     pip = "#!/bin/sh\ncase $* in *install*) sleep 3; exit $CODE;; esac\n"
     (tmp_path / "pyproject.toml").write_text("")

@@ -254,7 +254,7 @@ def test_a_drain_of_one_model_leaves_the_other_alone(patient: Service) -> None:
     assert not any(answer.refused for answer in load.of("other"))
 
 
-def test_a_drain_that_is_left_off_restores_service_and_what_runs_goes_on(box: Service) -> None:
+def test_a_cancelled_drain_restores_service_and_running_requests_continue(box: Service) -> None:
     with ThreadPoolExecutor(1) as pool, box.http() as http, box.http() as other:
         long = pool.submit(ask, http, "demo", tokens=LONG)
         box.wait_until(lambda: runs_one(box), 60, "the long request")
@@ -269,7 +269,7 @@ def test_a_drain_that_is_left_off_restores_service_and_what_runs_goes_on(box: Se
         assert (long.result(300).status, long.result().tokens) == (200, LONG)
 
 
-def test_with_queue_new_requests_wait_and_are_served_when_service_resumes(box: Service) -> None:
+def test_with_the_queue_option_new_requests_wait_until_service_resumes(box: Service) -> None:
     with ThreadPoolExecutor(5) as pool, box.http() as http:
         with draining(box, "--queue") as process:
             assert process.wait(120) == 0
@@ -284,7 +284,7 @@ def test_with_queue_new_requests_wait_and_are_served_when_service_resumes(box: S
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_outlives_the_grace_is_ended_with_one_clear_error(box: Service, stream: bool) -> None:
+def test_requests_that_outlast_the_grace_period_end_with_one_clear_error(box: Service, stream: bool) -> None:
     with ThreadPoolExecutor(1) as pool, box.http() as http:
         long = pool.submit(ask, http, "demo", stream=stream, tokens=LONG)
         box.wait_until(lambda: runs_one(box), 60, "the long request")
@@ -309,7 +309,7 @@ def outcomes(running: Service) -> dict[tuple[str, int], int]:
         }
 
 
-def test_sigterm_under_load_drains_as_well_and_leaves_nothing_behind(settings: Path, tmp_path: Path) -> None:
+def test_sigterm_under_load_drains_the_service_and_leaves_nothing_behind(settings: Path, tmp_path: Path) -> None:
     config = tmp_path / "appliance.toml"
     config.write_text(settings.read_text().replace("drain_notice_s = 0.8", f"drain_notice_s = {NOTICE_S}"))
     with service("--config", str(config)) as running:
@@ -330,7 +330,7 @@ def test_sigterm_under_load_drains_as_well_and_leaves_nothing_behind(settings: P
         assert not any(process.is_running() for process in processes)
 
 
-def test_a_second_sigterm_ends_what_still_runs(settings: Path) -> None:
+def test_a_second_sigterm_ends_the_running_requests(settings: Path) -> None:
     with (
         service("--config", str(settings)) as running,
         ThreadPoolExecutor(1) as pool,

@@ -24,7 +24,7 @@ def test_tenants_of_a_real_service_are_served_by_their_weights(running: Service)
     assert figures["jain"] >= 0.85, figures
 
 
-def test_a_flood_leaves_a_quiet_tenant_of_a_real_service_its_first_tokens(running: Service) -> None:
+def test_a_flood_hardly_delays_the_first_tokens_of_a_quiet_tenant_of_a_real_service(running: Service) -> None:
     running.wait_until(lambda: not running.rows(state="open"), 60, "the earlier requests to end")
     figures = quiet(running, requests=15)
     # If requests were served in order of arrival, the delay would be about 250 steps: 64 prompts of 512

@@ -88,7 +88,7 @@ def check_fell_back(running: Service, answered: tuple[int, Any]) -> None:
     assert (logged["state"], logged["status"], logged["double_ends"]) == ("ended", 200, 0)
 
 
-def test_a_model_that_can_answer_is_not_replaced(running: Service, keys: dict[str, str]) -> None:
+def test_the_fallback_is_not_used_if_the_model_can_answer(running: Service, keys: dict[str, str]) -> None:
     status, answer = ask(running, keys["allowed"])
     assert (status, answer["model"]) == (200, "big")
     assert {one["name"]: one["fallback"] for one in running.status()["models"]} == {
@@ -99,7 +99,7 @@ def test_a_model_that_can_answer_is_not_replaced(running: Service, keys: dict[st
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_model_that_takes_no_requests_is_replaced_for_keys_that_allow_it(
+def test_the_fallback_of_a_draining_model_answers_keys_that_allow_it(
     running: Service, keys: dict[str, str], stream: bool
 ) -> None:
     act(running, DrainService(model="big"))
@@ -116,7 +116,7 @@ def test_a_model_that_takes_no_requests_is_replaced_for_keys_that_allow_it(
     assert (status, answer["model"], answer["choices"][0]["token_ids"]) == (200, "big", [BIG] * 4)
 
 
-def test_a_model_whose_replica_died_is_replaced_until_it_is_back(
+def test_the_fallback_answers_while_the_replica_of_a_model_is_restarting(
     running: Service, keys: dict[str, str]
 ) -> None:
     def replica() -> dict[str, Any]:

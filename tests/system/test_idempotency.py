@@ -58,7 +58,7 @@ def stream(running: Service, begun: threading.Event) -> tuple[str, str]:
     return answer, raw.headers["x-request-id"]
 
 
-def test_64_duplicates_at_once_on_two_fronts_are_one_run(running: Service) -> None:
+def test_64_concurrent_duplicates_on_two_fronts_run_only_once(running: Service) -> None:
     with ThreadPoolExecutor(64) as pool:
         answers = list(pool.map(lambda _: post(running, "burst"), range(64)))
     answers += [post(running, "burst") for _ in range(2)]

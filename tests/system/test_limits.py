@@ -116,7 +116,7 @@ def tokens(answer: httpx.Response) -> int:
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-def test_requests_a_minute(running: Service, scope: str) -> None:
+def test_the_limit_on_requests_per_minute_is_enforced(running: Service, scope: str) -> None:
     caller = Caller(running, scope, requests_per_minute=2.0)
     first, second, third = caller.ask(), caller.ask(stream=True), caller.ask()
     assert (first.status_code, second.status_code) == (200, 200)
@@ -133,7 +133,7 @@ def test_requests_a_minute(running: Service, scope: str) -> None:
 
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("limit", ["tokens_per_minute", "tokens_per_day"])
-def test_tokens(running: Service, scope: str, limit: str) -> None:
+def test_the_token_limits_are_enforced(running: Service, scope: str, limit: str) -> None:
     caller = Caller(running, scope, **{limit: 60.0})
     began = time.monotonic()
     assert tokens(caller.ask(10, 20)) == 20
@@ -154,7 +154,7 @@ def test_tokens(running: Service, scope: str, limit: str) -> None:
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-def test_requests_at_once_wait_for_each_other_and_requests_that_wait_are_bounded(
+def test_concurrent_and_queued_requests_are_limited(
     running: Service, scope: str
 ) -> None:
     caller = Caller(running, scope, concurrent_requests=1, queued_requests=1)
@@ -176,7 +176,7 @@ def test_requests_at_once_wait_for_each_other_and_requests_that_wait_are_bounded
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-def test_context_length(running: Service, scope: str) -> None:
+def test_the_limit_on_context_length_is_enforced(running: Service, scope: str) -> None:
     caller = Caller(running, scope, context_tokens=20)
     assert tokens(caller.ask(15, None)) == 5
     answer = caller.ask(15, 6)
@@ -187,7 +187,7 @@ def test_context_length(running: Service, scope: str) -> None:
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-def test_share_of_the_kv_blocks(running: Service, scope: str) -> None:
+def test_the_limit_on_the_share_of_kv_blocks_is_enforced(running: Service, scope: str) -> None:
     caller = Caller(running, scope, kv_share=0.15)  # 15 % of 200 blocks are 1,920 tokens
     answers: list[httpx.Response] = []
     waiting = threading.Thread(target=lambda: answers.append(caller.ask()))
@@ -200,7 +200,7 @@ def test_share_of_the_kv_blocks(running: Service, scope: str) -> None:
     assert [answer.status_code for answer in answers] == [200]
 
 
-def test_an_answer_of_no_given_length_has_its_tenants_and_never_more_than_is_left(running: Service) -> None:
+def test_without_max_tokens_an_answer_has_its_tenants_default_and_at_most_the_remaining_quota(running: Service) -> None:
     caller = Caller(running, "key", tokens_per_day=100.0, default_max_tokens=40)
     assert tokens(caller.ask(10, None)) == 40
     answer = caller.ask(10, None)
@@ -216,7 +216,7 @@ def test_an_answer_of_no_given_length_has_its_tenants_and_never_more_than_is_lef
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-def test_a_limit_is_changed_and_lifted_at_once(running: Service, scope: str) -> None:
+def test_a_limit_is_changed_and_removed_immediately(running: Service, scope: str) -> None:
     caller = Caller(running, scope, tokens_per_day=30.0)
     assert caller.ask(5, 20).status_code == 200
     refused(caller.ask(5, 5), "tokens")
@@ -227,7 +227,7 @@ def test_a_limit_is_changed_and_lifted_at_once(running: Service, scope: str) -> 
     assert tokens(answer) == 30 and not [name for name in answer.headers if "ratelimit" in name]
 
 
-def test_what_is_used_survives_a_restart_and_the_death_of_the_core(running: Service) -> None:
+def test_usage_survives_a_restart_and_the_death_of_the_core(running: Service) -> None:
     callers = [Caller(running, scope, tokens_per_day=1000.0) for scope in SCOPES]
     for caller in callers:
         assert tokens(caller.ask(100, 20)) == 20

@@ -165,7 +165,7 @@ def test_a_load_whose_rank_hangs_ends_after_load_timeout_s(running: Service, add
     assert_only_the_demo_runs(running, before)
 
 
-def test_a_load_that_finds_the_hosts_memory_full_says_so_and_spares_the_rest(
+def test_a_load_without_enough_host_memory_fails_with_the_reason_and_affects_no_other_model(
     running: Service, added: Path
 ) -> None:
     """Each new rank may use only slightly more address space than the running rank, which is too little for a

@@ -83,7 +83,7 @@ def above_0(values: Values) -> Values:
     return {by: value for by, value in values.items() if value}
 
 
-def test_the_counters_agree_with_the_request_log_after_all_that_can_happen(box: Box) -> None:
+def test_the_counters_agree_with_the_request_log_after_every_kind_of_outcome(box: Box) -> None:
     running = box.running
     running.command("tenants", "create", "acme", "--requests-per-minute", "6", "--tokens-per-day", "1000")
     key = running.command("keys", "create", "--name", "k", "--tenant", "acme")["key"]
@@ -137,7 +137,7 @@ def test_the_counters_agree_with_the_request_log_after_all_that_can_happen(box: 
     assert 'tenant="acme"' not in box.text()
 
 
-def test_levels_follow_what_runs_and_gateways_find_the_names_that_they_know(box: Box) -> None:
+def test_gauges_follow_the_load_and_have_the_names_that_gateways_expect(box: Box) -> None:
     box.wait_for("vllm:num_requests_running", lambda running: running == {("demo",): 0})
     streams = [Stream(box.running, max_tokens=600) for _ in range(3)]
     scrapes = [""]

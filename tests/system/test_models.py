@@ -63,7 +63,7 @@ def served(running: Service) -> list[str]:
         return [model["id"] for model in http.get("/v1/models").json()["data"]]
 
 
-def test_a_model_is_added_loaded_and_answers_without_a_restart(running: Service, folders: list[Path]) -> None:
+def test_a_model_is_added_and_loaded_and_answers_without_a_restart(running: Service, folders: list[Path]) -> None:
     assert models(running, "list") == [] and served(running) == []
     added = models(running, "add", f"chat={folders[0]}", *SMALL)
     assert added == {"name": "chat", "version": 1}
@@ -125,7 +125,7 @@ def test_a_checkpoint_that_cannot_be_served_is_refused_at_add(
     assert [one["name"] for one in models(running, "list")] == ["chat"]
 
 
-def test_a_load_that_fails_leaves_the_rest_untouched_and_says_why(
+def test_a_failed_load_affects_no_other_model_and_says_why(
     running: Service, folders: list[Path], tmp_path: Path
 ) -> None:
     broken = tmp_path / "broken"
@@ -194,7 +194,7 @@ def test_a_version_has_its_own_sampling_defaults_and_chat_template(
         (("remove", "chat", "--yes"), "unload it first"),
     ],
 )
-def test_a_command_that_cannot_be_done_says_why(
+def test_a_command_that_cannot_be_performed_says_why(
     running: Service, folders: list[Path], tmp_path: Path, words: tuple[str, ...], why: str
 ) -> None:
     (broken := tmp_path / "broken.jinja").write_text("{% for %}")
@@ -288,7 +288,7 @@ def test_an_unloaded_model_leaves_the_memory_and_a_loaded_one_survives_a_restart
     assert answer["choices"][0]["token_ids"] == [TOKENS[1]] * 4
 
 
-def test_a_model_of_the_settings_is_shown_and_changed_only_there(folders: list[Path], tmp_path: Path) -> None:
+def test_a_model_in_the_settings_is_shown_and_can_be_changed_only_there(folders: list[Path], tmp_path: Path) -> None:
     config = tmp_path / "appliance.toml"
     config.write_text(f'[models.chat]\nfolder = "{folders[0]}"\nkv_blocks = 100\nthreads = 1\n')
     with service("--config", str(config)) as running:

@@ -120,7 +120,7 @@ def test_files_that_were_not_downloaded_are_never_deleted(
     assert "own" in command(running, hub, "models", "list") and folder.exists()
 
 
-def test_prune_removes_the_versions_that_nothing_names(running: Service, hub: HubServer) -> None:
+def test_prune_removes_the_versions_that_nothing_refers_to(running: Service, hub: HubServer) -> None:
     repository = hub.add("org/many", dict(hub.repositories["org/tiny"].files))
     folders = []
     for version in range(1, 5):

@@ -72,7 +72,7 @@ def test_the_patterns_a_b_a_a_c_and_two_busy_models_wait_no_longer_than_the_boun
     world.check(first)
 
 
-def test_a_long_answer_continues_after_its_model_was_exchanged(world: Alternating) -> None:
+def test_a_long_answer_continues_after_its_model_was_swapped_out(world: Alternating) -> None:
     running = world.running
     complete(running, "a")
     loads = world.loads
@@ -129,7 +129,7 @@ def test_a_pinned_model_is_not_unloaded_for_others(world: Alternating) -> None:
     assert in_memory(running) == ["b"]
 
 
-def test_a_model_that_cannot_be_loaded_gets_a_clear_error_and_disturbs_no_other(
+def test_a_model_that_cannot_be_loaded_gives_a_clear_error_and_affects_no_other_model(
     world: Alternating, tmp_path: Path
 ) -> None:
     running = world.running
@@ -151,7 +151,7 @@ def test_a_model_that_cannot_be_loaded_gets_a_clear_error_and_disturbs_no_other(
     running.command("models", "remove", "broken", "--yes")
 
 
-def test_groups_a_time_to_live_and_optional_models_of_the_settings(tmp_path: Path) -> None:
+def test_groups_and_a_time_to_live_and_optional_models_in_the_settings_work(tmp_path: Path) -> None:
     folders = checkpoints(tmp_path)
     common = "\n".join(f"{name} = {value}" for name, value in SETTINGS.items())
     config = tmp_path / "appliance.toml"

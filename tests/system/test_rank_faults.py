@@ -41,7 +41,7 @@ def expected(two_ranks: Service) -> Expected:
     ],
     ids=["killed idle", "stopped idle", "killed in a prompt", "stopped in a prompt"],
 )
-def test_a_fault_of_a_rank_ends_its_group_and_streams_go_on(
+def test_a_fault_of_a_rank_ends_its_group_and_streams_continue(
     two_ranks: Service, expected: Expected, fault: signal.Signals, state: str, victim: int
 ) -> None:
     assert inflict(two_ranks, expected, fault, state, victim) < BUSY_LIMIT_S

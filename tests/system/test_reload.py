@@ -64,7 +64,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
         yield Box(path, running)
 
 
-def test_what_changed_is_applied_under_load_and_nothing_else_is_touched(box: Box) -> None:
+def test_a_reload_under_load_applies_the_changes_and_affects_nothing_else(box: Box) -> None:
     running, kept, changed = box.running, box.pids("demo"), box.pids("other")
     front = box.status().fronts[0].pid
     streams = [Stream(running) for _ in range(4)]

@@ -18,5 +18,5 @@ def running() -> Iterator[Kills]:
 
 
 @pytest.mark.parametrize("state", STATES * 2)
-def test_streams_go_on_with_the_same_tokens_after_a_kill(running: Kills, state: str) -> None:
+def test_streams_continue_with_the_same_tokens_after_a_kill(running: Kills, state: str) -> None:
     running.kill_during(state)

@@ -78,7 +78,7 @@ def state_bytes(running: Service) -> bytes:
     return found
 
 
-def test_each_policy_keeps_what_it_says_and_no_secret_ever(running: Service) -> None:
+def test_each_log_policy_stores_what_it_allows_and_never_a_secret(running: Service) -> None:
     request_ids, answers = {}, {}
     for policy in ("metadata", "hashes", "full"):
         request_ids[policy], answers[policy] = ask(client_of(running, policy), stream=policy == "full")
@@ -99,7 +99,7 @@ def test_each_policy_keeps_what_it_says_and_no_secret_ever(running: Service) -> 
     assert b"def login" in on_disk
 
 
-def test_who_looked_is_in_the_audit(running: Service) -> None:
+def test_each_display_of_stored_contents_is_audited(running: Service) -> None:
     request_id, _ = ask(client_of(running, "full"))
     kept(running, request_id)
     assert running.command("requests", "show", request_id) == shown(running, request_id)
@@ -109,14 +109,14 @@ def test_who_looked_is_in_the_audit(running: Service) -> None:
     assert last["after"] is None, "the audit trail must contain no text"
 
 
-def test_texts_are_for_the_services_user_alone(running: Service) -> None:
+def test_stored_texts_are_readable_only_by_the_services_user(running: Service) -> None:
     kept(running, ask(client_of(running, "full"))[0])
     for path in running.state_dir.glob("contents.db*"):
         assert path.stat().st_mode & 0o077 == 0 or path.name.endswith("-lock"), path
     assert (running.state_dir / "history.db").stat().st_mode & 0o777 == 0o640
 
 
-def test_texts_go_when_their_time_is_over_and_the_row_stays(running: Service) -> None:
+def test_expired_texts_are_removed_and_the_row_is_kept(running: Service) -> None:
     request_id, _ = ask(client_of(running, "full"))
     stays, _ = ask(client_of(running, "hashes"))
     kept(running, request_id)
@@ -133,7 +133,7 @@ def test_texts_go_when_their_time_is_over_and_the_row_stays(running: Service) ->
     running.command("tenants", "set", "full", "--log-days", "none")
 
 
-def test_a_changed_rule_holds_from_the_reload_on(running: Service) -> None:
+def test_changed_log_settings_apply_after_a_reload(running: Service) -> None:
     config = Path(running.flags[1])
     before = config.read_text()
     config.write_text(before + "redact = []\nmax_text_chars = 20\ncontents_days = 0\n")

@@ -37,7 +37,7 @@ def awake(sleeps: Sleeps) -> None:
     sleeps.act(LoadModel(model="chat", wait=True))
 
 
-def test_the_commands_let_a_model_sleep_and_wake_it(sleeps: Sleeps) -> None:
+def test_the_commands_put_a_model_to_sleep_and_wake_it(sleeps: Sleeps) -> None:
     running = sleeps.running
     tokens, awake_bytes = sleeps.tokens(), running.command("models", "ps")[0]["memory_bytes"]
     slept = running.command("models", "sleep", "chat", "--wait")

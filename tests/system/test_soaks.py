@@ -24,7 +24,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Target,
         yield made
 
 
-def test_floods_neither_stall_another_tenants_requests_nor_keep_memory(attacked: tuple[Target, str]) -> None:
+def test_floods_neither_stall_another_tenants_requests_nor_leave_memory_in_use(attacked: tuple[Target, str]) -> None:
     # The time limits allow for slow machines. Without limits on connections, a flood of pipelined requests
     # stalled other requests for 20 s, and the fronts grew to 2.3 GB.
     plan = Plan(
@@ -54,7 +54,7 @@ def test_mixed_traffic_with_attacks_loses_no_request(attacked: tuple[Target, str
     assert all(result["single_attacks"].values()), result["single_attacks"]
 
 
-def test_a_slope_is_found_in_noise_that_lasts_and_none_where_there_is_none() -> None:
+def test_a_slope_in_autocorrelated_noise_is_found_and_noise_without_a_slope_has_none() -> None:
     draw = random.Random(1)
     noise, level = [], 0.0
     for _ in range(900):

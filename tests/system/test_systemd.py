@@ -182,7 +182,7 @@ def box(booted: Machine) -> Iterator[Box]:
     yield box
 
 
-def test_the_units_pass_systemds_own_check(tmp_path: Path) -> None:
+def test_the_units_pass_the_check_of_systemd(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("there is no systemd-analyze")
     for unit in UNITS.glob("appliance.*"):
@@ -199,7 +199,7 @@ def test_the_units_pass_systemds_own_check(tmp_path: Path) -> None:
     assert (done.returncode, said) == (0, []), done.stderr
 
 
-def test_the_sandbox_exposes_little_by_systemds_own_measure() -> None:
+def test_the_exposure_level_that_systemd_computes_for_the_sandbox_is_low() -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("there is no systemd-analyze")
     command = ["systemd-analyze", "security", "--offline=true", "--no-pager"]
@@ -237,7 +237,7 @@ def test_start_returns_when_the_models_answer(booted: Machine) -> None:
     assert cache.stat().st_uid == booted.processes("appliance")[0].uids().real
 
 
-def test_a_reload_touches_no_model_and_a_bad_file_fails_it(box: Box) -> None:
+def test_a_reload_restarts_no_model_and_fails_with_an_invalid_file(box: Box) -> None:
     children, before = box.children(), box.unit()
     box.write('drain_grace_s = 61\nlog_level = "debug"\n')
     box.inside.systemctl("reload", SERVICE)
@@ -277,7 +277,7 @@ def kill_core(request: pytest.FixtureRequest, box: Box) -> Iterator[Callable[[],
         yield take_its_memory
 
 
-def test_a_killed_core_is_back_and_who_connected_meanwhile_is_served(
+def test_a_killed_core_is_restarted_and_clients_that_connected_meanwhile_are_served(
     box: Box, kill_core: Callable[[], None]
 ) -> None:
     # The rows of earlier requests must be on the disk.
@@ -317,7 +317,7 @@ def test_a_killed_core_is_back_and_who_connected_meanwhile_is_served(
     assert [row["status"] for row in served] == [200] * 8
 
 
-def test_a_stalled_rank_is_the_cores_to_kill(box: Box) -> None:
+def test_a_stalled_rank_is_replaced_by_the_core_without_a_restart_of_the_service(box: Box) -> None:
     before, ranks = box.unit(), box.replica()["pids"]
     box.inside.run("kill", "-STOP", *map(str, ranks))
     assert box.complete() == 200  # the answer arrives only after a new rank has replaced the stopped rank
@@ -346,7 +346,7 @@ def test_a_core_that_hangs_is_killed_by_the_watchdog_and_started_again(box: Box)
     assert int(box.unit()["NRestarts"]) == int(before["NRestarts"]) + 1
 
 
-def test_commands_find_the_units_service_and_nothing_in_tmp(box: Box) -> None:
+def test_commands_find_the_service_of_the_unit_and_nothing_in_tmp(box: Box) -> None:
     inside = box.inside
     inside.run("useradd", "--system", "--groups", "appliance", "appliance-operator")
     trap = inside.root / "tmp/appliance-0"
@@ -375,7 +375,7 @@ def test_commands_find_the_units_service_and_nothing_in_tmp(box: Box) -> None:
     shutil.rmtree(trap)
 
 
-def test_models_in_srv_are_served_and_in_home_with_the_drop_in(box: Box) -> None:
+def test_models_in_srv_are_served_and_models_in_home_need_the_drop_in(box: Box) -> None:
     inside, example = box.inside, UNITS / "examples/appliance.service.d/models-in-home.conf"
     for parent in ("srv", "home"):
         folder = inside.root / parent / "models/demo"

@@ -243,7 +243,7 @@ def found(frames: Frames, screen: str, wanted: Callable[[str], bool]) -> bool:
     return any(wanted(row) for screens in frames.values() for row in screens[f"{screen} 120x36"])
 
 
-def test_the_screens_of_a_killed_replica_equal_those_that_were_live(tmp_path: Path) -> None:
+def test_replayed_screens_of_a_replicas_death_equal_the_live_screens(tmp_path: Path) -> None:
     path = tmp_path / "incident.db"
     with service() as running:
         running.act(CreateTenant(name="witness"))

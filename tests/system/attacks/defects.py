@@ -139,7 +139,7 @@ DEFECTS = (
         "engine/memory_kills.py",
         "if killed <= 0:",
         "if killed >= 0:",
-        "killed_for_memory",
+        "killed_for_lack_of_memory",
     ),
     Defect(
         "prompts",

@@ -42,7 +42,7 @@ def status_of(running: Service, model: str) -> tuple[int, str]:
     return answer.status_code, answer.text
 
 
-def test_models_with_bad_files_are_reported_and_the_others_go_on(
+def test_models_with_bad_files_are_reported_and_the_others_keep_serving(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ["--model", f"demo={demo_model_folder()}", "--kv-blocks", "50"]

@@ -237,7 +237,7 @@ def test_nothing_is_sent_to_another_users_directory(
         assert "forged" not in out, words
 
 
-def test_the_owner_of_a_directory_is_trusted_by_name_only(
+def test_the_owner_of_a_directory_is_trusted_if_it_is_named_as_the_service_user(
     commands: Commands, folder: Path, trap: Path
 ) -> None:
     listener = Listener(trap / "admin.sock")
@@ -246,7 +246,7 @@ def test_the_owner_of_a_directory_is_trusted_by_name_only(
     assert SECRET.encode() in listener.stop()
 
 
-def test_another_users_process_behind_a_socket_of_ours_gets_nothing(commands: Commands, folder: Path) -> None:
+def test_another_users_process_that_listens_on_our_socket_gets_no_data(commands: Commands, folder: Path) -> None:
     """Another user's process can listen on the caller's socket if the socket was passed on to that process,
     or if a user who once had write access to the directory moved the socket there."""
     run, elsewhere = folder / "run", folder / "elsewhere"
@@ -350,7 +350,7 @@ def test_systemds_service_precedes_a_directory_in_tmp_and_is_not_replaced(attack
     assert stopped.stderr.endswith("start the service with: systemctl start appliance\n"), stopped.stderr
 
 
-def test_without_a_terminal_a_dangerous_action_needs_yes_and_else_changes_nothing(attacked: Target) -> None:
+def test_without_a_terminal_a_dangerous_action_needs_the_yes_option_and_otherwise_changes_nothing(attacked: Target) -> None:
     running = attacked.running
     (key,) = (one for one in running.command("keys", "list") if one["tenant"] == "acme")
     stream = Stream(running, max_tokens=1900)
@@ -390,7 +390,7 @@ def test_absurd_values_are_refused_with_the_range(attacked: Target, words: tuple
     assert words[-2] in refused.stderr and "Traceback" not in refused.stderr
 
 
-def test_a_drain_announces_no_end_that_its_requests_cannot_meet(attacked: Target) -> None:
+def test_a_drain_predicts_no_end_earlier_than_its_requests_can_finish(attacked: Target) -> None:
     running = attacked.running
     streams = [Stream(running, max_tokens=1900) for _ in range(5)]
     assert all(stream.begun.wait(120) for stream in streams)

@@ -170,7 +170,7 @@ def test_without_a_key_the_readiness_of_a_model_reveals_nothing(attacked: Target
     assert asked("unknown", attacked.authorization).startswith(b"HTTP/1.1 404 ")
 
 
-def test_wrong_keys_leave_one_line_and_are_visible(attacked: Target) -> None:
+def test_requests_with_wrong_keys_write_one_log_line_and_are_reported(attacked: Target) -> None:
     def logged(text: str) -> list[str]:
         lines = attacked.running.log_path.read_text().splitlines()
         return [line for line in lines if "were denied" in line and text in line]
@@ -194,7 +194,7 @@ def test_wrong_keys_leave_one_line_and_are_visible(attacked: Target) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tcp", "admin"])
-def test_bad_keys_by_the_thousand_delay_and_cost_nobody_else(attacked: Target, kind: str) -> None:
+def test_thousands_of_requests_with_bad_keys_do_not_affect_other_clients(attacked: Target, kind: str) -> None:
     """Sends as many requests per second as the machine can handle, which is 1,000 or more if two cores are
     free."""
     memory, seconds = Memory(attacked.running), 3.0

@@ -107,7 +107,7 @@ def test_a_damaged_control_database_is_refused_at_the_start_with_a_remedy(stoppe
     (stopped.state_dir / "control.db").write_bytes(before)
 
 
-def test_with_damaged_logs_the_service_starts_serves_and_says_so(stopped: Service) -> None:
+def test_with_damaged_logs_the_service_starts_and_serves_and_reports_the_damage(stopped: Service) -> None:
     names = ("history.db", "contents.db")
     before = {name: damage(stopped.state_dir / name) for name in names}
     stopped.start()
@@ -199,7 +199,7 @@ def test_a_locked_request_log_stops_no_request_and_costs_no_row(running: Service
         no_problem(running)
 
 
-def test_a_change_that_failed_for_a_lock_is_not_made_later(running: Service) -> None:
+def test_a_change_that_failed_because_of_a_lock_is_not_made_later(running: Service) -> None:
     with closing(
         sqlite3.connect(running.state_dir / "control.db", isolation_level=None, timeout=60)
     ) as intruder:

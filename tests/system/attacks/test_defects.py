@@ -17,6 +17,6 @@ def test_each_defect_matches_the_source_exactly_once(defect: Defect) -> None:
     assert ast.dump(ast.parse(defect.seeded(source))) != ast.dump(ast.parse(source))
 
 
-def test_every_file_of_attacks_has_a_defect() -> None:
+def test_every_test_file_has_a_defect() -> None:
     files = {path.stem.removeprefix("test_") for path in Path(__file__).parent.glob("test_*.py")}
     assert files - {"defects"} == {defect.tests for defect in DEFECTS}

@@ -75,7 +75,7 @@ def running() -> Iterator[Piped]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_a_stalled_reader_of_the_log_stops_nobody(running: Piped) -> None:
+def test_a_stalled_reader_of_the_log_blocks_no_process(running: Piped) -> None:
     running.stall()
     front, rank = running.status()["fronts"][0]["pid"], running.replica()["pids"][0]
     running.command("keys", "create", "--name", "logged")  # the core logs this command

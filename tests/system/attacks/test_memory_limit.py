@@ -39,7 +39,7 @@ def limited(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
             yield running
 
 
-def test_processes_that_are_killed_for_memory_are_replaced_and_the_cause_is_said(
+def test_processes_killed_for_lack_of_memory_are_replaced_and_the_cause_is_reported(
     limited: Service, group: Group
 ) -> None:
     with limited.client() as client:

@@ -212,7 +212,7 @@ def test_a_front_keeps_nothing_of_the_prompts_that_it_refuses(attacked: Target) 
     )
 
 
-def test_a_small_mistake_costs_nothing(attacked: Target) -> None:
+def test_a_request_with_a_small_error_uses_no_quota(attacked: Target) -> None:
     tenant = Caller(attacked.running, "tenant", requests_per_minute=60, tokens_per_minute=300_000)
     headers = {"authorization": f"Bearer {tenant.key}"}
     with attacked.running.http() as http:

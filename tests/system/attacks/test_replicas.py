@@ -50,7 +50,7 @@ def begun(running: Service) -> Stream:
     return stream
 
 
-def test_a_stopped_rank_is_noticed_and_replaced_and_its_streams_go_on() -> None:
+def test_a_stopped_rank_is_noticed_and_replaced_and_its_streams_continue() -> None:
     with configured("hang_timeout_s = 9\n", "--tensor-parallel-size", "2") as running:
         undisturbed = Stream(running, max_tokens=TOKENS)
         undisturbed.join(180)
@@ -118,7 +118,7 @@ def test_a_silent_front_is_reported(two_replicas: Service) -> None:
     assert running.status()["fronts"][0]["restarts"] == 0
 
 
-def test_silent_replicas_are_reported_and_replaced_and_their_streams_go_on(two_replicas: Service) -> None:
+def test_silent_replicas_are_reported_and_replaced_and_their_streams_continue(two_replicas: Service) -> None:
     running = two_replicas
     stream, before = begun(running), replicas(running)
     for one in before:
