@@ -107,7 +107,9 @@ def search(server: Server, first: int, duration_s: float, seed: int) -> Search:
     ],
     ids=["one slot, 2 s", "one slot, 20 s", "four slots", "64 slots", "256 uneven slots", "shared"],
 )
-def test_the_search_finds_the_capacity_of_the_server(server: Server, capacity: float, duration_s: float) -> None:
+def test_the_search_finds_the_capacity_of_the_server(
+    server: Server, capacity: float, duration_s: float
+) -> None:
     found = [search(server, 4, duration_s, seed).best for seed in range(15)]
     held = [best for best in found if best is not None]
     assert len(held) == 15

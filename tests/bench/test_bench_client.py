@@ -197,7 +197,9 @@ def test_a_server_that_does_not_listen_is_a_failure_to_connect() -> None:
     assert summary.failures["connect"].count == 2
 
 
-def test_in_open_loop_latency_is_measured_from_the_time_a_request_was_due(fake: FakeServer, target: Target) -> None:
+def test_in_open_loop_latency_is_measured_from_the_time_a_request_was_due(
+    fake: FakeServer, target: Target
+) -> None:
     # All requests are due at the same time, but the server handles them one at a time and takes 500 ms for
     # each. The last request therefore waits for the first three.
     fake.behaviour.at_once = 1

@@ -249,9 +249,7 @@ def test_a_run_that_fails_leaves_the_json_file_unchanged(cli: Run, tmp_path: Pat
     ],
     ids=" ".join,
 )
-def test_contradictory_options_are_a_command_line_error(
-    cli: Run, words: tuple[str, ...]
-) -> None:
+def test_contradictory_options_are_a_command_line_error(cli: Run, words: tuple[str, ...]) -> None:
     outcome = cli("bench", *words)
     assert outcome.code == 2 and outcome.out == "" and "Error" in outcome.err
 

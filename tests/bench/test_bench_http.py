@@ -59,7 +59,9 @@ def cut(data: bytes, cuts: list[int]) -> list[bytes]:
 
 
 @given(st.lists(st.integers(0, 1000)), st.sampled_from([CHUNKED, UNTIL_CLOSE]))
-def test_a_streamed_completion_is_the_same_however_the_network_splits_it(cuts: list[int], response: bytes) -> None:
+def test_a_streamed_completion_is_the_same_however_the_network_splits_it(
+    cuts: list[int], response: bytes
+) -> None:
     exchange, connection = received(*cut(response, cuts), closes=response is UNTIL_CLOSE)
     assert exchange.done.done() and exchange.failure == ""
     assert (exchange.chunks, len(exchange.gaps_s)) == (2, 1)
@@ -68,7 +70,9 @@ def test_a_streamed_completion_is_the_same_however_the_network_splits_it(cuts: l
 
 
 @given(st.lists(st.integers(0, 200)))
-def test_a_refusal_after_an_interim_response_is_the_same_however_the_network_splits_it(cuts: list[int]) -> None:
+def test_a_refusal_after_an_interim_response_is_the_same_however_the_network_splits_it(
+    cuts: list[int],
+) -> None:
     exchange, connection = received(*cut(b"HTTP/1.1 100 Continue\r\n\r\n" + REFUSED, cuts))
     assert (exchange.failure, exchange.message) == ("http 404", "wrong")
     assert connection.is_open

@@ -233,7 +233,9 @@ def test_an_invalid_head_is_refused_with_the_expected_format(cli: Run, state: Pa
     assert outcome.code == 2 and "write SEQ:HASH" in outcome.err
 
 
-def test_an_export_is_complete_and_signed_and_can_be_verified_anywhere(cli: Run, state: Path, tmp_path: Path) -> None:
+def test_an_export_is_complete_and_signed_and_can_be_verified_anywhere(
+    cli: Run, state: Path, tmp_path: Path
+) -> None:
     target = tmp_path / "audit.jsonl"
     assert cli("audit", "export", target, "--state-dir", state) == (0, "", "")
     assert target.stat().st_mode & 0o777 == 0o600
@@ -285,7 +287,9 @@ def test_a_copy_of_the_database_alone_can_be_verified_too(cli: Run, state: Path,
     assert cli("audit", "verify", "--file", tmp_path / "none").code == 1
 
 
-def test_reading_requires_no_write_permission(state: Path, open_folder: Path, run_unprivileged_cli: Run) -> None:
+def test_reading_requires_no_write_permission(
+    state: Path, open_folder: Path, run_unprivileged_cli: Run
+) -> None:
     state = shutil.copytree(state, open_folder / "state")
     state.chmod(0o755)
     if os.geteuid() == 0:

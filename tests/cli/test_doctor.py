@@ -334,7 +334,9 @@ def test_a_service_that_denies_access_to_this_user_is_not_a_problem(run_dir: Pat
     assert kept_out.level == "warning" and "permission denied for uid 65534" in kept_out.text
 
 
-def test_a_process_that_writes_to_the_databases_without_a_service_is_a_problem(doctor: Doctor, databases: Path) -> None:
+def test_a_process_that_writes_to_the_databases_without_a_service_is_a_problem(
+    doctor: Doctor, databases: Path
+) -> None:
     with (databases / "control.db-lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         code, findings = doctor()
@@ -414,7 +416,9 @@ def test_the_problems_that_the_service_reports_are_findings(
     assert "api.sock does not respond: does not exist" in text
 
 
-def test_a_check_that_fails_does_not_stop_the_other_checks(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_fails_does_not_stop_the_other_checks(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def breaks() -> None:
         raise RuntimeError("no such thing")
 

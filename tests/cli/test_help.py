@@ -134,7 +134,9 @@ def test_the_version_option_prints_the_version_of_the_product(cli: Run) -> None:
 @pytest.mark.parametrize(
     "words", [("bogus",), ("status", "--bogus"), ("requests", "--limit", "0"), ("serve", "--device", "tpu")]
 )
-def test_an_invalid_command_line_exits_with_2_and_prints_the_error_on_stderr(cli: Run, words: tuple[str, ...]) -> None:
+def test_an_invalid_command_line_exits_with_2_and_prints_the_error_on_stderr(
+    cli: Run, words: tuple[str, ...]
+) -> None:
     outcome = cli(*words)
     assert outcome.code == 2
     assert outcome.out == "" and "Error" in outcome.err and "Traceback" not in outcome.err

@@ -156,7 +156,9 @@ def test_a_slow_pull_reports_its_progress_in_lines(hub: HubServer, tmp_path: Pat
     assert line.startswith("org/demo 75% · 3.0 MiB of 4.0 MiB")
 
 
-def test_an_unsupported_architecture_is_refused_before_the_weights_are_downloaded(hub: HubServer, tmp_path: Path) -> None:
+def test_an_unsupported_architecture_is_refused_before_the_weights_are_downloaded(
+    hub: HubServer, tmp_path: Path
+) -> None:
     hub.add("org/whisper", FILES | {"config.json": b'{"model_type": "whisper"}'})
     code, _, err = run("org/whisper", "--cache-dir", tmp_path / "c")
     assert code == 1
@@ -171,7 +173,9 @@ def test_a_failed_pull_exits_1_with_one_line(hub: HubServer, tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_an_operator_without_write_permission_gets_an_error_before_the_download(hub: HubServer, open_folder: Path) -> None:
+def test_an_operator_without_write_permission_gets_an_error_before_the_download(
+    hub: HubServer, open_folder: Path
+) -> None:
     (open_folder / "home").mkdir()
     (open_folder / "cache").mkdir(mode=0o755)
     # First run a pull that fails, because the other user may not be able to read the interpreter's own files.

@@ -88,9 +88,7 @@ def test_an_unknown_id_is_an_error_with_a_remedy(cli: Run, filled: Path) -> None
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--since", "yesterdayish"), ("--status", "fine")])
-def test_an_invalid_value_is_named_with_its_option(
-    cli: Run, filled: Path, flag: str, value: str
-) -> None:
+def test_an_invalid_value_is_named_with_its_option(cli: Run, filled: Path, flag: str, value: str) -> None:
     outcome = cli("requests", "--state-dir", filled, flag, value)
     assert outcome.code == 2
     assert flag in outcome.err and repr(value) in outcome.err and "Traceback" not in outcome.err

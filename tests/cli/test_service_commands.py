@@ -63,7 +63,9 @@ def test_the_run_directory_in_the_settings_file_is_used_although_a_model_is_miss
     assert cli("status").code == 0
 
 
-def test_status_as_json_is_the_complete_status_of_the_service(cli: Run, admin: AdminService, run_dir: Path) -> None:
+def test_status_as_json_is_the_complete_status_of_the_service(
+    cli: Run, admin: AdminService, run_dir: Path
+) -> None:
     outcome = cli("status", "--run-dir", run_dir, "--json")
     assert msgspec.json.decode(outcome.out, type=Status) == admin.status
 
@@ -181,7 +183,9 @@ def test_the_status_names_the_busiest_expert(run_dir: Path) -> None:
     )
 
 
-def test_names_chosen_by_others_cannot_control_the_terminal(cli: Run, admin: AdminService, run_dir: Path) -> None:
+def test_names_chosen_by_others_cannot_control_the_terminal(
+    cli: Run, admin: AdminService, run_dir: Path
+) -> None:
     admin.status.models[0].name = "de\x1b]0;owned\x07mo"
     admin.status.problems[0].what = "line\r\n\x1b[2Jbreak"
     out = cli("status", "--run-dir", run_dir).out
@@ -226,7 +230,9 @@ def test_keys_are_listed_with_their_state(cli: Run, admin: AdminService, run_dir
     assert [each["id"] for each in listed] == ["key_good", "key_old", "key_gone"]
 
 
-def test_a_refusal_by_the_service_is_reported_in_one_line(cli: Run, admin: AdminService, run_dir: Path) -> None:
+def test_a_refusal_by_the_service_is_reported_in_one_line(
+    cli: Run, admin: AdminService, run_dir: Path
+) -> None:
     outcome = cli("keys", "revoke", "key_0", "--yes", "--run-dir", run_dir)
     assert (outcome.code, outcome.err) == (1, "appliance: no key has id 'key_0'\n")
 

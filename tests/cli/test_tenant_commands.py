@@ -39,7 +39,9 @@ def test_only_the_given_fields_are_sent(cli: Run, admin: AdminService, run_dir: 
     assert last(admin) == ("tenants.set", {"name": "acme", "weight": 2.5})
 
 
-def test_every_field_of_a_tenant_can_be_set_with_an_option(cli: Run, admin: AdminService, run_dir: Path) -> None:
+def test_every_field_of_a_tenant_can_be_set_with_an_option(
+    cli: Run, admin: AdminService, run_dir: Path
+) -> None:
     outcome = cli(
         *("tenants", "create", "acme", "--weight", 4, "--highest-class", "p0", "--default-class", 2),
         *("--default-max-tokens", 100, "--cache-group", "lab", "--log-policy", "full", "--log-days", 7),
@@ -130,7 +132,9 @@ def test_an_invalid_value_is_reported_with_option_value_and_remedy(
     assert admin.actions == []
 
 
-def test_a_key_can_be_created_with_scopes_models_and_limits(cli: Run, admin: AdminService, run_dir: Path) -> None:
+def test_a_key_can_be_created_with_scopes_models_and_limits(
+    cli: Run, admin: AdminService, run_dir: Path
+) -> None:
     outcome = cli(
         *("keys", "create", "--name", "ci", "--tenant", "acme", "--scopes", "inference, read"),
         *("--models", "a,b", "--highest-class", "P2", "--tokens-per-minute", 1000, "--run-dir", run_dir),
@@ -278,7 +282,9 @@ def test_no_table_is_wider_than_the_terminal(
     assert max(map(cells, lines)) <= width
 
 
-def test_names_chosen_by_others_cannot_control_the_terminal(cli: Run, admin: AdminService, run_dir: Path) -> None:
+def test_names_chosen_by_others_cannot_control_the_terminal(
+    cli: Run, admin: AdminService, run_dir: Path
+) -> None:
     nasty = "x\x1b]0;owned\x07\r\ny"
     admin.tenants = [a_tenant(nasty, cache_group=nasty)]
     admin.keys = [Key(id="key_1", name=nasty, tenant=nasty, prefix="ak-", created_at=1.0, models=(nasty,))]

@@ -311,7 +311,7 @@ def test_jump_mode_goes_to_the_row_or_panel_with_the_typed_letter() -> None:
     asyncio.run(jump())
 
 
-def test_a_key_that_is_no_letter_of_a_row_only_leaves_jump_mode() -> None:
+def test_in_jump_mode_any_other_key_only_ends_the_mode() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         await pilot.press("7", "slash", *"s", "enter", "down")
         view = app.session.view

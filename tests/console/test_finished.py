@@ -171,7 +171,7 @@ def _end(log: RequestLog, name: str, arrived: float, ended: float) -> None:
     )
 
 
-def test_history_shows_the_requests_that_had_finished_by_its_time(tmp_path: Path) -> None:
+def test_history_shows_the_requests_that_had_finished_by_the_displayed_time(tmp_path: Path) -> None:
     path = record(tmp_path / "history.db", fake_seconds(30))
     writer = Writer(path, HISTORY, synchronous="NORMAL")
     writer.start()

@@ -177,13 +177,13 @@ def test_a_filter_takes_the_units_that_a_column_shows(text: str, matches: bool) 
         ("size>3,5", r"unknown column 'size'"),
     ],
 )
-def test_a_value_with_a_wrong_unit_names_the_units_of_the_column(text: str, message: str) -> None:
+def test_an_error_about_a_wrong_unit_names_the_units_of_the_column(text: str, message: str) -> None:
     with pytest.raises(FilterError, match=message):
         matcher(text, MEASURES, "")
 
 
 @pytest.mark.parametrize("text", ["<think>", "->", "=", ">x"])
-def test_a_sign_without_field_and_number_is_text(text: str) -> None:
+def test_a_comparison_sign_without_field_and_number_is_plain_text(text: str) -> None:
     matches = matcher(text, FIELDS, "age_s")
     assert matches((f"a {text} b", 1.0)) and not matches(("acme", 1.0))
 

@@ -209,7 +209,7 @@ def test_history_cannot_be_changed(history: Path) -> None:
         asyncio.run(replay.act(ResumeService()))
 
 
-def test_lists_that_are_not_recorded_say_where_they_are(history: Path) -> None:
+def test_a_list_that_is_not_recorded_says_where_it_can_be_found(history: Path) -> None:
     async def read() -> None:
         replay = ReplaySource(file_recording(history))
         await replay.next()

@@ -272,7 +272,7 @@ def _tails(path: str) -> list[str]:
     return [".".join(parts[number:]) for number in range(len(parts))]
 
 
-def test_a_source_that_is_not_known_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_source_of_a_figure_would_be_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = FIGURES["waiting"]._replace(source="appliance_no_such_metric")
     monkeypatch.setitem(FIGURES, "waiting", wrong)
     with pytest.raises(AssertionError, match="no_such_metric"):

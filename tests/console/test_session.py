@@ -169,7 +169,7 @@ def test_the_overview_exports_the_chosen_panel_or_the_other_figures() -> None:
     assert [int(row["number"]) for row in exported(shown)] == [gpu.number for gpu in snapshot.gpus]
 
 
-def test_back_returns_to_the_screen_before() -> None:
+def test_back_returns_to_the_previous_screen() -> None:
     shown = session(steps=1)
     for command in ("screen 4", "screen 7", "screen back"):
         shown.run(command)
@@ -188,7 +188,7 @@ def test_back_returns_to_the_screen_before() -> None:
         ("compare", "zoom", "Compare has only one panel"),
     ],
 )
-def test_a_key_that_does_nothing_on_a_screen_says_so(screen: str, command: str, message: str) -> None:
+def test_a_key_without_effect_on_a_screen_shows_a_message(screen: str, command: str, message: str) -> None:
     shown = session(steps=1)
     shown.run(f"screen {screen}")
     shown.run(command)

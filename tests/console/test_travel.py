@@ -49,7 +49,7 @@ async def enter_past(pilot: Pilot[int], app: ConsoleApp, seconds: float = 20.0) 
     await until(pilot, lambda: "HISTORY" in shown(app) and "operator actions" in shown(app))
 
 
-def test_a_step_back_shows_history_and_n_returns_to_a_live_console_that_went_on() -> None:
+def test_a_step_back_shows_history_and_n_returns_to_the_live_data_without_a_gap() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         await pilot.press("left_square_bracket")
         await until(pilot, lambda: "HISTORY 2026-" in shown(app))
@@ -68,7 +68,7 @@ def test_a_step_back_shows_history_and_n_returns_to_a_live_console_that_went_on(
     run(steps, console())
 
 
-def test_t_goes_to_a_time_and_names_a_wrong_one() -> None:
+def test_t_goes_to_a_time_and_reports_an_invalid_one() -> None:
     async def steps(pilot: Pilot[int], app: ConsoleApp) -> None:
         await pilot.press("T")
         await until(pilot, lambda: isinstance(app.screen, TimeDialog) and app.screen.focused is not None)

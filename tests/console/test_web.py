@@ -120,7 +120,7 @@ def test_the_number_of_tabs_is_bounded() -> None:
     ("flags", "message"),
     [(["--write"], "always read-only"), (["--replay", "x"], "leave out --replay")],
 )
-def test_the_browser_never_gets_a_console_that_acts(flags: list[str], message: str) -> None:
+def test_a_console_in_the_browser_is_always_read_only(flags: list[str], message: str) -> None:
     done = subprocess.run(
         [APPLIANCE, "console", "--web", "--demo", *flags],
         capture_output=True,
@@ -131,7 +131,7 @@ def test_the_browser_never_gets_a_console_that_acts(flags: list[str], message: s
     assert done.returncode == 2 and message in done.stderr
 
 
-def test_a_used_port_is_named(address: str) -> None:
+def test_a_port_in_use_is_named(address: str) -> None:
     port = base(address).rpartition(":")[2]
     done = subprocess.run(
         [APPLIANCE, "console", "--web", "--demo", "--port", port], capture_output=True, text=True, timeout=120

@@ -98,7 +98,7 @@ def test_requests_that_outlast_the_grace_period_are_ended_with_an_error() -> Non
     asyncio.run(check())
 
 
-def test_hurry_ends_the_notice_and_the_grace_period() -> None:
+def test_hurry_ends_the_notice_period_and_the_grace_period() -> None:
     async def check() -> None:
         service, hurry = FakeService(looks=10**9), asyncio.Event()
         service.fronts_know.set()

@@ -138,7 +138,7 @@ def test_the_fallback_itself_has_no_fallback(service: SimulatedService) -> None:
     assert (row.status, row.fallback_of) == (503, "m")
 
 
-def test_refusals_of_the_caller_and_of_requests_that_do_not_allow_it_are_final(
+def test_unknown_models_and_requests_that_forbid_the_fallback_are_refused(
     service: SimulatedService,
 ) -> None:
     front = service.new_front()

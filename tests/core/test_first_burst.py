@@ -31,7 +31,7 @@ def burst(on: SimulatedServer, streams: int, gap_s: float = 0.0) -> list[Asked]:
 @pytest.mark.parametrize("streams", [64, 256])
 @pytest.mark.parametrize("gap_s", [0.0, 0.05])
 @pytest.mark.parametrize("predicted", [False, True])
-def test_slow_first_steps_refuse_no_request_of_a_first_burst(
+def test_slow_first_steps_cause_no_refusals_in_a_first_burst(
     streams: int, gap_s: float, predicted: bool
 ) -> None:
     served = server()

@@ -67,7 +67,9 @@ def test_the_level_of_a_removed_limit_is_forgotten(history: Writer) -> None:
     assert used(again) == [0]
 
 
-def test_levels_dropped_by_a_full_writer_are_saved_with_the_next_snapshot(history: Writer, tmp_path: Path) -> None:
+def test_levels_dropped_by_a_full_writer_are_saved_with_the_next_snapshot(
+    history: Writer, tmp_path: Path
+) -> None:
     full = Writer(tmp_path / "other.db", HISTORY, synchronous="NORMAL")
     full.close()  # a closed writer drops everything
     quotas = fresh()

@@ -170,7 +170,9 @@ def test_a_full_queue_refuses_with_retry_after(service: SimulatedService) -> Non
     assert refused.retry_after_s == 1.0
 
 
-def test_an_unknown_model_is_refused_with_404_and_the_names_of_the_known_models(service: SimulatedService) -> None:
+def test_an_unknown_model_is_refused_with_404_and_the_names_of_the_known_models(
+    service: SimulatedService,
+) -> None:
     front = service.new_front()
     service.ask(front)
     admit = front.to_core.pop()
@@ -367,7 +369,9 @@ def test_the_row_contains_the_counts_of_the_front_and_of_the_engine(
     service.check_end()
 
 
-def test_a_request_whose_replica_died_continues_on_another_replica_ahead_of_others(service: SimulatedService) -> None:
+def test_a_request_whose_replica_died_continues_on_another_replica_ahead_of_others(
+    service: SimulatedService,
+) -> None:
     front, first = service.new_front(), service.new_replica()
     service.ask(front)
     read_all(service)
@@ -393,7 +397,9 @@ def test_a_request_whose_replica_died_continues_on_another_replica_ahead_of_othe
     assert (row.generated_tokens, row.billed_tokens, row.resubmissions) == (6, 6, 1)
 
 
-def test_the_row_of_a_request_whose_front_died_names_the_cause_and_bills_nothing(service: SimulatedService) -> None:
+def test_the_row_of_a_request_whose_front_died_names_the_cause_and_bills_nothing(
+    service: SimulatedService,
+) -> None:
     front, replica = service.new_front(), service.new_replica()
     service.ask(front)
     read_all(service)

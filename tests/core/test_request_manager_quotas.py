@@ -145,7 +145,9 @@ def test_a_lost_replica_keeps_the_reservation_and_the_answer_is_charged_once(
     assert used(service) == (11, 0)
 
 
-def test_a_refused_resubmission_is_billed_the_tokens_that_its_client_received(service: SimulatedService) -> None:
+def test_a_refused_resubmission_is_billed_the_tokens_that_its_client_received(
+    service: SimulatedService,
+) -> None:
     front, replica = service.new_front(), service.new_replica()
     service.ask(front)
     read_all(service)
@@ -208,7 +210,9 @@ def running(front: FakeFront) -> list[str]:
     return sorted(answer.request_id for answer in answers(front) if isinstance(answer, Admitted))
 
 
-def test_a_request_that_lost_its_replica_keeps_its_place_among_the_concurrent_requests(service: SimulatedService) -> None:
+def test_a_request_that_lost_its_replica_keeps_its_place_among_the_concurrent_requests(
+    service: SimulatedService,
+) -> None:
     limited(service, concurrent_requests=1)
     front, replica = service.new_front(), service.new_replica()
     service.new_replica()

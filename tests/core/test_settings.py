@@ -126,7 +126,9 @@ def test_invalid_flags_are_named_too(tmp_path: Path) -> None:
             load_settings(Flags(**flags), {"HOME": str(tmp_path)})
 
 
-def test_the_settings_file_comes_from_the_flag_or_the_environment_or_the_home_directory(tmp_path: Path) -> None:
+def test_the_settings_file_comes_from_the_flag_or_the_environment_or_the_home_directory(
+    tmp_path: Path,
+) -> None:
     home = tmp_path / "appliance" / "appliance.toml"
     home.parent.mkdir()
     home.touch()
@@ -279,7 +281,9 @@ def test_every_number_has_an_upper_bound_that_its_error_names(
         ),
     ],
 )
-def test_contradictory_settings_about_loading_are_refused(tmp_path: Path, text: str, field: str, what: str) -> None:
+def test_contradictory_settings_about_loading_are_refused(
+    tmp_path: Path, text: str, field: str, what: str
+) -> None:
     models = "".join(f'models.{name}.folder = "{demo_model_folder()}"\n' for name in "ab")
     with pytest.raises(SettingsError) as caught:
         load(tmp_path, f"{models}models.b.required = false\n{text}\n")

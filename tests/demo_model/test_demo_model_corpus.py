@@ -34,7 +34,7 @@ def scripts_on_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("Ends with a colon and then:\n  - a list", None),
     ],
 )
-def test_the_purpose_is_the_first_sentence(doc: str, purpose: tuple[str, str] | None) -> None:
+def test_the_purpose_is_the_first_sentence_of_a_docstring(doc: str, purpose: tuple[str, str] | None) -> None:
     from demo_model.docstrings import purpose_of_doc
 
     assert purpose_of_doc(doc) == purpose

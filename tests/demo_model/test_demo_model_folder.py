@@ -87,7 +87,7 @@ def test_every_matrix_divides_by_64_on_each_of_four_ranks() -> None:
     assert config["hidden_size"] % 64 == 0
 
 
-def test_stop_tokens_are_the_same_everywhere(tokenizer: Any) -> None:
+def test_stop_tokens_are_the_same_in_all_files(tokenizer: Any) -> None:
     stops = [tokenizer.convert_tokens_to_ids(token) for token in ("<|end|>", "<|end_of_text|>")]
     assert read_json("config.json")["eos_token_id"] == stops
     assert read_json("generation_config.json")["eos_token_id"] == stops
@@ -133,7 +133,7 @@ def test_the_200_questions_are_well_formed_and_unique() -> None:
     assert questions[0]["question"] == "What does textwrap.dedent do?"
 
 
-def test_the_heldout_text_is_out_of_the_questions() -> None:
+def test_the_held_out_text_and_the_questions_are_about_different_modules() -> None:
     text = (FOLDER / "heldout.txt").read_text("utf-8")
     assert 100_000 <= len(text.encode()) <= 250_000
     names = [line.removeprefix("# Lib/") for line in text.splitlines() if line.startswith("# Lib/")]

@@ -31,7 +31,7 @@ def test_equal_answers_pass_at_any_gap() -> None:
     assert parity.passes
 
 
-def test_an_answer_may_part_for_the_second_token_at_a_near_tie_and_nowhere_else() -> None:
+def test_an_answer_may_diverge_to_the_second_token_only_at_a_near_tie() -> None:
     known = answer(BEST, BEST, BEST, gap=NEAR_TIE / 2)
     parity = compare("cuda", "bfloat16", [known, answer(BEST, SECOND, OTHER)], [known, known])
     (parted,) = parity.divergences
@@ -47,19 +47,19 @@ def test_an_answer_may_part_for_the_second_token_at_a_near_tie_and_nowhere_else(
         assert f"first divergences: at most {gap:.4f}" in parity.summary() and "FAILS" in parity.summary()
 
 
-def test_a_token_that_is_not_the_second_is_no_near_tie() -> None:
+def test_a_divergence_to_a_token_other_than_the_second_fails() -> None:
     known = answer(BEST, BEST, gap=NEAR_TIE / 2)
     assert not compare("cuda", "bfloat16", [answer(OTHER, BEST)], [known]).passes
 
 
-def test_an_answer_that_ends_too_early_or_too_late_is_found() -> None:
+def test_an_answer_that_ends_too_early_or_too_late_is_detected() -> None:
     known = answer(BEST, BEST, gap=NEAR_TIE / 2)
     assert not compare("cuda", "bfloat16", [answer(BEST)], [known]).passes
     with pytest.raises(ValueError, match="question 0: the reference ends after 2 tokens"):
         compare("cuda", "bfloat16", [answer(BEST, BEST, BEST)], [known])
 
 
-def test_a_near_tie_is_what_bfloat16_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_near_tie_bound_is_two_rounding_steps_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compared with float32, bfloat16 on a CPU changes a gap by at most about two units in the last place of
     the largest logit, and changes no token."""
     largest = []

@@ -17,7 +17,7 @@ from tests.demo_model.quality import BLOCK_FORMS, FORMS, LEAST_KEPT, Score, held
 from tests.engine.streaming_client import StreamingClient
 
 
-def test_fp8_weights_and_cache_cost_no_more_than_they_may() -> None:
+def test_the_quality_loss_of_fp8_weights_and_cache_is_within_its_limit() -> None:
     """Uses 60 questions and 12 of 57 windows of text. `docs/measurements` has the full results."""
     plain, *quantised = measure("cpu", "float32", asked=60, windows=12)
     assert (plain.right, plain.asked, plain.held_out_tokens) == (60, 60, 12 * 1024)
@@ -29,7 +29,7 @@ def test_fp8_weights_and_cache_cost_no_more_than_they_may() -> None:
         assert score.passes
 
 
-def test_a_checkpoint_with_block_scales_costs_no_more_than_it_may() -> None:
+def test_the_quality_loss_of_a_checkpoint_with_block_scales_is_within_its_limit() -> None:
     """The checkpoint is tested twice: with its block scales, and converted to one scale per output."""
     _, *blocks = measure("cpu", "float32", asked=20, windows=6, forms=(FORMS[0], *BLOCK_FORMS))
     assert [score.form for score in blocks] == [form.name for form in BLOCK_FORMS]
@@ -39,13 +39,13 @@ def test_a_checkpoint_with_block_scales_costs_no_more_than_it_may() -> None:
     assert blocks[0].perplexity != blocks[1].perplexity
 
 
-def test_the_text_is_that_of_the_model_card() -> None:
+def test_the_held_out_text_is_that_of_the_model_card() -> None:
     windows = held_out_windows()
     assert {len(window) for window in windows} == {1025}
     assert len(windows) == 57
 
 
-def test_a_form_that_costs_too_much_does_not_pass() -> None:
+def test_a_variant_with_too_much_quality_loss_fails() -> None:
     fine = Score(
         device="cpu",
         dtype="float32",

@@ -290,7 +290,7 @@ def test_a_gpu_that_cannot_run_a_models_kernels_is_named_before_anything_is_comp
     ],
     ids=str,
 )
-def test_other_odd_numbers_are_served(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_unusual_sizes_that_the_kernels_support_are_accepted(tmp_path: Path, changes: dict[str, Any]) -> None:
     read_served(folder_of(tmp_path, "llama", **changes))
 
 

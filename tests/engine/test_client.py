@@ -75,7 +75,7 @@ def test_a_channel_serves_thousands_of_requests_before_its_replica_dies() -> Non
     asyncio.run(scenario())
 
 
-def test_leaving_early_cancels() -> None:
+def test_closing_the_iterator_early_cancels_the_submission() -> None:
     async def scenario() -> None:
         played = Played()
         played.silent = True

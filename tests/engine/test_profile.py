@@ -304,7 +304,7 @@ def test_chunks_that_read_an_fp8_cache_directly_do_not_affect_the_kernel_choice_
     assert [name for name in kernels if works[name].operations] == [kernel]
 
 
-def test_steps_add_up(llama: ModelConfig) -> None:
+def test_the_work_of_several_steps_is_summed(llama: ModelConfig) -> None:
     one = work_by_kernel(llama, info(), [ONE_TOKEN], H200)
     three = work_by_kernel(llama, info(), [ONE_TOKEN] * 3, H200)
     assert three["o"] == KernelWork(3 * one["o"].bytes, 3 * one["o"].operations, one["o"].per_s)
@@ -313,7 +313,7 @@ def test_steps_add_up(llama: ModelConfig) -> None:
 # ── the table ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_times_and_gaps_make_the_step(tmp_path: Path) -> None:
+def test_times_and_gaps_add_up_to_the_step(tmp_path: Path) -> None:
     events = [
         kernel(name, start, us) for name, start, us in [("_dot", 0, 40), ("_norm", 45, 5), ("_dot", 48, 52)]
     ]

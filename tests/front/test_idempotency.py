@@ -171,7 +171,7 @@ def test_a_run_without_clients_is_cancelled_after_the_grace_period(front: Harnes
     assert len(front.admits) == 2
 
 
-def test_a_key_stands_for_one_body_of_an_endpoint_and_caller(front: Harness) -> None:
+def test_a_key_is_bound_to_one_body_and_endpoint_and_caller(front: Harness) -> None:
     ask(front, "k")
     answer = ask(front, "k", chat(stream=True))
     assert (answer.status, answer.error["code"]) == (422, "idempotency_key_reused")
@@ -196,7 +196,7 @@ def test_an_invalid_key_is_refused(front: Harness, keys: list[str]) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_retry_of_a_failed_run_runs_anew(front: Harness, stream: bool) -> None:
+def test_a_retry_of_a_failed_run_runs_again(front: Harness, stream: bool) -> None:
     front.refusal = Refused("", 0, 429, "quota_exceeded", "the quota is used up", 1.5)
     front.admit = "refuse"
     assert ask(front, "again", chat(stream=stream)).status == 429

@@ -26,7 +26,7 @@ def test_a_chat_is_answered_over_the_unix_socket(client: openai.OpenAI, front: H
     assert settle.ttft_ms is not None and settle.ttft_ms <= settle.e2e_ms
 
 
-def test_the_template_makes_the_prompt(client: openai.OpenAI, front: Harness) -> None:
+def test_the_prompt_is_rendered_with_the_chat_template(client: openai.OpenAI, front: Harness) -> None:
     messages = [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -86,7 +86,7 @@ def test_a_stream_sends_the_text_in_chunks_and_then_the_usage(client: openai.Ope
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_n_samples_are_n_answers(client: openai.OpenAI, front: Harness, stream: bool) -> None:
+def test_n_samples_give_n_answers(client: openai.OpenAI, front: Harness, stream: bool) -> None:
     texts = ["", "", ""]
     if stream:
         for chunk in client.chat.completions.create(model=MODEL, messages=HELLO, n=3, stream=True):

@@ -107,7 +107,7 @@ def test_all_identities_of_a_suspended_tenant_are_marked() -> None:
     assert not table.uids[0].suspended
 
 
-def test_the_table_is_derived_anew_only_after_a_change() -> None:
+def test_the_table_is_computed_again_only_after_a_change() -> None:
     box = Box(tenant("acme"), key("k"))
     first = box.table.current()
     assert box.table.current() is first
@@ -166,7 +166,7 @@ def test_rights_sent_by_a_front_are_replaced_by_those_of_the_core() -> None:
         ("P9", 1, 1, 1),
     ],
 )
-def test_a_request_gets_the_class_it_asks_for_but_none_better_than_allowed(
+def test_a_request_gets_the_class_it_asks_for_but_none_higher_than_allowed(
     asked: str, highest: int, default: int, got: int
 ) -> None:
     assert service_class(asked, Identity(tenant="t", highest_class=highest, default_class=default)) == got

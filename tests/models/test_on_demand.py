@@ -254,7 +254,7 @@ def sleepy(count: int = 2, **models: ModelSettings) -> Settings:
     return Settings(models=models, on_demand=OnDemandSettings(sleeping_memory_gb=limit_gb))
 
 
-def test_a_version_is_introduced_loaded_and_forgotten_when_it_is_not_used(tmp_path: Path) -> None:
+def test_a_version_is_announced_on_demand_and_loaded_and_forgotten_when_unused(tmp_path: Path) -> None:
     site = Site(tmp_path, Settings())
 
     async def scenario() -> None:
@@ -453,7 +453,7 @@ def test_models_that_must_be_loaded_together_are_loaded_and_unloaded_together(tm
     play(site, scenario)
 
 
-def test_a_unit_that_is_still_leaving_the_memory_is_not_loaded(tmp_path: Path) -> None:
+def test_a_unit_that_is_still_being_removed_from_memory_is_not_loaded(tmp_path: Path) -> None:
     groups = {"pair": GroupSettings(models=["a", "b"], load="all")}
     site = Site(tmp_path, Settings(models={"a": optional(), "b": optional()}, groups=groups))
     site.manager.room = 9

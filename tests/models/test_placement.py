@@ -105,7 +105,7 @@ class FakeNvml:
         return SimpleNamespace(busId=f"00000000:{gpu:02X}:00.0")
 
 
-def test_mig_instances_take_the_place_of_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mig_instances_replace_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())  # type: ignore[arg-type]
     topology = read_topology()
     assert topology.uuids == ["MIG-a", "MIG-b", "GPU-1"] and topology.instances == {0, 1}

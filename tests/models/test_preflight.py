@@ -181,7 +181,9 @@ def test_file_access_is_checked_with_the_rights_of_the_reading_process(model: Pa
     assert "cannot be read by" in found and "(uid 65534)" in found
 
 
-def test_root_checks_file_access_with_the_rights_of_the_services_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_root_checks_file_access_with_the_rights_of_the_services_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     if os.geteuid():
         pytest.skip("needs root")
     monkeypatch.setenv("APPLIANCE_SERVICE_USER", "nobody")

@@ -100,6 +100,6 @@ def test_sending_never_blocks_and_drops_what_does_not_fit(started: list[AlertRec
         (AlertSink(webhook="http://:80/"), "is not a URL"),
     ],
 )
-def test_a_wrong_receiver_is_refused(sink: AlertSink, what: str) -> None:
+def test_an_invalid_receiver_is_refused(sink: AlertSink, what: str) -> None:
     [fault] = faults_of_sink(sink)
     assert what in fault.what

@@ -180,7 +180,9 @@ def test_removed_rows_are_detected_without_a_recorded_head(removal, broken_seq, 
         ("DELETE FROM audit; DELETE FROM sqlite_sequence", 1),
     ],
 )
-def test_rows_removed_from_the_end_without_a_trace_are_detected_only_with_a_recorded_head(removal, broken_seq):
+def test_rows_removed_from_the_end_without_a_trace_are_detected_only_with_a_recorded_head(
+    removal, broken_seq
+):
     connection = chain(10)
     recorded = audit.head(connection)
     connection.executescript(removal)

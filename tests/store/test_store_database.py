@@ -81,7 +81,9 @@ print(store.database.open_readonly(Path(sys.argv[1])).execute("SELECT text FROM 
     database.close()
 
 
-def test_a_copy_in_wal_mode_can_be_read_where_its_shared_memory_file_cannot_be_created(public_folder, run_unprivileged):
+def test_a_copy_in_wal_mode_can_be_read_where_its_shared_memory_file_cannot_be_created(
+    public_folder, run_unprivileged
+):
     path = public_folder / "notes.db"
     path.touch(0o644)
     database = WritableDatabase(path, NOTES, "FULL")
@@ -188,7 +190,9 @@ def test_missing_files_and_folders_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("folder_mode", "named"), [(0o555, "{folder} is not writable"), (0o777, "{file} is not writable")]
 )
-def test_a_file_or_folder_without_write_permission_is_named(public_folder, run_unprivileged, folder_mode, named):
+def test_a_file_or_folder_without_write_permission_is_named(
+    public_folder, run_unprivileged, folder_mode, named
+):
     path = public_folder / "notes.db"
     make_notes(path)
     path.chmod(0o444)

@@ -264,9 +264,7 @@ def test_an_auditor_without_write_permission_can_follow_the_log_of_a_running_ser
     assert run_unprivileged(source, history.path) == "a"
 
 
-def test_kill_9_loses_no_visible_row_and_a_restart_closes_the_open_ones(
-    tmp_path, open_history, eventually
-):
+def test_kill_9_loses_no_visible_row_and_a_restart_closes_the_open_ones(tmp_path, open_history, eventually):
     source = """
 import sys, time; from pathlib import Path
 import msgspec

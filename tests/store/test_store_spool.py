@@ -40,7 +40,9 @@ class FullDatabase:
 LONG = "x" * 5000
 
 
-def test_entries_that_the_database_refuses_are_spooled_and_reach_the_chain_in_order(control, tmp_path, caplog):
+def test_entries_that_the_database_refuses_are_spooled_and_reach_the_chain_in_order(
+    control, tmp_path, caplog
+):
     control.create_tenant(actor=ROOT, name="before", changes={}).result(60)
     with FullDatabase(control):
         actors = []

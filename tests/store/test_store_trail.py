@@ -75,7 +75,9 @@ def test_a_view_shows_one_line_per_action(control):
 # ── heads ──
 
 
-def test_signed_heads_are_written_to_a_file_and_the_log_at_start_and_stop_and_after_some_rows(tmp_path, caplog):
+def test_signed_heads_are_written_to_a_file_and_the_log_at_start_and_stop_and_after_some_rows(
+    tmp_path, caplog
+):
     caplog.set_level("INFO", "store.heads")
     control = ControlStore(tmp_path / "control.db")
     control.start()

@@ -100,7 +100,9 @@ def test_log_probabilities_have_the_shapes_of_both_endpoints(client: openai.Open
     assert plain.choices[0].text.startswith("import os\n")
 
 
-def test_a_disconnect_from_a_stream_releases_its_blocks_and_slots(client: openai.OpenAI, demo: Service) -> None:
+def test_a_disconnect_from_a_stream_releases_its_blocks_and_slots(
+    client: openai.OpenAI, demo: Service
+) -> None:
     demo.wait_until(lambda: demo.replica()["running"] == 0, 60, "an idle replica")
     stream = client.completions.create(
         model="demo",

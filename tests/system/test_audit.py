@@ -178,7 +178,9 @@ def rewrite(state_dir: Path, seq: int, **changes: str) -> list[AuditRow]:
         return list(audit.all_rows(database))
 
 
-def test_a_rewrite_with_newly_signed_heads_is_detected_with_the_heads_in_the_journal(copy: Path, record: Record) -> None:
+def test_a_rewrite_with_newly_signed_heads_is_detected_with_the_heads_in_the_journal(
+    copy: Path, record: Record
+) -> None:
     """The forger has the same permissions as the service itself. Only chain heads that are stored outside the
     machine reveal the change."""
     forged = rewrite(copy, 6, after='{"name":"somebody else"}')
@@ -287,7 +289,9 @@ def test_a_full_disk_stops_neither_the_service_nor_the_audit_trail(small_disk: P
         assert running.status()["databases"][1]["dropped_rows"] == 0
 
 
-def test_entries_spooled_when_the_service_is_killed_are_in_the_chain_after_the_next_start(small_disk: Path) -> None:
+def test_entries_spooled_when_the_service_is_killed_are_in_the_chain_after_the_next_start(
+    small_disk: Path,
+) -> None:
     with service("--state-dir", str(small_disk)) as running:
         filler = fill(small_disk)
         assert "full" in refused(running, "keys", "create", "--name", "k", "--tenant", "default")

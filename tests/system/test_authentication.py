@@ -1,8 +1,8 @@
 """Tests authentication on every route of the fronts and of the admin API, as listed in their route tables.
 Permitted and denied callers request each route, on every socket and in every spelling of its path.
 
-For a new route, `test_every_route_has_its_permitted_callers_listed` fails until the route's permitted callers are listed here. A
-route cannot be created without a scope (`appliance.scopes`).
+For a new route, `test_every_route_has_its_permitted_callers_listed` fails until the route's permitted callers
+are listed here. A route cannot be created without a scope (`appliance.scopes`).
 """
 
 from __future__ import annotations
@@ -255,9 +255,7 @@ def test_no_other_code_serves_http() -> None:
     assert serving == SERVERS
 
 
-def test_each_route_of_the_fronts_is_open_only_to_permitted_callers(
-    box: Matrix, askers: Askers
-) -> None:
+def test_each_route_of_the_fronts_is_open_only_to_permitted_callers(box: Matrix, askers: Askers) -> None:
     found, asked = [], 0
     for route in front_table():
         for who, callers in box.callers.items():
@@ -281,7 +279,9 @@ def expected_of_front(route: Route, who: str, status: int, body: str) -> bool:
     return status in ((200,) if route.method == "GET" else (400,))
 
 
-def test_on_the_fronts_no_spelling_of_a_path_and_no_method_bypasses_authentication(box: Matrix, askers: Askers) -> None:
+def test_on_the_fronts_no_spelling_of_a_path_and_no_method_bypasses_authentication(
+    box: Matrix, askers: Askers
+) -> None:
     open_paths = {route.path for route in front_table() if route.wanted == OPEN}
     others = [(method, path) for method, path in itertools.product(METHODS, NOWHERE)]
     for route in front_table():
@@ -310,7 +310,9 @@ def test_on_the_fronts_no_spelling_of_a_path_and_no_method_bypasses_authenticati
     assert not found, holes(found)
 
 
-def test_permitted_callers_get_no_server_error_with_any_spelling_of_a_path(box: Matrix, askers: Askers) -> None:
+def test_permitted_callers_get_no_server_error_with_any_spelling_of_a_path(
+    box: Matrix, askers: Askers
+) -> None:
     found = []
     for route in front_table():
         path = concrete(route.path)

@@ -136,7 +136,9 @@ def test_the_console_ends_when_its_terminal_is_lost(terminal: Tmux) -> None:
     assert psutil.wait_procs([console], timeout=60)[0] == [console]
 
 
-def test_the_console_survives_restarts_of_the_service_and_restores_the_terminal(running: Service, terminal: Tmux) -> None:
+def test_the_console_survives_restarts_of_the_service_and_restores_the_terminal(
+    running: Service, terminal: Tmux
+) -> None:
     """Up to six reconnections are tried until three of them are fast. At a load average of 12 on two cores, a
     reconnection took 0.3 to 0.4 s. A machine that is busier for a while may delay three of the six."""
     waits: list[float] = []

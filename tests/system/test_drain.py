@@ -309,7 +309,9 @@ def outcomes(running: Service) -> dict[tuple[str, int], int]:
         }
 
 
-def test_sigterm_under_load_drains_the_service_and_leaves_nothing_behind(settings: Path, tmp_path: Path) -> None:
+def test_sigterm_under_load_drains_the_service_and_leaves_nothing_behind(
+    settings: Path, tmp_path: Path
+) -> None:
     config = tmp_path / "appliance.toml"
     config.write_text(settings.read_text().replace("drain_notice_s = 0.8", f"drain_notice_s = {NOTICE_S}"))
     with service("--config", str(config)) as running:

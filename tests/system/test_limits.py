@@ -154,9 +154,7 @@ def test_the_token_limits_are_enforced(running: Service, scope: str, limit: str)
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-def test_concurrent_and_queued_requests_are_limited(
-    running: Service, scope: str
-) -> None:
+def test_concurrent_and_queued_requests_are_limited(running: Service, scope: str) -> None:
     caller = Caller(running, scope, concurrent_requests=1, queued_requests=1)
     answers: list[httpx.Response] = []
     waiting = threading.Thread(target=lambda: answers.append(caller.ask()))
@@ -200,7 +198,9 @@ def test_the_limit_on_the_share_of_kv_blocks_is_enforced(running: Service, scope
     assert [answer.status_code for answer in answers] == [200]
 
 
-def test_without_max_tokens_an_answer_has_its_tenants_default_and_at_most_the_remaining_quota(running: Service) -> None:
+def test_without_max_tokens_an_answer_has_its_tenants_default_and_at_most_the_remaining_quota(
+    running: Service,
+) -> None:
     caller = Caller(running, "key", tokens_per_day=100.0, default_max_tokens=40)
     assert tokens(caller.ask(10, None)) == 40
     answer = caller.ask(10, None)

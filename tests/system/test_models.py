@@ -63,7 +63,9 @@ def served(running: Service) -> list[str]:
         return [model["id"] for model in http.get("/v1/models").json()["data"]]
 
 
-def test_a_model_is_added_and_loaded_and_answers_without_a_restart(running: Service, folders: list[Path]) -> None:
+def test_a_model_is_added_and_loaded_and_answers_without_a_restart(
+    running: Service, folders: list[Path]
+) -> None:
     assert models(running, "list") == [] and served(running) == []
     added = models(running, "add", f"chat={folders[0]}", *SMALL)
     assert added == {"name": "chat", "version": 1}
@@ -288,7 +290,9 @@ def test_an_unloaded_model_leaves_the_memory_and_a_loaded_one_survives_a_restart
     assert answer["choices"][0]["token_ids"] == [TOKENS[1]] * 4
 
 
-def test_a_model_in_the_settings_is_shown_and_can_be_changed_only_there(folders: list[Path], tmp_path: Path) -> None:
+def test_a_model_in_the_settings_is_shown_and_can_be_changed_only_there(
+    folders: list[Path], tmp_path: Path
+) -> None:
     config = tmp_path / "appliance.toml"
     config.write_text(f'[models.chat]\nfolder = "{folders[0]}"\nkv_blocks = 100\nthreads = 1\n')
     with service("--config", str(config)) as running:

@@ -24,7 +24,9 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Target,
         yield made
 
 
-def test_floods_neither_stall_another_tenants_requests_nor_leave_memory_in_use(attacked: tuple[Target, str]) -> None:
+def test_floods_neither_stall_another_tenants_requests_nor_leave_memory_in_use(
+    attacked: tuple[Target, str],
+) -> None:
     # The time limits allow for slow machines. Without limits on connections, a flood of pipelined requests
     # stalled other requests for 20 s, and the fronts grew to 2.3 GB.
     plan = Plan(

@@ -69,7 +69,7 @@ def test_the_renamed_copy_encodes_special_tokens_as_transformers_does(
 @pytest.mark.parametrize("kind", KINDS)
 @given(contents=st.lists(WITH_SPECIALS, min_size=1, max_size=3))
 @examples(100)
-def test_only_the_template_makes_control_tokens_and_the_text_is_unchanged(
+def test_only_the_template_can_create_control_tokens_and_the_text_is_unchanged(
     kind: str, contents: list[str], loaded: dict[str, Tokenizer]
 ) -> None:
     tokenizer, template = loaded[kind], ChatTemplate({"default": TEMPLATE}, NAMES)
@@ -93,7 +93,7 @@ def test_the_demo_models_messages_end_where_its_template_ends_them() -> None:
     )
 
 
-def test_what_is_hidden_survives_the_filters_of_templates(loaded: dict[str, Tokenizer]) -> None:
+def test_hidden_control_tokens_survive_the_filters_of_templates(loaded: dict[str, Tokenizer]) -> None:
     shield = loaded["byte_level"].shield()
     hidden = run_steps(shield.hide({"a": ["x</s>y", 1, None, {"<s>": " <s>"}]}))
     assert "<" not in str(hidden) and shield.used

@@ -38,7 +38,7 @@ def test_the_items_of_a_tenant_that_must_wait_are_left_in_the_queue() -> None:
     assert [queue.take() for _ in range(2)] == ["a1", "a2"]
 
 
-def test_a_tenant_that_used_its_share_of_a_thread_rests_and_its_work_ends_later() -> None:
+def test_a_tenant_that_has_used_its_share_of_a_thread_pauses() -> None:
     log: list[str] = []
 
     def hard_steps() -> Generator[None, None, str]:

@@ -69,7 +69,7 @@ def test_ordinary_text_is_not_redacted(text: str) -> None:
     assert redact(text, ALL) == (text, 0)
 
 
-def test_further_kinds_and_configured_prefixes_are_redacted() -> None:
+def test_other_kinds_of_secrets_and_configured_prefixes_are_redacted() -> None:
     text = "ann@example.org pays with 4111 1111 1111 1111, not 4111 1111 1111 1112; acme_12345"
     assert redact(text) == (text, 0)
     shown = "[e-mail redacted] pays with [card number redacted], not 4111 1111 1111 1112; [secret redacted]"
@@ -77,7 +77,7 @@ def test_further_kinds_and_configured_prefixes_are_redacted() -> None:
 
 
 @given(st.text("ab \n:=@-", max_size=30), st.text("ab \n", max_size=30), st.integers(0, 3))
-def test_a_key_is_found_at_any_place(before: str, after: str, lines: int) -> None:
+def test_a_key_is_found_anywhere_in_a_text(before: str, after: str, lines: int) -> None:
     """The key must also be found if the text is redacted piece by piece."""
     filling = "some words of a long text\n" * (lines * 100)
     found, secrets = redact(f"{filling}{before} {KEY} {after}{filling}")

@@ -161,7 +161,7 @@ def test_the_process_is_restarted_when_it_dies_and_ends_with_its_owner() -> None
     assert have_ended(workers())
 
 
-def test_the_process_has_no_descriptors_but_its_channel_and_null_and_cannot_write() -> None:
+def test_the_process_has_no_descriptors_except_its_channel_and_null_and_cannot_write_files() -> None:
     async def descriptors(process: TemplateProcess) -> int:
         await process.compile()
         limits = [

@@ -37,7 +37,7 @@ def test_generated_tokens_are_cached_too() -> None:
 
 
 @both_overlaps
-def test_the_last_token_is_never_cached_since_it_was_not_fed(overlap: bool) -> None:
+def test_the_last_token_is_never_cached_because_it_was_never_an_input(overlap: bool) -> None:
     engine = SimulatedEngine(overlap=overlap)
     submit = engine.submit(60, max_tokens=BLOCK_TOKENS - 60)
     engine.drain()
@@ -47,7 +47,7 @@ def test_the_last_token_is_never_cached_since_it_was_not_fed(overlap: bool) -> N
     assert next(o for o in engine.outputs if o.handle == follow_up.handle).cached_tokens == 0
 
 
-def test_token_credit_comes_back_with_each_chunk() -> None:
+def test_token_credit_is_returned_with_each_chunk() -> None:
     engine = SimulatedEngine(max_num_batched_tokens=50)
     before = engine.core.gauges().credit_tokens
     engine.submit(120)

@@ -59,7 +59,7 @@ def test_urgency_does_not_overtake_a_higher_class() -> None:
 
 
 @pytest.mark.parametrize("better", [0, 1, 2])
-def test_a_better_class_is_admitted_before_the_next_chunk_of_a_worse_one(better: int) -> None:
+def test_a_higher_class_is_admitted_before_the_next_chunk_of_a_lower_one(better: int) -> None:
     engine = SimulatedEngine(max_num_batched_tokens=64, overlap=False)
     engine.submit(300, max_tokens=1, priority=3)
     engine.step()
@@ -70,7 +70,7 @@ def test_a_better_class_is_admitted_before_the_next_chunk_of_a_worse_one(better:
     engine.drain()
 
 
-def test_prompts_of_a_class_are_left_out_once_for_each_better_level_in_a_row() -> None:
+def test_the_prompts_of_a_class_are_left_out_once_for_each_higher_level_in_a_row() -> None:
     engine = SimulatedEngine(max_num_batched_tokens=64, overlap=False)
     engine.submit(400, max_tokens=1, priority=3)
     assert computed(engine.step()) == [64]
@@ -112,7 +112,7 @@ def test_a_wide_submission_that_finds_only_reserved_slots_does_not_block_other_l
 
 
 @pytest.mark.parametrize(("better", "worse"), [((1, 0), (2, 0)), ((1, 2), (1, 0)), ((0, 0), (1, 2))])
-def test_a_better_level_preempts_worse_ones_for_blocks(
+def test_a_higher_level_preempts_lower_ones_for_blocks(
     better: tuple[int, int], worse: tuple[int, int]
 ) -> None:
     engine = SimulatedEngine(blocks=8, max_num_seqs=4)
@@ -172,7 +172,7 @@ def test_real_time_preempts_the_youngest_background_sequences_for_slots(overlap:
         ((2, 0), (3, 0)),
     ],
 )
-def test_a_better_class_or_an_urgent_submission_preempts_samples_for_slots(
+def test_a_higher_class_or_an_urgent_submission_preempts_samples_for_slots(
     better: tuple[int, int], worse: tuple[int, int], overlap: bool
 ) -> None:
     engine = SimulatedEngine(max_num_seqs=4, overlap=overlap)

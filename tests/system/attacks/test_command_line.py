@@ -246,7 +246,9 @@ def test_the_owner_of_a_directory_is_trusted_if_it_is_named_as_the_service_user(
     assert SECRET.encode() in listener.stop()
 
 
-def test_another_users_process_that_listens_on_our_socket_gets_no_data(commands: Commands, folder: Path) -> None:
+def test_another_users_process_that_listens_on_our_socket_gets_no_data(
+    commands: Commands, folder: Path
+) -> None:
     """Another user's process can listen on the caller's socket if the socket was passed on to that process,
     or if a user who once had write access to the directory moved the socket there."""
     run, elsewhere = folder / "run", folder / "elsewhere"
@@ -350,7 +352,9 @@ def test_systemds_service_precedes_a_directory_in_tmp_and_is_not_replaced(attack
     assert stopped.stderr.endswith("start the service with: systemctl start appliance\n"), stopped.stderr
 
 
-def test_without_a_terminal_a_dangerous_action_needs_the_yes_option_and_otherwise_changes_nothing(attacked: Target) -> None:
+def test_without_a_terminal_a_dangerous_action_needs_the_yes_option_and_otherwise_changes_nothing(
+    attacked: Target,
+) -> None:
     running = attacked.running
     (key,) = (one for one in running.command("keys", "list") if one["tenant"] == "acme")
     stream = Stream(running, max_tokens=1900)
