@@ -45,7 +45,7 @@ class SpoolState(NamedTuple):
     since: str | None
     """Time of the oldest entry, in the format of `Entry.at`."""
     lost: int
-    """Number of entries dropped because too many were waiting. They are in the service's log."""
+    """Number of entries dropped because too many were waiting. They are only in the service's log."""
 
 
 class SpoolContent(NamedTuple):

@@ -21,7 +21,7 @@ DURATION_S = 10.0
 
 
 def some(count: int, **fields: object) -> list[Record]:
-    """Return records of requests that are within every limit. `fields` override their fields."""
+    """Return records of requests that are within every limit. `fields` overrides their fields."""
     known: dict[str, object] = {
         "began_at": 0.0,
         "late_s": 0.0,

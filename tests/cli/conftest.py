@@ -170,7 +170,7 @@ def databases(tmp_path: Path) -> Path:
 
 
 def a_row(request_id: str, **fields: object) -> RequestRow:
-    """Return the row of a successful request. `fields` replace its fields."""
+    """Return the row of a successful request. `fields` overrides its fields."""
     known: dict[str, object] = {
         "created_at": 1_790_000_000.0,
         "finished_at": 1_790_000_001.0,

@@ -1,4 +1,4 @@
-"""Tests of the dialogs of actions in the running application."""
+"""Tests of the action dialogs in the running application."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tests of what a live console asks the service for: doctor's findings, the audit chain and the silences."""
+"""Tests of the data that a live console requests from the service: the doctor's findings, the audit chain and
+the silences."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def used(service: SimulatedService) -> tuple[int, int]:
 
 
 def ask_with(service: SimulatedService, front: FakeFront, **changes: object) -> str:
-    """Send a request. `fields` replace fields of `Admit`."""
+    """Send a request whose `Admit` has these changed fields."""
     request_id = service.ask(front)
     front.asks[request_id].admit = msgspec.structs.replace(front.to_core.pop(), **changes)
     front.to_core.append(front.asks[request_id].admit)

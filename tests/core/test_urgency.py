@@ -1,4 +1,5 @@
-"""Tests of the order of urgent requests: which requests of their own and of other tenants they overtake."""
+"""Tests of the order of urgent requests: which requests of their own tenant and of other tenants they
+overtake."""
 
 from __future__ import annotations
 

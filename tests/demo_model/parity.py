@@ -118,9 +118,9 @@ def compare(
 
 
 def transformers_parity(model: Path, asked: int | None = None) -> float:
-    """Compare the engine's answers in float32 on the CPU with `transformers`. For every answer token, the two
-    log probabilities are compared; returns the largest difference. `asked` is the number of questions (all if
-    None). Raises AssertionError if a token is not the one that `transformers` ranks first."""
+    """Compare the engine's answers in float32 on the CPU with `transformers`. Returns the largest difference
+    between the two log probabilities of any answer token. `asked` is the number of questions (all if None).
+    Raises AssertionError if a token is not the one that `transformers` ranks first."""
     from transformers import AutoModelForCausalLM
 
     sampling = SamplingParams(max_tokens=100, stop_token_ids=(END,), logprobs=1)

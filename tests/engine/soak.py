@@ -43,7 +43,7 @@ from tests.engine.tiny import TINY
 
 TINY_SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 96, "kv_blocks": 16, "max_model_len": 400}
 SIZES = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "kv_blocks": 900, "max_model_len": 6000}
-"""KV pools that are smaller than the sequences need, so that sequences are preempted."""
+"""KV pools that are too small for all running sequences, so that some sequences are preempted."""
 FILL_SIZES = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192, "kv_blocks": None, "max_model_len": 4096}
 """A pool sized from the available memory."""
 

@@ -108,7 +108,7 @@ class Case:
         self.weights = torch.rand(tokens, top_k, generator=torch.Generator().manual_seed(2)).to(DEVICE)
         self.residual = _random(tokens, hidden, seed=3, dtype=dtype)
         self.live = torch.arange(tokens, device=DEVICE) % 3 - 1
-        """Negative numbers mark padding, which is not counted: [tokens] int64."""
+        """One number per token, [tokens] int64. Negative numbers mark padding, which is not counted."""
         gate_up = _random(count, 2 * width, hidden, seed=4, dtype=dtype) * hidden**-0.5
         down = _random(count, hidden, width, seed=5, dtype=dtype) * width**-0.5
         self.values = values

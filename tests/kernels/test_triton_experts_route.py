@@ -50,7 +50,7 @@ class Case:
         self.router[experts - 1] = self.router[0]
         self.top_k = top_k
         self.live = torch.arange(tokens, device=DEVICE) % 4 - 1
-        """Negative numbers mark padding, which is not counted: [tokens] int64."""
+        """One number per token, [tokens] int64. Negative numbers mark padding, which is not counted."""
 
     def run(
         self,

@@ -40,7 +40,7 @@ class SimulatedManager:
         self.history: list[str] = []
         self.sleeping = self
         self.stuck = ""
-        """Why no unit can sleep or wake, or an empty string if units can."""
+        """The reason why units cannot sleep or wake; empty if they can."""
 
     async def sleep(self, unit: str) -> str:
         self.history.append(f"sleep {unit}")

@@ -186,7 +186,7 @@ def test_the_limit_on_context_length_is_enforced(running: Service, scope: str) -
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_the_limit_on_the_share_of_kv_blocks_is_enforced(running: Service, scope: str) -> None:
-    caller = Caller(running, scope, kv_share=0.15)  # 15 % of 200 blocks are 1,920 tokens
+    caller = Caller(running, scope, kv_share=0.15)  # 15% of 200 blocks, which is 1,920 tokens
     answers: list[httpx.Response] = []
     waiting = threading.Thread(target=lambda: answers.append(caller.ask()))
     with caller.long_answer(5, 1800):

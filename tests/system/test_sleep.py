@@ -18,8 +18,8 @@ pytestmark = pytest.mark.system
 
 WITHIN_S = 120.0
 _POOLED = 8
-"""Number of threads and descriptors that a process may gain without a leak. The pools of the core, of six
-and of two threads, start their threads when several operations overlap."""
+"""Number of threads and descriptors that a process may gain without a leak. The core has two thread pools, of
+six and of two threads, which start threads only when several operations overlap."""
 
 
 @pytest.fixture(scope="module")

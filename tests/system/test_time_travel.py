@@ -233,7 +233,7 @@ def export(running: Service, path: Path, since: float) -> str:
 
 
 def raised_alerts(path: Path) -> list[str]:
-    """Return the rules whose alerts the built-in rules raise on a recording."""
+    """Evaluate the built-in alert rules on a recording, and return those that raise an alert."""
     done = run_appliance("alerts", "test", "built-in", "--on", path, "--json")
     assert done.returncode == 0, done.stderr
     return [one["rule"] for one in json.loads(done.stdout)["transitions"] if one["event"] == "raised"]

@@ -69,8 +69,8 @@ def test_a_stopped_rank_is_noticed_and_replaced_and_its_streams_continue() -> No
 
 
 def test_a_step_that_takes_longer_than_the_deadline_counts_neither_as_silence_nor_as_a_hang() -> None:
-    """One step computes most prompts. It takes several seconds, and the replica does not report meanwhile.
-    A busy machine may also delay a shorter step, which is not announced, so the deadline is not too short."""
+    """One step computes most prompts. It takes several seconds, during which the replica sends no reports.
+    The deadline allows for shorter steps, which are not announced, to be slow on a busy machine."""
     deadline_s = 3.0
     tokens = ["--max-num-batched-tokens", "32768", "--kv-blocks", "600"]
     with configured(f"hang_timeout_s = {deadline_s}\n", *tokens) as running, ThreadPoolExecutor(1) as thread:
