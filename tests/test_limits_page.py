@@ -74,7 +74,7 @@ INTERNAL = {
     "MAX_WARM_UP": BENCH,
     "MAX_WIDTH": SHOWN,
 }
-"""Maximums in the code that the page does not name, and the reason."""
+"""Maximums in the code that the page does not name, each with the reason."""
 
 
 def named_values() -> Iterator[tuple[str, float | None]]:

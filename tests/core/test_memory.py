@@ -1,7 +1,7 @@
 """Tests that the core's memory does not grow with its running time.
 
-The core runs the garbage collector only once in many minutes (`appliance.core.process.COLLECT_AFTER`), so
-repeated work must create no cyclic garbage.
+The core runs the garbage collector only at intervals of many minutes
+(`appliance.core.process.COLLECT_AFTER`), so repeated work must create no cyclic garbage.
 """
 
 from __future__ import annotations

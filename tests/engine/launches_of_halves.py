@@ -1,5 +1,5 @@
 """Prints how many collective kernels a build enumerates for a model on several ranks. It prints one line for
-each kind of pass: `whole` or in `halves`.
+each kind of pass that is given as an argument: `whole` or `halves` (passes that are computed in two halves).
 
 Runs in a separate process, like `launches_of_serving`.
 """

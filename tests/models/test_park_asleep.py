@@ -129,7 +129,8 @@ class Site:
         await self.until(lambda: self.manager.is_parked_asleep("m"))
 
     async def begin_sleep(self) -> None:
-        """Park the model, and wait until its engine has been asked to sleep. The test ends the change."""
+        """Park the model, and wait until its engine has been asked to sleep. The test completes
+        the change later."""
         self.launches[0].slow = True
         self.manager.park("m", asleep=True)
         await self.until(lambda: self.launches[0].asked == [True])

@@ -158,8 +158,8 @@ def test_quantised_matrices_are_read_directly_into_the_weights(
 
 
 def test_the_comparison_detects_missing_activation_rounding(tmp_path: Path) -> None:
-    """Tests the comparison itself: a wrong scale must change the results, or the comparison could not detect
-    it."""
+    """Tests the comparison itself: a wrong scale must change the results. Otherwise, the comparison could not
+    detect wrong scales."""
     meant = quantise(make(LLAMA, tmp_path), FORMS[1])
     assert _equal(_load(tmp_path), oracle(_saved(meant, tmp_path / "meant"))) == 0
 
