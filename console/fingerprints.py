@@ -118,8 +118,8 @@ def fingerprint(action: Action, target: str | None, context: Context) -> Fingerp
 def _tenant(tenant: TenantUse | None) -> Facts:
     if tenant is None:
         return {"state": "absent"}
-    # The limit on the share of the KV cache is given in tokens of the model whose cache the tenant uses most.
-    # Its value can therefore change without an operator's action and is not compared.
+    # The service converts the limit on the share of the KV cache to tokens of the model whose cache the
+    # tenant uses most. The number of tokens can change without any operator action, so it is not compared.
     limits = {
         one.limit.replace("_", " "): "set" if one.limit == "kv_share" else f"{one.capacity:,}"
         for one in tenant.usage

@@ -271,5 +271,6 @@ def forecast_lines(forecast: QuotaForecast, concerned: str | None) -> list[str]:
     if not changed:
         lines.append("no change for any tenant")
     if len(changed) > _SHOWN_TENANTS:
-        lines.append(f"{len(changed) - _SHOWN_TENANTS} more tenants: appliance tenants set NAME … --what-if")
+        more = len(changed) - _SHOWN_TENANTS
+        lines.append(f"for {more} more tenants: run appliance tenants set NAME … --what-if")
     return lines

@@ -304,7 +304,7 @@ class Simulation:
         replica.step += steps
         replica.computed_tokens += computed
         replica.generated_tokens += generated
-        # Blocks of a cached prefix are shared only while several requests use them.
+        # Blocks of a cached prefix count as shared only while more than one request is using them.
         for request in replica.running[::9]:
             for block in request.blocks[: request.cached // BLOCK_TOKENS]:
                 replica.states[block] = SHARED

@@ -62,8 +62,8 @@ class LogitsProcessors:
     its tokens."""
     bad_words: BadWords | None
     remembered: tuple[torch.Tensor, torch.Tensor] | None
-    """Slots with bad words: their indices in the list of sampling slots, and their slot numbers. The tokens
-    that they sample are stored as recent tokens."""
+    """Slots whose requests have bad words: their indices in the list of sampling slots, and their slot
+    numbers. The tokens sampled for these slots are stored as recent tokens."""
 
 
 @dataclass(slots=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from engine.plan import StepPlan
 
 MIN_CPU_FLOPS, MIN_GPU_FLOPS = 1e9, 1e12
-"""A rate, in operations per second, that any device reaches. It is assumed until the first step of a kind has
-been measured."""
+"""A conservative rate, in operations per second, that any device can achieve. It is used until the first step
+of each kind has been measured."""
 _KEEP = 0.8
 """Weight of earlier measurements relative to the latest step. With this value, the average depends mainly on
 the last five steps."""

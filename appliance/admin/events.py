@@ -35,7 +35,8 @@ ReadSnapshot = Callable[[], Awaitable[Snapshot]]
 
 
 class EventFeed:
-    """Makes the frames for all readers with the same rate. Must be used on the event loop's thread."""
+    """Makes each frame once for all readers that use the same rate. Must be used on the event loop's
+    thread."""
 
     def __init__(self, read: ReadSnapshot, interval_s: float) -> None:
         self._read = read

@@ -40,7 +40,7 @@ BUILT_IN: tuple[BuiltInRule, ...] = (
         clear_for_s=5.0,
         downstream_of=["gpu-xid", "gpus-unreadable"],
         what="{where} cannot start",
-        remedy="fix the cause of the replica's last error (appliance status); the service retries",
+        remedy="see the replica's last error in appliance status and fix its cause; the service then retries",
     ),
     BuiltInRule(
         name="replica-crash-loop",

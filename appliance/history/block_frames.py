@@ -144,7 +144,7 @@ def _without(blocks: BlockMap, ended: Sequence[int]) -> BlockMap:
 
 def _xor(one: bytes, other: bytes) -> bytes:
     if len(one) != len(other):
-        raise ValueError(f"a map of {len(other)} bytes is followed by one of {len(one)} bytes")
+        raise ValueError(f"the maps differ in size: {len(other)} bytes, then {len(one)} bytes")
     return (int.from_bytes(one) ^ int.from_bytes(other)).to_bytes(len(one))
 
 

@@ -165,7 +165,7 @@ class Peaks:
         first = bisect_right(numbers, number)
         peak = levels[first] if first < len(levels) else -math.inf
         if unused:
-            # If the take had been smaller by the unused amount, these levels would have been higher.
+            # Raise the levels to what they would have been if only the used amount had been taken.
             levels[first:] = [min(capacity, level + unused) for level in levels[first:]]
         self._close(number, first)
         return peak

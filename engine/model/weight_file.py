@@ -17,7 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 PAGE = mmap.PAGESIZE
-"""Alignment of direct reads, in bytes, in the file and in memory. It is sufficient for every disk."""
+"""Alignment, in bytes, of the file offset and the memory address of a direct read. It is sufficient for every
+disk."""
 _FETCH_BYTES = 16 << 20
 _MEMORY_SHARE = 0.5
 """Maximum size of the files that are kept in the page cache, as a fraction of the free memory."""

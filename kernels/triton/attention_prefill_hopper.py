@@ -274,9 +274,9 @@ def _compute(
             m, old, weights = _weights(scores, m, scale, LIFT)
             total = total * old + gl.sum(weights, axis=1)
             following = gl.convert_layout(weights.to(dtype), operand)
-            # This wait for the next keys must stay between the softmax and the wait for the value products,
-            # because the compiler moves no instruction across it. Otherwise, the compiler would place the
-            # softmax after the value products, and the two would not overlap.
+            # Keep this wait for the next keys between the softmax and the wait for the value products. The
+            # compiler does not move instructions across it. Without it, the compiler would place the softmax
+            # after the value products, and the two would not overlap.
             next_step = step + 2
             ahead = back + 1 < blocks
             mbarrier.wait(k_full.index(next_step % STAGES), (next_step // STAGES) & 1, pred=ahead)

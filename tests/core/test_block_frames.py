@@ -152,7 +152,7 @@ def test_a_frame_that_does_not_fit_the_map_before_is_reported() -> None:
     assert not frame.whole
     with pytest.raises(ValueError, match="missing"):
         decode_blocks(frame, None)
-    with pytest.raises(ValueError, match="20 bytes is followed by one of 10 bytes"):
+    with pytest.raises(ValueError, match="the maps differ in size: 20 bytes, then 10 bytes"):
         decode_blocks(frame, a_map(chance, 20, ["r"]))
 
 

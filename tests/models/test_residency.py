@@ -109,7 +109,7 @@ class Machine:
                     self.absences.append(self.now - model.waiting_since)
                 model.state, model.ready_at = "in", self.now
             elif model.state == "draining" and (not model.running or self.now >= model.changes_at):
-                # Any requests not finished in time wait again.
+                # Requests that did not finish in time go back to waiting.
                 model.waiting.extend((self.now, end - self.now) for end in model.running)
                 model.running, model.state, model.changes_at = [], "unloading", self.now + UNLOAD_S
             elif model.state == "unloading" and self.now >= model.changes_at:
