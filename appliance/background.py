@@ -20,6 +20,7 @@ _HEALTHY_S = 30.0
 _JITTER = 0.2
 """Maximum random deviation of a delay, as a fraction of the delay. Without random deviations, processes that
 exited together would repeatedly restart at the same moment."""
+_POLL_S = 0.05
 
 
 Result = TypeVar("Result")
@@ -41,6 +42,13 @@ async def in_own_thread(work: Callable[[], Result], timeout_s: float) -> Result:
     threading.Thread(target=run, daemon=True).start()
     async with asyncio.timeout(timeout_s):
         return await asyncio.wrap_future(future)
+
+
+async def wait_until(done: Callable[[], bool], timeout_s: float | None) -> None:
+    """Wait until `done` returns true, for at most `timeout_s` (None means no limit)."""
+    deadline = asyncio.get_running_loop().time() + (float("inf") if timeout_s is None else timeout_s)
+    while not done() and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(_POLL_S)
 
 
 class Background:

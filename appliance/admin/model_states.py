@@ -106,7 +106,7 @@ class ModelStates:
             failure = self.routing.failures.get(unit, "")
             if failure:
                 return "failed", failure
-            return "available", self.manager.unreturned.get(unit, "")
+            return "available", self.manager.retirements.unreturned.get(unit, "")
         usable = unit in self.routing.usable or self.manager.is_declared(unit)
         if usable and any(replica.answers for replica in replicas):
             return "ready", ""
@@ -117,7 +117,7 @@ class ModelStates:
             return "failed", f"{failure}: {remedy}" if remedy else failure
         if replicas or self.operations.is_loading(unit) or usable:
             return "loading", next((replica.detail for replica in replicas if replica.detail), "")
-        return "available", self.manager.unreturned.get(unit, "")
+        return "available", self.manager.retirements.unreturned.get(unit, "")
 
     def is_loaded(self, unit: str) -> bool:
         """Return whether a model or version is loaded, being loaded or being unloaded."""

@@ -145,7 +145,7 @@ class ModelAdmin:
     async def _withdraw(self, record: VersionRecord) -> None:
         """Make the front processes refuse requests for a version that is not loaded."""
         unit = _unit(record)
-        self.manager.unreturned.pop(unit, None)
+        self.manager.retirements.unreturned.pop(unit, None)
         if unit in self.routing.usable:
             await self.operations.unload(record, 0.0)
 

@@ -4,41 +4,43 @@ running.
               Controller (start, check, stop), Reloader (change), RequestCanceller (cancel)
                   │
                   ▼
-             ModelManager ──► Replica ──► engine.client.ReplicaGroup (its processes)
+             ModelManager ──► UnitChanges, ReplicaRetirements
+                  │              │
+                  │              ▼
+                  │           Replica ──► engine.client.ReplicaGroup (its processes)
                   │              │
                   │              └──► ReplicaConnections (ReplicaEvents)
                   ▼                     ▼
     RequestManager (models and replicas to which requests may go), FrontChannels (FrontPool), publish()
 
-The settings define how many replicas a model has and how they run. When the settings change, the replicas are
-changed one by one. A replica that already runs with the wanted settings stays, and a missing replica is
-started. A replica with other settings serves until its successor is ready, if there is enough memory for
-both. Otherwise it is stopped first, and its requests continue on its successor.
+The settings define how many replicas a model has and how they run. The model manager knows which units should
+be loaded with which settings. `appliance.models.unit_changes` starts and stops replicas accordingly, and
+`appliance.models.retirement` ends replicas that are no longer needed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from appliance.background import Background
+from appliance.background import wait_until
 from appliance.channel.served_models import ServedModel
 from appliance.models.cgroups import ReplicaCgroups, descendants
 from appliance.models.changes import describe_change
 from appliance.models.fit import MemoryShortage, shortage_beside, shortage_to_wake
-from appliance.models.freed_memory import find_held
-from appliance.models.manifest import find_problem
+from appliance.models.parking import Parked
 from appliance.models.placement import GpuPlacement, machine_topology
 from appliance.models.replica import FilesCheck, Launch, Preflight, Replica
 from appliance.models.replica_connections import FrontChannels, ReplicaConnections
 from appliance.models.residency import DRAIN_S
 from appliance.models.restarts import Restarts
+from appliance.models.retirement import STOP_S, ReplicaRetirements
 from appliance.models.scaling import ModelScaling
+from appliance.models.unit_changes import UnitChanges
 from appliance.models.unit_sleep import UnitSleep
 from appliance.protocol import ScalingStatus
 from appliance.settings import ModelSettings, Settings
@@ -46,15 +48,9 @@ from appliance.traffic.request_manager import RequestManager
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.05
-_STOP_S = 2.0
-_RETURNED_AGAIN_S = 30.0
-"""Interval between checks of whether memory that an unload did not return has since been returned."""
 _MAX_FAILED_LOADS = 2
 """Number of failed starts after which a registered version is considered impossible to load. A second start
 is attempted, because the first one also fails if another process has not freed its memory yet."""
-_MAX_FAILED_STARTS = 3
-"""If a successor fails to start this many times, the previous replica is kept."""
 
 
 class ModelManager:
@@ -87,8 +83,6 @@ class ModelManager:
         """The models that are loaded or being loaded, as the fronts know them. The keys are units of loading:
         the names of models in the settings, and NAME@VERSION for versions in the registry."""
         self.replicas: list[Replica] = []
-        self.unreturned: dict[str, str] = {}
-        """Description of the memory that is still held after a unit was unloaded, by unit."""
         self._settings = settings
         self._declared = dict(settings().models)
         """The models in the settings."""
@@ -96,39 +90,48 @@ class ModelManager:
         """The settings of every unit that should be loaded."""
         self._requests = requests
         self._publish = publish
-        self._note = note
         self._launch = launch
         self._preflight = preflight
         self._files_check = files_check
         self._broken = broken
         self._placement = GpuPlacement(machine_topology())
         self._cgroups = ReplicaCgroups(descendants)
-        self._background = Background()
         self._numbers: dict[str, int] = {}
-        self._changes: dict[str, asyncio.Task[None]] = {}
-        self._retirements: dict[Replica, asyncio.Task[None]] = {}
         self._grace_s: dict[str, float] = {}
         """Grace period for the requests of a unit that is being unloaded, if it differs from the settings."""
-        self._parked: dict[str, float] = {}
-        """Units without replicas, or with sleeping replicas, whose requests wait until the unit is loaded or
-        woken. The value is the event loop's time until which running requests may finish."""
-        self._keep_asleep: set[str] = set()
-        """Parked units whose replicas sleep instead of being stopped."""
-        self._sleep_changes: dict[str, asyncio.Task[None]] = {}
-        """Tasks that put the replicas of a unit to sleep or wake them. They are not interrupted."""
-        self._given_up: set[str] = set()
-        """Models whose new settings could not be loaded. They run with the previous settings."""
+        self._parked: dict[str, Parked] = {}
         self.connections = ReplicaConnections(self.models, self.failure, requests, channels, publish, note)
+        self.sleeping = UnitSleep(self.of, self.connections.update, publish)
+        """Puts the replicas of a unit to sleep, and wakes them."""
+        self.retirements = ReplicaRetirements(
+            self.replicas,
+            self._parked,
+            lambda: settings().drain_grace_s,
+            requests=requests,
+            update=self.connections.update,
+            publish=publish,
+            note=note,
+        )
         self._scaling = ModelScaling(
             self, lambda: requests.state.models, lambda: settings().autoscaling, note
         )
-        self.sleeping = UnitSleep(self.of, self.connections.update, publish)
-        """Puts the replicas of a unit to sleep, and wakes them."""
+        self._changes = UnitChanges(
+            self,
+            self._parked,
+            requests=requests,
+            scaling=self._scaling,
+            sleeping=self.sleeping,
+            retirements=self.retirements,
+            files_check=files_check,
+            new_replica=self._new,
+            remove=self._remove,
+            note=note,
+        )
         for model in served:
             requests.add_model(model.name, model.version)
         for name, wanted in self._wanted.items():
             if not wanted.required and name not in broken:
-                self._parked[name] = 0.0  # `OnDemand` loads the model if it fits.
+                self._parked[name] = Parked()  # `OnDemand` loads the model if it fits.
                 continue
             for _ in range(self._scaling.count(name, wanted)):
                 self._new(name, wanted)
@@ -143,10 +146,9 @@ class ModelManager:
 
     async def stop(self) -> None:
         """Stop every replica."""
-        tasks = (self._changes.values(), self._retirements.values(), self._sleep_changes.values())
-        for task in [task for one in tasks for task in one]:
-            task.cancel()
-        await asyncio.gather(*(replica.stop(_STOP_S) for replica in self.replicas))
+        self._changes.stop()
+        self.retirements.stop()
+        await asyncio.gather(*(replica.stop(STOP_S) for replica in self.replicas))
 
     def check(self) -> None:
         """Kill replicas that hang, and add and remove replicas as the load requires. Must be called a few
@@ -220,9 +222,9 @@ class ModelManager:
         self._wanted = {name: one for name, one in self._wanted.items() if name not in former} | wanted
         changes = []
         for name in sorted(wanted.keys() | former.keys()):
-            if wanted.get(name) == former.get(name) and name not in self._given_up:
+            if wanted.get(name) == former.get(name) and name not in self._changes.given_up:
                 continue
-            self._given_up.discard(name)
+            self._changes.given_up.discard(name)
             if name in wanted and wanted[name].required:
                 self._parked.pop(name, None)
             if name in wanted and name not in self.models:
@@ -232,7 +234,7 @@ class ModelManager:
             grace_s, running = self._settings().drain_grace_s, len(self.of(name))
             change = describe_change(former.get(name), wanted.get(name), running, grace_s)
             changes.append(f"model {name}: {change}")
-            self._begin_change(name)
+            self._changes.begin(name)
         self._publish()
         return changes
 
@@ -260,29 +262,26 @@ class ModelManager:
         self._wanted[unit.name] = settings
         self._parked.pop(unit.name, None)
         self._add(unit)
-        self._begin_change(unit.name)
+        self._changes.begin(unit.name)
         self._publish()
 
     def introduce(self, unit: ServedModel, settings: ModelSettings) -> None:
         """Accept requests for a registered version without loading it."""
         self.load(unit, settings)
-        self._parked[unit.name] = 0.0
+        self._parked[unit.name] = Parked()
 
     def park(self, unit: str, *, asleep: bool = False) -> None:
         """Release the memory of a unit, but keep accepting requests for it. Running requests have `DRAIN_S`
         to finish; those that take longer continue when the unit is loaded again. The replicas are stopped.
         With `asleep`, they are put to sleep, unless a request takes longer or a replica cannot sleep."""
-        self._parked[unit] = asyncio.get_running_loop().time() + DRAIN_S
-        self._keep_asleep.discard(unit)
-        if asleep:
-            self._keep_asleep.add(unit)
-        self._begin_change(unit)
+        self._parked[unit] = Parked(asyncio.get_running_loop().time() + DRAIN_S, asleep)
+        self._changes.begin(unit)
 
     def unpark(self, unit: str) -> None:
         """Load or wake a unit that was introduced or parked. `loaded` and `load_failure` report the
         result."""
         self._parked.pop(unit, None)
-        self._begin_change(unit)
+        self._changes.begin(unit)
 
     async def end_sleep(self, unit: str) -> None:
         """If the unit is parked asleep, stop its replicas, and return when they have stopped. The unit stays
@@ -290,25 +289,23 @@ class ModelManager:
         if self.is_parked_asleep(unit):
             log.info("unloading %s: its GPUs do not have enough memory to wake it", unit)
             self.park(unit)
-            await asyncio.wait([self._changes[unit]])
+            await self._changes.ended(unit)
 
     async def stay_asleep(self, unit: str) -> bool:
         """If the unit is parked asleep, or is going to sleep because it is parked, end the parking without
         waking it: only `sleeping.wake` then wakes it. The unit must have no requests. Return whether it
         sleeps."""
-        while unit in self._parked and unit in self._keep_asleep and not self._changes[unit].done():
-            await asyncio.wait([self._changes[unit]])
+        while self._is_to_sleep(unit) and self._changes.in_progress(unit):
+            await self._changes.ended(unit)
         if not self.is_parked_asleep(unit):
             return False
         del self._parked[unit]
-        self._keep_asleep.discard(unit)
         self._publish()
         return True
 
     def is_parked_asleep(self, unit: str) -> bool:
         """Return whether the unit is parked and all its replicas sleep."""
-        kept = unit in self._parked and unit in self._keep_asleep
-        replicas = self.of(unit) if kept else []
+        replicas = self.of(unit) if self._is_to_sleep(unit) else []
         return bool(replicas) and all(replica.sleeping.asleep for replica in replicas)
 
     def parked_host_bytes(self) -> dict[str, int]:
@@ -316,8 +313,14 @@ class ModelManager:
         sleep, because it is parked."""
         return {
             unit: sum(replica.status().weight_bytes for replica in self.of(unit))
-            for unit in self._keep_asleep & self._parked.keys()
+            for unit, parked in self._parked.items()
+            if parked.asleep
         }
+
+    def _is_to_sleep(self, unit: str) -> bool:
+        """Return whether the unit is parked and its replicas sleep, or are going to sleep."""
+        parked = self._parked.get(unit)
+        return parked is not None and parked.asleep
 
     def is_parked(self, unit: str) -> bool:
         """Return whether the unit accepts requests although it has no replicas that are awake, or soon will
@@ -351,8 +354,8 @@ class ModelManager:
             return
         del self._wanted[unit]
         self._grace_s[unit] = grace_s
-        self._begin_change(unit)
-        await asyncio.wait([self._changes[unit]])
+        self._changes.begin(unit)
+        await self._changes.ended(unit)
 
     @property
     def load_timeout_s(self) -> float:
@@ -399,25 +402,23 @@ class ModelManager:
 
     def scalable(self) -> dict[str, ModelSettings]:
         """Return the settings of every unit, except units that are asleep or whose replicas are changing."""
-        changing = {unit for unit, task in self._changes.items() if not task.done()}
         asleep = {replica.model for replica in self.replicas if replica.sleeping.begun}
-        units = self.models.keys() - changing - asleep - self._parked.keys()
-        return {unit: one for unit, one in self._wanted.items() if unit in units}
+        units = self.models.keys() - asleep - self._parked.keys()
+        return {
+            unit: one
+            for unit, one in self._wanted.items()
+            if unit in units and not self._changes.in_progress(unit)
+        }
 
     def begin_change(self, unit: str) -> None:
         """Start and stop replicas until the unit has its target number of replicas."""
         if unit in self._wanted:
-            self._begin_change(unit)
+            self._changes.begin(unit)
 
     def scaling(self, unit: str) -> ScalingStatus | None:
         """Return a unit's scaling status, or None if its number of replicas is fixed."""
         wanted = self._wanted.get(unit)
         return None if wanted is None else self._scaling.status(unit, wanted)
-
-    def _begin_change(self, name: str) -> None:
-        if (task := self._changes.get(name)) is not None:
-            task.cancel()
-        self._changes[name] = asyncio.get_running_loop().create_task(self._apply(name))
 
     def _add(self, model: ServedModel) -> None:
         self.models[model.name] = model
@@ -428,206 +429,24 @@ class ModelManager:
             if replica.account is not None:
                 self.connections.learn(replica)  # an earlier change had begun to remove the model
 
-    async def _apply(self, name: str) -> None:
-        """Change a model's replicas step by step until they match the settings or no further change is
-        possible."""
-        try:
-            while await self._next_step(name):
-                pass
-        except Exception:
-            log.exception("model %s: applying the new settings failed", name)
-            self._given_up.add(name)
-            self._note(name, "applying the new settings failed: see the log for the cause")
-
-    async def _next_step(self, name: str) -> bool:
-        """Take one step towards the wanted replicas. Return whether another step may be possible."""
-        if (sleep_change := self._sleep_changes.get(name)) is not None:
-            await asyncio.wait([sleep_change])
-        wanted = self._wanted.get(name)
-        by_load = wanted is not None and wanted.max_replicas is not None
-        for replica in self.of(name):
-            if replica.retiring and not by_load:
-                await self._retire(replica)  # an earlier change had begun to retire the replica
-        if wanted is None:
-            await self._remove(name)
-            return False
-        if name in self._parked:
-            if any(replica.spec != wanted.spec(replica.name) for replica in self.of(name)):
-                self._keep_asleep.discard(name)  # The replicas would sleep with outdated settings.
-            if name in self._keep_asleep and not self.is_parked_asleep(name):
-                await self._uninterrupted(name, self._put_to_sleep(name))
-            if not self.is_parked_asleep(name):
-                self._keep_asleep.discard(name)
-                await asyncio.gather(*(self._retire(replica) for replica in self.of(name)))
-            return False
-        self._keep_asleep.discard(name)
-        if any(replica.sleeping.begun for replica in self.of(name)):
-            await self._uninterrupted(name, self._wake(name))
-            return True
-        staying = [replica for replica in self.of(name) if not replica.retiring]
-        serving_first = sorted(staying, key=lambda replica: replica.account is None)
-        current = [replica for replica in serving_first if replica.spec == wanted.spec(replica.name)]
-        outdated = [replica for replica in serving_first if replica not in current]
-        if outdated and outdated[-1].account is None:
-            await self._retire(outdated[-1])
-        elif len(current) > self._scaling.count(name, wanted):
-            retirement = self._begin_retirement(current[-1])
-            # With autoscaling, do not wait, so that a new replica can start if the load grows again.
-            if not by_load:
-                await asyncio.shield(retirement)
-        elif outdated:
-            return await self._replace(outdated[0], current, wanted)
-        elif len(current) < self._scaling.count(name, wanted):
-            # The files were checked before the first replica was started, but may have changed since then.
-            changed = ""
-            if current:
-                changed = await find_problem(
-                    lambda: self._files_check(name), wanted.folder, self.load_timeout_s
-                )
-            added = self._new(name, wanted)
-            if changed:
-                added.refuse(changed)
-            else:
-                added.start()
-        else:
-            return False
-        return True
-
-    async def _replace(self, old: Replica, current: list[Replica], wanted: ModelSettings) -> bool:
-        """Replace a replica with one that has the wanted settings. Return False if the settings cannot be
-        loaded."""
-        if len(current) < self._scaling.count(old.model, wanted):
-            if why_not := await self.why_not_beside(wanted):
-                log.warning("%s is stopped before its replacement loads: %s", old.name, why_not)
-                self._note(old.name, f"stopped before its replacement loaded: {why_not}")
-                await self._retire(old)
-                return True
-            new = self._new(old.model, wanted)
-            log.info("%s is loading to replace %s, which keeps serving until then", new.name, old.name)
-            new.start()
-            current = [*current, new]
-        for new in current:
-            while new.account is None:
-                if new.failure or new.failed_starts >= _MAX_FAILED_STARTS:
-                    self._given_up.add(old.model)
-                    self._note(
-                        new.name,
-                        f"the new settings cannot be loaded, so {old.name} keeps running: {new.last_error}",
-                    )
-                    await self._retire(new)
-                    return False
-                await asyncio.sleep(_POLL_S)
-        await self._retire(old)
-        return True
-
-    async def _uninterrupted(self, name: str, change: Coroutine[Any, Any, None]) -> None:
-        """Put the replicas of a unit to sleep, or wake them. A later change to the unit does not interrupt
-        this method, but waits until it has finished."""
-        task = self._sleep_changes[name] = asyncio.get_running_loop().create_task(change)
-        task.add_done_callback(lambda _: self._sleep_changes.pop(name, None))
-        await asyncio.shield(task)
-
-    async def _put_to_sleep(self, name: str) -> None:
-        """Let the replicas of a parked unit finish their requests, and put them to sleep if they can. They
-        get no new requests until `_wake` is called, even if they cannot sleep."""
-        self.sleeping.begin(name)
-        accounts = [replica.account for replica in self.of(name) if replica.account is not None]
-
-        def occupied() -> bool:
-            return any(map(self._requests.state.occupied, accounts))
-
-        await _poll(lambda: not occupied(), self._drain_left_s(name))
-        problem = "its requests take longer" if occupied() else await self.sleeping.sleep(name)
-        if problem:
-            log.info("%s does not sleep: %s", name, problem)
-        else:
-            log.info("%s is asleep; its next request wakes it", name)
-
-    async def _wake(self, name: str) -> None:
-        """Wake the replicas of a unit. If they cannot wake, stop them, so that they are loaded again."""
-        replicas = self.of(name)
-        ended = any(replica.sleeping.asleep and replica.group is None for replica in replicas)
-        problem = "its processes have ended" if ended else await self.sleeping.wake(name)
-        if problem:
-            log.info("%s is loaded again instead of being woken: %s", name, problem)
-            await asyncio.gather(*(self._retire(replica) for replica in replicas))
-        elif all(replica.answers for replica in replicas):
-            log.info("%s is awake", name)
-
-    def _drain_left_s(self, name: str) -> float:
-        """Return how much time, in seconds, the running requests of a parked unit have left to finish."""
-        return max(0.0, self._parked.get(name, 0.0) - asyncio.get_running_loop().time())
-
-    async def _retire(self, replica: Replica) -> None:
-        """Stop sending requests to the replica, let it finish its requests, and stop it. A later change does
-        not interrupt this method."""
-        await asyncio.shield(self._begin_retirement(replica))
-
-    def _begin_retirement(self, replica: Replica) -> asyncio.Task[None]:
-        """Start retiring a replica, unless its retirement has already begun. Return the task."""
-        if (task := self._retirements.get(replica)) is None:
-            replica.retiring = True
-            task = asyncio.get_running_loop().create_task(self._finish_and_end(replica))
-            self._retirements[replica] = task
-            task.add_done_callback(lambda _: self._retirements.pop(replica))
-        return task
-
-    async def _finish_and_end(self, replica: Replica) -> None:
-        self._publish()
-        account = replica.account
-        if account is not None:
-            self.connections.update(replica)
-            # If no other replica serves the model, any requests not finished within the grace period continue
-            # on the successor.
-            alone = not any(other.account for other in self.of(replica.model) if not other.retiring)
-            grace_s = self._settings().drain_grace_s if alone else None
-            grace_s = self._drain_left_s(replica.model) if replica.model in self._parked else grace_s
-            await _poll(
-                lambda: not self._requests.state.occupied(account) or replica.account is not account, grace_s
-            )
-            self._requests.preempt(account)
-        pids = [] if replica.group is None else list(replica.group.pids)
-        try:
-            await replica.stop(_STOP_S)
-            if why := await find_held(pids):
-                log.warning("%s: %s", replica.name, why)
-                self._note(replica.name, why)
-                self.unreturned[replica.model] = why
-                self._background.run(self._until_returned(replica.model, why, pids))
-        finally:
-            self.replicas.remove(replica)
-        log.info("%s ended", replica.name)
-
-    async def _until_returned(self, unit: str, why: str, pids: list[int]) -> None:
-        """Wait until the unit's memory has been returned, then remove the unit from `unreturned`."""
-        while self.unreturned.get(unit) == why:
-            await asyncio.sleep(_RETURNED_AGAIN_S)
-            if not await find_held(pids):
-                if self.unreturned.get(unit) == why:
-                    del self.unreturned[unit]
-                log.info("the memory of %s was returned", unit)
-                return
-
     async def _remove(self, name: str) -> None:
         """Stop serving a model."""
         self.models.pop(name, None)
         self._parked.pop(name, None)
-        self._keep_asleep.discard(name)
         self._requests.pause_admission(name, f"model {name!r} is being removed")
         self._publish()
         grace_s = self._grace_s.pop(name, self._settings().drain_grace_s)
-        await _poll(lambda: self._requests.state.finished(name), grace_s)
+        await wait_until(lambda: self._requests.state.finished(name), grace_s)
         self._requests.abort_all(f"model {name!r} was removed", name)
         for replica in self.of(name):
-            await self._retire(replica)
+            await self.retirements.retire(replica)
         self._requests.resume_admission(name)
         self._requests.remove_model(name)
-        self._changes.pop(name, None)
         self._scaling.forget(name)
         log.info("model %s removed", name)
 
     def _new(self, model: str, settings: ModelSettings) -> Replica:
-        self.unreturned.pop(model, None)
+        self.retirements.unreturned.pop(model, None)
         number = self._numbers.get(model, 0)
         self._numbers[model] = number + 1
         service = self._settings()
@@ -648,10 +467,3 @@ class ModelManager:
         )
         self.replicas.append(replica)
         return replica
-
-
-async def _poll(done: Callable[[], bool], timeout_s: float | None) -> None:
-    """Wait until `done` returns true, for at most `timeout_s` (None means no limit)."""
-    deadline = asyncio.get_running_loop().time() + (float("inf") if timeout_s is None else timeout_s)
-    while not done() and asyncio.get_running_loop().time() < deadline:
-        await asyncio.sleep(_POLL_S)

@@ -78,8 +78,8 @@ def test_a_unit_whose_memory_was_returned_late_is_no_longer_reported(
         assert pids == [7]
         return held[0]
 
-    monkeypatch.setattr("appliance.models.manager.find_held", find_held)
-    monkeypatch.setattr("appliance.models.manager._RETURNED_AGAIN_S", 0.005)
+    monkeypatch.setattr("appliance.models.retirement.find_held", find_held)
+    monkeypatch.setattr("appliance.models.retirement._RETURNED_AGAIN_S", 0.005)
 
     async def scenario() -> None:
         started.manager.start()
@@ -88,9 +88,9 @@ def test_a_unit_whose_memory_was_returned_late_is_no_longer_reported(
         assert started.stopped == 1
         assert started.notes == ["m-0: process 7 still exists"]
         await asyncio.sleep(0.05)  # several checks
-        assert started.manager.unreturned == {"m": "process 7 still exists"}
+        assert started.manager.retirements.unreturned == {"m": "process 7 still exists"}
         held[0] = ""
-        await started.until(lambda: not started.manager.unreturned)
+        await started.until(lambda: not started.manager.retirements.unreturned)
 
     asyncio.run(scenario())
 

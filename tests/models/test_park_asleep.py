@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from appliance.models import fit
+from appliance import background
+from appliance.models import fit, retirement
 from appliance.models import manager as manager_module
 from appliance.models.gpus import DetectedGpu, GpuReport
 from appliance.models.manager import ModelManager
@@ -145,8 +146,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     async def find_held(pids: list[int]) -> str:
         return ""
 
-    monkeypatch.setattr(manager_module, "find_held", find_held)
-    monkeypatch.setattr(manager_module, "_POLL_S", 0.002)
+    monkeypatch.setattr(retirement, "find_held", find_held)
+    monkeypatch.setattr(background, "_POLL_S", 0.002)
     monkeypatch.setattr(manager_module, "DRAIN_S", WITHIN_S)
     return Site(tmp_path)
 

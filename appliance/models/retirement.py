@@ -1,0 +1,114 @@
+"""Retires replicas: lets them finish their requests, stops them, and verifies that their memory was
+returned."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+from appliance.background import Background, wait_until
+from appliance.models.freed_memory import find_held
+from appliance.models.parking import Parked
+from appliance.models.replica import Replica
+from appliance.traffic.request_manager import RequestManager
+
+log = logging.getLogger(__name__)
+
+STOP_S = 2.0
+"""How long a replica may take to stop before it is killed."""
+_RETURNED_AGAIN_S = 30.0
+"""Interval between checks of whether memory that an unload did not return has since been returned."""
+
+
+class ReplicaRetirements:
+    """Retires replicas. All methods must be called on the event loop's thread."""
+
+    def __init__(
+        self,
+        replicas: list[Replica],
+        parked: Mapping[str, Parked],
+        drain_grace_s: Callable[[], float],
+        *,
+        requests: RequestManager,
+        update: Callable[[Replica], None],
+        publish: Callable[[], None],
+        note: Callable[[str, str], None],
+    ) -> None:
+        """`replicas` contains all replicas; a replica that has been stopped is removed from it. `parked`
+        contains the parked units. `drain_grace_s` returns the setting of that name. `update` is called when
+        `Replica.answers` has changed. `publish` and `note` are those of the model manager."""
+        self.unreturned: dict[str, str] = {}
+        """Description of the memory that is still held after a unit was unloaded, by unit."""
+        self._replicas = replicas
+        self._parked = parked
+        self._drain_grace_s = drain_grace_s
+        self._requests = requests
+        self._update = update
+        self._publish = publish
+        self._note = note
+        self._tasks: dict[Replica, asyncio.Task[None]] = {}
+        self._background = Background()
+
+    def stop(self) -> None:
+        """Cancel the retirements in progress."""
+        for task in list(self._tasks.values()):
+            task.cancel()
+
+    async def retire(self, replica: Replica) -> None:
+        """Stop sending requests to the replica, let it finish its requests, and stop it. If the caller is
+        cancelled, the retirement continues."""
+        await asyncio.shield(self.begin(replica))
+
+    def begin(self, replica: Replica) -> asyncio.Task[None]:
+        """Start retiring a replica, unless its retirement has already begun. Return the task."""
+        if (task := self._tasks.get(replica)) is None:
+            replica.retiring = True
+            task = asyncio.get_running_loop().create_task(self._finish_and_end(replica))
+            self._tasks[replica] = task
+            task.add_done_callback(lambda _: self._tasks.pop(replica))
+        return task
+
+    async def _finish_and_end(self, replica: Replica) -> None:
+        self._publish()
+        account = replica.account
+        if account is not None:
+            self._update(replica)
+            await wait_until(
+                lambda: not self._requests.state.occupied(account) or replica.account is not account,
+                self._grace_s(replica),
+            )
+            self._requests.preempt(account)
+        pids = [] if replica.group is None else list(replica.group.pids)
+        try:
+            await replica.stop(STOP_S)
+            if why := await find_held(pids):
+                log.warning("%s: %s", replica.name, why)
+                self._note(replica.name, why)
+                self.unreturned[replica.model] = why
+                self._background.run(self._until_returned(replica.model, why, pids))
+        finally:
+            self._replicas.remove(replica)
+        log.info("%s ended", replica.name)
+
+    def _grace_s(self, replica: Replica) -> float | None:
+        """Return how long the replica's requests may take to finish, in seconds, or None if there is no
+        limit."""
+        if (parked := self._parked.get(replica.model)) is not None:
+            return parked.drain_left_s
+        # If no other replica serves the model, any requests not finished within the grace period continue on
+        # the successor.
+        alone = not any(
+            other.account for other in self._replicas if other.model == replica.model and not other.retiring
+        )
+        return self._drain_grace_s() if alone else None
+
+    async def _until_returned(self, unit: str, why: str, pids: list[int]) -> None:
+        """Wait until the unit's memory has been returned, then remove the unit from `unreturned`."""
+        while self.unreturned.get(unit) == why:
+            await asyncio.sleep(_RETURNED_AGAIN_S)
+            if not await find_held(pids):
+                if self.unreturned.get(unit) == why:
+                    del self.unreturned[unit]
+                log.info("the memory of %s was returned", unit)
+                return

@@ -1,0 +1,252 @@
+"""Changes the replicas of units step by step, until each unit has the replicas that it should have.
+
+Replicas are changed one by one. A replica that already runs with the wanted settings stays, and a missing
+replica is started. A replica with other settings serves until its successor is ready, if there is enough
+memory for both. Otherwise it is stopped first, and its requests continue on its successor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, Protocol
+
+from appliance.background import wait_until
+from appliance.models.manifest import find_problem
+from appliance.models.parking import Parked
+from appliance.models.replica import FilesCheck, Replica
+from appliance.models.retirement import ReplicaRetirements
+from appliance.models.scaling import ModelScaling
+from appliance.models.unit_sleep import UnitSleep
+from appliance.settings import ModelSettings
+from appliance.traffic.request_manager import RequestManager
+
+log = logging.getLogger(__name__)
+
+_MAX_FAILED_STARTS = 3
+"""If a successor fails to start this many times, the previous replica is kept."""
+
+
+class ChangedUnits(Protocol):
+    """The units whose replicas are changed."""
+
+    @property
+    def load_timeout_s(self) -> float:
+        """Time limit in seconds for the check of a model's files."""
+
+    def of(self, model: str) -> list[Replica]:
+        """Return the replicas of a unit."""
+
+    def settings_of(self, unit: str) -> ModelSettings | None:
+        """Return the settings that the unit's replicas should have, or None if the unit is to be removed."""
+
+    def is_parked_asleep(self, unit: str) -> bool:
+        """Return whether the unit is parked and all its replicas sleep."""
+
+    async def why_not_beside(self, settings: ModelSettings, count: int = 1) -> str:
+        """Return the reason why `count` replicas with these settings cannot run alongside the running
+        replicas, or an empty string if they can."""
+
+
+class UnitChanges:
+    """Changes the replicas of units. All methods must be called on the event loop's thread."""
+
+    def __init__(
+        self,
+        units: ChangedUnits,
+        parked: Mapping[str, Parked],
+        *,
+        requests: RequestManager,
+        scaling: ModelScaling,
+        sleeping: UnitSleep,
+        retirements: ReplicaRetirements,
+        files_check: FilesCheck,
+        new_replica: Callable[[str, ModelSettings], Replica],
+        remove: Callable[[str], Awaitable[None]],
+        note: Callable[[str, str], None],
+    ) -> None:
+        """Create the object without changing any replicas.
+
+        - `parked` contains the parked units.
+        - `new_replica` adds a replica to a unit without starting it.
+        - `remove` stops serving a unit, and stops its replicas.
+        - `note` reports a problem to the operator.
+        """
+        self.given_up: set[str] = set()
+        """Models whose new settings could not be loaded. They run with the previous settings."""
+        self._units = units
+        self._parked = parked
+        self._requests = requests
+        self._scaling = scaling
+        self._sleeping = sleeping
+        self._retirements = retirements
+        self._files_check = files_check
+        self._new_replica = new_replica
+        self._remove = remove
+        self._note = note
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._sleep_tasks: dict[str, asyncio.Task[None]] = {}
+        """Tasks that put the replicas of a unit to sleep or wake them. They are not interrupted."""
+
+    def stop(self) -> None:
+        """Cancel the changes in progress."""
+        for task in [*self._tasks.values(), *self._sleep_tasks.values()]:
+            task.cancel()
+
+    def begin(self, unit: str) -> None:
+        """Begin to change the unit's replicas. A change of the unit that is in progress is cancelled."""
+        if (task := self._tasks.get(unit)) is not None:
+            task.cancel()
+        self._tasks[unit] = asyncio.get_running_loop().create_task(self._apply(unit))
+
+    def in_progress(self, unit: str) -> bool:
+        """Return whether the unit's replicas are being changed."""
+        task = self._tasks.get(unit)
+        return task is not None and not task.done()
+
+    async def ended(self, unit: str) -> None:
+        """Wait until the change of the unit that was begun last has ended or was cancelled."""
+        if (task := self._tasks.get(unit)) is not None:
+            await asyncio.wait([task])
+
+    async def _apply(self, unit: str) -> None:
+        """Change a unit's replicas step by step until they match the settings or no further change is
+        possible."""
+        try:
+            while await self._next_step(unit):
+                pass
+        except Exception:
+            log.exception("model %s: applying the new settings failed", unit)
+            self.given_up.add(unit)
+            self._note(unit, "applying the new settings failed: see the log for the cause")
+
+    async def _next_step(self, unit: str) -> bool:
+        """Take one step towards the wanted replicas. Return whether another step may be possible."""
+        if (sleep_task := self._sleep_tasks.get(unit)) is not None:
+            await asyncio.wait([sleep_task])
+        wanted = self._units.settings_of(unit)
+        by_load = wanted is not None and wanted.max_replicas is not None
+        for replica in self._units.of(unit):
+            if replica.retiring and not by_load:
+                await self._retirements.retire(replica)  # an earlier change had begun to retire the replica
+        if wanted is None:
+            await self._remove(unit)
+            self._tasks.pop(unit, None)
+            return False
+        if (parked := self._parked.get(unit)) is not None:
+            await self._park(unit, parked, wanted)
+            return False
+        if any(replica.sleeping.begun for replica in self._units.of(unit)):
+            await self._uninterrupted(unit, self._wake(unit))
+            return True
+        staying = [replica for replica in self._units.of(unit) if not replica.retiring]
+        serving_first = sorted(staying, key=lambda replica: replica.account is None)
+        current = [replica for replica in serving_first if replica.spec == wanted.spec(replica.name)]
+        outdated = [replica for replica in serving_first if replica not in current]
+        if outdated and outdated[-1].account is None:
+            await self._retirements.retire(outdated[-1])
+        elif len(current) > self._scaling.count(unit, wanted):
+            retirement = self._retirements.begin(current[-1])
+            # With autoscaling, do not wait, so that a new replica can start if the load grows again.
+            if not by_load:
+                await asyncio.shield(retirement)
+        elif outdated:
+            return await self._replace(outdated[0], current, wanted)
+        elif len(current) < self._scaling.count(unit, wanted):
+            # The files were checked before the first replica was started, but may have changed since then.
+            changed = ""
+            if current:
+                changed = await find_problem(
+                    lambda: self._files_check(unit), wanted.folder, self._units.load_timeout_s
+                )
+            added = self._new_replica(unit, wanted)
+            if changed:
+                added.refuse(changed)
+            else:
+                added.start()
+        else:
+            return False
+        return True
+
+    async def _replace(self, old: Replica, current: list[Replica], wanted: ModelSettings) -> bool:
+        """Replace a replica with one that has the wanted settings. Return False if the settings cannot be
+        loaded."""
+        if len(current) < self._scaling.count(old.model, wanted):
+            if why_not := await self._units.why_not_beside(wanted):
+                log.warning("%s is stopped before its replacement loads: %s", old.name, why_not)
+                self._note(old.name, f"stopped before its replacement loaded: {why_not}")
+                await self._retirements.retire(old)
+                return True
+            new = self._new_replica(old.model, wanted)
+            log.info("%s is loading to replace %s, which keeps serving until then", new.name, old.name)
+            new.start()
+            current = [*current, new]
+        for new in current:
+            if not await _becomes_ready(new):
+                self.given_up.add(old.model)
+                self._note(
+                    new.name,
+                    f"the new settings cannot be loaded, so {old.name} keeps running: {new.last_error}",
+                )
+                await self._retirements.retire(new)
+                return False
+        await self._retirements.retire(old)
+        return True
+
+    async def _park(self, unit: str, parked: Parked, wanted: ModelSettings) -> None:
+        """Put the replicas of a parked unit to sleep if they are to sleep and can, and otherwise stop
+        them."""
+        if any(replica.spec != wanted.spec(replica.name) for replica in self._units.of(unit)):
+            parked.asleep = False  # The replicas would sleep with outdated settings.
+        if parked.asleep and not self._units.is_parked_asleep(unit):
+            await self._uninterrupted(unit, self._put_to_sleep(unit))
+        if not self._units.is_parked_asleep(unit):
+            parked.asleep = False
+            replicas = self._units.of(unit)
+            await asyncio.gather(*(self._retirements.retire(replica) for replica in replicas))
+
+    async def _uninterrupted(self, unit: str, change: Coroutine[Any, Any, None]) -> None:
+        """Put the replicas of a unit to sleep, or wake them. A later change to the unit does not interrupt
+        this method, but waits until it has finished."""
+        task = self._sleep_tasks[unit] = asyncio.get_running_loop().create_task(change)
+        task.add_done_callback(lambda _: self._sleep_tasks.pop(unit, None))
+        await asyncio.shield(task)
+
+    async def _put_to_sleep(self, unit: str) -> None:
+        """Let the replicas of a parked unit finish their requests, and put them to sleep if they can. They
+        get no new requests until `_wake` is called, even if they cannot sleep."""
+        self._sleeping.begin(unit)
+        accounts = [replica.account for replica in self._units.of(unit) if replica.account is not None]
+
+        def occupied() -> bool:
+            return any(map(self._requests.state.occupied, accounts))
+
+        parked = self._parked.get(unit)
+        await wait_until(lambda: not occupied(), 0.0 if parked is None else parked.drain_left_s)
+        problem = "its requests take longer" if occupied() else await self._sleeping.sleep(unit)
+        if problem:
+            log.info("%s does not sleep: %s", unit, problem)
+        else:
+            log.info("%s is asleep; its next request wakes it", unit)
+
+    async def _wake(self, unit: str) -> None:
+        """Wake the replicas of a unit. If they cannot wake, stop them, so that they are loaded again."""
+        replicas = self._units.of(unit)
+        ended = any(replica.sleeping.asleep and replica.group is None for replica in replicas)
+        problem = "its processes have ended" if ended else await self._sleeping.wake(unit)
+        if problem:
+            log.info("%s is loaded again instead of being woken: %s", unit, problem)
+            await asyncio.gather(*(self._retirements.retire(replica) for replica in replicas))
+        elif all(replica.answers for replica in replicas):
+            log.info("%s is awake", unit)
+
+
+async def _becomes_ready(replica: Replica) -> bool:
+    """Wait until the replica is ready. Return False if it cannot be started."""
+
+    def failed() -> bool:
+        return bool(replica.failure) or replica.failed_starts >= _MAX_FAILED_STARTS
+
+    await wait_until(lambda: replica.account is not None or failed(), None)
+    return replica.account is not None
