@@ -23,7 +23,7 @@ from appliance.models.manager import ModelManager
 from appliance.models.manifest import difference, find_problem, not_checked
 from appliance.models.registry import describe
 from appliance.models.restarts import StartTimer, Watch
-from appliance.models.routing import Routing, split_target, unit_name
+from appliance.models.routing import Routing, unit_name, version_key
 from appliance.settings import ModelSettings
 from store.models import Registry, VersionRecord
 from store.registry import ModelRegistry
@@ -306,8 +306,7 @@ class ModelOperations:
         """Load or wake a unit that was introduced or parked. If that fails, raise LoadError and park the unit
         again, without sleeping replicas. A unit whose replicas are waiting for corrected files is not parked
         again."""
-        model, version = split_target(unit)
-        record = self.registry.current.versions.get((model, version or 0))
+        record = self.registry.current.versions.get(version_key(unit))
         async with self._one_at_a_time:
             try:
                 if record is not None:
@@ -493,6 +492,5 @@ class ModelOperations:
 def changed_files(registry: Registry, unit: str) -> str:
     """Return how the files of a unit differ from the manifest of its version. Return an empty string if they
     match, or if the unit is not a registered version. Called in a thread."""
-    model, version = split_target(unit)
-    record = registry.versions.get((model, version or 0))
+    record = registry.versions.get(version_key(unit))
     return "" if record is None else difference(record.folder, record.files)

@@ -30,6 +30,13 @@ def split_target(target: str) -> tuple[str, int | None]:
     return target, None
 
 
+def version_key(unit: str) -> tuple[str, int]:
+    """Return the key of a unit in `Registry.versions`, which contains no version 0: the key of a model in the
+    settings is never found."""
+    model, version = split_target(unit)
+    return model, version or 0
+
+
 class Routing:
     """Derives the names from the settings and the registry. It must be used on the event loop's thread."""
 

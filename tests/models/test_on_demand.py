@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from appliance import background
 from appliance.channel.served_models import ServedModel
-from appliance.models import on_demand, restarts
+from appliance.models import bundles, on_demand, restarts
 from appliance.models.fit import MemoryShortage
 from appliance.models.load_errors import LoadError
 from appliance.models.on_demand import OnDemand
@@ -240,8 +241,9 @@ def play(site: Site, scenario: Callable[[], Any]) -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the loop run every millisecond, and shorten the time for which failures are remembered."""
     monkeypatch.setattr(on_demand, "_POLL_S", 0.001)
+    monkeypatch.setattr(background, "_POLL_S", 0.001)
     monkeypatch.setattr(on_demand, "_RETRY_S", 1.0)
-    monkeypatch.setattr(on_demand, "_host_bytes", lambda settings: dict.fromkeys(settings, 0))
+    monkeypatch.setattr(bundles, "_host_bytes", lambda settings: dict.fromkeys(settings, 0))
 
 
 def optional(**fields: Any) -> ModelSettings:
@@ -464,8 +466,8 @@ def test_a_unit_that_is_still_being_removed_from_memory_is_not_loaded(tmp_path: 
             site.manager.parked, site.manager.leaving = {"a", "b"}, {"a"}
             site.ask("b")
             for _ in range(2):
-                bundles = list(site.on_demand._bundles())
-                await site.on_demand._serve(bundles[0], bundles)
+                found = list(site.on_demand._bundles.all())
+                await site.on_demand._serve(found[0], found)
             assert site.manager.history == ["load a", "load b", "load b"]
 
     play(site, scenario)

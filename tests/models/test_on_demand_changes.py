@@ -74,7 +74,7 @@ def test_a_sleeping_model_that_a_command_unloads_is_not_unloaded_again_at_the_li
 
         async with site.on_demand._changing:
             manager.park = park_slowly  # type: ignore[method-assign]
-            await site.on_demand._limit_sleep(0)
+            await site.on_demand._sleep_limit.unload_down_to(0)
             assert manager.history[-1] == "park a" and "park b" not in manager.history
 
     play(site, scenario)

@@ -1,0 +1,262 @@
+"""Describes the units of loading, and groups those that are loaded together into bundles. The decisions of
+`appliance.models.residency` are based on these descriptions."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from appliance.models.fit import host_bytes, read_memory
+from appliance.models.manager import ModelManager
+from appliance.models.operations import ModelOperations
+from appliance.models.residency import Bundle
+from appliance.models.routing import Routing, split_target, unit_name, version_key
+from appliance.settings import ModelSettings, Settings
+from appliance.traffic.request_manager import RequestManager
+
+_GPU_FACTOR, _GPU_BYTES = 1.1, 2 << 30
+"""When a replica on a GPU stops, the memory that it frees is estimated as this multiple of its weights and KV
+cache, plus a constant for its context and working memory. A high estimate is harmless, because the free
+memory is read again before the next load."""
+
+
+def _host_bytes(settings: Mapping[str, ModelSettings]) -> dict[str, int]:
+    memory = read_memory()
+    return {unit: host_bytes(one, memory) for unit, one in settings.items()}
+
+
+@dataclass
+class UnitTimes:
+    """When a unit was loaded and used, in seconds of the monotonic clock."""
+
+    load_began_at: float = 0.0
+    ready_at: float = 0.0
+    used_at: float = 0.0
+    left_at: float = -math.inf
+    """When the unit was unloaded."""
+
+
+class Bundles:
+    """The bundles of all units. All methods must be called on the event loop's thread."""
+
+    def __init__(
+        self,
+        settings: Callable[[], Settings],
+        operations: ModelOperations,
+        manager: ModelManager,
+        routing: Routing,
+        requests: RequestManager,
+        clock: Callable[[], float],
+    ) -> None:
+        """`settings` returns the settings in effect."""
+        self.incomplete: set[tuple[str, ...]] = set()
+        """Bundles that are only partly loaded. Their remaining units are loaded next."""
+        self._settings = settings
+        self._operations = operations
+        self._manager = manager
+        self._routing = routing
+        self._requests = requests
+        self._clock = clock
+        self._times: dict[str, UnitTimes] = {}
+        self._host_bytes: dict[str, int] = {}
+        """Predicted host memory of one replica of each unit; 0 for units on GPUs."""
+
+    # ── units ──
+
+    def observe(self) -> None:
+        """Record which units are in use. Must be called frequently."""
+        now = self._clock()
+        for unit in self.units():
+            times, traffic = self.times(unit), self._requests.state.models.get(unit)
+            if self.busy(unit):
+                times.used_at = now
+            elif traffic is not None and traffic.asked_at is not None:
+                times.used_at = max(times.used_at, traffic.asked_at)
+            if not times.ready_at and self._manager.loaded(unit):
+                times.ready_at = now
+        for unit in self._times.keys() - self._manager.models.keys():
+            del self._times[unit]
+            self._host_bytes.pop(unit, None)
+
+    def units(self) -> list[str]:
+        """Return the units that accept requests."""
+        return [
+            unit
+            for unit in self._manager.models
+            if self._manager.is_declared(unit)
+            or unit in self._routing.usable
+            or unit in self._operations.draining
+        ]
+
+    def times(self, unit: str) -> UnitTimes:
+        """Return the unit's times, which the caller may change."""
+        return self._times.setdefault(unit, UnitTimes(used_at=self._clock()))
+
+    def note_load(self, unit: str) -> None:
+        """Record that a load of the unit begins now."""
+        times = self.times(unit)
+        times.load_began_at, times.ready_at = self._clock(), 0.0
+
+    def busy(self, unit: str) -> bool:
+        """Return whether requests for the unit are running or waiting."""
+        traffic = self._requests.state.models.get(unit)
+        return traffic is not None and bool(traffic.running or traffic.queued)
+
+    def occupies_memory(self, unit: str) -> bool:
+        """Return whether the unit is in memory: its replicas are loading, loaded or being stopped, and it is
+        not parked asleep."""
+        return bool(self._manager.of(unit)) and not self._manager.is_parked_asleep(unit)
+
+    def kept(self, unit: str) -> str:
+        """Return the reason why the unit always stays loaded, or an empty string."""
+        settings = self._manager.settings_of(unit)
+        if settings is None:
+            return ""
+        record = self._operations.registry.current.versions.get(version_key(unit))
+        pinned = settings.pinned if record is None else record.settings.get("pinned", False)
+        if settings.required:
+            return f"{unit!r} is required"
+        return f"{unit!r} is pinned" if pinned else ""
+
+    def stays(self, unit: str) -> bool:
+        """Return whether a unit must not be put to sleep or unloaded, because it has already been unloaded or
+        always stays loaded."""
+        return self._manager.settings_of(unit) is None or bool(self.kept(unit))
+
+    def is_leaving(self, unit: str) -> bool:
+        """Return whether the unit is still being removed from memory. New settings may have required the unit
+        again in the meantime."""
+        leaves = self._manager.is_parked(unit) or unit not in self._manager.models
+        return leaves and self.occupies_memory(unit)
+
+    def leaves_at(self, unit: str) -> float:
+        """Return the time at which the unit's time to live ends if no more requests arrive, or infinity if
+        there is no limit."""
+        times, settings = self.times(unit), self._manager.settings_of(unit)
+        idle_s = (settings.idle_unload_s or math.inf) if settings is not None else math.inf
+        traffic = self._requests.state.models.get(unit)
+        if traffic is None:
+            return max(times.used_at, times.ready_at) + idle_s
+        not_before = self._clock() if self.busy(unit) else times.ready_at
+        return traffic.uses.leaves_at(idle_s, times.load_began_at, not_before)
+
+    def _waiting_since(self, unit: str) -> float | None:
+        """Return the time at which the unit's requests began to wait for a load, or None if none are
+        waiting."""
+        now, traffic = self._clock(), self._requests.state.models.get(unit)
+        if traffic is None or not traffic.queued:
+            return None
+        return max(now - traffic.oldest_wait_s(now), self.times(unit).left_at)
+
+    # ── bundles ──
+
+    def all(self) -> Iterator[Bundle]:
+        """Yield the bundles of all units that accept requests."""
+        seen: set[str] = set()
+        for unit in self.units():
+            if unit not in seen:
+                units = self.loaded_with(unit)
+                seen.update(units)
+                yield self._bundle(units)
+
+    def _bundle(self, units: tuple[str, ...]) -> Bundle:
+        times = [self.times(unit) for unit in units]
+        loaded = not any(map(self._manager.is_parked, units)) and set(units) <= self._manager.models.keys()
+        if loaded:
+            self.incomplete.discard(units)
+        in_memory = any(self._manager.of(unit) for unit in units)
+        waiting = [since for unit in units if (since := self._waiting_since(unit)) is not None]
+        if units in self.incomplete:
+            waiting.append(max(one.load_began_at for one in times))
+        return Bundle(
+            units,
+            loaded=loaded,
+            in_memory=in_memory,
+            asleep=in_memory and not any(map(self.occupies_memory, units)),
+            busy=any(map(self.busy, units)),
+            waiting_since=min(waiting, default=None),
+            load_began_at=max(one.load_began_at for one in times),
+            ready_at=max(one.ready_at for one in times),
+            used_at=max(one.used_at for one in times),
+            kept=next(filter(None, map(self.kept, units)), ""),
+        )
+
+    def loaded_with(self, unit: str) -> tuple[str, ...]:
+        """Return the units that are loaded together with this unit, including the unit itself."""
+        name = self._name(unit)
+        for group in self._settings().groups.values():
+            if group.load == "all" and name in group.models:
+                units = (unit if one == name else self._unit(one) for one in group.models)
+                return tuple(filter(None, units))
+        return (unit,)
+
+    def excluded(self, wanted: Bundle, other: Bundle) -> bool:
+        """Return whether a model group with `load = "one"` forbids loading the two bundles together."""
+        names, others = ({self._name(unit) for unit in one.units} for one in (wanted, other))
+        return any(
+            one != two and {one, two} <= set(group.models)
+            for group in self._settings().groups.values()
+            if group.load == "one"
+            for one in names
+            for two in others
+        )
+
+    def next_unit(self, wanted: Bundle) -> str:
+        """Return the bundle's next unit to load or wake, or an empty string if there is none."""
+        left = (
+            unit for unit in wanted.units if self._manager.is_parked(unit) and not self.occupies_memory(unit)
+        )
+        return next(left, "")
+
+    def _name(self, unit: str) -> str:
+        return unit if self._manager.is_declared(unit) else split_target(unit)[0]
+
+    def _unit(self, name: str) -> str:
+        """Return the unit of the model with this name, or an empty string if there is no such model."""
+        target = self._routing.target_of(name)
+        if target is not None:
+            return unit_name(*target)
+        return name if self._manager.is_declared(name) else ""
+
+    # ── memory ──
+
+    async def missing_bytes(self, unit: str) -> int:
+        """Return the memory that must become free before the unit can be loaded or woken."""
+        settings = self._manager.settings_of(unit)
+        return 0 if settings is None else (await self._manager.shortage_of(unit, settings)).bytes
+
+    async def measure(self, bundles: list[Bundle], wanted: str) -> list[Bundle]:
+        """Predict how much memory the units on the CPU need. Return the bundles, each with the memory that
+        becomes free for the unit `wanted` if the bundle is unloaded."""
+        settings = {
+            unit: one
+            for bundle in bundles
+            for unit in bundle.units
+            if unit not in self._host_bytes and (one := self._manager.settings_of(unit)) is not None
+        }
+        if settings:
+            self._host_bytes |= await asyncio.to_thread(_host_bytes, settings)
+        return [
+            bundle._replace(memory_bytes=sum(self._memory_bytes(unit, wanted) for unit in bundle.units))
+            for bundle in bundles
+        ]
+
+    def _memory_bytes(self, unit: str, wanted: str) -> int:
+        """Return the memory, in bytes, that becomes free for the unit `wanted` if this unit is unloaded. If
+        `wanted` sleeps, only the memory of its GPUs counts, because it wakes on them. If this unit sleeps,
+        its host memory becomes free if `wanted` runs on the CPU, or the GPU memory that its processes still
+        hold if `wanted` runs on GPUs."""
+        asleep = self._manager.is_parked_asleep(wanted)
+        gpus = {gpu for one in self._manager.of(wanted) for gpu in one.gpus} if asleep else set()
+        replicas = [one for one in self._manager.of(unit) if not gpus or gpus & set(one.gpus)]
+        if not replicas:
+            return 0
+        if host_bytes := self._host_bytes.get(unit):
+            return host_bytes * len(replicas)
+        statuses = [replica.status() for replica in replicas]
+        if self._host_bytes.get(wanted) and self._manager.is_parked_asleep(unit):
+            return sum(one.host_bytes for one in statuses)
+        occupied = int(_GPU_FACTOR * sum(one.weight_bytes + one.kv_bytes for one in statuses)) + _GPU_BYTES
+        return occupied - sum(one.freed_bytes for one in statuses)
