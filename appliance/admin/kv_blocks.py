@@ -38,7 +38,7 @@ class BlockMaps:
     async def read(self) -> list[ReplicaBlocks]:
         """Return the blocks of the replicas that answer."""
         replicas = list(self._replicas())
-        found = await asyncio.gather(*(replica.read_blocks() for replica in replicas))
+        found = await asyncio.gather(*(replica.blocks.read() for replica in replicas))
         return [
             ReplicaBlocks(replica=replica.name, blocks=self._map(replica, use))
             for replica, use in zip(replicas, found, strict=True)
@@ -52,7 +52,7 @@ class BlockMaps:
         found = {
             replica.name: self._map(replica, use)
             for replica in replicas
-            if (use := replica.recent_blocks(RECORDED_EVERY_S)) is not None
+            if (use := replica.blocks.recent(RECORDED_EVERY_S)) is not None
         }
         self._maps = {name: one for name, one in self._maps.items() if name in found}
         return found

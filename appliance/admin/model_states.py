@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from appliance.models.manager import ModelManager
 from appliance.models.on_demand import OnDemand
 from appliance.models.operations import ModelOperations
+from appliance.models.replica_status import replica_detail, replica_status
 from appliance.models.routing import Routing, split_target, unit_name
 from appliance.protocol.registry import (
     RegisteredFile,
@@ -78,7 +79,7 @@ class ModelStates:
 
     def _version(self, unit: str, number: int, folder: str) -> RegisteredVersion:
         state, detail = self.state(unit)
-        replicas = [replica.status() for replica in self.manager.of(unit)]
+        replicas = [replica_status(replica) for replica in self.manager.of(unit)]
         return RegisteredVersion(
             version=number,
             folder=folder,
@@ -97,7 +98,7 @@ class ModelStates:
         replicas = self.manager.of(unit)
         asleep = unit in self.operations.asleep and not self.operations.is_waking(unit)
         if asleep or self.manager.is_parked_asleep(unit):
-            return "sleeping", next((replica.detail for replica in replicas if replica.detail), "")
+            return "sleeping", next(filter(None, map(replica_detail, replicas)), "")
         if self.manager.is_parked(unit):
             if replicas:
                 return "draining", "being unloaded; the next request loads it again"
@@ -116,7 +117,7 @@ class ModelStates:
             remedy = self.manager.remedy(unit)
             return "failed", f"{failure}: {remedy}" if remedy else failure
         if replicas or self.operations.is_loading(unit) or usable:
-            return "loading", next((replica.detail for replica in replicas if replica.detail), "")
+            return "loading", next(filter(None, map(replica_detail, replicas)), "")
         return "available", self.manager.retirements.unreturned.get(unit, "")
 
     def is_loaded(self, unit: str) -> bool:

@@ -22,6 +22,7 @@ from appliance.core.problems import Problems
 from appliance.core.readiness import Readiness
 from appliance.front_pool.pool import FrontPool
 from appliance.models.manager import ModelManager
+from appliance.models.replica_status import replica_status
 from appliance.protocol import DrainStatus, ModelState, ModelStatus, ReplicaState, ReplicaStatus
 from appliance.protocol.status import (
     AuditStatus,
@@ -191,7 +192,7 @@ class StatusReader:
 
     def _model(self, model: ServedModel, drain_eta_s: float | None) -> ModelStatus:
         traffic = self.traffic.models[model.name]
-        replicas = [replica.status() for replica in self.models.of(model.name)]
+        replicas = [replica_status(replica) for replica in self.models.of(model.name)]
         state, detail = self._model_state(model.name, replicas)
         if failure := traffic.failure or self.readiness.front_problems(model.name):
             state, detail = "failed", failure

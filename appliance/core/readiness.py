@@ -16,6 +16,7 @@ from appliance.core.drains import STOPPING, Drains
 from appliance.front_pool.pool import FrontPool
 from appliance.models.manager import ModelManager
 from appliance.models.replica import Replica
+from appliance.models.replica_status import replica_detail
 from appliance.models.routing import Routing
 from appliance.settings import Settings
 from appliance.traffic.state import TrafficState
@@ -74,7 +75,7 @@ class Readiness:
         if (drain := self.drains.of_service) is not None:
             return f"{drain.public_state}: {work}"
         loading = [
-            f"{replica.name} {replica.detail or replica.state}"
+            f"{replica.name} {replica_detail(replica) or replica.state}"
             for replica in self.models.replicas
             if replica.state in ("starting", "loading")
         ]

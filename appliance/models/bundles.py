@@ -249,14 +249,13 @@ class Bundles:
         its host memory becomes free if `wanted` runs on the CPU, or the GPU memory that its processes still
         hold if `wanted` runs on GPUs."""
         asleep = self._manager.is_parked_asleep(wanted)
-        gpus = {gpu for one in self._manager.of(wanted) for gpu in one.gpus} if asleep else set()
-        replicas = [one for one in self._manager.of(unit) if not gpus or gpus & set(one.gpus)]
+        gpus = {gpu for one in self._manager.of(wanted) for gpu in one.resources.gpus} if asleep else set()
+        replicas = [one for one in self._manager.of(unit) if not gpus or gpus & set(one.resources.gpus)]
         if not replicas:
             return 0
         if host_bytes := self._host_bytes.get(unit):
             return host_bytes * len(replicas)
-        statuses = [replica.status() for replica in replicas]
         if self._host_bytes.get(wanted) and self._manager.is_parked_asleep(unit):
-            return sum(one.host_bytes for one in statuses)
-        occupied = int(_GPU_FACTOR * sum(one.weight_bytes + one.kv_bytes for one in statuses)) + _GPU_BYTES
-        return occupied - sum(one.freed_bytes for one in statuses)
+            return sum(one.sleeping.host_bytes for one in replicas)
+        occupied = int(_GPU_FACTOR * sum(one.weight_bytes + one.kv_bytes for one in replicas)) + _GPU_BYTES
+        return occupied - sum(one.sleeping.freed_bytes for one in replicas)

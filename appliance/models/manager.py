@@ -36,6 +36,8 @@ from appliance.models.parking import Parked
 from appliance.models.placement import GpuPlacement, machine_topology
 from appliance.models.replica import FilesCheck, Launch, Preflight, Replica
 from appliance.models.replica_connections import FrontChannels, ReplicaConnections
+from appliance.models.replica_resources import ReplicaResources
+from appliance.models.replica_status import replica_remedy
 from appliance.models.residency import DRAIN_S
 from appliance.models.restarts import Restarts
 from appliance.models.retirement import STOP_S, ReplicaRetirements
@@ -189,7 +191,7 @@ class ModelManager:
 
     def remedy(self, unit: str) -> str:
         """Return the operator's remedy for the unit's `failure`, or an empty string."""
-        return next((replica.remedy for replica in self.of(unit) if replica.remedy), "")
+        return next(filter(None, map(replica_remedy, self.of(unit))), "")
 
     def retry(self, unit: str) -> list[str]:
         """Start those replicas of the unit that are waiting for their next start, and return their names."""
@@ -312,7 +314,7 @@ class ModelManager:
         """Return the amount of host memory that holds the weights of each unit that sleeps, or is going to
         sleep, because it is parked."""
         return {
-            unit: sum(replica.status().weight_bytes for replica in self.of(unit))
+            unit: sum(replica.weight_bytes for replica in self.of(unit))
             for unit, parked in self._parked.items()
             if parked.asleep
         }
@@ -389,7 +391,8 @@ class ModelManager:
         if not self.is_parked_asleep(unit) or any(replica.group is None for replica in replicas):
             return await self.shortage(settings)
         needs = [
-            (one.gpus or range(one.spec.tensor_parallel_size), one.sleeping.freed_bytes) for one in replicas
+            (one.resources.gpus or range(one.spec.tensor_parallel_size), one.sleeping.freed_bytes)
+            for one in replicas
         ]
         return await asyncio.to_thread(shortage_to_wake, needs)
 
@@ -449,19 +452,17 @@ class ModelManager:
         self.retirements.unreturned.pop(model, None)
         number = self._numbers.get(model, 0)
         self._numbers[model] = number + 1
-        service = self._settings()
+        service, name = self._settings(), f"{model}-{number}"
         replica = Replica(
             model,
             settings,
-            f"{model}-{number}",
+            name,
             self.connections,
-            run_dir=Path(service.run_dir),
+            resources=ReplicaResources(name, self._placement, self._cgroups, Path(service.run_dir)),
             hang_timeout_s=service.hang_timeout_s,
             load_timeout_s=service.load_timeout_s,
-            placement=self._placement,
             preflight=self._preflight,
             files_check=self._files_check,
-            cgroups=self._cgroups,
             restarts=Restarts(lambda: self._settings().restarts),
             launch=self._launch,
         )

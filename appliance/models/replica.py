@@ -10,31 +10,28 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
 from appliance.background import Background
 from appliance.channel.served_models import ServedModel
-from appliance.models.cgroups import LIMITS_REMEDY, ReplicaCgroups, limits_of
+from appliance.models.cgroups import limits_of
 from appliance.models.load_progress import LoadProgress, load_text
 from appliance.models.manifest import find_problem
-from appliance.models.placement import GpuPlacement, numbered
 from appliance.models.replica_blocks import BlockUseReader
 from appliance.models.replica_events import ReplicaEvents
+from appliance.models.replica_heartbeat import ReplicaHeartbeat
+from appliance.models.replica_resources import ReplicaResources
 from appliance.models.replica_sleep import ReplicaSleep
-from appliance.models.replica_status import reported_fields
 from appliance.models.restarts import Exit, Restart, Restarts, StartTimer, Watch
 from appliance.models.step_totals import StepTotals
-from appliance.protocol import BreakerState, Degradation, LoadStatus, ReplicaState, ReplicaStatus, precision
-from appliance.rundir import new_rendezvous
+from appliance.protocol import BreakerState, LoadStatus, ReplicaState, precision
 from appliance.settings import ModelSettings
 from appliance.traffic.credits import CreditAccount
 from engine.client import ReplicaGroup
 from engine.messages import (
     BlockUse,
     Fatal,
-    LongStep,
     MemoryChanged,
     Progress,
     RankOutbound,
@@ -46,11 +43,6 @@ from engine.messages import (
 
 log = logging.getLogger(__name__)
 
-SILENT_AFTER_S = 3.0
-"""A ready replica that has not reported for this long gets no new requests. Replicas report at least twice a
-second. If a replica has announced a long step, the predicted time of the step is added to this limit."""
-_MAX_STEP_FACTOR = 10.0
-"""A replica is considered hung if a step takes longer than this multiple of the step's predicted time."""
 _AFTER_FATAL_S = 5.0
 _KILLED_WITHIN_S = 30.0
 """Time limit for processes to exit after SIGKILL. A process that waits for a device or a disk (state D) may
@@ -93,14 +85,12 @@ class Replica:
         name: str,
         events: ReplicaEvents,
         *,
-        run_dir: Path,
+        resources: ReplicaResources,
         hang_timeout_s: float,
         load_timeout_s: float,
-        placement: GpuPlacement,
         preflight: Preflight,
         files_check: FilesCheck,
         restarts: Restarts,
-        cgroups: ReplicaCgroups,
         launch: Launch = ReplicaGroup.launch,
     ) -> None:
         self.model = model
@@ -126,9 +116,13 @@ class Replica:
         self.described: ServedModel | None = None
         """The model's description, read from its folder at the replica's latest start."""
         self.sleeping = ReplicaSleep()
-        self._blocks = BlockUseReader()
+        self.resources = resources
+        self.heartbeat = ReplicaHeartbeat()
+        self.blocks = BlockUseReader(self._awake_group)
         self.group: ReplicaGroup | None = None
         self.info: ReplicaInfo | None = None
+        self.latest_report: Report | None = None
+        """The latest report of the current incarnation."""
         self.account: CreditAccount | None = None
         """Credits of the current incarnation while it is ready."""
         self.retiring = False
@@ -136,30 +130,16 @@ class Replica:
         self.hang_timeout_s = hang_timeout_s
         self.load_timeout_s = load_timeout_s
         self._events = events
-        self._run_dir = run_dir
-        self._placement = placement
-        self._gpus: list[int] = []
-        """Numbers of the current incarnation's GPUs, in rank order. Empty if no GPUs were chosen for it."""
         self._launch = launch
         self._preflight = preflight
         self._files_check = files_check
         self._background = Background()
         self._restarts = restarts
-        self._cgroups = cgroups
-        self._without_limits = ""
-        """Reason why the limits in the settings have no effect."""
-        self._memory_kills = 0
         self._next_start = StartTimer()
         self._load = LoadProgress(time.monotonic())
-        self._report: Report | None = None
         self._fatal: Fatal | None = None
         self._started_at = 0.0
         self._ready_at: float | None = None
-        self.silent = False
-        """Whether the replica is ready but has not reported for `SILENT_AFTER_S`."""
-        self._last_sign = 0.0
-        self._expected_s = 0.0
-        """Predicted duration of a long step that the replica has announced."""
         self._stopping = False
 
     @property
@@ -174,18 +154,17 @@ class Replica:
             return "sleeping"
         if self.state != "ready":
             return self.state
-        return "silent" if self.silent else "draining" if self.retiring else "ready"
+        return "silent" if self.heartbeat.silent else "draining" if self.retiring else "ready"
 
     @property
-    def latest_report(self) -> Report | None:
-        """The latest report of the current incarnation."""
-        return self._report
+    def weight_bytes(self) -> int:
+        """Memory for the weights, in bytes, or 0 if the replica is not ready."""
+        return 0 if self.info is None else self.info.weight_bytes
 
     @property
-    def gpus(self) -> list[int]:
-        """The numbers of the replica's GPUs, in rank order. Empty if it runs on the CPU, or if its GPUs were
-        not chosen by the service."""
-        return self._gpus
+    def kv_bytes(self) -> int:
+        """Memory for the KV cache, in bytes, or 0 if the replica is not ready."""
+        return 0 if self.info is None else self.info.kv_bytes
 
     @property
     def on_gpus(self) -> bool:
@@ -201,19 +180,8 @@ class Replica:
     @property
     def answers(self) -> bool:
         """Whether new requests may be sent to the replica."""
-        withheld = self.silent or self.retiring or self.sleeping.begun or self.sleeping.asleep
+        withheld = self.heartbeat.silent or self.retiring or self.sleeping.begun or self.sleeping.asleep
         return self.account is not None and not withheld
-
-    @property
-    def silent_s(self) -> float:
-        """Time since the replica's latest message, in seconds."""
-        return time.monotonic() - self._last_sign
-
-    @property
-    def hang_limit_s(self) -> float:
-        """How long the replica may go without sending a message before it is killed, in seconds. The limit is
-        longer than any announced step."""
-        return max(self.hang_timeout_s, _MAX_STEP_FACTOR * self._expected_s)
 
     # ── start and stop ──
 
@@ -223,36 +191,23 @@ class Replica:
         self._load = LoadProgress(time.monotonic())
         self.incarnation += 1
         self.described = None
-        self.info = self.account = self._report = self._fatal = self._ready_at = None
-        self._started_at = self._last_sign = time.monotonic()
-        self._expected_s = 0.0
+        self.info = self.account = self.latest_report = self._fatal = self._ready_at = None
+        self._started_at = time.monotonic()
+        self.heartbeat.start()
         self._events.replica_starting(self)
         try:
-            device = "cpu" if self.fallback else self.spec.device
-            self._gpus = self._placement.take(self.name, device, self.spec.tensor_parallel_size)
             spec = msgspec.structs.replace(
                 self.spec,
-                device=device,
-                gpus=self._placement.uuids(self._gpus),
-                cpus=self._placement.cpus(self._gpus),
+                device="cpu" if self.fallback else self.spec.device,
                 share_reads=self.settings.replica_range()[1] > 1,
             )
-            if spec.tensor_parallel_size > 1:
-                spec = msgspec.structs.replace(spec, rendezvous=new_rendezvous(self._run_dir))
-            self.group = self._launch(spec, self._message, self._ended)
+            self.group = self._launch(self.resources.assign(spec), self._message, self._ended)
         except OSError as error:
             self._ended(f"the replica could not be started: {error}")
             return
-        self._limit(self.group.pids)
-        log.info("%s is starting (%s, pid %s)", self.name, self.spec.model_path, _join(self.group.pids))
-
-    def _limit(self, pids: list[int]) -> None:
-        """Apply the CPU and memory limits in the settings to the ranks."""
-        self._memory_kills = self._cgroups.memory_kills(self.name)
-        problem = self._cgroups.limit(self.name, pids, limits_of(self.settings))
-        if problem and problem != self._without_limits:
+        if problem := self.resources.limit(self.group.pids, limits_of(self.settings)):
             self._events.replica_problem(self, problem)
-        self._without_limits = problem
+        log.info("%s is starting (%s, pid %s)", self.name, self.spec.model_path, _join(self.group.pids))
 
     async def stop(self, grace_s: float) -> None:
         """Stop the replica permanently. A replica that is not ready is killed, because it has no requests and
@@ -272,8 +227,7 @@ class Replica:
                     _join(self.group.pids if self.group is not None else []),
                     _KILLED_WITHIN_S,
                 )
-        self._placement.release(self.name)
-        self._cgroups.remove(self.name)
+        self.resources.release()
         self.state = "stopped"
 
     async def sleep(self) -> str:
@@ -283,18 +237,7 @@ class Replica:
             return f"{self.name} is {self.operator_state}"
         return await self.sleeping.change(self.group, True, min(_SLEEP_WITHIN_S, self.load_timeout_s))
 
-    async def read_blocks(self) -> BlockUse | None:
-        """Return the state of the KV blocks, or None if the replica is not ready or has never answered."""
-        group = self._group_with_blocks()
-        return None if group is None else await self._blocks.read(group)
-
-    def recent_blocks(self, every_s: float) -> BlockUse | None:
-        """Return the last known state of the KV blocks without waiting. If that state is older than `every_s`
-        seconds, ask the replica for the current one."""
-        group = self._group_with_blocks()
-        return None if group is None else self._blocks.recent(group, every_s)
-
-    def _group_with_blocks(self) -> ReplicaGroup | None:
+    def _awake_group(self) -> ReplicaGroup | None:
         """Return the processes if the replica is ready and awake."""
         return self.group if self.account is not None and not self.sleeping.asleep else None
 
@@ -345,36 +288,31 @@ class Replica:
 
     def check(self) -> None:
         """Detect silence, and kill a replica that hangs. Must be called a few times per second."""
-        silent_s = self.silent_s
+        silent_s = self.heartbeat.silent_s
         if self.state == "ready":
-            if not self.silent and silent_s > SILENT_AFTER_S + self._expected_s:
-                self.silent = True
+            if self.heartbeat.falls_silent():
                 log.warning(
                     "%s has not reported for %.1f s and receives no new requests", self.name, silent_s
                 )
                 self._events.replica_silence_changed(self)
-            if silent_s > self.hang_limit_s:
+            if silent_s > self.heartbeat.hang_limit_s(self.hang_timeout_s):
                 self.kill(f"it did not report for {silent_s:.0f} s")
         elif self.state in ("starting", "loading"):
             if line := self._load.due(time.monotonic()):
                 log.info("%s: %s", self.name, line)
             if silent_s > self.load_timeout_s:
-                at = f" at {load_text(status)!r}" if (status := self._load_status()) else ""
+                at = f" at {load_text(status)!r}" if (status := self.load_status) else ""
                 self.kill(
                     f"no progress for {silent_s:.0f} s while {self.state}{at}: if the model's disk is that "
                     "slow, raise load_timeout_s"
                 )
 
     def _message(self, rank: int, message: RankOutbound) -> None:
-        self._last_sign, self._expected_s = time.monotonic(), 0.0
-        if self.silent:
-            self.silent = False
+        if self.heartbeat.received(message):
             log.warning("%s is reporting again", self.name)
             self._events.replica_silence_changed(self)
-        if isinstance(message, LongStep):
-            self._expected_s = message.expected_s
-        elif isinstance(message, Report):
-            self._report = message
+        if isinstance(message, Report):
+            self.latest_report = message
             self.steps.add(message)
             if self.account is not None:
                 self._events.replica_reported(self, message)
@@ -384,10 +322,10 @@ class Replica:
         elif isinstance(message, Ready):
             self._ready(message.info)
         elif isinstance(message, BlockUse):
-            self._blocks.received(message)
+            self.blocks.received(message)
         elif isinstance(message, MemoryChanged):
             self.sleeping.changed(message)
-        elif self._fatal is None:
+        elif isinstance(message, Fatal) and self._fatal is None:
             # The first reported error is the cause. The errors of the other ranks are its consequences.
             self._fatal = message
             group = self.group
@@ -403,11 +341,8 @@ class Replica:
         if line := self._load.report(progress, time.monotonic()):
             log.info("%s: %s", self.name, line)
 
-    def _load_status(self) -> LoadStatus | None:
-        return self._load.status(time.monotonic()) if self.state == "loading" else None
-
     def _ready(self, info: ReplicaInfo) -> None:
-        info = msgspec.structs.replace(info, devices=numbered(info.devices, self._gpus))
+        info = msgspec.structs.replace(info, devices=self.resources.numbered(info.devices))
         self.state, self.info = "ready", info
         self._ready_at = time.monotonic()
         self._restarts.ready()
@@ -425,21 +360,21 @@ class Replica:
             info.kv_blocks,
         )
         if info.tensor_parallel_size > 1:
-            links = self._placement.links(self._gpus) or "unknown"
+            links = self.resources.links or "unknown"
             log.info("%s: links between the ranks: %s; collectives: %s", self.name, links, info.collectives)
         self._events.replica_ready(self)
 
     def _ended(self, reason: str) -> None:
         was_ready, self.group = self.account is not None, None
-        self.silent = False
+        self.heartbeat.end()
         if was_ready:
             self._events.replica_lost(self)
-        self.account = self.info = self._report = None
-        self._blocks.reset()
+        self.account = self.info = self.latest_report = None
+        self.blocks.reset()
         if self._stopping or self.retiring:
             self.state = "stopped"
             return
-        if self._cgroups.memory_kills(self.name) > self._memory_kills:
+        if self.resources.reached_memory_limit():
             reason += f"; it reached memory_limit_gb = {self.settings.memory_limit_gb:g}"
         self.last_error = self._fatal.message if self._fatal else reason
         if self.sleeping.ended(self.last_error):
@@ -450,7 +385,7 @@ class Replica:
         kind = self._fatal.kind if self._fatal else ""
         again = self._restarts.exited(Exit(self.last_error, kind, served_s))
         if again.failure and kind in ("memory", "device") and self._may_fall_back:
-            self._placement.release(self.name)
+            self.resources.release_gpus()
             self._restarts.reset()
             self.fallback, again = self.last_error, Restart(0.0)
         self._events.replica_problem(self, again.failure or self.last_error)
@@ -497,74 +432,30 @@ class Replica:
     # ── status for operators ──
 
     @property
+    def load_status(self) -> LoadStatus | None:
+        """Progress of the load, or None if the replica is not loading."""
+        return self._load.status(time.monotonic()) if self.state == "loading" else None
+
+    @property
+    def next_start_s(self) -> float:
+        """Time in seconds until the next start of a replica that is waiting for it."""
+        return self._next_start.left_s
+
+    @property
     def breaker(self) -> BreakerState:
         """State of the circuit breaker."""
         return self._restarts.breaker(self.state == "failed", self._serving_s)
 
     @property
-    def remedy(self) -> str:
-        """What an operator can do about a persistent failure, or an empty string if no action is needed."""
-        if self.breaker != "open":
-            return ""
-        return (
-            f"fix the cause, then run: appliance models retry {self.model}; otherwise, the next "
-            f"start is attempted in {self._next_start.left_s:.0f} s, or when the model's files change"
-        )
-
-    def _degradations(self) -> list[Degradation]:
-        found = []
-        if self.fallback:
-            remedy = f"correct the cause, then run: appliance models retry {self.model}"
-            found.append(
-                Degradation(what=f"runs on the CPU instead of a GPU: {self.fallback}", remedy=remedy)
-            )
-        if self._without_limits:
-            found.append(Degradation(what=self._without_limits, remedy=LIMITS_REMEDY))
-        return found
+    def deaths(self) -> int:
+        """Number of exits that currently count towards opening the circuit breaker."""
+        return self._restarts.deaths(self._serving_s)
 
     @property
     def _serving_s(self) -> float:
         """Time in seconds since the replica became ready; 0 if it is not ready."""
         ready_at = self._ready_at if self.state == "ready" else None
         return 0.0 if ready_at is None else time.monotonic() - ready_at
-
-    def status(self) -> ReplicaStatus:
-        """Return the replica's status for operators."""
-        load = self._load_status()
-        known = reported_fields(self.info, self._report, self.account)
-        known |= {
-            "name": self.name,
-            "state": self.operator_state,
-            "detail": self.detail,
-            "fraction": load.done / load.total if load is not None and load.total else None,
-            "load": load,
-            "pids": self.group.pids if self.group else [],
-            "tensor_parallel_size": self.spec.tensor_parallel_size,
-            "links": self._placement.links(self._gpus),
-            "last_report_s": self.silent_s if self.group is not None else None,
-            **self.sleeping.figures(),
-            "restarts": self.restarts,
-            "deaths": self._restarts.deaths(self._serving_s),
-            "breaker": self.breaker,
-            "remedy": self.remedy,
-            "degraded": self._degradations(),
-            "last_error": self.last_error,
-        }
-        return ReplicaStatus(**known)
-
-    @property
-    def detail(self) -> str:
-        """Explanation of the state for operators."""
-        if self.sleeping.asleep:
-            return self.sleeping.detail
-        if (load := self._load_status()) is not None:
-            return load_text(load)
-        if self.state in ("restarting", "failed"):
-            return f"restarts in {self._next_start.left_s:.1f} s"
-        if self.silent:
-            left_s = max(0.0, self.hang_limit_s - self.silent_s)
-            return f"no report for {self.silent_s:.0f} s; will be killed and restarted in {left_s:.0f} s"
-        return ""
 
 
 def _join(pids: list[int]) -> str:

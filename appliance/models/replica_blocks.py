@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from engine.client import ReplicaGroup
 from engine.messages import BlockUse
@@ -18,13 +19,19 @@ class BlockUseReader:
     """Asks one replica for the state of its KV blocks, at most once per second. All callers share the
     answers. All methods must be called on the event loop's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, awake_group: Callable[[], ReplicaGroup | None]) -> None:
+        """`awake_group` returns the replica's processes if the replica is ready and awake, and otherwise
+        None."""
+        self._awake_group = awake_group
         self._latest: BlockUse | None = None
         self._at = 0.0
         self._pending: asyncio.Future[BlockUse | None] | None = None
 
-    async def read(self, group: ReplicaGroup) -> BlockUse | None:
-        """Return the state of the blocks. Return None if the replica has never answered."""
+    async def read(self) -> BlockUse | None:
+        """Return the state of the blocks. Return None if the replica is not ready, sleeps, or has never
+        answered."""
+        if (group := self._awake_group()) is None:
+            return None
         if self._latest is not None and time.monotonic() - self._at < _EVERY_S:
             return self._latest
         try:
@@ -33,9 +40,11 @@ class BlockUseReader:
         except TimeoutError:
             return self._latest
 
-    def recent(self, group: ReplicaGroup, every_s: float) -> BlockUse | None:
+    def recent(self, every_s: float) -> BlockUse | None:
         """Return the latest answer without waiting. If it is older than `every_s`, ask the replica for the
-        next one. Return None if the replica has never answered."""
+        next one. Return None if the replica is not ready, sleeps, or has never answered."""
+        if (group := self._awake_group()) is None:
+            return None
         if self._latest is None or time.monotonic() - self._at >= every_s:
             self._ask(group)
         return self._latest

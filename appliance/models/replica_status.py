@@ -1,4 +1,4 @@
-"""The part of a replica's status that the replica itself reports."""
+"""The status of a replica, for operators."""
 
 from __future__ import annotations
 
@@ -6,17 +6,80 @@ from typing import Any
 
 import msgspec
 
-from appliance.protocol import ReplicaStatus
-from appliance.traffic.credits import CreditAccount
+from appliance.models.cgroups import LIMITS_REMEDY
+from appliance.models.load_progress import load_text
+from appliance.models.replica import Replica
+from appliance.protocol import Degradation, ReplicaStatus
 from engine.messages import ReplicaInfo, ReplicaStats, Report
 
 
-def reported_fields(
-    info: ReplicaInfo | None, report: Report | None, credit: CreditAccount | None
-) -> dict[str, Any]:
-    """Return the fields of `ReplicaStatus` that the replica's messages contain. Each argument is None if it
-    is not known yet."""
-    known = _fields(info, ReplicaInfo) | _fields(report, ReplicaStats)
+def replica_status(replica: Replica) -> ReplicaStatus:
+    """Return the replica's status."""
+    load = replica.load_status
+    known = _reported_fields(replica)
+    known |= {
+        "name": replica.name,
+        "state": replica.operator_state,
+        "detail": replica_detail(replica),
+        "fraction": load.done / load.total if load is not None and load.total else None,
+        "load": load,
+        "pids": replica.group.pids if replica.group else [],
+        "tensor_parallel_size": replica.spec.tensor_parallel_size,
+        "links": replica.resources.links,
+        "last_report_s": replica.heartbeat.silent_s if replica.group is not None else None,
+        **replica.sleeping.figures(),
+        "restarts": replica.restarts,
+        "deaths": replica.deaths,
+        "breaker": replica.breaker,
+        "remedy": replica_remedy(replica),
+        "degraded": _degradations(replica),
+        "last_error": replica.last_error,
+    }
+    return ReplicaStatus(**known)
+
+
+def replica_detail(replica: Replica) -> str:
+    """Return an explanation of the replica's state, or an empty string if none is needed."""
+    if replica.sleeping.asleep:
+        return replica.sleeping.detail
+    if (load := replica.load_status) is not None:
+        return load_text(load)
+    if replica.state in ("restarting", "failed"):
+        return f"restarts in {replica.next_start_s:.1f} s"
+    heartbeat = replica.heartbeat
+    if heartbeat.silent:
+        silent_s = heartbeat.silent_s
+        left_s = max(0.0, heartbeat.hang_limit_s(replica.hang_timeout_s) - silent_s)
+        return f"no report for {silent_s:.0f} s; will be killed and restarted in {left_s:.0f} s"
+    return ""
+
+
+def replica_remedy(replica: Replica) -> str:
+    """Return what an operator can do about a persistent failure, or an empty string if no action is
+    needed."""
+    if replica.breaker != "open":
+        return ""
+    return (
+        f"fix the cause, then run: appliance models retry {replica.model}; otherwise, the next "
+        f"start is attempted in {replica.next_start_s:.0f} s, or when the model's files change"
+    )
+
+
+def _degradations(replica: Replica) -> list[Degradation]:
+    found = []
+    if replica.fallback:
+        remedy = f"correct the cause, then run: appliance models retry {replica.model}"
+        what = f"runs on the CPU instead of a GPU: {replica.fallback}"
+        found.append(Degradation(what=what, remedy=remedy))
+    if without_limits := replica.resources.without_limits:
+        found.append(Degradation(what=without_limits, remedy=LIMITS_REMEDY))
+    return found
+
+
+def _reported_fields(replica: Replica) -> dict[str, Any]:
+    """Return the fields of `ReplicaStatus` that the replica's messages contain."""
+    report, credit = replica.latest_report, replica.account
+    known = _fields(replica.info, ReplicaInfo) | _fields(report, ReplicaStats)
     # A report contains total credits, but operators need the currently available credits.
     return known | {
         "prefix_cache_hit_rate": _hit_rate(report),

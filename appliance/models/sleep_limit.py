@@ -30,7 +30,7 @@ class SleepLimit:
         replicas = self._manager.of(unit)
         if not self._bundles.occupies_memory(unit) or not all(replica.on_gpus for replica in replicas):
             return False  # On a CPU, the weights of a sleeping model would stay in memory.
-        room = self.limit_bytes() - sum(replica.status().weight_bytes for replica in replicas)
+        room = self.limit_bytes() - sum(replica.weight_bytes for replica in replicas)
         parked = self._manager.parked_host_bytes()
         if sum(parked.values()) - sum(parked[one] for one in self._unused(wanted)) > room:
             return False

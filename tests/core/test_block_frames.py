@@ -185,10 +185,9 @@ def test_the_history_rarely_asks_a_replica_and_uses_the_answers_to_operators(
 
     async def steps() -> None:
         nonlocal now
-        reader, group = BlockUseReader(), Asked()
-        replica: Any = SimpleNamespace(name="m-0")
-        replica.recent_blocks = lambda every_s: reader.recent(group, every_s)  # type: ignore[arg-type]
-        replica.read_blocks = lambda: reader.read(group)  # type: ignore[arg-type]
+        group: Any = Asked()
+        reader = BlockUseReader(lambda: group)
+        replica: Any = SimpleNamespace(name="m-0", blocks=reader)
         traffic: Any = SimpleNamespace(in_flight={"r": SimpleNamespace(tenant="acme")})
         maps = BlockMaps(lambda: [replica], traffic)
         for _ in range(3):

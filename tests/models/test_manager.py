@@ -65,7 +65,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
     made = Started(tmp_path)
     nothing: Callable[..., None] = lambda *arguments: None  # noqa: E731
     monkeypatch.setattr(made.manager.connections, "replica_starting", nothing)
-    monkeypatch.setattr(made.replica, "_limit", nothing)
+    monkeypatch.setattr(made.replica.resources, "limit", nothing)
     return made
 
 

@@ -97,10 +97,13 @@ class Manager(SimulatedManager):
     def of(self, unit: str) -> list[Any]:
         in_memory = unit in self.models and (unit not in self.parked - self.leaving or unit in self.asleep)
         freed_bytes = WEIGHT_BYTES if unit in self.asleep else 0
-        status = SimpleNamespace(
-            weight_bytes=WEIGHT_BYTES, kv_bytes=0, freed_bytes=freed_bytes, host_bytes=freed_bytes
+        replica = SimpleNamespace(
+            weight_bytes=WEIGHT_BYTES,
+            kv_bytes=0,
+            sleeping=SimpleNamespace(freed_bytes=freed_bytes, host_bytes=freed_bytes),
+            on_gpus=self.on_gpus,
+            resources=SimpleNamespace(gpus=self.gpus.get(unit, [])),
         )
-        replica = SimpleNamespace(status=lambda: status, on_gpus=self.on_gpus, gpus=self.gpus.get(unit, []))
         return [replica] if in_memory else []
 
     def is_parked_asleep(self, unit: str) -> bool:

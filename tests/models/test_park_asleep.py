@@ -16,7 +16,7 @@ from appliance.models import fit, retirement
 from appliance.models import manager as manager_module
 from appliance.models.gpus import DetectedGpu, GpuReport
 from appliance.models.manager import ModelManager
-from appliance.models.replica import SILENT_AFTER_S
+from appliance.models.replica_heartbeat import SILENT_AFTER_S
 from appliance.settings import ModelSettings, Settings
 from engine.messages import LongStep, MemoryChanged, Ready
 from tests.models.test_on_demand import served
@@ -121,9 +121,9 @@ class Site:
     def be_silent(self) -> None:
         """Let the replica's silence exceed the limit."""
         [replica] = self.manager.replicas
-        replica._last_sign -= SILENT_AFTER_S + 1.0
+        replica.heartbeat._latest_at -= SILENT_AFTER_S + 1.0
         replica.check()
-        assert replica.silent
+        assert replica.heartbeat.silent
 
     async def park(self) -> None:
         self.manager.park("m", asleep=True)

@@ -13,6 +13,8 @@ import pytest
 
 from appliance.models.placement import GpuPlacement
 from appliance.models.replica import Replica
+from appliance.models.replica_resources import ReplicaResources
+from appliance.models.replica_status import replica_status
 from appliance.models.restarts import Restarts
 from appliance.models.topology import NO_TOPOLOGY
 from appliance.settings import ModelSettings, RestartSettings
@@ -44,14 +46,12 @@ class Simulated:
             ModelSettings(folder="/m", **settings),
             "m-0",
             events,
-            run_dir=Path("/"),
+            resources=ReplicaResources("m-0", GpuPlacement(NO_TOPOLOGY), cgroups, Path("/")),
             hang_timeout_s=1.0,
             load_timeout_s=60.0,
-            placement=GpuPlacement(NO_TOPOLOGY),
             preflight=lambda model, settings: "",
             files_check=lambda unit: self.changed,
             restarts=Restarts(RestartSettings),
-            cgroups=cgroups,
             launch=self._launch,
         )
 
@@ -78,14 +78,14 @@ def test_a_replica_without_its_gpu_falls_back_to_the_cpu_only_if_that_is_configu
         await allowed.fail("device", "no GPU")
         assert [spec.device for spec in allowed.specs] == ["cuda", "cuda", "cpu"]
         assert allowed.replica.failure == ""
-        [degraded] = allowed.replica.status().degraded
+        [degraded] = replica_status(allowed.replica).degraded
         assert degraded.what == "runs on the CPU instead of a GPU: no GPU"
         refused = Simulated(device="cuda")
         refused.replica.start()
         await refused.fail("device", "no GPU")
         refused.say(0, Fatal("device", "no GPU"))
         refused.end("rank 0 (pid 7) exited with status 1")
-        assert refused.replica.failure == "no GPU" and refused.replica.status().degraded == []
+        assert refused.replica.failure == "no GPU" and replica_status(refused.replica).degraded == []
         await refused.replica.stop(0.0)
 
     asyncio.run(scenario())
@@ -109,7 +109,7 @@ def test_limits_that_cannot_be_applied_are_a_problem_with_its_remedy() -> None:
         simulated = Simulated(cpu_limit=2)
         simulated.no_limits = "cpu_limit and memory_limit_gb have no effect: no cgroup v2"
         simulated.replica.start()
-        [degraded] = simulated.replica.status().degraded
+        [degraded] = replica_status(simulated.replica).degraded
         assert degraded.what == simulated.no_limits and "replica-limits.conf" in degraded.remedy
         assert simulated.problems == [simulated.no_limits]
 

@@ -12,6 +12,8 @@ import pytest
 from appliance.models.cgroups import ReplicaCgroups
 from appliance.models.placement import GpuPlacement
 from appliance.models.replica import Replica
+from appliance.models.replica_resources import ReplicaResources
+from appliance.models.replica_status import replica_detail, replica_status
 from appliance.models.restarts import Restarts
 from appliance.models.topology import NO_TOPOLOGY
 from appliance.models.unit_sleep import UnitSleep
@@ -77,14 +79,12 @@ class Started:
             ModelSettings(folder="/m"),
             name,
             Events(),  # type: ignore[arg-type]
-            run_dir=Path("/tmp"),
+            resources=ReplicaResources(name, GpuPlacement(NO_TOPOLOGY), ReplicaCgroups(list), Path("/tmp")),
             hang_timeout_s=WITHIN_S,
             load_timeout_s=load_timeout_s,
-            placement=GpuPlacement(NO_TOPOLOGY),
             preflight=lambda name, settings: "",
             files_check=lambda unit: "",
             restarts=Restarts(RestartSettings),
-            cgroups=ReplicaCgroups(list),
             launch=launch,
         )
         self.replica.start()
@@ -113,7 +113,7 @@ def test_a_sleeping_replica_gets_no_requests_and_shows_what_it_has_released() ->
         replica = started.replica
         assert replica.answers and replica.operator_state == "ready"
         await started.sleep()
-        status = replica.status()
+        status = replica_status(replica)
         assert not replica.answers and status.state == "sleeping"
         assert (status.freed_bytes, status.host_bytes, status.sleeps, status.wakes) == (
             3 << 20,
@@ -124,7 +124,7 @@ def test_a_sleeping_replica_gets_no_requests_and_shows_what_it_has_released() ->
         assert status.detail == "asleep for 0 min, 3.0 MiB released; weights in host memory: 2.0 MiB"
         started.processes.answers.append(MemoryChanged(False, seconds=0.25))
         assert await replica.wake() == ""
-        status = replica.status()
+        status = replica_status(replica)
         assert replica.answers and status.state == "ready"
         assert (status.freed_bytes, status.host_bytes, status.wakes, status.wake_s) == (0, 0, 1, 0.25)
         assert await replica.wake() == "" and started.processes.asked == [True, False]
@@ -137,11 +137,11 @@ def test_the_reason_of_a_replica_that_cannot_sleep_or_wake_is_returned() -> None
         started = Started()
         started.processes.answers.append(MemoryChanged(False, problem="no host memory"))
         assert await started.replica.sleep() == "no host memory"
-        assert started.replica.answers and started.replica.status().sleeps == 0
+        assert started.replica.answers and replica_status(started.replica).sleeps == 0
         await started.sleep()
         started.processes.answers.append(MemoryChanged(True, problem="no device memory"))
         assert await started.replica.wake() == "no device memory"
-        status = started.replica.status()
+        status = replica_status(started.replica)
         assert status.state == "sleeping" and status.freed_bytes == 3 << 20 and status.wakes == 0
 
     run(scenario)
@@ -182,7 +182,8 @@ def test_a_replica_that_dies_in_its_sleep_starts_only_when_it_is_woken() -> None
         started.processes.kill("killed by SIGKILL")
         await asyncio.sleep(0.2)
         assert started.replica.operator_state == "sleeping" and len(started.launches) == 1
-        assert started.replica.status().freed_bytes == 0 and "have ended" in started.replica.detail
+        assert replica_status(started.replica).freed_bytes == 0
+        assert "have ended" in replica_detail(started.replica)
         assert await started.replica.wake() == ""
         assert started.replica.operator_state == "starting" and len(started.launches) == 2
         started.processes.ready()

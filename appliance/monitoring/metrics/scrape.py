@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from appliance.front_pool.pool import FrontPool
 from appliance.models.manager import ModelManager
 from appliance.models.on_demand import OnDemand
+from appliance.models.replica_status import replica_status
 from appliance.monitoring.metrics.counting import CountedRows
 from appliance.monitoring.metrics.exposition import render
 from appliance.monitoring.metrics.families.models import GatewaySource
@@ -111,7 +112,9 @@ class Scraper:
             families.models.set(model, model.name)
             families.residency.set(self._on_demand.stats(model.name), model.name)
             ready = [
-                replica.status() for replica in self._models.of(model.name) if replica.account is not None
+                replica_status(replica)
+                for replica in self._models.of(model.name)
+                if replica.account is not None
             ]
             families.gateways.set(GatewaySource(model, ready), model.name)
 
@@ -132,7 +135,7 @@ class Scraper:
         families = self._families
         families.replicas.clear()
         for replica in self._models.replicas:
-            status = replica.status()
+            status = replica_status(replica)
             families.replicas.set(ReplicaSource(status, replica), replica.model, replica.name)
             families.logs.set(status.log_dropped_lines, replica.name)
 
