@@ -13,7 +13,7 @@ import pytest
 
 from appliance.models.manager import ModelManager
 from appliance.settings import ModelSettings, Settings
-from tests.models.test_on_demand import served
+from tests.models.on_demand_site import served
 
 WITHIN_S = 60.0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from appliance.settings import ModelSettings
-from tests.models.test_on_demand import Site, optional, play, sleepy
+from tests.models.on_demand_site import Site, optional, play, sleepy
 
 
 def test_a_sleeping_model_with_waiting_requests_is_not_unloaded_so_that_an_idle_one_can_sleep(

@@ -10,7 +10,7 @@ import pytest
 
 from appliance.models.load_errors import LoadError
 from appliance.settings import GroupSettings, Settings
-from tests.models.test_on_demand import Site, optional, play, quick, sleepy  # noqa: F401
+from tests.models.on_demand_site import Site, optional, play, quick, sleepy  # noqa: F401
 
 
 def test_a_model_whose_memory_is_needed_sleeps_and_its_next_request_wakes_it(

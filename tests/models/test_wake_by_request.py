@@ -16,7 +16,7 @@ from appliance.front.models import Catalog, LoadedModel
 from appliance.models.on_demand import OnDemand
 from appliance.models.operations import ModelOperations
 from appliance.settings import Settings
-from tests.models.test_on_demand import Site, play, served
+from tests.models.on_demand_site import Site, play, served
 from tests.models.test_operations import SimulatedFronts
 
 IDENTITY = Identity(tenant="acme")

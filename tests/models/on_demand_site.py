@@ -1,0 +1,258 @@
+"""A simulated site for tests of loading on demand: replicas, fronts and requests are simulated, and so is the
+clock."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from appliance import background
+from appliance.channel.served_models import ServedModel
+from appliance.models import bundles, on_demand
+from appliance.models.fit import MemoryShortage
+from appliance.models.on_demand import OnDemand
+from appliance.models.operations import ModelOperations
+from appliance.models.routing import Routing
+from appliance.settings import ModelSettings, Settings
+from appliance.settings.fields import OnDemandSettings
+from appliance.traffic.model_uses import ModelUses
+from tests.models.test_operations import SimulatedFronts, SimulatedManager, World, run
+
+WEIGHT_BYTES = 1 << 40
+
+
+class Traffic:
+    """The requests for one unit (a version of a model)."""
+
+    def __init__(self) -> None:
+        self.running = self.queued = 0
+        self.asked_at: float | None = None
+        self.uses = ModelUses()
+        self.failure: str | None = None
+        self.since = 0.0
+
+    def oldest_wait_s(self, now: float) -> float:
+        return now - self.since
+
+
+class Manager(SimulatedManager):
+    """Loads and parks units immediately. A parked unit has no replicas but still accepts requests. `room` is
+    the number of units that fit into memory."""
+
+    def __init__(self, requests: Requests, declared: dict[str, ModelSettings]) -> None:
+        super().__init__()
+        self._requests = requests
+        self._declared = declared
+        self.parked = set(declared)
+        self.asleep: set[str] = set()
+        """Parked units that sleep."""
+        self.on_gpus = True
+        self.held = False
+        """Whether sleeping units hold so much memory that they must be unloaded before another load."""
+        self.leaving: set[str] = set()
+        """Parked units whose replicas have not been stopped yet."""
+        self.cannot_wake = False
+        self.gpus: dict[str, list[int]] = {}
+        self.replicas: list[Any] = []
+        self.settings: dict[str, ModelSettings] = dict(declared)
+        for name in declared:
+            self.models[name] = served(name)
+            requests.state.models[name] = Traffic()
+
+    def load(self, unit: ServedModel, settings: ModelSettings) -> None:
+        super().load(unit, settings)
+        self.settings[unit.name] = settings
+        self.parked.discard(unit.name)
+        self._requests.state.models.setdefault(unit.name, Traffic())
+
+    def introduce(self, unit: ServedModel, settings: ModelSettings) -> None:
+        self.load(unit, settings)
+        self.history.pop()
+        self.parked.add(unit.name)
+
+    async def unload(self, unit: str, grace_s: float) -> None:
+        await super().unload(unit, grace_s)
+        self.parked.discard(unit)
+        self.asleep.discard(unit)
+        self.settings.pop(unit, None)
+        self._requests.state.models.pop(unit, None)
+
+    def park(self, unit: str, *, asleep: bool = False) -> None:
+        self.parked.add(unit)
+        (self.asleep.add if asleep else self.asleep.discard)(unit)
+        self.history.append(f"{'sleep' if asleep else 'park'} {unit}")
+
+    def unpark(self, unit: str) -> None:
+        self.parked.discard(unit)
+        self.history.append(f"{'wake' if unit in self.asleep else 'load'} {unit}")
+        self.asleep.discard(unit)
+
+    def of(self, unit: str) -> list[Any]:
+        in_memory = unit in self.models and (unit not in self.parked - self.leaving or unit in self.asleep)
+        freed_bytes = WEIGHT_BYTES if unit in self.asleep else 0
+        replica = SimpleNamespace(
+            weight_bytes=WEIGHT_BYTES,
+            kv_bytes=0,
+            sleeping=SimpleNamespace(freed_bytes=freed_bytes, host_bytes=freed_bytes),
+            on_gpus=self.on_gpus,
+            resources=SimpleNamespace(gpus=self.gpus.get(unit, [])),
+        )
+        return [replica] if in_memory else []
+
+    def is_parked_asleep(self, unit: str) -> bool:
+        return unit in self.asleep
+
+    def parked_host_bytes(self) -> dict[str, int]:
+        return dict.fromkeys(self.asleep, WEIGHT_BYTES)
+
+    def is_parked(self, unit: str) -> bool:
+        return unit in self.parked
+
+    def is_declared(self, name: str) -> bool:
+        return name in self._declared
+
+    def loaded(self, unit: str) -> bool:
+        return super().loaded(unit) and unit not in self.parked
+
+    def settings_of(self, unit: str) -> ModelSettings | None:
+        return self.settings.get(unit)
+
+    async def stay_asleep(self, unit: str) -> bool:
+        if was_asleep := unit in self.asleep:
+            self.asleep.discard(unit)
+            self.parked.discard(unit)
+        return was_asleep
+
+    async def end_sleep(self, unit: str) -> None:
+        if unit in self.asleep:
+            self.park(unit)
+
+    async def shortage_of(self, unit: str, settings: ModelSettings) -> MemoryShortage:
+        if self.cannot_wake and unit in self.asleep:
+            return MemoryShortage(1 << 60, "there is no room")
+        return self._shortage(self.held and bool(self.asleep - {unit}))
+
+    async def shortage(self, settings: ModelSettings) -> MemoryShortage:
+        return self._shortage(self.held and bool(self.asleep))
+
+    def _shortage(self, held: bool) -> MemoryShortage:
+        used = sum(bool(self.of(unit)) and unit not in self.asleep for unit in self.models) + held
+        return MemoryShortage(1, "there is no room") if used >= self.room else MemoryShortage()
+
+
+class Requests:
+    """A simulated request manager."""
+
+    def __init__(self) -> None:
+        self.state = SimpleNamespace(models={})
+
+    def fail_model(self, unit: str, why: str) -> None:
+        self.state.models[unit].failure = why
+        self.state.models[unit].queued = 0
+
+    def recover_model(self, unit: str) -> None:
+        self.state.models[unit].failure = None
+
+
+class Site:
+    """A registry with two versions of the model `chat`, models in the settings, and memory for one unit."""
+
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        self.world = World(folder)
+        self.requests = Requests()
+        self.manager = Manager(self.requests, settings.models)
+        manager: Any = self.manager
+        requests: Any = self.requests
+        self.manager.room = 1
+        self.routing = Routing(lambda: self.world.registry.current, manager)
+        self.fronts = SimulatedFronts(lambda: self.routing)
+        self.operations = ModelOperations(
+            self.world.registry, manager, self.routing, self.fronts, lambda *_: None, {"device": "cpu"}
+        )
+        world: Any = self.world
+        world.operations, world.manager = self.operations, self.manager
+        world.routing, world.fronts = self.routing, self.fronts
+        self.now, self.settings = 10_000.0, settings
+        self.on_demand = OnDemand(
+            lambda: self.settings,
+            operations=self.operations,
+            manager=manager,
+            routing=self.routing,
+            requests=requests,
+            fronts=self.fronts,
+            clock=lambda: self.now,
+        )
+
+    def traffic(self, unit: str) -> Traffic:
+        found: Traffic = self.requests.state.models[unit]
+        return found
+
+    def ask(self, unit: str, tenant: str = "acme", keep_alive_s: float | None = None) -> None:
+        """Queue a request for a unit."""
+        traffic = self.traffic(unit)
+        traffic.queued, traffic.since, traffic.asked_at = 1, self.now, self.now
+        traffic.uses.accept(tenant, keep_alive_s, self.now)
+
+    def answer(self, unit: str, tenant: str = "acme") -> None:
+        self.traffic(unit).queued = 0
+        self.traffic(unit).uses.end(tenant, self.now)
+
+    async def exchange(self, loaded: str, wanted: str) -> None:
+        """Wait until `loaded` is loaded, send a request that makes the service replace it with `wanted`, and
+        answer the request."""
+        await self.until(lambda: self.manager.loaded(loaded), f"the load of {loaded}")
+        self.ask(wanted)
+        await self.until(lambda: self.manager.loaded(wanted), f"the exchange for {wanted}")
+        self.answer(wanted)
+
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Advance the clock until the condition is true, for at most 60 s of real time. Simulated time
+        is not limited, because files are read and the database is written in real time."""
+        end = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < end, f"{what} did not happen; history: {self.manager.history}"
+            await asyncio.sleep(0.002)
+            self.now += 0.5
+
+
+def served(name: str) -> ServedModel:
+    return ServedModel(name=name, folder="/", version="", created=0, max_model_len=0, vocab_size=0)
+
+
+def play(site: Site, scenario: Callable[[], Any]) -> None:
+    async def started() -> None:
+        site.on_demand.start()
+        try:
+            await scenario()
+        finally:
+            site.on_demand.stop()
+
+    try:
+        run(started)
+    finally:
+        site.world.control.close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the loop run every millisecond, and shorten the time for which failures are remembered."""
+    monkeypatch.setattr(on_demand, "_POLL_S", 0.001)
+    monkeypatch.setattr(background, "_POLL_S", 0.001)
+    monkeypatch.setattr(on_demand, "_RETRY_S", 1.0)
+    monkeypatch.setattr(bundles, "_host_bytes", lambda settings: dict.fromkeys(settings, 0))
+
+
+def optional(**fields: Any) -> ModelSettings:
+    return ModelSettings(folder="/", required=False, **fields)
+
+
+def sleepy(count: int = 2, **models: ModelSettings) -> Settings:
+    """Return settings with host memory for `count` sleeping units."""
+    limit_gb = count * WEIGHT_BYTES / 1e9 + 0.1
+    return Settings(models=models, on_demand=OnDemandSettings(sleeping_memory_gb=limit_gb))
