@@ -21,6 +21,7 @@ from typing import Any
 
 from store.policies import TenantRecord
 from tests.core import isolation
+from tests.core.isolation_mixes import broken_promises, random_mix
 from tests.core.scheduler_replica import Speed
 from tests.core.simulated_clients import backlogged, fixed, percentile, poisson, uniform
 from tests.core.simulated_server import Asked, Shape, SimulatedServer
@@ -250,7 +251,7 @@ def main() -> int:
     print(f"isolation {json.dumps(figures['isolation_ttft_ms'])}", flush=True)
     figures["isolation_mixes"] = 600 * options.seeds
     for seed in range(figures["isolation_mixes"]):
-        broken += [f"mix {seed}: {probe}" for probe in isolation.broken_promises(isolation.random_mix(seed))]
+        broken += [f"mix {seed}: {probe}" for probe in broken_promises(random_mix(seed))]
     print(f"{len(broken)} short requests waited too long in {figures['isolation_mixes']} mixes", flush=True)
 
     def note(kind: str, one: Figures, kept: bool) -> None:

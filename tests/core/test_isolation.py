@@ -9,16 +9,8 @@ import pytest
 
 from appliance.traffic.rules import QueueRules
 from store.policies import TenantRecord
-from tests.core.isolation import (
-    BUDGET,
-    CASES,
-    MAX_TOKENS,
-    Load,
-    broken_promises,
-    figures,
-    full_step_s,
-    random_mix,
-)
+from tests.core.isolation import BUDGET, CASES, figures, full_step_s
+from tests.core.isolation_mixes import MAX_TOKENS, Load, broken_promises, random_mix
 from tests.core.simulated_clients import backlogged, fixed
 from tests.core.simulated_server import Shape, SimulatedServer
 
