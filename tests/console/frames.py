@@ -9,11 +9,14 @@ from typing import get_args
 from appliance.snapshot import Snapshot
 from console.context import Context
 from console.fake import FIXED_TIME, FakeSource
+from console.screens.registry import all_views, alternate_views
 from console.session import ConsoleSession
 from console.source import ListName
 from tests.snapshots import empty_snapshot
 
 SIZES = ((120, 40), (80, 24))
+VIEWS = [*all_views(), *alternate_views()]
+VIEW_NAMES = [view.name for view in VIEWS]
 
 
 def source(**options: float) -> FakeSource:

@@ -9,32 +9,21 @@ import pytest
 
 from appliance.actions import action_named
 from appliance.pages import AuditAction, ChainReport, LogLine
-from appliance.protocol import AuditHead, Key, ScalingStatus, Silence
-from appliance.protocol.registry import RegisteredModel, ShadowStatus
+from appliance.protocol import AuditHead, Key, Silence
 from appliance.snapshot import Alert, Gpu, Host, Rates, Snapshot
 from console.context import Context
 from console.fake import FIXED_TIME
-from console.figures import FIGURES
-from console.help import help_lines
-from console.keys import KEYS
 from console.lines import cells, plain
-from console.list_rows import audit_row
 from console.screens import panels
 from console.screens.base import View
 from console.screens.batches import BatchesView
 from console.screens.keys import KeysView
 from console.screens.overview import OverviewView
-from console.screens.registry import all_views, alternate_views
 from console.screens.requests import RequestsView
 from console.screens.table import TableView
 from console.session import ConsoleSession
-from console.source import MAX_ROWS, ListName, ListRow
-from tests.console.frames import SIZES, context, session, source, unknown
-
-VIEWS = [*all_views(), *alternate_views()]
-
-
-NAMES = [view.name for view in VIEWS]
+from console.source import MAX_ROWS, ListName
+from tests.console.frames import SIZES, VIEW_NAMES, VIEWS, context, session, source, unknown
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +34,7 @@ def shown() -> ConsoleSession:
 @pytest.mark.parametrize(
     "size", [(160, 50), (120, 40), (80, 24), (60, 18), (59, 17), (40, 10), (20, 5), (3, 2)]
 )
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", VIEW_NAMES)
 def test_a_frame_fills_the_terminal_exactly(shown: ConsoleSession, name: str, size: tuple[int, int]) -> None:
     width, height = size
     shown.run(f"screen {name}")
@@ -56,7 +45,7 @@ def test_a_frame_fills_the_terminal_exactly(shown: ConsoleSession, name: str, si
     assert not any("None" in plain(row) or "nan" in plain(row).split() for row in lines)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", VIEW_NAMES)
 def test_every_variant_and_detail_of_a_screen_can_be_shown(shown: ConsoleSession, name: str) -> None:
     shown.run(f"screen {name}")
     for _ in range(max(1, len(shown.view.variants))):
@@ -66,100 +55,12 @@ def test_every_variant_and_detail_of_a_screen_can_be_shown(shown: ConsoleSession
         shown.run("variant")
 
 
-@pytest.mark.parametrize("view", VIEWS, ids=NAMES)
+@pytest.mark.parametrize("view", VIEWS, ids=VIEW_NAMES)
 def test_a_screen_of_a_service_that_has_measured_nothing_shows_no_zeros_for_figures(view: View) -> None:
     lines = [plain(row) for row in view.render(context(unknown()), 120, 40)]
     assert lines
     measured = [row for row in lines if row.startswith(("TTFT", "ITL", "output ", "prompt ", "cpu "))]
     assert all("--" in row and "0" not in row for row in measured), measured
-
-
-@pytest.mark.parametrize("view", VIEWS, ids=NAMES)
-def test_the_help_explains_every_figure_of_a_screen(view: View) -> None:
-    assert view.help_text
-    commands = {key.command for key in KEYS}
-    assert set(re.findall(r"\{(.*?)\}", view.help_text)) <= commands
-    assert view.figures
-    assert not [name for name in view.figures if name not in FIGURES]
-
-
-def _with_every_value() -> ConsoleSession:
-    """Return a session that also has the values that are usually absent."""
-    made = session(195, interval_s=1.0)
-    snapshot = made.context.snapshot
-    assert snapshot is not None
-    scaling = ScalingStatus(
-        replicas=1, min_replicas=1, max_replicas=2, demand=0.5, expected=0.5, reason="", refusal=""
-    )
-    shadow = ShadowStatus(name="m", target="m@2", share=0.1)
-    made.context.snapshot = msgspec.structs.replace(
-        snapshot,
-        requests=[msgspec.structs.replace(one, deadline_left_s=5.0) for one in snapshot.requests],
-        tenants=[msgspec.structs.replace(one, exhausted_in_s=60.0) for one in snapshot.tenants],
-        alerts=[
-            msgspec.structs.replace(one, ended_at=FIXED_TIME, silenced_until=FIXED_TIME)
-            for one in snapshot.alerts
-        ],
-        models=[msgspec.structs.replace(one, scaling=scaling) for one in snapshot.models],
-    )
-    made.context.rows["models"] = [
-        msgspec.structs.replace(one, split={"m@1": 1.0}, shadows=[shadow])
-        for one in made.context.rows_of("models", RegisteredModel)
-    ]
-    action = AuditAction(
-        **dict.fromkeys(AuditAction.__struct_fields__),  # type: ignore[arg-type]
-    )
-    action.at = "2026-09-21T14:16:35+00:00"
-    made.context.rows["audit"] = [
-        msgspec.structs.replace(one, detail=dict.fromkeys([*audit_row(action).detail, *one.detail], "x"))
-        for one in made.context.rows_of("audit", ListRow)
-    ]
-    return made
-
-
-def shown_labels(made: ConsoleSession, view: View) -> set[str]:
-    """Return the names of all values that a screen shows, in all variants, panels and details."""
-    found: set[str] = set()
-
-    def collect() -> None:
-        for size in ((200, 90), (120, 40), (80, 24)):
-            for row in view.render(made.context, *size):
-                found.update(one.text.strip(" :") for one in row if one.role == "label")
-        if isinstance(view, TableView):
-            found.update(column.title for column in view.columns)
-
-    for _ in range(max(1, len(view.variants))):
-        collect()
-        view.open()
-        collect()
-        view.back()
-        view.next_variant()
-    return {part.casefold() for one in found for part in one.split(", ") if part}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_help_explains_every_name_that_a_screen_shows(name: str) -> None:
-    made = _with_every_value()
-    made.run(f"screen {name}")
-    view = made.view
-    explained = {part.casefold() for figure in view.figures for part in FIGURES[figure].title.split(", ")}
-    labels = shown_labels(made, view)
-    assert labels, "the test no longer finds the names of values"
-    assert sorted(labels - explained) == [], "add these to the figures of the screen"
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_the_help_shows_the_whole_name_of_a_value(size: tuple[int, int]) -> None:
-    rows = [plain(row) for row in help_lines(RequestsView(), size[0], KEYS)]
-    begin = next(number for number, row in enumerate(rows) if row.startswith("PROMPT, prompt"))
-    assert rows[begin + 1].startswith("tokens  ")
-    assert not any("…" in row for row in rows)
-
-
-def test_every_explanation_has_a_text_and_a_source() -> None:
-    assert not [
-        name for name, figure in FIGURES.items() if not figure.text.endswith(".") or not figure.source
-    ]
 
 
 def test_the_cursor_stays_on_its_request_when_the_order_changes(shown: ConsoleSession) -> None:
@@ -229,7 +130,7 @@ _VALUE = re.compile(r"[0-9][0-9.,]*[0-9a-zA-Zµ°%]*|(\d{4}-)?(\d\d-\d\d )?\d\d:
 """Matches a number with its unit, and a time."""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", VIEW_NAMES)
 def test_a_filter_takes_the_value_that_a_cell_shows(shown: ConsoleSession, name: str) -> None:
     shown.run(f"screen {name}")
     view = shown.view
@@ -373,7 +274,7 @@ def test_actions_apply_to_the_selected_keys_or_mappings(shown: ConsoleSession) -
 def test_every_column_is_filtered_and_sorted_by_its_heading() -> None:
     made = session()
     checked = 0
-    for name in NAMES:
+    for name in VIEW_NAMES:
         made.run(f"screen {name}")
         view = made.view
         if not isinstance(view, TableView):

@@ -1,0 +1,112 @@
+"""Tests that the help of each screen explains everything that the screen shows."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import pytest
+
+from appliance.pages import AuditAction
+from appliance.protocol import ScalingStatus
+from appliance.protocol.registry import RegisteredModel, ShadowStatus
+from console.fake import FIXED_TIME
+from console.figures import FIGURES
+from console.help import help_lines
+from console.keys import KEYS
+from console.lines import plain
+from console.list_rows import audit_row
+from console.screens.base import View
+from console.screens.requests import RequestsView
+from console.screens.table import TableView
+from console.session import ConsoleSession
+from console.source import ListRow
+from tests.console.frames import SIZES, VIEW_NAMES, VIEWS, session
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=VIEW_NAMES)
+def test_the_help_explains_every_figure_of_a_screen(view: View) -> None:
+    assert view.help_text
+    commands = {key.command for key in KEYS}
+    assert set(re.findall(r"\{(.*?)\}", view.help_text)) <= commands
+    assert view.figures
+    assert not [name for name in view.figures if name not in FIGURES]
+
+
+def _with_every_value() -> ConsoleSession:
+    """Return a session that also has the values that are usually absent."""
+    made = session(195, interval_s=1.0)
+    snapshot = made.context.snapshot
+    assert snapshot is not None
+    scaling = ScalingStatus(
+        replicas=1, min_replicas=1, max_replicas=2, demand=0.5, expected=0.5, reason="", refusal=""
+    )
+    shadow = ShadowStatus(name="m", target="m@2", share=0.1)
+    made.context.snapshot = msgspec.structs.replace(
+        snapshot,
+        requests=[msgspec.structs.replace(one, deadline_left_s=5.0) for one in snapshot.requests],
+        tenants=[msgspec.structs.replace(one, exhausted_in_s=60.0) for one in snapshot.tenants],
+        alerts=[
+            msgspec.structs.replace(one, ended_at=FIXED_TIME, silenced_until=FIXED_TIME)
+            for one in snapshot.alerts
+        ],
+        models=[msgspec.structs.replace(one, scaling=scaling) for one in snapshot.models],
+    )
+    made.context.rows["models"] = [
+        msgspec.structs.replace(one, split={"m@1": 1.0}, shadows=[shadow])
+        for one in made.context.rows_of("models", RegisteredModel)
+    ]
+    action = AuditAction(
+        **dict.fromkeys(AuditAction.__struct_fields__),  # type: ignore[arg-type]
+    )
+    action.at = "2026-09-21T14:16:35+00:00"
+    made.context.rows["audit"] = [
+        msgspec.structs.replace(one, detail=dict.fromkeys([*audit_row(action).detail, *one.detail], "x"))
+        for one in made.context.rows_of("audit", ListRow)
+    ]
+    return made
+
+
+def shown_labels(made: ConsoleSession, view: View) -> set[str]:
+    """Return the names of all values that a screen shows, in all variants, panels and details."""
+    found: set[str] = set()
+
+    def collect() -> None:
+        for size in ((200, 90), (120, 40), (80, 24)):
+            for row in view.render(made.context, *size):
+                found.update(one.text.strip(" :") for one in row if one.role == "label")
+        if isinstance(view, TableView):
+            found.update(column.title for column in view.columns)
+
+    for _ in range(max(1, len(view.variants))):
+        collect()
+        view.open()
+        collect()
+        view.back()
+        view.next_variant()
+    return {part.casefold() for one in found for part in one.split(", ") if part}
+
+
+@pytest.mark.parametrize("name", VIEW_NAMES)
+def test_the_help_explains_every_name_that_a_screen_shows(name: str) -> None:
+    made = _with_every_value()
+    made.run(f"screen {name}")
+    view = made.view
+    explained = {part.casefold() for figure in view.figures for part in FIGURES[figure].title.split(", ")}
+    labels = shown_labels(made, view)
+    assert labels, "the test no longer finds the names of values"
+    assert sorted(labels - explained) == [], "add these to the figures of the screen"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_help_shows_the_whole_name_of_a_value(size: tuple[int, int]) -> None:
+    rows = [plain(row) for row in help_lines(RequestsView(), size[0], KEYS)]
+    begin = next(number for number, row in enumerate(rows) if row.startswith("PROMPT, prompt"))
+    assert rows[begin + 1].startswith("tokens  ")
+    assert not any("…" in row for row in rows)
+
+
+def test_every_explanation_has_a_text_and_a_source() -> None:
+    assert not [
+        name for name, figure in FIGURES.items() if not figure.text.endswith(".") or not figure.source
+    ]
