@@ -23,23 +23,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import msgspec
 
 from appliance.background import wait_until
 from appliance.channel.served_models import ServedModel
-from appliance.models.cgroups import ReplicaCgroups, descendants
 from appliance.models.changes import describe_change
 from appliance.models.fit import MemoryShortage, shortage_beside, shortage_to_wake
 from appliance.models.parking import Parked
 from appliance.models.placement import GpuPlacement, machine_topology
 from appliance.models.replica import FilesCheck, Launch, Preflight, Replica
 from appliance.models.replica_connections import FrontChannels, ReplicaConnections
-from appliance.models.replica_resources import ReplicaResources
+from appliance.models.replica_factory import ReplicaFactory
 from appliance.models.replica_status import replica_remedy
 from appliance.models.residency import DRAIN_S
-from appliance.models.restarts import Restarts
 from appliance.models.retirement import STOP_S, ReplicaRetirements
 from appliance.models.scaling import ModelScaling
 from appliance.models.unit_changes import UnitChanges
@@ -92,17 +89,20 @@ class ModelManager:
         """The settings of every unit that should be loaded."""
         self._requests = requests
         self._publish = publish
-        self._launch = launch
-        self._preflight = preflight
-        self._files_check = files_check
         self._broken = broken
         self._placement = GpuPlacement(machine_topology())
-        self._cgroups = ReplicaCgroups(descendants)
-        self._numbers: dict[str, int] = {}
         self._grace_s: dict[str, float] = {}
         """Grace period for the requests of a unit that is being unloaded, if it differs from the settings."""
         self._parked: dict[str, Parked] = {}
         self.connections = ReplicaConnections(self.models, self.failure, requests, channels, publish, note)
+        self._factory = ReplicaFactory(
+            settings,
+            self.connections,
+            self._placement,
+            launch=launch,
+            preflight=preflight,
+            files_check=files_check,
+        )
         self.sleeping = UnitSleep(self.of, self.connections.update, publish)
         """Puts the replicas of a unit to sleep, and wakes them."""
         self.retirements = ReplicaRetirements(
@@ -450,21 +450,6 @@ class ModelManager:
 
     def _new(self, model: str, settings: ModelSettings) -> Replica:
         self.retirements.unreturned.pop(model, None)
-        number = self._numbers.get(model, 0)
-        self._numbers[model] = number + 1
-        service, name = self._settings(), f"{model}-{number}"
-        replica = Replica(
-            model,
-            settings,
-            name,
-            self.connections,
-            resources=ReplicaResources(name, self._placement, self._cgroups, Path(service.run_dir)),
-            hang_timeout_s=service.hang_timeout_s,
-            load_timeout_s=service.load_timeout_s,
-            preflight=self._preflight,
-            files_check=self._files_check,
-            restarts=Restarts(lambda: self._settings().restarts),
-            launch=self._launch,
-        )
+        replica = self._factory.create(model, settings)
         self.replicas.append(replica)
         return replica

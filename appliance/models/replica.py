@@ -91,7 +91,7 @@ class Replica:
         preflight: Preflight,
         files_check: FilesCheck,
         restarts: Restarts,
-        launch: Launch = ReplicaGroup.launch,
+        launch: Launch,
     ) -> None:
         self.model = model
         self.name = name
