@@ -32,13 +32,14 @@ from appliance.models.changes import describe_change
 from appliance.models.fit import MemoryShortage, shortage_beside, shortage_to_wake
 from appliance.models.parking import Parked
 from appliance.models.placement import GpuPlacement, machine_topology
-from appliance.models.replica import FilesCheck, Launch, Preflight, Replica
+from appliance.models.replica import Launch, Replica
 from appliance.models.replica_connections import FrontChannels, ReplicaConnections
 from appliance.models.replica_factory import ReplicaFactory
 from appliance.models.replica_status import replica_remedy
 from appliance.models.residency import DRAIN_S
 from appliance.models.retirement import STOP_S, ReplicaRetirements
 from appliance.models.scaling import ModelScaling
+from appliance.models.start_checks import FilesCheck, Preflight, StartChecks
 from appliance.models.unit_changes import UnitChanges
 from appliance.models.unit_sleep import UnitSleep
 from appliance.protocol import ScalingStatus
@@ -95,14 +96,8 @@ class ModelManager:
         """Grace period for the requests of a unit that is being unloaded, if it differs from the settings."""
         self._parked: dict[str, Parked] = {}
         self.connections = ReplicaConnections(self.models, self.failure, requests, channels, publish, note)
-        self._factory = ReplicaFactory(
-            settings,
-            self.connections,
-            self._placement,
-            launch=launch,
-            preflight=preflight,
-            files_check=files_check,
-        )
+        checks = StartChecks(preflight, files_check)
+        self._factory = ReplicaFactory(settings, self.connections, self._placement, checks, launch)
         self.sleeping = UnitSleep(self.of, self.connections.update, publish)
         """Puts the replicas of a unit to sleep, and wakes them."""
         self.retirements = ReplicaRetirements(
@@ -124,7 +119,7 @@ class ModelManager:
             scaling=self._scaling,
             sleeping=self.sleeping,
             retirements=self.retirements,
-            files_check=files_check,
+            checks=checks,
             new_replica=self._new,
             remove=self._remove,
             note=note,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -17,13 +17,13 @@ from appliance.background import Background
 from appliance.channel.served_models import ServedModel
 from appliance.models.cgroups import limits_of
 from appliance.models.load_progress import LoadProgress, load_text
-from appliance.models.manifest import find_problem
 from appliance.models.replica_blocks import BlockUseReader
 from appliance.models.replica_events import ReplicaEvents
 from appliance.models.replica_heartbeat import ReplicaHeartbeat
 from appliance.models.replica_resources import ReplicaResources
 from appliance.models.replica_sleep import ReplicaSleep
 from appliance.models.restarts import Exit, Restart, Restarts, StartTimer, Watch
+from appliance.models.start_checks import StartChecks
 from appliance.models.step_totals import StepTotals
 from appliance.protocol import BreakerState, LoadStatus, ReplicaState, precision
 from appliance.settings import ModelSettings
@@ -54,12 +54,6 @@ hundred GiB. While a model goes to sleep to make room for another one, no other 
 _CHECK_AGAIN_S = 10.0
 """Delay after which the files of a model with a known problem are checked again."""
 
-Preflight = Callable[[str, ModelSettings], str]
-"""Checks the files of a model with this name and these settings, and returns the problem; empty if there is
-none. Called in a thread."""
-FilesCheck = Callable[[str], str]
-"""Compares the files of a unit with the manifest of its version, and returns the difference; empty if there
-is none, or if the unit is a model in the settings. Called in a thread."""
 Launch = Callable[
     [ReplicaSpec, Callable[[int, RankOutbound], None], Callable[[str], None]],
     ReplicaGroup,
@@ -88,8 +82,7 @@ class Replica:
         resources: ReplicaResources,
         hang_timeout_s: float,
         load_timeout_s: float,
-        preflight: Preflight,
-        files_check: FilesCheck,
+        checks: StartChecks,
         restarts: Restarts,
         launch: Launch,
     ) -> None:
@@ -131,8 +124,7 @@ class Replica:
         self.load_timeout_s = load_timeout_s
         self._events = events
         self._launch = launch
-        self._preflight = preflight
-        self._files_check = files_check
+        self._checks = checks
         self._background = Background()
         self._restarts = restarts
         self._next_start = StartTimer()
@@ -247,7 +239,7 @@ class Replica:
         if not self.sleeping.asleep:
             return ""
         if self.group is None:
-            if changed := await self._checked(lambda: self._files_check(self.model)):
+            if changed := await self._checks.find_change(self.model, self.settings, self.load_timeout_s):
                 return changed
             self.sleeping.asleep = False
             self.start()
@@ -407,21 +399,15 @@ class Replica:
 
     def _restart(self) -> None:
         """Start the replica, unless its files have changed since its version was added."""
-        self._background.run(self._start_unless(lambda: self._files_check(self.model)))
+        self._background.run(self._start_unless(self._checks.find_change))
 
     def _check_files(self) -> None:
         """Check the files of a failed replica's model, and start the replica if no problem is found."""
-        self._background.run(
-            self._start_unless(
-                lambda: self._files_check(self.model) or self._preflight(self.model, self.settings)
-            )
-        )
+        self._background.run(self._start_unless(self._checks.find_problem))
 
-    async def _checked(self, check: Callable[[], str]) -> str:
-        return await find_problem(check, self.settings.folder, self.load_timeout_s)
-
-    async def _start_unless(self, check: Callable[[], str]) -> None:
-        problem = await self._checked(check)
+    async def _start_unless(self, check: Callable[[str, ModelSettings, float], Awaitable[str]]) -> None:
+        """Start the replica unless `check`, a method of `StartChecks`, finds a problem."""
+        problem = await check(self.model, self.settings, self.load_timeout_s)
         if self._stopping or self.retiring or self.state not in ("restarting", "failed"):
             return
         if problem:

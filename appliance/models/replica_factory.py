@@ -8,10 +8,11 @@ from pathlib import Path
 
 from appliance.models.cgroups import ReplicaCgroups, descendants
 from appliance.models.placement import GpuPlacement
-from appliance.models.replica import FilesCheck, Launch, Preflight, Replica
+from appliance.models.replica import Launch, Replica
 from appliance.models.replica_events import ReplicaEvents
 from appliance.models.replica_resources import ReplicaResources
 from appliance.models.restarts import Restarts
+from appliance.models.start_checks import StartChecks
 from appliance.settings import ModelSettings, Settings
 
 
@@ -23,18 +24,15 @@ class ReplicaFactory:
         settings: Callable[[], Settings],
         events: ReplicaEvents,
         placement: GpuPlacement,
-        *,
+        checks: StartChecks,
         launch: Launch,
-        preflight: Preflight,
-        files_check: FilesCheck,
     ) -> None:
         """`settings` returns the settings in effect. `events` receives the events of all replicas."""
         self._settings = settings
         self._events = events
         self._placement = placement
+        self._checks = checks
         self._launch = launch
-        self._preflight = preflight
-        self._files_check = files_check
         self._cgroups = ReplicaCgroups(descendants)
         self._created: Counter[str] = Counter()
         """Number of replicas created so far, by model."""
@@ -51,8 +49,7 @@ class ReplicaFactory:
             resources=ReplicaResources(name, self._placement, self._cgroups, Path(service.run_dir)),
             hang_timeout_s=service.hang_timeout_s,
             load_timeout_s=service.load_timeout_s,
-            preflight=self._preflight,
-            files_check=self._files_check,
+            checks=self._checks,
             restarts=Restarts(lambda: self._settings().restarts),
             launch=self._launch,
         )

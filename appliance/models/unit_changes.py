@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
 from appliance.background import wait_until
-from appliance.models.manifest import find_problem
 from appliance.models.parking import Parked
-from appliance.models.replica import FilesCheck, Replica
+from appliance.models.replica import Replica
 from appliance.models.retirement import ReplicaRetirements
 from appliance.models.scaling import ModelScaling
+from appliance.models.start_checks import StartChecks
 from appliance.models.unit_sleep import UnitSleep
 from appliance.settings import ModelSettings
 from appliance.traffic.request_manager import RequestManager
@@ -61,7 +61,7 @@ class UnitChanges:
         scaling: ModelScaling,
         sleeping: UnitSleep,
         retirements: ReplicaRetirements,
-        files_check: FilesCheck,
+        checks: StartChecks,
         new_replica: Callable[[str, ModelSettings], Replica],
         remove: Callable[[str], Awaitable[None]],
         note: Callable[[str, str], None],
@@ -81,7 +81,7 @@ class UnitChanges:
         self._scaling = scaling
         self._sleeping = sleeping
         self._retirements = retirements
-        self._files_check = files_check
+        self._checks = checks
         self._new_replica = new_replica
         self._remove = remove
         self._note = note
@@ -157,9 +157,7 @@ class UnitChanges:
             # The files were checked before the first replica was started, but may have changed since then.
             changed = ""
             if current:
-                changed = await find_problem(
-                    lambda: self._files_check(unit), wanted.folder, self._units.load_timeout_s
-                )
+                changed = await self._checks.find_change(unit, wanted, self._units.load_timeout_s)
             added = self._new_replica(unit, wanted)
             if changed:
                 added.refuse(changed)

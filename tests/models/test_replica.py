@@ -16,6 +16,7 @@ from appliance.models.replica import Replica
 from appliance.models.replica_resources import ReplicaResources
 from appliance.models.replica_status import replica_status
 from appliance.models.restarts import Restarts
+from appliance.models.start_checks import StartChecks
 from appliance.models.topology import NO_TOPOLOGY
 from appliance.settings import ModelSettings, RestartSettings
 from engine.messages import Fatal, ReplicaSpec
@@ -32,6 +33,7 @@ class Simulated:
         self.no_limits = ""
         self.changed = ""
         """How the files differ from their manifest."""
+        self.files_check: Callable[[str], str] = lambda unit: self.changed
         nothing: Callable[..., None] = lambda *arguments: None  # noqa: E731
         events: Any = SimpleNamespace(
             replica_starting=nothing,
@@ -49,8 +51,7 @@ class Simulated:
             resources=ReplicaResources("m-0", GpuPlacement(NO_TOPOLOGY), cgroups, Path("/")),
             hang_timeout_s=1.0,
             load_timeout_s=60.0,
-            preflight=lambda model, settings: "",
-            files_check=lambda unit: self.changed,
+            checks=StartChecks(lambda model, settings: "", lambda unit: self.files_check(unit)),
             restarts=Restarts(RestartSettings),
             launch=self._launch,
         )
@@ -180,7 +181,7 @@ def test_a_replica_is_refused_if_the_disk_does_not_respond_and_starts_when_it_do
             released.wait()
             return ""
 
-        replica._files_check = check
+        simulated.files_check = check
         replica.start()
         replica.load_timeout_s = 0.05
         simulated.end("rank 0 (pid 7) was killed by SIGKILL")

@@ -15,6 +15,7 @@ from appliance.models.replica import Replica
 from appliance.models.replica_resources import ReplicaResources
 from appliance.models.replica_status import replica_detail, replica_status
 from appliance.models.restarts import Restarts
+from appliance.models.start_checks import StartChecks
 from appliance.models.topology import NO_TOPOLOGY
 from appliance.models.unit_sleep import UnitSleep
 from appliance.settings import ModelSettings, RestartSettings
@@ -82,8 +83,7 @@ class Started:
             resources=ReplicaResources(name, GpuPlacement(NO_TOPOLOGY), ReplicaCgroups(list), Path("/tmp")),
             hang_timeout_s=WITHIN_S,
             load_timeout_s=load_timeout_s,
-            preflight=lambda name, settings: "",
-            files_check=lambda unit: "",
+            checks=StartChecks(lambda name, settings: "", lambda unit: ""),
             restarts=Restarts(RestartSettings),
             launch=launch,
         )
