@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
+from appliance.calls import AdminError
 from appliance.snapshot import Snapshot, UnfinishedRequest
 
 
@@ -60,7 +61,8 @@ class SnapshotAssembler:
 
     def add(self, frame: Frame) -> Snapshot:
         """Return the snapshot after this frame. The requests of the previous snapshot are changed in place.
-        Raises FrameLostError."""
+        Raises FrameLostError, or AdminError if the service has another version and its snapshots cannot be
+        read."""
         if frame.whole:
             self._fields, self._requests = {}, {}
         elif self._seq is None or frame.seq != self._seq + 1:
@@ -70,7 +72,7 @@ class SnapshotAssembler:
         passed_s, self._seq, self._at = frame.at - self._at, frame.seq, frame.at
         for name, value in frame.fields.items():
             if name in self._types:  # a newer service may send additional fields
-                self._fields[name] = msgspec.json.decode(value, type=self._types[name])
+                self._fields[name] = self._decoded(name, value)
         for name in frame.ended:
             self._requests.pop(name, None)
         for request in self._requests.values():
@@ -80,7 +82,24 @@ class SnapshotAssembler:
                 known.generated_tokens = tokens
         for request in frame.requests:
             self._requests[request.request_id] = request
-        return Snapshot(**self._fields, requests=list(self._requests.values()))
+        try:
+            return Snapshot(**self._fields, requests=list(self._requests.values()))
+        except TypeError as error:  # an older service does not send all fields
+            raise _unreadable(str(error)) from error
+
+    def _decoded(self, name: str, value: msgspec.Raw) -> Any:
+        try:
+            return msgspec.json.decode(value, type=self._types[name])
+        except msgspec.DecodeError as error:
+            raise _unreadable(f"{name}: {error}") from error
+
+
+def _unreadable(reason: str) -> AdminError:
+    return AdminError(
+        200,
+        f"the service sent a snapshot that this version of the command cannot read ({reason}): after an "
+        "update, restart the service",
+    )
 
 
 def signature(one: UnfinishedRequest) -> tuple[object, ...]:

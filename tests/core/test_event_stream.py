@@ -200,6 +200,18 @@ def test_frames_rebuild_every_snapshot() -> None:
         again.add(Frame(seq=9, at=12.0))
 
 
+def test_a_snapshot_of_another_version_is_refused_with_the_remedy() -> None:
+    """The console handles an AdminError. Any other error would end it."""
+    feed = EventFeed(lambda: asyncio.sleep(0, at(10.0)), 1.0)
+    feed.take(at(10.0))
+    whole = msgspec.json.decode(feed.whole_line(), type=Frame)
+    older = {name: value for name, value in whole.fields.items() if name != "totals"}
+    newer = {**whole.fields, "state": msgspec.Raw(b'"hibernating"')}
+    for fields, reason in ((older, "totals"), (newer, "state: .*hibernating")):
+        with pytest.raises(AdminError, match=f"cannot read .*{reason}.* restart the service"):
+            SnapshotAssembler().add(msgspec.structs.replace(whole, fields=fields))
+
+
 def test_nothing_is_read_without_readers() -> None:
     reads = 0
 
