@@ -67,10 +67,10 @@ class PastReader:
                 f"sample has been removed: choose a time from {_local(span[0])} to {_local(span[1])}"
             )
         sample, fine = recorded.sample, recorded.resolution_s == 1
-        details = decode_details(self._telemetry.details(sample.at)) if fine else None
         try:
+            details = decode_details(self._telemetry.details(sample.at)) if fine else None
             snapshot = msgspec.convert(sample.tree(), Snapshot)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, ValueError) as error:
             raise StoreError(
                 f"the sample at {_local(sample.at)} is in a different format ({error}): read it with the "
                 "appliance version that recorded it"

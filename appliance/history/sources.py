@@ -203,7 +203,7 @@ class FilePast:
         until = _END if query.until is None else query.until
         with _explained():
             documents = self._incident.lines(until, query.limit)
-        lines = [msgspec.json.decode(document, type=LogLine) for document in documents]
+            lines = [msgspec.json.decode(document, type=LogLine) for document in documents]
         return LogPage(lines=lines, first=0, number=lines[-1].number if lines else 0)
 
     def close(self) -> None:
@@ -240,3 +240,7 @@ def _explained() -> Iterator[None]:
         yield
     except (StoreError, NotRecordedError, TooManyValuesError) as error:
         raise PastError(str(error)) from error
+    except msgspec.DecodeError as error:
+        raise PastError(
+            f"the file has a different format ({error}): read it with the appliance version that wrote it"
+        ) from error

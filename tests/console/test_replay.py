@@ -4,7 +4,10 @@ did live in the recorded seconds."""
 from __future__ import annotations
 
 import asyncio
+import shutil
+import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -19,7 +22,7 @@ from console.lines import plain
 from console.replay import ReplaySource
 from console.screens.registry import all_views
 from console.session import ConsoleSession
-from console.source import SourceError
+from console.source import ListName, SourceError
 from console.stored_recording import StoredRecording, file_recording
 from console.timeline import PastState
 from tests.console.frames import SIZES, source
@@ -236,6 +239,37 @@ def test_a_file_that_is_not_a_recording_is_refused(tmp_path: Path, content: byte
         file_recording(path)
     with pytest.raises(SourceError, match="is not a file"):
         file_recording(tmp_path / "missing.db")
+
+
+@pytest.mark.parametrize(
+    ("change", "list_name"),
+    [
+        ("UPDATE telemetry_details SET document = x'00'", None),
+        ("UPDATE incident_lines SET document = '{\"level\": 1}'", "logs"),
+        ("UPDATE incident_actions SET document = '{\"actor\": 1}'", "audit"),
+    ],
+)
+def test_a_file_that_another_version_wrote_is_refused_without_ending_the_console(
+    incident: Path, tmp_path: Path, change: str, list_name: ListName | None
+) -> None:
+    """The console handles a SourceError. Any other error would end it."""
+    path = tmp_path / "incident.db"
+    shutil.copy(incident, path)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("INSERT INTO incident_lines (at, number, document) VALUES (0, 1, '{}')")
+        connection.execute("INSERT INTO incident_actions (at, seq, document) VALUES (0, 1, '{}')")
+        connection.execute(change)
+        connection.commit()
+
+    async def read() -> None:
+        replay = ReplaySource(file_recording(path))
+        if list_name is not None:
+            await replay.next()
+        with pytest.raises(SourceError, match="different format"):
+            await (replay.next() if list_name is None else replay.rows(list_name))
+        await replay.close()
+
+    asyncio.run(read())
 
 
 def test_a_slice_without_samples_or_too_long_is_refused(history: Path, tmp_path: Path) -> None:
