@@ -327,7 +327,12 @@ class ConsoleSession:
 
     def _pause(self) -> None:
         self.state.paused = not self.state.paused
-        if not self.state.paused and self._newest is not None:
+        shown = self.context.snapshot
+        if self.state.paused and shown is not None:
+            # The event stream changes the requests of earlier snapshots in place.
+            requests = [msgspec.structs.replace(one) for one in shown.requests]
+            self.context.snapshot = msgspec.structs.replace(shown, requests=requests)
+        elif not self.state.paused and self._newest is not None:
             self.context.snapshot = self._newest
 
     def _sort(self, view: TableView[Any], how: str) -> None:

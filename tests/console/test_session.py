@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import io
 import json
@@ -21,6 +22,7 @@ from appliance.actions.parameters import (
     SuspendTenant,
 )
 from appliance.cli.app import app
+from appliance.events.frames import let_pass
 from console.commands import (
     CommandError,
     build,
@@ -72,13 +74,19 @@ def test_a_restarted_service_is_marked() -> None:
 
 def test_a_paused_console_shows_the_same_figures_until_it_continues() -> None:
     shown = session(steps=3)
-    before = shown.context.snapshot
+    frozen, before = copy.deepcopy(shown.context.snapshot), copy.deepcopy(shown.context.snapshot)
+    assert before is not None and before.requests
+    shown.context.snapshot = before
     shown.run("pause")
+    # The event stream changes the requests of the previous snapshot in place.
+    for one in before.requests:
+        let_pass(one, 30.0)
+        one.generated_tokens = 99_999
     shown.accept(shown.source.step())  # type: ignore[attr-defined]
-    assert shown.context.snapshot is before
+    assert shown.context.snapshot == frozen
     assert "PAUSED" in header(shown)
     shown.run("pause")
-    assert shown.context.snapshot is not before
+    assert shown.context.snapshot != frozen
 
 
 def test_a_drain_is_a_banner_on_every_screen() -> None:
