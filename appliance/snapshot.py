@@ -445,14 +445,16 @@ class Snapshot(msgspec.Struct, kw_only=True):
 
 def with_blocks(snapshot: Snapshot, blocks: Mapping[str, BlockMap]) -> Snapshot:
     """Return the snapshot with the given blocks of each replica. Also set each request's numbers of
-    blocks and preemptions, which the block maps contain."""
+    blocks and preemptions, which the block maps contain. The maps of an older service may lack them."""
     snapshot.kv = [
         msgspec.structs.replace(one, blocks=blocks.get(one.replica, one.blocks)) for one in snapshot.kv
     ]
     known = {
         request: (count, preemptions)
         for one in blocks.values()
-        for request, count, preemptions in zip(one.requests, one.request_blocks, one.preemptions, strict=True)
+        for request, count, preemptions in zip(
+            one.requests, one.request_blocks, one.preemptions, strict=False
+        )
     }
     for request in snapshot.requests:
         request.blocks, request.preemptions = known.get(request.request_id, (None, None))

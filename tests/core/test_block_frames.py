@@ -164,6 +164,13 @@ def test_the_blocks_of_each_request_come_from_the_map() -> None:
     assert found == [(None, None), (blocks.request_blocks[0], blocks.preemptions[0])]
 
 
+def test_a_map_of_an_older_service_has_no_blocks_of_requests() -> None:
+    snapshot = at(1000.0, [a_request("r")])
+    blocks = msgspec.structs.replace(a_map(random.Random(6), 10, ["r"]), request_blocks=[], preemptions=[])
+    with_blocks(snapshot, {"m-0": blocks})
+    assert snapshot.requests[0].blocks is None
+
+
 class Asked:
     """Stands in for a replica's processes, and counts the requests for the state of its KV blocks."""
 
