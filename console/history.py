@@ -39,8 +39,8 @@ class Point(NamedTuple):
     cpu_percent: float | None
     latencies: tuple[float | None, ...]
     """The 99th percentiles of `LATENCIES`, in milliseconds."""
-    gpus: tuple[float | None, ...]
-    """Utilisation of each GPU, in percent."""
+    gpus: dict[int, float | None]
+    """Utilisation of each GPU by its number, in percent. GPUs without a recorded utilisation are missing."""
 
 
 class History:
@@ -75,7 +75,7 @@ class History:
                 latencies=tuple(
                     one.p99_ms if (one := getattr(latency, name)) is not None else None for name in LATENCIES
                 ),
-                gpus=tuple(gpu.utilization_percent for gpu in snapshot.gpus),
+                gpus={gpu.number: gpu.utilization_percent for gpu in snapshot.gpus},
             )
         )
         self._add_batches(snapshot.batches)
@@ -114,7 +114,7 @@ class History:
         plain, lists = _grouped(columns)
         totals = [figures["blocks_total"] for figures in lists["kv"].values() if "blocks_total" in figures]
         used = [figures["blocks_used"] for figures in lists["kv"].values() if "blocks_used" in figures]
-        gpus = [one["utilization_percent"] for one in lists["gpus"].values()]
+        gpus = {int(number): one["utilization_percent"] for number, one in lists["gpus"].items()}
         unknown = [None] * len(columns.at)
 
         for row, at in enumerate(columns.at):
@@ -134,7 +134,7 @@ class History:
                     kv=sum(column[row] or 0.0 for column in used) / total if total else None,
                     cpu_percent=figure("host.cpu_percent"),
                     latencies=tuple(figure(f"latency.{name}.p99_ms") for name in LATENCIES),
-                    gpus=tuple(column[row] for column in gpus),
+                    gpus={number: column[row] for number, column in gpus.items()},
                 )
             )
             self._add_batches(

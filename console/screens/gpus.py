@@ -219,14 +219,16 @@ class GpusView(TableView[Gpu]):
         lines.append(heading("Processes", width, "PID, memory on this GPU, command, replica"))
         if row.processes is None:
             return [*lines, [span(gpu_text(row, "not reported", "processes"), "dim")]]
+        # In a container, the driver may report process ids that do not identify the service's processes.
+        is_known = not row.replicas or any(one.replica for one in row.processes)
         for one in row.processes:
-            owner = one.replica or "not a process of the service"
+            owner = one.replica or ("not a process of the service" if is_known else "replica unknown")
             lines.append(
                 line(
                     span(f"{one.pid:>8}  "),
                     span(f"{units.size(one.memory_bytes):>7}  ", "bold"),
                     span(f"{one.name}  "),
-                    span(owner, "dim" if one.replica else "warn"),
+                    span(owner, "dim" if one.replica or not is_known else "warn"),
                 )
             )
         return lines
@@ -250,10 +252,9 @@ def _memory(context: Context, gpu: Gpu, width: int) -> Line:
 
 def _history(context: Context, gpu: Gpu, width: int) -> Line:
     size = width - 10
-    index = [one.number for one in context.snapshot.gpus].index(gpu.number) if context.snapshot else 0
 
     def use(point: Point) -> float | None:
-        return point.gpus[index] if index < len(point.gpus) else None
+        return point.gpus.get(gpu.number)
 
     trend = history_chart(context, use, size, 1, "accent", 100.0)[0]
     return [

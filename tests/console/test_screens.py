@@ -8,15 +8,18 @@ import msgspec
 import pytest
 
 from appliance.actions import action_named
+from appliance.history.pages import TelemetryColumns
 from appliance.pages import AuditAction, ChainReport, LogLine
 from appliance.protocol import AuditHead, Key, Silence
-from appliance.snapshot import Alert, Gpu, Host, Rates, Snapshot
+from appliance.snapshot import Alert, Gpu, GpuProcess, Host, Rates, Snapshot
 from console.context import Context
 from console.fake import FIXED_TIME
+from console.history import History
 from console.lines import cells, plain
 from console.screens import panels
 from console.screens.base import View
 from console.screens.batches import BatchesView
+from console.screens.gpus import GpusView
 from console.screens.keys import KeysView
 from console.screens.overview import OverviewView
 from console.screens.requests import RequestsView
@@ -390,6 +393,41 @@ def test_the_audit_screen_names_the_first_wrong_row_and_limits_further_problems(
         *("head 0", "head 1", "head 2", "and 3 more problems", "2 entries are waiting")
     ]
     assert made.view.facts(made.context)[0][:2] == ("chain", lines[at])
+
+
+def test_the_recorded_use_of_a_gpu_is_not_shown_for_a_gpu_without_this_figure() -> None:
+    """A GPU that is split into MIG instances has no utilisation, so its history does not contain any."""
+    made = session()
+    snapshot = made.context.snapshot
+    assert snapshot is not None
+    split = msgspec.structs.replace(
+        snapshot.gpus[0], utilization_percent=None, unsupported=["utilization_percent"]
+    )
+    made.context.snapshot = msgspec.structs.replace(snapshot, gpus=[split, snapshot.gpus[1]])
+    made.context.history = History()
+    figures = {"at": [1000.0, 1001.0], "gpus[1].utilization_percent": [90.0, 100.0]}
+    made.context.history.add_columns(
+        TelemetryColumns(resolution_s=1, at=[1000.0, 1001.0], figures=figures)  # type: ignore[arg-type]
+    )
+    assert [point.gpus for point in made.context.history.points] == [{1: 90.0}, {1: 100.0}]
+    made.run("glyphs block")
+    made.run("screen gpus")
+    lines = [plain(row) for row in made.lines(120, 40)]
+    first, second = lines[next(at for at, text in enumerate(lines) if "Kernel time" in text) + 1 :][:2]
+    assert "█" in second and "█" not in first
+
+
+def test_a_process_is_foreign_only_if_the_processes_of_the_replica_are_known() -> None:
+    made = session()
+    snapshot = made.context.snapshot
+    assert snapshot is not None
+    gpu = msgspec.structs.replace(
+        snapshot.gpus[0], replicas=["demo-0"], processes=[GpuProcess(pid=4711, name="python")]
+    )
+    view = GpusView()
+    for replicas, text in ((["demo-0"], "replica unknown"), ([], "not a process of the service")):
+        row = msgspec.structs.replace(gpu, replicas=replicas)
+        assert text in plain(view.describe(row, made.context, 100)[-1])
 
 
 def test_a_figure_that_a_gpu_does_not_support_differs_from_an_unknown_figure() -> None:
