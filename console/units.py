@@ -100,12 +100,21 @@ def about(where: str, what: str) -> str:
 
 def clock(at: float | None) -> str:
     """Format a time of day."""
-    return UNKNOWN if at is None else time.strftime("%H:%M:%S", time.localtime(at))
+    return _local(at, "%H:%M:%S")
 
 
 def date(at: float | None) -> str:
     """Format a date and time."""
-    return UNKNOWN if at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+    return _local(at, "%Y-%m-%d %H:%M:%S")
+
+
+def _local(at: float | None, form: str) -> str:
+    if at is None:
+        return UNKNOWN
+    try:
+        return time.strftime(form, time.localtime(at))
+    except (OverflowError, ValueError, OSError):  # no date of the calendar
+        return f"{at:g}"
 
 
 def ratio(part: float | None, whole: float | None) -> float | None:

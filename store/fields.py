@@ -107,7 +107,7 @@ class Declared(NamedTuple):
             case "list":
                 return f"1 to {MAX_NAMES} printable names"
             case "time":
-                return "a unix time in the future"
+                return "a unix time in the future, in seconds, at most 100,000,000,000"
             case "text":
                 return f"1 to {MAX_TEXT_CHARS} printable characters"
 

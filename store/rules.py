@@ -3,7 +3,6 @@ value and the remedy."""
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
@@ -14,6 +13,9 @@ from store.policies import PEER_KINDS, KeyRecord, PeerRecord, Quota, TenantRecor
 
 MAX_PEER_NUMBER = 2**32 - 2
 """Highest valid uid and gid on Linux. The next number means "no id"."""
+
+MAX_TIME = 1e11
+"""Latest time, in unix seconds: the year 5138. Later times cannot be shown as dates on every system."""
 
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -54,7 +56,7 @@ def allows(field: Declared, value: Any) -> bool:
         case "number" | "span" | "count" | "class":
             return field.field.low <= value <= field.field.high
         case "time":
-            return math.isfinite(value)
+            return -MAX_TIME <= value <= MAX_TIME
         case "choice":
             return value in field.choices
         case "text":

@@ -38,6 +38,10 @@ def test_wrapping_keeps_all_words() -> None:
     assert all(width_of(row) <= 20 for row in wrap(text, 20))
 
 
+def test_a_time_beyond_the_calendar_is_shown_as_a_number() -> None:
+    assert units.date(1e300) == units.clock(1e300) == "1e+300"
+
+
 def test_unknown_figures_are_two_dashes_and_never_zero() -> None:
     for form in (units.count, units.short, units.rate, units.percent, units.ms, units.seconds, units.size):
         assert form(None) == "--"
